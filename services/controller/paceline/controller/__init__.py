@@ -1,0 +1,1 @@
+"""The controller: sequences batches between rollout, reward and learner."""

@@ -1,0 +1,1 @@
+"""The learner: an FSDP2 group that trains on a step's batch and publishes its weights."""

@@ -1,0 +1,1 @@
+"""The rollout service: a vLLM engine behind a mailbox."""

@@ -1,0 +1,142 @@
+"""The one exception tree. Every class is also the standard-library type that it refines.
+
+PacelineError
+├── ConfigError(ValueError)          what the user wrote cannot be run
+├── DataError(ValueError)            a data file, column or prompt is unusable
+├── ModelError(ValueError)           a model folder or tokenizer is unusable
+├── EnvironmentLackError(RuntimeError)  the machine lacks something: Redis, vLLM, a port, a GPU
+├── ProtocolError(RuntimeError)      a message, or the order of messages, breaks the protocol
+│   ├── InvalidMessageError(ValueError)   a message failed validation at the door
+│   ├── IllegalTransitionError       a state machine was asked for a move that it does not have
+│   └── VersionMismatchError         a token, member or digest belongs to another policy version
+├── DeadlineError(TimeoutError)      a wait ran out; names the phase, the peer and the seconds
+├── PeerLostError(ConnectionError)   a member of the fleet died or cannot be reached
+├── BrokerError(ConnectionError)     the message broker refused or lost a command
+├── RewardError(RuntimeError)        a reward could not be computed; carries a RewardErrorKind
+├── WeightSyncError(RuntimeError)    a weight push failed, or its digests differ
+├── CheckpointError(RuntimeError)    a checkpoint is missing, incomplete or does not fit
+└── NumericsError(ArithmeticError)   a loss, gradient or mask makes no sense
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class PacelineError(Exception):
+    """Root of all errors that Paceline raises on purpose."""
+
+
+class ConfigError(PacelineError, ValueError):
+    """The configuration cannot be run; the message names the key and what to write instead."""
+
+
+class DataError(PacelineError, ValueError):
+    """A data file, a column or a prompt is unusable."""
+
+
+class ModelError(PacelineError, ValueError):
+    """A model folder or tokenizer is missing or unusable."""
+
+
+class EnvironmentLackError(PacelineError, RuntimeError):
+    """The machine lacks something that the run needs."""
+
+
+class ProtocolError(PacelineError, RuntimeError):
+    """A message, or the order of messages, breaks the protocol."""
+
+
+class InvalidMessageError(ProtocolError, ValueError):
+    """A message failed validation at a trust boundary; `reason` is a short stable word for the journal."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args, {"reason": self.reason})
+
+
+class IllegalTransitionError(ProtocolError):
+    """A state machine was asked for a transition that it does not have; names both states."""
+
+
+class VersionMismatchError(ProtocolError):
+    """A token, member or digest belongs to another policy version than the one required."""
+
+
+class DeadlineError(PacelineError, TimeoutError):
+    """A wait ran out of time.
+
+    Args:
+        phase: what was being done, say "COLLECT".
+        peer: who was waited for, say "rollout-0" or "redis".
+        seconds: how long the wait was allowed to take.
+        hint: what to look at or change.
+    """
+
+    def __init__(self, *, phase: str, peer: str, seconds: float, hint: str = "") -> None:
+        tail = f"; {hint}" if hint else ""
+        super().__init__(f"{phase}: no answer from {peer} within {seconds:g} s{tail}")
+        self.phase, self.peer, self.seconds, self.hint = phase, peer, seconds, hint
+
+    def __reduce__(self) -> tuple[object, ...]:
+        fields = {"phase": self.phase, "peer": self.peer, "seconds": self.seconds, "hint": self.hint}
+        return _rebuild, (type(self), (), fields)
+
+
+class PeerLostError(PacelineError, ConnectionError):
+    """A member of the fleet died or cannot be reached; `peer` is its member id."""
+
+    def __init__(self, message: str, *, peer: str) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args, {"peer": self.peer})
+
+
+class BrokerError(PacelineError, ConnectionError):
+    """The message broker refused or lost a command."""
+
+
+class RewardErrorKind(enum.Enum):
+    """Why a reward could not be computed; the value is the word used on the wire and in the journal."""
+
+    RAISED = "raised"
+    TIMEOUT = "timeout"
+    NOT_FINITE = "not_finite"
+    WRONG_TYPE = "wrong_type"
+    OUT_OF_RANGE = "out_of_range"
+    WRONG_COUNT = "wrong_count"
+    UNAVAILABLE = "unavailable"
+    CRASHED = "crashed"
+
+
+class RewardError(PacelineError, RuntimeError):
+    """A reward could not be computed."""
+
+    def __init__(self, message: str, *, kind: RewardErrorKind) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args, {"kind": self.kind})
+
+
+class WeightSyncError(PacelineError, RuntimeError):
+    """A weight push failed, or the digests of its two sides differ."""
+
+
+class CheckpointError(PacelineError, RuntimeError):
+    """A checkpoint is missing, incomplete or does not fit the run."""
+
+
+class NumericsError(PacelineError, ArithmeticError):
+    """A loss, gradient, mask or statistic makes no sense."""
+
+
+def _rebuild(kind: type[PacelineError], args: tuple[object, ...], keywords: dict[str, object]) -> PacelineError:
+    """Makes an error again on the far side of a process boundary."""
+    return kind(*args, **keywords)
