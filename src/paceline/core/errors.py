@@ -137,6 +137,8 @@ class NumericsError(PacelineError, ArithmeticError):
     """A loss, gradient, mask or statistic makes no sense."""
 
 
-def _rebuild(kind: type[PacelineError], args: tuple[object, ...], keywords: dict[str, object]) -> PacelineError:
+def _rebuild(
+    kind: type[PacelineError], args: tuple[object, ...], keywords: dict[str, object]
+) -> PacelineError:
     """Makes an error again on the far side of a process boundary."""
     return kind(*args, **keywords)

@@ -1,0 +1,1 @@
+"""The message broker: mailboxes with explicit acknowledgement, and blobs; Redis Streams or memory behind one Protocol."""

@@ -1,0 +1,99 @@
+"""The seam between the services and the message broker.
+
+A stream is a mailbox: entries are appended, delivered to one consumer of a group at a time, and stay that consumer's until it
+acknowledges them. An entry whose consumer has gone silent can be reclaimed by another: delivery is at least once, and who
+reads must drop repeats by the message's own id. Blobs are plain values beside the streams.
+
+Every method may raise BrokerError (the broker refused or is gone) and DeadlineError (no answer in time).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A delivered message. `entry_id` orders entries of a stream; `deliveries` counts from 1."""
+
+    stream: str
+    entry_id: str
+    payload: bytes
+    traceparent: str = ""
+    deliveries: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outgoing:
+    """A message to append, with blobs that must be there before anybody can read it."""
+
+    stream: str
+    payload: bytes
+    traceparent: str = ""
+    blobs: Mapping[str, bytes] | None = None
+
+
+class Broker(Protocol):
+    """Streams with consumer groups, and blobs."""
+
+    async def ensure_group(self, stream: str, group: str) -> None:
+        """Makes stream and group where they are missing; the group sees the stream from its first entry."""
+        ...
+
+    async def append(self, messages: Sequence[Outgoing]) -> list[str]:
+        """Stores each message's blobs, then the message; returns entry ids. One round trip for all."""
+        ...
+
+    async def read(
+        self, stream: str, group: str, consumer: str, *, max_entries: int, block_s: float
+    ) -> list[Entry]:
+        """Takes undelivered entries; waits up to `block_s` seconds for the first; [] when none came."""
+        ...
+
+    async def reclaim(
+        self, stream: str, group: str, consumer: str, *, min_idle_s: float, max_entries: int
+    ) -> list[Entry]:
+        """Takes over entries that no consumer has renewed for `min_idle_s` seconds."""
+        ...
+
+    async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
+        """Says that the consumer still works on these entries: their idle time starts anew."""
+        ...
+
+    async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
+        """Ends the delivery of entries; unknown ids are ignored."""
+        ...
+
+    async def length(self, stream: str) -> int:
+        """Entries in the stream, read or not."""
+        ...
+
+    async def trim(self, stream: str) -> int:
+        """Removes entries that every group has acknowledged; never a pending one. Returns how many."""
+        ...
+
+    async def delete_streams(self, streams: Sequence[str]) -> None:
+        """Removes streams with their groups."""
+        ...
+
+    async def get_blobs(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Values in the order of the keys, None for a missing one."""
+        ...
+
+    async def delete_blobs(self, keys: Sequence[str]) -> None:
+        """Removes blobs; missing ones are ignored."""
+        ...
+
+    async def purge(self, prefix: str) -> int:
+        """Removes every stream and blob whose name begins with `prefix`; returns how many."""
+        ...
+
+    async def ping(self) -> None:
+        """Raises BrokerError where the broker does not answer."""
+        ...
+
+    async def close(self) -> None:
+        """Lets go of connections. The broker is unusable afterwards."""
+        ...

@@ -1,0 +1,37 @@
+"""Names of a run's streams, consumer groups and blobs."""
+
+from __future__ import annotations
+
+ROLLOUT_GROUP = "rollout"
+REWARD_GROUP = "reward"
+CONTROLLER_GROUP = "controller"
+
+
+def prefix(run_id: str) -> str:
+    """What every name of the run begins with."""
+    return f"paceline:{run_id}:"
+
+
+def prompts(run_id: str, version: int) -> str:
+    """Prompt groups for exactly one policy version: a server at another version cannot even read them."""
+    return f"{prefix(run_id)}prompts:v{version}"
+
+
+def trajectories(run_id: str) -> str:
+    """Headers of finished samples, for the scorers."""
+    return f"{prefix(run_id)}trajectories"
+
+
+def scored(run_id: str) -> str:
+    """Scored headers, for the barrier."""
+    return f"{prefix(run_id)}scored"
+
+
+def journal(run_id: str) -> str:
+    """The run's events."""
+    return f"{prefix(run_id)}journal"
+
+
+def blob(run_id: str, trajectory_id: str, attempt: int, server_id: str) -> str:
+    """The arrays of one sample. Attempts do not overwrite each other: the barrier admits one and deletes the rest."""
+    return f"{prefix(run_id)}blob:{trajectory_id}:{attempt}:{server_id}"

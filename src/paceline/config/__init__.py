@@ -1,0 +1,1 @@
+"""Configuration: frozen models, YAML loading, dotted overrides; imports no torch."""

@@ -1,0 +1,48 @@
+"""`algorithm.*`: advantages and the KL penalty."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.config.base import Section
+
+AdvEstimator = Literal[
+    "gae",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "pass_at_k",
+]
+KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "kl", "mse", "low_var_kl"]
+
+
+class KLControlConfig(Section):
+    """How the coefficient of the KL penalty in the reward moves."""
+
+    type: Literal["fixed", "adaptive"] = Field("fixed", description="fixed, or adaptive towards target_kl.")
+    kl_coef: float = Field(0.001, ge=0, description="The coefficient, or where it starts.")
+    target_kl: float = Field(0.1, gt=0, description="adaptive: the KL per token to hold.")
+    horizon: int = Field(
+        10000, gt=0, description="adaptive: in how many sequences the coefficient may move by its own size."
+    )
+
+
+class AlgorithmConfig(Section):
+    """How rewards become advantages."""
+
+    adv_estimator: AdvEstimator = Field("gae", description="gae needs a critic; the others do without.")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
+    lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda.")
+    norm_adv_by_std_in_grpo: bool = Field(True, description="grpo: divide by the group's standard deviation.")
+    use_kl_in_reward: bool = Field(
+        False,
+        description="Subtract kl_ctrl's coefficient times the KL to the reference from each token's reward.",
+    )
+    kl_penalty: KLKind = Field("k1", description="Estimator of the KL in the reward.")
+    kl_ctrl: KLControlConfig = KLControlConfig()

@@ -1,0 +1,49 @@
+"""`data.*`: where prompts come from and how long they may be."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from paceline.config.base import Section
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Files = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+
+
+class DataConfig(Section):
+    """Prompts: parquet or JSONL files, one row a prompt."""
+
+    train_files: Files = Field(description="Parquet or JSONL files (by suffix) with the training prompts.")
+    val_files: Files = Field((), description="Files with the held-out prompts; empty: no validation.")
+    prompt_key: str = Field(
+        "prompt", description="Column with the prompt: a string, or a list of {role, content} messages."
+    )
+    ground_truth_key: str = Field("ground_truth", description="Column with what the reward compares to.")
+    data_source_key: str | None = Field(
+        "data_source", description="Column that names the row's origin; null: none."
+    )
+    extra_keys: tuple[str, ...] = Field(
+        (), description="Further columns that are handed to the reward functions by name."
+    )
+    prompt_format: Literal["auto", "chat", "text"] = Field(
+        "auto",
+        description="chat: through the tokenizer's chat template (a string becomes one user message); text: tokenized as it is; "
+        "auto: chat for lists of messages, text for strings.",
+    )
+    max_prompt_length: int = Field(512, gt=0, description="Longest prompt in tokens.")
+    max_response_length: int = Field(512, gt=0, description="Longest response in tokens.")
+    overlong_prompts: Literal["filter", "error"] = Field(
+        "filter", description="Leave over-long prompts out (and say how many), or refuse to start."
+    )
+    train_batch_size: int = Field(64, gt=0, description="Prompts a step; each gets rollout.n samples.")
+    val_max_prompts: int | None = Field(
+        None, gt=0, description="Validate on the first so many held-out prompts; null: on all."
+    )
+    shuffle: bool = Field(True, description="Shuffle the prompts anew every epoch, from the seed.")
+    seed: int | None = Field(None, description="Seed of the order; null: trainer.seed.")

@@ -1,0 +1,127 @@
+"""From YAML and dotted overrides to a checked configuration, with errors that say what to write."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from paceline.config.base import Section
+from paceline.core.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
+
+
+def load(kind: type[S], path: str | Path, overrides: Iterable[str] = ()) -> S:
+    """Reads `path`, applies `dotted.key=value` overrides and checks the whole.
+
+    Relative paths inside the file stay relative to the working directory.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown, or a value is not allowed; one line per fault.
+    """
+    source = Path(path)
+    try:
+        text = source.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read configuration {source}: {error.strerror}; give the path of a YAML file"
+        ) from error
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{source} must hold a mapping of sections (data:, model:, ...), found {type(tree).__name__}"
+        )
+    for override in overrides:
+        _override(tree, override)
+    return parse(kind, tree, origin=str(source))
+
+
+def parse(kind: type[S], tree: Mapping[str, Any], origin: str = "configuration") -> S:
+    """Checks a tree of plain values against `kind`; raises ConfigError with one line per fault."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(kind, dict(fault)) for fault in error.errors()]
+        raise ConfigError(f"{origin}: " + "\n  ".join(lines)) from None
+
+
+def dump_yaml(config: Section) -> str:
+    """The resolved configuration as YAML, every key with its value in force."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(
+            f"override {override!r} must look like dotted.key=value, say trainer.total_steps=10"
+        )
+    try:
+        value = yaml.safe_load(text) if text else None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from error
+    if isinstance(value, str):
+        value = _number(value)
+    node: Any = tree
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        if isinstance(node, list):
+            node = node[_index(node, parent, override)]
+            continue
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
+    if isinstance(node, list):
+        node[_index(node, last, override)] = value
+    else:
+        node[last] = value
+
+
+def _index(node: list[Any], word: str, override: str) -> int:
+    if not word.isdigit() or int(word) >= len(node):
+        raise ConfigError(f"override {override!r}: {word!r} is no index of a list of {len(node)}")
+    return int(word)
+
+
+def _number(text: str) -> object:
+    """YAML 1.1 reads 1e-4 as a string; people mean a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _explain(kind: type[BaseModel], fault: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in fault["loc"]) or "(whole)"
+    if fault["type"] == "extra_forbidden":
+        known = _known_keys(kind, fault["loc"][:-1])
+        close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"unknown key {where}; {hint}"
+    if fault["type"] == "missing":
+        return f"{where} is required; add it"
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    return message if where == "(whole)" else f"{where}={fault.get('input')!r}: {message}"
+
+
+def _known_keys(kind: type[BaseModel], path: tuple[object, ...]) -> list[str]:
+    model: Any = kind
+    for part in path:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[str(part)].annotation
+        candidates = [annotation, *get_args(annotation)]
+        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if model is None:
+            return []
+    return sorted(cast(type[BaseModel], model).model_fields)

@@ -1,0 +1,28 @@
+"""`model.*`: the policy's folder and how it computes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.config.base import Section
+
+
+class ModelConfig(Section):
+    """The policy: a folder in the Hugging Face layout."""
+
+    path: str = Field(description="Folder with config.json, weights (safetensors) and tokenizer.")
+    tokenizer_path: str | None = Field(
+        None, description="Folder with the tokenizer, where it is not model.path."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="What the forward pass computes in, on learner and rollout alike, and what weights travel in; masters are float32.",
+    )
+    enable_gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, about a third more time."
+    )
+    load_format: Literal["auto", "random"] = Field(
+        "auto", description="random: ignore the weights on disk and draw them from the seed (benchmarks)."
+    )

@@ -1,0 +1,66 @@
+"""`rollout.*`: sampling and the engines that do it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from paceline.config.base import Section
+
+
+class ValSamplingConfig(Section):
+    """How held-out prompts are answered."""
+
+    n: int = Field(1, gt=0, description="Samples per held-out prompt.")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+
+
+class RolloutConfig(Section):
+    """Rollout servers: each one vLLM engine."""
+
+    name: Literal["vllm"] = Field("vllm", description="The engine.")
+    replicas: int = Field(
+        1, gt=0, description="Rollout servers that `paceline train` starts; others may join."
+    )
+    tensor_model_parallel_size: int = Field(1, gt=0, description="GPUs (or CPU ranks) per engine.")
+    n: int = Field(8, gt=0, description="Samples per training prompt.")
+    temperature: float = Field(
+        1.0, gt=0, description="Of training samples; the learner divides its logits by the same."
+    )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Anything but 1 changes the sampled distribution and is refused."
+    )
+    top_k: int = Field(0, ge=0, description="Anything but 0 changes the sampled distribution and is refused.")
+    val: ValSamplingConfig = ValSamplingConfig()
+    gpu_memory_utilization: float = Field(
+        0.85, gt=0, lt=1, description="Share of a GPU's memory that an engine may take."
+    )
+    kv_cache_gib: int = Field(1, gt=0, description="CPU: KV cache of an engine in GiB.")
+    max_num_seqs: int = Field(256, gt=0, description="Most sequences that an engine decodes at once.")
+    max_groups_in_flight: int | None = Field(
+        None,
+        gt=0,
+        description="Most prompt groups that a server takes at once; null: enough to fill max_num_seqs.",
+    )
+    enforce_eager: bool = Field(False, description="No CUDA graphs, no compilation (always so on a CPU).")
+    threads: int | None = Field(
+        None, gt=0, description="CPU: threads per engine rank; null: all cores, shared out over the replicas."
+    )
+    devices: tuple[int, ...] | None = Field(
+        None,
+        description="GPU indices, shared out over the replicas in order; null: all that the learner leaves.",
+    )
+    request_timeout_s: float = Field(600.0, gt=0, description="Longest that one prompt group may take.")
+    engine_kwargs: dict[str, bool | int | float | str | dict[str, object]] = Field(
+        {}, description="Further arguments of vLLM's AsyncEngineArgs."
+    )
+
+    @model_validator(mode="after")
+    def _unbiased(self) -> RolloutConfig:
+        if self.top_p != 1.0 or self.top_k != 0:
+            raise ValueError(
+                f"top_p={self.top_p}, top_k={self.top_k}: truncated sampling draws from another distribution than the one that the "
+                "loss divides by; write top_p: 1.0 and top_k: 0"
+            )
+        return self

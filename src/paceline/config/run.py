@@ -1,0 +1,102 @@
+"""The whole configuration of a run."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from paceline.config.actor import ActorConfig, CriticConfig
+from paceline.config.algorithm import AlgorithmConfig
+from paceline.config.base import Section
+from paceline.config.data import DataConfig
+from paceline.config.model import ModelConfig
+from paceline.config.reward import RewardConfig
+from paceline.config.rollout import RolloutConfig
+from paceline.config.services import (
+    BarrierConfig,
+    BrokerConfig,
+    LearnerConfig,
+    ServiceConfig,
+    SftConfig,
+    TelemetryConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+
+
+class RunConfig(Section):
+    """Everything that `paceline train` needs; every service reads its part of the resolved form."""
+
+    data: DataConfig
+    model: ModelConfig
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig
+    trainer: TrainerConfig
+    learner: LearnerConfig = LearnerConfig()
+    barrier: BarrierConfig = BarrierConfig()
+    broker: BrokerConfig = BrokerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    service: ServiceConfig = ServiceConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether advantages are made from values."""
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL to the starting model enters reward or loss."""
+        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and response together, in tokens."""
+        return self.data.max_prompt_length + self.data.max_response_length
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        batch, mini = self.data.train_batch_size, self.actor.ppo_mini_batch_size
+        if batch % mini:
+            raise ValueError(f"actor.ppo_mini_batch_size={mini} must divide data.train_batch_size={batch}")
+        if self.critic.ppo_mini_batch_size is not None and batch % self.critic.ppo_mini_batch_size:
+            raise ValueError(
+                f"critic.ppo_mini_batch_size={self.critic.ppo_mini_batch_size} must divide data.train_batch_size={batch}"
+            )
+        if self.actor.ppo_max_token_len_per_gpu < self.max_model_len:
+            raise ValueError(
+                f"actor.ppo_max_token_len_per_gpu={self.actor.ppo_max_token_len_per_gpu} cannot hold one sequence of "
+                f"data.max_prompt_length + data.max_response_length = {self.max_model_len} tokens; raise it"
+            )
+        if self.algorithm.adv_estimator == "pass_at_k" and self.rollout.n < 2:
+            raise ValueError(
+                "algorithm.adv_estimator=pass_at_k compares a group's best two: rollout.n must be at least 2"
+            )
+        if self.service.dead_after_s <= self.service.suspect_after_s:
+            raise ValueError("service.dead_after_s must exceed service.suspect_after_s")
+        return self
+
+
+class SftRunConfig(Section):
+    """Everything that `paceline sft` needs."""
+
+    sft: SftConfig
+    data: SftDataConfig
+    model: ModelConfig
+    learner: LearnerConfig = LearnerConfig()
+    seed: int = Field(0, ge=0, description="Governs the order of the pairs.")
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+
+class SftDataConfig(Section):
+    """How the pairs' prompts are read; the words of `data.*`."""
+
+    prompt_key: str = Field("prompt", description="Column with the prompt.")
+    prompt_format: str = Field("auto", pattern="^(auto|chat|text)$", description="As data.prompt_format.")
+    max_prompt_length: int = Field(512, gt=0, description="Longer prompts are left out, and counted.")
+    max_response_length: int = Field(512, gt=0, description="Longer answers are left out, and counted.")
+
+
+SftRunConfig.model_rebuild()

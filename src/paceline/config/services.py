@@ -1,0 +1,138 @@
+"""`trainer.*`, `learner.*`, `barrier.*`, `broker.*`, `service.*`, `telemetry.*`, `sft.*`: the run and its processes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.config.base import Section
+from paceline.config.data import Files
+
+
+class TrainerConfig(Section):
+    """The run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_.-]+$", description="First part of the run id.")
+    run_dir: str | None = Field(
+        None, description="Where everything of the run is written; null: runs/RUN_ID."
+    )
+    total_steps: int = Field(gt=0, description="Training steps.")
+    seed: int = Field(
+        0, ge=0, description="Governs prompt order, sampling, model and value-head initialisation."
+    )
+    test_freq: int = Field(0, ge=0, description="Validate every so many steps; 0: only before and after.")
+    val_before_train: bool = Field(True, description="Validate the starting model.")
+    save_freq: int = Field(0, ge=0, description="Checkpoint every so many steps; 0: only at the end.")
+    keep_checkpoints: int = Field(2, gt=0, description="How many of the newest checkpoints are kept.")
+    resume: Literal["auto", "never"] = Field(
+        "auto", description="auto: go on from the newest complete checkpoint in run_dir, if there is one."
+    )
+    save_trajectories: bool = Field(
+        True, description="Write each step's trajectories to trajectories/step_NNNNNN.parquet."
+    )
+
+
+class LearnerConfig(Section):
+    """The learner group."""
+
+    world_size: int = Field(
+        1, gt=0, description="Processes that `paceline train` starts, one a GPU or CPU core share."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
+    devices: tuple[int, ...] | None = Field(
+        None, description="GPU indices of the ranks; null: the first world_size."
+    )
+    threads: int | None = Field(
+        None, gt=0, description="CPU: torch threads per rank; null: the cores shared out over the ranks."
+    )
+    command_timeout_s: float = Field(
+        3600.0, gt=0, description="Longest that one command (a training step, a checkpoint) may take."
+    )
+    collective_timeout_s: float = Field(
+        300.0, gt=0, description="Longest that a rank waits for another within a command."
+    )
+
+
+class BarrierConfig(Section):
+    """Which trajectories a batch admits."""
+
+    mode: Literal["strict"] = Field(
+        "strict", description="strict: only tokens of the very policy that is being updated."
+    )
+    collect_timeout_s: float = Field(1800.0, gt=0, description="Longest that one step's collection may take.")
+    stall_timeout_s: float = Field(
+        300.0, gt=0, description="Longest without a single trajectory while collecting."
+    )
+
+
+class BrokerConfig(Section):
+    """The message broker."""
+
+    url: str | None = Field(
+        None,
+        description="redis://[:password@]host:port/db of a running server; null: `paceline train` starts one for the run.",
+    )
+    lease_s: float = Field(
+        5.0, gt=0, description="A message whose taker has not renewed it for so long goes to another."
+    )
+    max_stream_length: int = Field(100_000, gt=0, description="Writers wait while a mailbox is longer.")
+    max_blob_mib: int = Field(64, gt=0, description="Largest single trajectory blob.")
+
+
+class WeightsConfig(Section):
+    """The weight push."""
+
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="auto: nccl between GPUs, else gloo."
+    )
+    round_mib: int = Field(256, gt=0, description="Staging per round and peer.")
+    push_timeout_s: float = Field(120.0, gt=0, description="Longest that one push may take.")
+    join_timeout_s: float = Field(120.0, gt=0, description="Longest that forming the group may take.")
+
+
+class ServiceConfig(Section):
+    """Addresses, heartbeats and deadlines of the services."""
+
+    host: str = Field(
+        "127.0.0.1", description="Address that servers bind to; loopback unless told otherwise."
+    )
+    controller_port: int = Field(0, ge=0, le=65535, description="0: any free one.")
+    heartbeat_s: float = Field(1.0, gt=0, description="How often members report.")
+    suspect_after_s: float = Field(5.0, gt=0, description="Silence after which a member is suspected.")
+    dead_after_s: float = Field(12.0, gt=0, description="Silence after which a member is dead.")
+    rpc_timeout_s: float = Field(30.0, gt=0, description="Deadline of short calls.")
+    startup_timeout_s: float = Field(300.0, gt=0, description="Longest wait for all services to register.")
+    shutdown_timeout_s: float = Field(
+        20.0, gt=0, description="Time budget of the ordered shutdown, after which processes are killed."
+    )
+    max_message_mib: int = Field(64, gt=0, description="Largest gRPC message.")
+
+
+class TelemetryConfig(Section):
+    """Traces and metrics."""
+
+    otlp_endpoint: str | None = Field(
+        None, description="OTLP/gRPC endpoint; null: metrics.jsonl and spans.jsonl in the run directory."
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO", description="Of the services' logs."
+    )
+
+
+class SftConfig(Section):
+    """`paceline sft`: trains a starting model on prompt/answer pairs with the same learner."""
+
+    train_files: Files = Field(description="Parquet or JSONL with prompts and answers.")
+    answer_key: str = Field("answer", description="Column with the answer text.")
+    output: str = Field(description="Folder to write the trained model to.")
+    steps: int = Field(gt=0, description="Optimizer steps.")
+    batch_size: int = Field(256, gt=0, description="Pairs per step.")
+    max_token_len_per_gpu: int = Field(16384, gt=0, description="Token budget of a micro-batch on one rank.")
+    grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
+    lr_scheduler: Literal["constant", "cosine"] = Field("cosine", description="Shape after the warm-up.")
+    warmup_steps_ratio: float = Field(
+        0.05, ge=0, lt=1, description="Share of the steps over which the rate rises."
+    )
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled decay.")

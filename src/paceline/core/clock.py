@@ -1,0 +1,50 @@
+"""Time as a parameter: what waits or measures takes a Clock, so that tests decide what time it is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds; `monotonic` for durations and deadlines, `wall` for records that people read."""
+
+    def monotonic(self) -> float:
+        """Seconds since some fixed moment, never going back."""
+        ...
+
+    def wall(self) -> float:
+        """Seconds since the epoch."""
+        ...
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def monotonic(self) -> float:
+        """Seconds since some fixed moment, never going back."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """Seconds since the epoch."""
+        return time.time()
+
+
+@dataclass(slots=True)
+class ManualClock:
+    """A clock that moves only when told to."""
+
+    now: float = 0.0
+
+    def monotonic(self) -> float:
+        """The seconds set so far."""
+        return self.now
+
+    def wall(self) -> float:
+        """The same seconds."""
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Moves time on."""
+        self.now += seconds

@@ -1,0 +1,58 @@
+"""Identities: runs, members, trajectories, and the seeds and keys derived from them."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass
+
+
+class Purpose(enum.Enum):
+    """What a prompt group is generated for."""
+
+    TRAIN = "train"
+    VALIDATE = "validate"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class TrajectoryId:
+    """Names one sample of one prompt in one step of a run.
+
+    The order of the fields is the order of a batch: it never depends on arrival.
+    """
+
+    step: int
+    purpose: str
+    prompt_id: int
+    sample_index: int
+
+    def __str__(self) -> str:
+        return f"{self.purpose}:{self.step}:{self.prompt_id}:{self.sample_index}"
+
+    @classmethod
+    def parse(cls, text: str) -> TrajectoryId:
+        """Reads what `str()` wrote; raises ValueError on anything else."""
+        purpose, step, prompt_id, sample_index = text.split(":")
+        return cls(
+            step=int(step),
+            purpose=Purpose(purpose).value,
+            prompt_id=int(prompt_id),
+            sample_index=int(sample_index),
+        )
+
+
+def sample_seed(*, run_seed: int, step: int, prompt_id: int, sample_index: int) -> int:
+    """The sampling seed of one trajectory, in [0, 2**31).
+
+    A repeat of the same sample after a crash draws the same tokens, whichever server makes it; the same prompt in a
+    later step draws others.
+    """
+    words = f"{run_seed}/{step}/{prompt_id}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 33
+
+
+def new_run_id(name: str = "run") -> str:
+    """A run id that sorts by start time: NAME-YYYYMMDD-HHMMSS-xxxx (UTC)."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"

@@ -1,0 +1,144 @@
+"""What travels between the services: prompt groups, trajectories and their headers.
+
+A trajectory's arrays travel in a blob beside a small header (claim check): the controller and the reward's scheduling
+see headers only, each learner rank fetches only the rows it trains on.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.policy import PolicyTag
+
+SCHEMA_VERSION = 1
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+UInt8Array = npt.NDArray[np.uint8]
+
+
+class FinishReason(enum.Enum):
+    """Why a response ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingSpec:
+    """How tokens are drawn. `temperature` 0 is greedy; `max_tokens` bounds the response."""
+
+    temperature: float
+    max_tokens: int
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardContext:
+    """What a scorer needs beside the response; it goes with the prompt and comes back with each trajectory."""
+
+    ground_truth: str
+    data_source: str = ""
+    prompt_text: str = ""
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PromptGroup:
+    """An order for `len(seeds)` samples of one prompt, from exactly the policy `policy`."""
+
+    run_id: str
+    step: int
+    purpose: Purpose
+    prompt_id: int
+    prompt_token_ids: Int32Array
+    sampling: SamplingSpec
+    seeds: tuple[int, ...]
+    policy: PolicyTag
+    context: RewardContext
+    attempt: int = 0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples wanted of this prompt."""
+        return len(self.seeds)
+
+    def trajectory_id(self, sample_index: int) -> TrajectoryId:
+        """The id of one of the samples."""
+        return TrajectoryId(
+            step=self.step, purpose=self.purpose.value, prompt_id=self.prompt_id, sample_index=sample_index
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Trajectory:
+    """One sample with its arrays.
+
+    Shapes: `prompt_token_ids` (P,), the three response arrays (R,) with R >= 1. `response_log_probs` are natural logs under the
+    distribution that was sampled from; `response_mask` is 1 on tokens that the policy produced and 0 on tool tokens.
+    """
+
+    run_id: str
+    trajectory_id: TrajectoryId
+    policy: PolicyTag
+    prompt_token_ids: Int32Array
+    response_token_ids: Int32Array
+    response_log_probs: Float32Array
+    response_mask: UInt8Array
+    finish_reason: FinishReason
+    sampling: SamplingSpec
+    seed: int
+    server_id: str
+    attempt: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryHeader:
+    """What the mailboxes carry of a trajectory; the arrays lie in the blob `blob_key`."""
+
+    run_id: str
+    trajectory_id: TrajectoryId
+    policy: PolicyTag
+    blob_key: str
+    num_prompt_tokens: int
+    num_response_tokens: int
+    finish_reason: FinishReason
+    server_id: str
+    attempt: int
+    seconds: float
+    context: RewardContext
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredHeader:
+    """A trajectory's header with its verdict; without the reward context, which only scorers need.
+
+    Exactly one of `reward` and `reward_error` is set. `reward_error` is (RewardErrorKind value, message).
+    """
+
+    run_id: str
+    trajectory_id: TrajectoryId
+    policy: PolicyTag
+    blob_key: str
+    num_prompt_tokens: int
+    num_response_tokens: int
+    finish_reason: FinishReason
+    server_id: str
+    attempt: int
+    generation_s: float
+    reward: float | None
+    components: Mapping[str, float]
+    reward_error: tuple[str, str] | None
+    scorer: str
+    reward_s: float
+    response_text: str = ""
