@@ -1,0 +1,289 @@
+"""Make the arithmetic example's inputs: prompts in parquet, a tokenizer, a small Qwen2 model.
+
+The task is to add two or three two-digit numbers that are asked for in words. Three files of rows come out
+(`train`, `val`, `sft`) and one model folder with random weights. The warm-up answers in `sft.parquet` are those
+of a pupil who often forgets to carry, so the warmed-up model can add columns but gets most sums with a carry
+wrong; reinforcement learning, which sees true sums only through the reward, has to put that right.
+
+Everything follows from the seed: the same arguments write the same rows and the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+HERE = Path(__file__).resolve().parent
+
+# The first is padding; the second ends an answer; the others open a message of their role.
+SPECIAL_TOKENS = (PAD, END, *ROLES) = ("<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+MIN_OPERAND, MAX_OPERAND = 10, 99
+VOCAB_MULTIPLE = 64
+MAX_POSITIONS = 64
+BYTE_LEVEL_BLANK = "\u0120"  # how byte-level BPE writes a blank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Wording:
+    """One way to ask for a sum: `opening`, the operands with `between` and `last` between them, `closing`."""
+
+    opening: str
+    between: str
+    last: str
+    closing: str
+
+    def render(self, operands: Sequence[int]) -> str:
+        """The question for `operands` (two or more), for example 'Add 17, 25 and 30.'"""
+        head, tail = self.between.join(str(x) for x in operands[:-1]), str(operands[-1])
+        return f"{self.opening}{head}{self.last}{tail}{self.closing}"
+
+
+WORDINGS = (
+    Wording(opening="What is ", between=" + ", last=" + ", closing="?"),
+    Wording(opening="Add ", between=", ", last=" and ", closing="."),
+    Wording(opening="Find the sum of ", between=", ", last=" and ", closing="."),
+    Wording(opening="", between=" plus ", last=" plus ", closing=" equals what?"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Operands in the order in which they are asked for, and the index of the wording that asks."""
+
+    operands: tuple[int, ...]
+    wording: int
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """The operands as a multiset: 17 + 25 and 25 + 17 are one problem for the split."""
+        return tuple(sorted(self.operands))
+
+    @property
+    def question(self) -> str:
+        """The text of the user's message."""
+        return WORDINGS[self.wording].render(self.operands)
+
+    @property
+    def answer(self) -> str:
+        """The true sum."""
+        return str(sum(self.operands))
+
+
+def has_carry(operands: Sequence[int]) -> bool:
+    """Whether the units column passes something on to the tens column."""
+    return sum(x % 10 for x in operands) >= 10
+
+
+def add_without_carry(operands: Sequence[int]) -> int:
+    """The sum of two-digit numbers with the units' carry forgotten: 57 + 68 gives 115."""
+    return sum(x // 10 for x in operands) * 10 + sum(x % 10 for x in operands) % 10
+
+
+def draw_problem(rng: np.random.Generator) -> Problem:
+    """One problem: two or three operands, equally likely, each uniform over the two-digit numbers."""
+    count = int(rng.integers(2, 4))
+    operands = tuple(int(x) for x in rng.integers(MIN_OPERAND, MAX_OPERAND + 1, size=count))
+    return Problem(operands=operands, wording=int(rng.integers(len(WORDINGS))))
+
+
+def draw_problems(
+    rng: np.random.Generator, num: int, *, avoid: set[tuple[int, ...]], distinct: bool
+) -> list[Problem]:
+    """`num` problems whose multisets are not in `avoid`; with `distinct`, no multiset comes twice.
+
+    Raises ValueError when so many distinct ones cannot be found.
+    """
+    problems: list[Problem] = []
+    seen = set(avoid)
+    for _ in range(100 * num):
+        if len(problems) == num:
+            break
+        problem = draw_problem(rng)
+        if problem.key in seen:
+            continue
+        if distinct:
+            seen.add(problem.key)
+        problems.append(problem)
+    if len(problems) < num:
+        raise ValueError(f"found {len(problems)} distinct problems, {num} were asked for: ask for fewer rows")
+    return problems
+
+
+def warm_up_answer(problem: Problem, rng: np.random.Generator, slip_rate: float) -> str:
+    """The answer that the warm-up imitates: with probability `slip_rate` a carry is forgotten."""
+    slips = bool(rng.random() < slip_rate)
+    return str(add_without_carry(problem.operands)) if slips else problem.answer
+
+
+def to_table(problems: Sequence[Problem], answers: Sequence[str] | None = None) -> pa.Table:
+    """Rows of `prompt` (chat messages), `ground_truth`, `data_source`, and `answer` where given."""
+    columns: dict[str, Any] = {
+        "prompt": [[{"role": "user", "content": problem.question}] for problem in problems],
+        "ground_truth": [problem.answer for problem in problems],
+        "data_source": ["arithmetic"] * len(problems),
+    }
+    if answers is not None:
+        columns["answer"] = list(answers)
+    return pa.table(columns)
+
+
+def write_data(out: Path, *, seed: int, num_train: int, num_val: int, num_sft: int, slip_rate: float) -> None:
+    """Write `train.parquet`, `val.parquet` and `sft.parquet`; no multiset of `val` is in the other two."""
+    out.mkdir(parents=True, exist_ok=True)
+    val_rng, train_rng, sft_rng = (np.random.default_rng([seed, stream]) for stream in range(3))
+    val = draw_problems(val_rng, num_val, avoid=set(), distinct=True)
+    held_out = {problem.key for problem in val}
+    train = draw_problems(train_rng, num_train, avoid=held_out, distinct=True)
+    sft = draw_problems(sft_rng, num_sft, avoid=held_out, distinct=False)
+    answers = [warm_up_answer(problem, sft_rng, slip_rate) for problem in sft]
+    pq.write_table(to_table(train), out / "train.parquet")
+    pq.write_table(to_table(val), out / "val.parquet")
+    pq.write_table(to_table(sft, answers), out / "sft.parquet")
+
+
+def word_pieces() -> list[str]:
+    """The words of the wordings as a Qwen2 tokenizer splits them: in order, each with the blank before it."""
+    questions = [wording.render([0] * count) for wording, count in itertools.product(WORDINGS, (2, 3))]
+    return list(dict.fromkeys(piece for text in questions for piece in re.findall(r" ?[A-Za-z+]+", text)))
+
+
+def bpe_tables() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges of a byte-level BPE: special tokens, all bytes, then one token for every word.
+
+    A word of n bytes takes n - 1 merges, each prolonging its beginning by one byte; a beginning that two words
+    share is merged once.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokens = [*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet())]
+    merges: list[tuple[str, str]] = []
+    for word in word_pieces():
+        piece = word.replace(" ", BYTE_LEVEL_BLANK)
+        merges += [
+            merge for end in range(1, len(piece)) if (merge := (piece[:end], piece[end])) not in merges
+        ]
+    tokens += dict.fromkeys(left + right for left, right in merges)
+    return {token: index for index, token in enumerate(tokens)}, merges
+
+
+def build_tokenizer() -> Any:
+    """A `Qwen2Tokenizer` with one token per digit and per word of the wordings, bytes for all else.
+
+    `AutoTokenizer` gives every `qwen2` model folder this class with its own way to split text, whatever class
+    saved the folder; another kind of tokenizer would come back changed.
+    """
+    from transformers import Qwen2Tokenizer
+
+    vocab, merges = bpe_tables()
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab,
+        merges=merges,
+        unk_token=PAD,
+        pad_token=PAD,
+        eos_token=END,
+        extra_special_tokens=list(ROLES),
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
+        padding_side="left",
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def write_model(out: Path, *, seed: int) -> int:
+    """Write the tokenizer and a randomly initialised float32 Qwen2 model; returns the number of parameters.
+
+    Two key-value heads, head size 32 and widths that are multiples of 64 let two tensor-parallel ranks share it.
+    """
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = build_tokenizer()
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    config = Qwen2Config(
+        vocab_size=-(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        hidden_size=128,
+        intermediate_size=576,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad, do_sample=True)
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; every default is what the demo uses."""
+    parser = argparse.ArgumentParser(description="Prepare the arithmetic example's data and starting model.")
+    parser.add_argument("--out", type=Path, default=HERE / "data", help="folder for the parquet files")
+    parser.add_argument("--model-out", type=Path, default=HERE / "model", help="folder for the model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the rows and of the weights")
+    parser.add_argument("--num-train", type=int, default=4096)
+    parser.add_argument("--num-val", type=int, default=256)
+    parser.add_argument("--num-sft", type=int, default=16384)
+    parser.add_argument(
+        "--slip-rate", type=float, default=0.65, help="share of warm-up answers with no carry"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the data and the model, and print one line of JSON that says what was written."""
+    args = parse_args(argv)
+    if not 0.0 <= args.slip_rate <= 1.0:
+        print(f"--slip-rate is a share between 0 and 1, not {args.slip_rate}", file=sys.stderr)
+        return 2
+    write_data(
+        args.out,
+        seed=args.seed,
+        num_train=args.num_train,
+        num_val=args.num_val,
+        num_sft=args.num_sft,
+        slip_rate=args.slip_rate,
+    )
+    num_parameters = write_model(args.model_out, seed=args.seed)
+    summary = {
+        "data": str(args.out),
+        "model": str(args.model_out),
+        "num_parameters": num_parameters,
+        "seed": args.seed,
+    }
+    print(json.dumps(summary))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
