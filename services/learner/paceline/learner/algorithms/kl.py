@@ -1,0 +1,183 @@
+"""KL estimates between policies, KL in the reward, and the controllers of its coefficient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigError, NumericsError
+from paceline.learner.algorithms.checks import require_range, require_rows, require_same_shape
+from paceline.learner.algorithms.statistics import full_precision, keep, masked_mean
+
+
+def k1(difference: Tensor) -> Tensor:
+    """d: unbiased, and negative on half of the tokens."""
+    return difference
+
+
+def absolute(difference: Tensor) -> Tensor:
+    """|d|."""
+    return difference.abs()
+
+
+def k2(difference: Tensor) -> Tensor:
+    """d^2 / 2: biased, never negative; on policy its gradient is that of the true KL."""
+    return 0.5 * difference.square()
+
+
+def k3(difference: Tensor) -> Tensor:
+    """exp(x) - x - 1 with x = clip(-d, -20, 20), the result clipped to [-10, 10]: unbiased and never negative."""
+    x = torch.clamp(-difference, -20.0, 20.0)
+    return torch.clamp(torch.exp(x) - x - 1.0, -10.0, 10.0)
+
+
+KL_ESTIMATES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "k1": k1,
+    "abs": absolute,
+    "k2": k2,
+    "k3": k3,
+    "kl": k1,
+    "mse": k2,
+    "low_var_kl": k3,
+}
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """Per-token estimates of KL(policy || reference) on tokens that the policy sampled.
+
+    With d = log_probs - ref_log_probs the kinds are `k1` (alias kl) d, `abs` |d|, `k2` (mse) d^2/2 and `k3`
+    (low_var_kl) exp(-d) + d - 1, clipped: Schulman 2020, "Approximating KL divergence"
+    (http://joschu.net/blog/kl-approx.html). A trailing `+` keeps the value of the kind and takes the gradient of k2,
+    which on policy is an unbiased gradient of the KL where that of k1 is 0 and that of k3 is of the other KL.
+
+    Args:
+        log_probs: any shape, differentiated.
+        ref_log_probs: the shape of log_probs.
+        kind: a name or alias above, with or without `+`.
+
+    Returns:
+        The shape of log_probs.
+
+    Raises:
+        ConfigError: unknown kind.
+        NumericsError: shapes differ.
+    """
+    require_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
+    name = kind.removesuffix("+")
+    if name not in KL_ESTIMATES:
+        raise ConfigError(
+            f"KL estimate {kind!r} is not known; choose one of {', '.join(KL_ESTIMATES)}, each also with a trailing +"
+        )
+    difference = full_precision(log_probs) - full_precision(ref_log_probs)
+    estimate = KL_ESTIMATES[name](difference)
+    if not kind.endswith("+"):
+        return estimate
+    carrier = k2(difference)
+    return estimate.detach() + (carrier - carrier.detach())
+
+
+def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
+    """Rewards per token: the score on the last token of the policy, minus kl_coef times the KL on every one.
+
+    Args:
+        scores: (B,) sequence scores.
+        mask: (B, T).
+        kl: (B, T) estimates from the old and the reference log-probs; None for no KL in the reward.
+        kl_coef: beta.
+
+    Returns:
+        (B, T), 0 under the mask; no gradient.
+
+    Raises:
+        NumericsError: a sequence has no token that could carry its score, or shapes differ.
+    """
+    require_rows(mask.shape[0], scores=scores)
+    require_same_shape(mask=mask, kl=kl)
+    kept = mask.bool()
+    empty = (~kept.any(-1)).nonzero().flatten().tolist()
+    if empty:
+        raise NumericsError(
+            f"sequences {empty[:8]} have no unmasked token to carry their score; drop them from the batch"
+        )
+    positions = torch.arange(mask.shape[-1], device=mask.device)
+    last = torch.where(kept, positions, -1).amax(-1, keepdim=True)
+    score = full_precision(scores.detach()).unsqueeze(-1)
+    rewards = torch.where(positions == last, score, 0.0)
+    return rewards if kl is None else rewards - kl_coef * keep(kl.detach(), mask)
+
+
+def mean_sequence_kl(kl: Tensor, mask: Tensor) -> Tensor:
+    """The controllers' `current_kl`: mean over the sequences of each one's masked mean; 0-dim.
+
+    Sequences without an unmasked token do not count.
+
+    Raises:
+        NumericsError: everything is masked.
+    """
+    num_sequences = mask.bool().any(-1).sum()
+    if int(num_sequences.item()) == 0:
+        raise NumericsError("all tokens are masked: there is no KL to average")
+    return masked_mean(kl, mask, dim=-1).sum() / num_sequences
+
+
+class FixedKLController:
+    """A coefficient that stays what it is."""
+
+    def __init__(self, kl_coef: float) -> None:
+        require_range("kl_coef", kl_coef, at_least=0.0)
+        self.value = float(kl_coef)
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Does nothing."""
+
+    def state_dict(self) -> dict[str, float]:
+        """For the checkpoint."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """From the checkpoint."""
+        self.value = float(state["value"])
+
+
+class AdaptiveKLController:
+    """Steers the coefficient so that the KL comes near its target (arXiv:1909.08593, section 2.2).
+
+    value *= 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) n_steps / horizon, after the value was used in the step.
+
+    Args:
+        kl_coef: the first value, above 0 (from 0 it would never move).
+        target_kl: above 0, in nats for each token.
+        horizon: above 0, in sequences.
+    """
+
+    def __init__(self, kl_coef: float, target_kl: float, horizon: float) -> None:
+        require_range("kl_coef", kl_coef, above=0.0)
+        require_range("target_kl", target_kl, above=0.0)
+        require_range("horizon", horizon, above=0.0)
+        self.value = float(kl_coef)
+        self.target_kl = float(target_kl)
+        self.horizon = float(horizon)
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Moves the value; current_kl as of `mean_sequence_kl`, n_steps the number of sequences in the step.
+
+        Raises:
+            NumericsError: current_kl is not finite; the value is left as it was.
+        """
+        if not abs(current_kl) < float("inf"):
+            raise NumericsError(f"the KL of this step is {current_kl}; the coefficient stays {self.value:g}")
+        error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """For the checkpoint: the value only; target and horizon are configuration."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """From the checkpoint."""
+        self.value = float(state["value"])
+
+
+KLController = FixedKLController | AdaptiveKLController

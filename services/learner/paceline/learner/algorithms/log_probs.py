@@ -1,0 +1,159 @@
+"""Token log-probs and entropy from logits, plain, or from hidden states in chunks that never hold all logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from paceline.core.errors import NumericsError
+from paceline.learner.algorithms.checks import require_range
+from paceline.learner.algorithms.statistics import full_precision
+
+# Far enough below the logsumexp that the probability is exactly 0, and still finite: 0 * -inf would be NaN.
+_FLOOR = 1e4
+
+
+def token_log_probs(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of the targets under softmax(logits / temperature), in float32.
+
+    Args:
+        logits: (..., V), any float type; row i scores targets[i], so the caller shifts by one.
+        targets: (...), token ids in [0, V).
+        temperature: the sampling temperature, above 0.
+        with_entropy: also H = logsumexp(z) - sum(softmax(z) z).
+
+    Returns:
+        log_probs (...) and entropy (...) or None; float32, or float64 for float64 logits. The log-probs are the same
+        to the bit with and without entropy.
+    """
+    _check(logits, targets, temperature)
+    z = full_precision(logits)
+    if temperature != 1.0:
+        z = z / temperature
+    log_norm = torch.logsumexp(z, dim=-1)
+    log_probs = z.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_norm
+    if not with_entropy:
+        return log_probs, None
+    finite = torch.maximum(z, (log_norm.detach() - _FLOOR).unsqueeze(-1))
+    return log_probs, log_norm - (torch.softmax(z, dim=-1) * finite).sum(-1)
+
+
+def chunked_log_probs(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`token_log_probs(hidden @ lm_head_weight.T, ...)` with at most chunk_size rows of logits in memory at a time.
+
+    The backward pass makes each chunk's logits again, so peak memory grows with chunk_size x V instead of N x V, at
+    the price of one more product with the head.
+
+    Args:
+        hidden: (..., H), the last hidden states.
+        lm_head_weight: (V, H), whole (not sharded), of hidden's type.
+        targets: (...), token ids.
+        temperature: above 0.
+        chunk_size: tokens for each chunk, at least 1.
+        with_entropy: as there.
+
+    Returns:
+        As `token_log_probs`, shape (...).
+    """
+    require_range("chunk_size", chunk_size, at_least=1)
+    if hidden.shape[-1] != lm_head_weight.shape[-1]:
+        raise NumericsError(
+            f"hidden states of size {hidden.shape[-1]} do not fit a head of size {lm_head_weight.shape[-1]}"
+        )
+    _check(hidden, targets, temperature)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    log_probs, entropy = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
+        rows, lm_head_weight, targets.reshape(-1), float(temperature), int(chunk_size), with_entropy
+    )
+    return log_probs.view(targets.shape), entropy.view(targets.shape) if with_entropy else None
+
+
+def _check(rows: Tensor, targets: Tensor, temperature: float) -> None:
+    require_range("temperature", temperature, above=0.0)
+    if rows.shape[:-1] != targets.shape:
+        raise NumericsError(
+            f"targets of shape {tuple(targets.shape)} do not fit rows of shape {tuple(rows.shape)}"
+        )
+
+
+def _chunk_logits(rows: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    z = full_precision(rows @ weight.t())
+    return z.div_(temperature) if temperature != 1.0 else z
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """d log p_y / dz = onehot(y) - p and dH / dz = -p (log p + H), made chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        kind = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs = hidden.new_empty(targets.shape, dtype=kind)
+        log_norms = torch.empty_like(log_probs)
+        entropy = torch.empty_like(log_probs) if with_entropy else log_probs.new_empty(0)
+        for start in range(0, targets.numel(), chunk_size):
+            part = slice(start, start + chunk_size)
+            z = _chunk_logits(hidden[part], weight, temperature)
+            log_norm = torch.logsumexp(z, dim=-1)
+            log_norms[part] = log_norm
+            log_probs[part] = z.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1) - log_norm
+            if with_entropy:
+                log_p = z.sub_(log_norm.unsqueeze(-1)).clamp_(min=-_FLOOR)
+                entropy[part] = -(log_p.exp().mul_(log_p)).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, log_norms, entropy)
+        ctx.temperature, ctx.chunk_size, ctx.with_entropy = temperature, chunk_size, with_entropy
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_norms, entropy = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        if not ctx.with_entropy:
+            grad_entropy = None
+        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
+        # Chunks add up in at least float32: hundreds of bf16 additions would lose the small ones.
+        kind = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=kind) if need_weight else None
+        for start in range(0, targets.numel(), ctx.chunk_size):
+            part = slice(start, start + ctx.chunk_size)
+            log_p = _chunk_logits(hidden[part], weight, ctx.temperature).sub_(log_norms[part].unsqueeze(-1))
+            probs = log_p.exp()
+            grad = torch.zeros_like(probs)
+            if grad_entropy is not None:
+                log_p = log_p.clamp_(min=-_FLOOR).add_(entropy[part].unsqueeze(-1))
+                grad -= log_p.mul_(probs).mul_(grad_entropy[part].unsqueeze(-1))
+            if grad_log_probs is not None:
+                row_grad = grad_log_probs[part].unsqueeze(-1)
+                grad -= probs.mul_(row_grad)
+                grad.scatter_add_(-1, targets[part].unsqueeze(-1), row_grad)
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[part]
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None

@@ -1,0 +1,141 @@
+"""Masked mean, variance and whitening, whole or from sums that several ranks add up between them.
+
+A mask is 1 (or True) on the tokens that count. What lies under a 0 is never read, not even a NaN. Half and integer
+inputs are reduced in float32; float32 and float64 stay what they are.
+
+Over several ranks a whitened batch takes two additions: first (sum, count), then the squared deviations from the
+common mean. `whiten_across` does that with a caller's addition; two passes, because sum(x^2) - n mean^2 loses all
+its digits where the mean is large beside the spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import NumericsError
+from paceline.learner.algorithms.checks import require_same_shape
+
+EPS = 1e-8
+
+AllReduce = Callable[[Tensor], Tensor]
+"""Takes a small 1-D tensor and gives its sum over all ranks."""
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """`x` itself if it is float32 or float64, else `x` as float32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def keep(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` in full precision where the mask is 1, exactly 0 elsewhere; its gradient too, whatever lies under the mask."""
+    return torch.where(mask.bool(), full_precision(x), 0.0)
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of x over the unmasked entries; x and mask of one shape, the result without `dim` (all dims if None)."""
+    require_same_shape(x=x, mask=mask)
+    kept = keep(x, mask)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """sum(x mask) / (sum(mask) + 1e-8), over all dims or one.
+
+    Args:
+        x: any shape, say (B, T).
+        mask: the shape of x.
+        dim: the dim to reduce; None reduces all and gives a 0-dim tensor.
+
+    The mean of nothing is 0 by this formula: a row of padding adds nothing and is no error. Where nothing at all to
+    count is a fault, `masked_var`, `masked_whiten` and `aggregate` raise.
+    """
+    total = masked_sum(x, mask, dim)
+    kept = mask.bool().to(total.dtype)
+    return total / ((kept.sum() if dim is None else kept.sum(dim)) + EPS)
+
+
+def masked_var(x: Tensor, mask: Tensor) -> Tensor:
+    """Unbiased variance over the unmasked entries: mean((x - mu)^2) n / (n - 1), 0-dim.
+
+    Raises:
+        NumericsError: fewer than two entries are unmasked.
+    """
+    return _moments(x, mask, _alone)[1]
+
+
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """(x - mu) rsqrt(var + 1e-8) with the mean and unbiased variance of the unmasked entries; the shape of x.
+
+    Masked entries are shifted and scaled alike and mean nothing; multiply by the mask where they would be read.
+
+    Raises:
+        NumericsError: fewer than two entries are unmasked.
+    """
+    return whiten_across(x, mask, _alone)
+
+
+def whiten_across(x: Tensor, mask: Tensor, all_reduce: AllReduce) -> Tensor:
+    """`masked_whiten` of a batch of which this rank holds some rows.
+
+    Args:
+        x: (B_local, T); a rank may hold no rows.
+        mask: the shape of x.
+        all_reduce: adds a 1-D tensor over all ranks; called twice, by every rank alike.
+
+    Returns:
+        The shape of x: this rank's rows of the whitened whole batch.
+
+    Raises:
+        NumericsError: fewer than two entries are unmasked over all ranks (raised on every rank).
+    """
+    mean, var = _moments(x, mask, all_reduce)
+    return whiten_with(x, mean, var)
+
+
+def masked_sums(x: Tensor, mask: Tensor) -> Tensor:
+    """[sum, count] of the unmasked entries, shape (2,): add over ranks or micro-batches, then `mean_from_sums`."""
+    return torch.stack([masked_sum(x, mask), mask.bool().sum().to(full_precision(x).dtype)])
+
+
+def masked_squared_deviation(x: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
+    """sum((x - mean)^2 mask), 0-dim: add over ranks or micro-batches, then `var_from_sums`."""
+    return masked_sum((full_precision(x) - mean).square(), mask)
+
+
+def mean_from_sums(total: Tensor, count: Tensor) -> Tensor:
+    """The masked mean from the added-up sum and count."""
+    return total / (count + EPS)
+
+
+def var_from_sums(squared_deviation: Tensor, count: Tensor) -> Tensor:
+    """The unbiased variance from the added-up squared deviations and count.
+
+    Raises:
+        NumericsError: the count is below two.
+    """
+    number = int(count.item())
+    if number < 2:
+        what = "no token is unmasked" if number == 0 else "one token is unmasked"
+        raise NumericsError(
+            f"a variance needs at least two unmasked tokens, and {what}: look at the mask and the batch size"
+        )
+    return squared_deviation / (count + EPS) * (count / (count - 1))
+
+
+def whiten_with(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """(x - mean) rsqrt(var + 1e-8)."""
+    return (full_precision(x) - mean) * torch.rsqrt(var + EPS)
+
+
+def _moments(x: Tensor, mask: Tensor, all_reduce: AllReduce) -> tuple[Tensor, Tensor]:
+    total, count = all_reduce(masked_sums(x, mask)).unbind()
+    mean = mean_from_sums(total, count)
+    squared_deviation = all_reduce(masked_squared_deviation(x, mask, mean).reshape(1))[0]
+    return mean, var_from_sums(squared_deviation, count)
+
+
+def _alone(sums: Tensor) -> Tensor:
+    return sums

@@ -1,0 +1,38 @@
+"""The critic's loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.learner.algorithms.checks import require_range, require_same_shape
+from paceline.learner.algorithms.statistics import full_precision, keep, masked_mean
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Squared error of the values, where a step away from the old values by more than `clip` gains nothing.
+
+    1/2 max((v - R)^2, (clip(v, V_old - c, V_old + c) - R)^2) per token: the value part of PPO as in
+    arXiv:2005.12729, section 3, item 1, and in PPO for language models (arXiv:2203.02155).
+
+    Args:
+        values: (B, T), differentiated.
+        old_values: (B, T), the critic's values before the update.
+        returns: (B, T), the targets.
+        mask: (B, T).
+        clip: c above 0, in units of value.
+
+    Returns:
+        Per-token losses (B, T), 0 under the mask, and {"vf_clipfrac": the share of tokens whose clipped error is the
+        larger}, a masked token mean.
+    """
+    require_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
+    require_range("clip", clip, above=0.0)
+    values, old_values, returns = (keep(x, mask) for x in (values, old_values.detach(), returns.detach()))
+    clipped = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
+    free_error = (values - returns).square()
+    clipped_error = (clipped - returns).square()
+    loss = 0.5 * torch.maximum(free_error, clipped_error)
+    return loss, {"vf_clipfrac": masked_mean(full_precision(clipped_error > free_error), mask)}
