@@ -1,0 +1,183 @@
+"""Prompts as token ids, with what their scorers need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.config.data import DataConfig
+from paceline.core.errors import DataError, ModelError
+from paceline.core.trajectory import Int32Array, RewardContext
+from paceline.data.rows import Row, read_rows
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used."""
+
+    eos_token_id: int | None
+    chat_template: str | None
+
+    def __call__(self, text: str | list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
+        """Token ids under "input_ids"."""
+        ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any:
+        """The conversation as one text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+        ...
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Loads the tokenizer of a model folder; nothing is fetched from a hub.
+
+    Raises:
+        ModelError: the folder is missing or holds no tokenizer.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ModelError(
+            f"model folder {path} does not exist; set model.path (or model.tokenizer_path) to a folder in the Hugging Face layout"
+        )
+    if not any(
+        (path / name).is_file()
+        for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    ):
+        raise ModelError(
+            f"model folder {path} has no tokenizer (tokenizer.json); save one there, or set model.tokenizer_path"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"the tokenizer in {path} does not load: {error}") from error
+    return tokenizer
+
+
+def stop_token_ids(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that end a response: of generation_config.json, config.json and the tokenizer, each once, sorted.
+
+    Raises:
+        ModelError: none of them names one; responses would never end.
+    """
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        file = Path(folder) / name
+        if file.is_file():
+            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            found.update(value if isinstance(value, list) else [] if value is None else [value])
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    if not found:
+        raise ModelError(
+            f"{folder} names no end-of-sequence token; set eos_token_id in generation_config.json"
+        )
+    return tuple(sorted(found))
+
+
+def render_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> str:
+    """The text of a prompt: a string, or messages through the chat template with the assistant's turn opened."""
+    is_text = isinstance(value, str)
+    if prompt_format == "text" or (prompt_format == "auto" and is_text):
+        if not is_text:
+            raise DataError(
+                f"a prompt is a {type(value).__name__}, but data.prompt_format is text; use chat for lists of messages"
+            )
+        return str(value)
+    messages = [{"role": "user", "content": value}] if is_text else value
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
+    ):
+        raise DataError("a prompt must be a string or a list of {role, content} messages")
+    if not tokenizer.chat_template:
+        raise ModelError(
+            "the tokenizer has no chat template, but the prompts are chat messages; set data.prompt_format: text or add a template"
+        )
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def encode_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> list[int]:
+    """Token ids of a prompt. Chat templates write their own special tokens; plain text gets the tokenizer's."""
+    text = render_prompt(tokenizer, value, prompt_format)
+    plain = prompt_format == "text" or (prompt_format == "auto" and isinstance(value, str))
+    ids: list[int] = tokenizer(text, add_special_tokens=plain)["input_ids"]
+    return ids
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prompt:
+    """One row. `prompt_id` is its number among all rows of the files, so that filtering changes no id."""
+
+    prompt_id: int
+    token_ids: Int32Array
+    context: RewardContext
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSet:
+    """The usable prompts of one split, by id."""
+
+    prompts: Mapping[int, Prompt]
+    num_rows: int
+    num_filtered: int
+
+    @classmethod
+    def load(cls, config: DataConfig, tokenizer: Tokenizer, *, split: str = "train") -> PromptSet:
+        """Reads, tokenizes and filters `data.train_files` or (split="val") `data.val_files`.
+
+        Raises:
+            DataError: a file or column is missing, a row is unusable, a prompt is too long under overlong_prompts=error, or
+                nothing is left.
+        """
+        files = config.train_files if split == "train" else config.val_files
+        required = [config.prompt_key, config.ground_truth_key, *config.extra_keys]
+        rows = read_rows(files, required)
+        prompts = [_prompt(config, tokenizer, number, row) for number, row in enumerate(rows)]
+        limit = config.max_prompt_length
+        kept = {p.prompt_id: p for p in prompts if 0 < len(p.token_ids) <= limit}
+        dropped = len(rows) - len(kept)
+        if dropped and config.overlong_prompts == "error":
+            worst = max(prompts, key=lambda p: len(p.token_ids))
+            raise DataError(
+                f"{dropped} of {len(rows)} {split} prompts are empty or longer than data.max_prompt_length={limit} tokens (row {worst.prompt_id} "
+                f"has {len(worst.token_ids)}); raise the limit, or set data.overlong_prompts: filter"
+            )
+        if not kept:
+            raise DataError(
+                f"none of the {len(rows)} {split} prompts fits data.max_prompt_length={limit} tokens; raise the limit"
+            )
+        return cls(prompts=kept, num_rows=len(rows), num_filtered=dropped)
+
+    def ids(self) -> list[int]:
+        """All ids, ascending."""
+        return sorted(self.prompts)
+
+
+def _prompt(config: DataConfig, tokenizer: Tokenizer, number: int, row: Row) -> Prompt:
+    value, truth = row[config.prompt_key], row[config.ground_truth_key]
+    if value is None or truth is None:
+        key = config.prompt_key if value is None else config.ground_truth_key
+        raise DataError(f"row {number} has no value in column {key!r}; fill it or drop the row")
+    try:
+        token_ids = encode_prompt(tokenizer, value, config.prompt_format)
+    except DataError as error:
+        raise DataError(f"row {number}: {error}") from error
+    source = row.get(config.data_source_key) if config.data_source_key else None
+    text = value if isinstance(value, str) else str(value[-1]["content"])
+    context = RewardContext(
+        ground_truth=str(truth),
+        data_source="" if source is None else str(source),
+        prompt_text=text,
+        extra={key: row[key] for key in config.extra_keys},
+    )
+    return Prompt(prompt_id=number, token_ids=np.asarray(token_ids, dtype=np.int32), context=context)

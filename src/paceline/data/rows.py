@@ -1,0 +1,79 @@
+"""Rows out of parquet and JSONL files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import DataError
+
+Row = dict[str, Any]
+
+
+def read_rows(files: Sequence[str | Path], required: Iterable[str] = ()) -> list[Row]:
+    """Reads all rows of `files`, in order; the suffix decides the format.
+
+    Raises:
+        DataError: a file is missing, unreadable or of an unknown kind, lacks a column of `required`, or nothing is in them.
+    """
+    rows: list[Row] = []
+    for file in files:
+        rows += _read_file(Path(file), tuple(required))
+    if not rows:
+        raise DataError(
+            f"no rows in {', '.join(map(str, files)) or 'an empty list of files'}; give a file with at least one row"
+        )
+    return rows
+
+
+def _read_file(path: Path, required: tuple[str, ...]) -> list[Row]:
+    if not path.is_file():
+        raise DataError(f"data file {path} does not exist; correct the path, or make the file first")
+    if path.suffix == ".parquet":
+        return _read_parquet(path, required)
+    if path.suffix in (".jsonl", ".ndjson"):
+        return _read_jsonl(path, required)
+    raise DataError(f"data file {path}: cannot tell the format from {path.suffix!r}; use .parquet or .jsonl")
+
+
+def _read_parquet(path: Path, required: tuple[str, ...]) -> list[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"data file {path} is not readable as parquet: {error}") from error
+    _require(path, required, table.column_names)
+    rows: list[Row] = table.to_pylist()
+    return rows
+
+
+def _read_jsonl(path: Path, required: tuple[str, ...]) -> list[Row]:
+    rows: list[Row] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}, line {number}, is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{path}, line {number}, holds a {type(row).__name__}; every line must be an object"
+                )
+            _require(f"{path}, line {number},", required, row)
+            rows.append(row)
+    return rows
+
+
+def _require(where: Path | str, required: tuple[str, ...], present: Iterable[str]) -> None:
+    present = list(present)
+    for column in required:
+        if column not in present:
+            raise DataError(
+                f"{where} has no column {column!r}; it has {', '.join(present)}: name the right one under data.*_key"
+            )
