@@ -63,7 +63,7 @@ def gae(
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """VAPO's lambda of a sequence, 1 - 1 / (alpha l) (arXiv:2504.05118, eq. 9), kept in [0, 1]; (B,) to (B,).
+    """VAPO's lambda of a sequence, 1 - 1 / (alpha l) (arXiv:2504.05118), kept in [0, 1]; (B,) to (B,).
 
     The formula is negative for responses shorter than 1 / alpha tokens; there 0 is taken.
     """
@@ -80,7 +80,7 @@ def vapo(
     lam_critic: float = 1.0,
     alpha: float = 0.05,
 ) -> tuple[Tensor, Tensor]:
-    """Decoupled and length-adaptive GAE (VAPO, arXiv:2504.05118, sections 4.1 and 4.2; VC-PPO, arXiv:2503.01491).
+    """Decoupled and length-adaptive GAE (VAPO, arXiv:2504.05118; VC-PPO, arXiv:2503.01491).
 
     The advantages are made with `lam_policy`, or where that is None with `length_adaptive_lambda` of each response;
     the critic's targets with `lam_critic`. Shapes and the rest as `gae`.
@@ -114,17 +114,17 @@ def grpo(
 
 
 def rloo(scores: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    """Leave-one-out: (s - mean_g) n / (n - 1) on every token (arXiv:2402.14740, eq. 8); shapes as `grpo`."""
+    """Leave-one-out: (s - mean_g) n / (n - 1) on every token (RLOO, arXiv:2402.14740); shapes as `grpo`."""
     return _spread(group_baselines.rloo(scores, _lengths(mask), group_ids), mask)
 
 
 def opo(scores: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    """Against the group's mean weighted by length (arXiv:2505.23585, eq. 11); shapes as `grpo`."""
+    """Against the group's mean weighted by length (OPO, arXiv:2505.23585); shapes as `grpo`."""
     return _spread(group_baselines.opo(scores, _lengths(mask), group_ids), mask)
 
 
 def gpg(scores: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    """(B / number of non-zero scores) (s - mean_g) (arXiv:2504.02546, eq. 7); shapes as `grpo`."""
+    """(B / number of non-zero scores) (s - mean_g) (GPG, arXiv:2504.02546); shapes as `grpo`."""
     return _spread(group_baselines.gpg(scores, _lengths(mask), group_ids), mask)
 
 
@@ -161,7 +161,7 @@ def return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 def reinforce_plus_plus(
     token_rewards: Tensor, mask: Tensor, gamma: float, *, whiten: Whiten = masked_whiten
 ) -> Tensor:
-    """Return-to-go, whitened over the batch, times mask (REINFORCE++, arXiv:2501.03262, section 3).
+    """Return-to-go, whitened over the batch, times mask (REINFORCE++, arXiv:2501.03262).
 
     Args:
         token_rewards: (B, T), usually with the KL in the reward.
@@ -179,7 +179,7 @@ def reinforce_plus_plus(
 
 
 def remax(token_rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> Tensor:
-    """Undiscounted return-to-go minus the score of the prompt's greedy rollout (ReMax, arXiv:2310.10505, eq. 5).
+    """Undiscounted return-to-go minus the score of the prompt's greedy rollout (ReMax, arXiv:2310.10505).
 
     Args:
         token_rewards: (B, T).

@@ -78,7 +78,7 @@ class Groups:
 
 
 def group_mean(scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """s - mean_g: the baseline of Dr. GRPO (arXiv:2503.20783, eq. 3) and REINFORCE++-baseline (arXiv:2501.03262)."""
+    """s - mean_g: the baseline of Dr. GRPO (arXiv:2503.20783) and REINFORCE++-baseline (arXiv:2501.03262)."""
     scores, groups = _prepare(scores, lengths, group_ids)
     return scores - groups.mean(scores)[groups.row]
 
@@ -96,7 +96,7 @@ def grpo(
 
 
 def rloo(scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """The score minus the mean of the others: (s - mean_g) n / (n - 1) (arXiv:2402.14740, eq. 8)."""
+    """The score minus the mean of the others: (s - mean_g) n / (n - 1) (RLOO, arXiv:2402.14740)."""
     scores, groups = _prepare(scores, lengths, group_ids)
     sizes = groups.sizes[groups.row]
     # A group of one has mean 0, and 1 / 1 as its factor.
@@ -104,7 +104,7 @@ def rloo(scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def opo(scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """The score minus the group's mean weighted by length, the baseline of least variance (arXiv:2505.23585, eq. 11)."""
+    """The score minus the group's mean weighted by length, the baseline of least variance (OPO, arXiv:2505.23585)."""
     scores, groups = _prepare(scores, lengths, group_ids)
     weights = lengths.to(scores.dtype)
     totals = groups.sum(weights)
@@ -117,7 +117,7 @@ def opo(scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def gpg(scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """(B / number of non-zero scores) (s - mean_g) (arXiv:2504.02546, eq. 7); all scores 0 give 0."""
+    """(B / number of non-zero scores) (s - mean_g) (GPG, arXiv:2504.02546); all scores 0 give 0."""
     deviation = group_mean(scores, lengths, group_ids)
     num_signals = torch.count_nonzero(scores).clamp(min=1)
     return deviation * (scores.numel() / num_signals)

@@ -23,7 +23,7 @@ Entry = TypeVar("Entry")
 
 PolicyLoss = Callable[..., policy_losses.LossAndMetrics]
 
-LOSS_ARGUMENTS = ("log_probs", "old_log_probs", "advantages", "mask")
+LOSS_TENSORS = ("log_probs", "old_log_probs", "advantages", "mask", "selected")
 ESTIMATOR_TENSORS = ("scores", "lengths", "group_ids", "token_rewards", "values", "greedy_scores", "mask")
 
 
@@ -72,6 +72,13 @@ ADV_ESTIMATORS: Mapping[str, Estimator] = {
 
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "ppo_clip": policy_losses.ppo_clip,
+    "gspo": policy_losses.gspo,
+    "cispo": policy_losses.cispo,
+    "kl_cov": policy_losses.kl_cov,
+    "clip_cov": policy_losses.clip_cov,
+    "gpg": policy_losses.gpg,
+    "sapo": policy_losses.sapo,
+    "geo_mean": policy_losses.geo_mean,
 }
 
 LOSS_AGG_MODES: tuple[str, ...] = aggregation.MODES
@@ -85,6 +92,11 @@ def adv_estimator(name: str) -> Estimator:
 def policy_loss(name: str) -> PolicyLoss:
     """The policy loss of that name; ConfigError lists the names if there is none."""
     return look_up(POLICY_LOSSES, name, "actor.policy_loss")
+
+
+def selects_tokens(loss: PolicyLoss) -> bool:
+    """Whether a policy loss takes `selected`, the tokens that `highest_covariance` finds over the mini-batch."""
+    return "selected" in inspect.signature(loss).parameters
 
 
 def kl_kind(name: str) -> str:
@@ -112,7 +124,7 @@ def look_up(table: Mapping[str, Entry], name: str, key: str) -> Entry:
 
 def option_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """The parameters of an estimator or loss that are options and not tensors, in order."""
-    tensors = {*LOSS_ARGUMENTS, *ESTIMATOR_TENSORS}
+    tensors = {*LOSS_TENSORS, *ESTIMATOR_TENSORS}
     return tuple(name for name in inspect.signature(function).parameters if name not in tensors)
 
 

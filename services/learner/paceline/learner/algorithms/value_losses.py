@@ -14,8 +14,8 @@ def clipped_value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Squared error of the values, where a step away from the old values by more than `clip` gains nothing.
 
-    1/2 max((v - R)^2, (clip(v, V_old - c, V_old + c) - R)^2) per token: the value part of PPO as in
-    arXiv:2005.12729, section 3, item 1, and in PPO for language models (arXiv:2203.02155).
+    1/2 max((v - R)^2, (clip(v, V_old - c, V_old + c) - R)^2) per token: the value clipping of PPO as run in
+    practice (arXiv:2005.12729, section 3).
 
     Args:
         values: (B, T), differentiated.

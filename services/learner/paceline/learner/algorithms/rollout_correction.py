@@ -1,0 +1,144 @@
+"""Weights for tokens whose sampler and trainer differ: same weights, other kernels or another precision.
+
+w = exp(clip(old_log_probs - rollout_log_probs, -20, 20)): the trainer's probability of a token over that with which it
+was sampled. All weights are detached, of shape (B, T) and 0 under the mask; the caller multiplies the per-token
+policy loss with them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigError, NumericsError
+from paceline.learner.algorithms.checks import require_range, require_same_shape
+from paceline.learner.algorithms.statistics import keep, masked_mean, masked_sum
+
+LOG_WEIGHT_BOUND = 20.0
+LEVELS = ("token", "sequence", "geometric")
+
+
+def rollout_weights(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, level: str = "token"
+) -> Tensor:
+    """The importance weights, (B, T).
+
+    Args:
+        old_log_probs: (B, T), the trainer's, before the update.
+        rollout_log_probs: (B, T), the sampler's.
+        mask: (B, T).
+        level: "token": each token's own; "sequence": the product over the sequence, on each of its tokens;
+            "geometric": the geometric mean over the sequence, likewise.
+
+    Raises:
+        ConfigError: unknown level.
+        NumericsError: shapes differ.
+    """
+    if level not in LEVELS:
+        raise ConfigError(
+            f"rollout correction level {level!r} is not known; choose one of {', '.join(LEVELS)}"
+        )
+    log_weights = _log_ratio(old_log_probs, rollout_log_probs, mask)
+    if level == "sequence":
+        log_weights = log_weights.sum(-1, keepdim=True).expand(mask.shape)
+    elif level == "geometric":
+        log_weights = masked_mean(log_weights, mask, dim=-1).unsqueeze(-1).expand(mask.shape)
+    return keep(log_weights.clamp(-LOG_WEIGHT_BOUND, LOG_WEIGHT_BOUND).exp(), mask)
+
+
+def tis(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, cap: float, level: str = "token"
+) -> Tensor:
+    """Truncated importance sampling: min(w, cap) (Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training"); cap above 0, level and shapes as `rollout_weights`."""
+    require_range("cap", cap, above=0.0)
+    return rollout_weights(old_log_probs, rollout_log_probs, mask, level).clamp(max=cap)
+
+
+def icepop(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
+    """w where low <= w <= high, else 0, token by token (IcePop, arXiv:2510.18855); 0 <= low < high."""
+    _check_range(low, high)
+    weights = rollout_weights(old_log_probs, rollout_log_probs, mask)
+    return torch.where((weights >= low) & (weights <= high), weights, 0.0)
+
+
+def sequence_mask(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    low: float,
+    high: float,
+    level: str = "sequence",
+) -> Tensor:
+    """1 on the tokens of sequences whose weight lies in [low, high], else 0, (B, T).
+
+    Args:
+        low: at least 0.
+        high: above low.
+        level: which weight is looked at: "sequence" or, independent of length, "geometric". "token" drops a sequence
+            for one token out of range.
+
+    The other arguments as `rollout_weights`.
+    """
+    _check_range(low, high)
+    weights = rollout_weights(old_log_probs, rollout_log_probs, mask, level)
+    inside = (weights >= low) & (weights <= high)
+    accepted = (inside | ~mask.bool()).all(-1, keepdim=True)
+    return keep(accepted.to(weights.dtype).expand(mask.shape), mask)
+
+
+def mismatch_kl(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """KL(sampler || trainer) on its own samples: the masked mean of rollout - old log-probs (k1), 0-dim."""
+    return masked_mean(-_log_ratio(old_log_probs, rollout_log_probs, mask), mask)
+
+
+def log_prob_diff_max(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """The largest |old - rollout log-prob| of an unmasked token, 0-dim; 0 if there is none."""
+    difference = _log_ratio(old_log_probs, rollout_log_probs, mask).abs()
+    return difference.amax() if difference.numel() else difference.sum()
+
+
+def largest_weight(weights: Tensor, mask: Tensor) -> Tensor:
+    """The largest weight of an unmasked token, 0-dim; 0 if there is none. Over parts take the largest."""
+    kept = keep(weights.detach(), mask)
+    return kept.amax() if kept.numel() else kept.sum()
+
+
+def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
+    """[sum w, sum w^2, n] of the unmasked tokens, shape (3,): add over parts, then `effective_sample_size_from_sums`."""
+    weights = keep(weights.detach(), mask)
+    count = mask.bool().sum().to(weights.dtype)
+    return torch.stack([masked_sum(weights, mask), masked_sum(weights.square(), mask), count])
+
+
+def effective_sample_size_from_sums(sums: Tensor) -> Tensor:
+    """(sum w)^2 / (n sum w^2) from added-up `weight_sums`; 0 where all weights are 0 or nothing is unmasked."""
+    total, squares, count = sums.unbind()
+    denominator = count * squares
+    return torch.where(
+        denominator > 0, total.square() / denominator.clamp(min=torch.finfo(sums.dtype).tiny), 0.0
+    )
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
+    """Kish's effective sample size as a share of the tokens, (sum w)^2 / (n sum w^2), in [0, 1]; 0-dim.
+
+    1 means equal weights; 1/n that one token carries all of it.
+
+    Raises:
+        NumericsError: everything is masked.
+    """
+    sums = weight_sums(weights, mask)
+    if not bool(sums[2] > 0):
+        raise NumericsError("all tokens are masked: there are no weights to judge")
+    return effective_sample_size_from_sums(sums)
+
+
+def _log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    require_same_shape(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
+    return keep(old_log_probs.detach(), mask) - keep(rollout_log_probs.detach(), mask)
+
+
+def _check_range(low: float, high: float) -> None:
+    require_range("low", low, at_least=0.0)
+    require_range("high", high, above=low)

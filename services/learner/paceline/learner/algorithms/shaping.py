@@ -1,0 +1,97 @@
+"""What happens to scores and batches before the advantages are used: overlong penalty, dead groups, resampling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigError, NumericsError
+from paceline.learner.algorithms.checks import require_range, require_rows
+from paceline.learner.algorithms.group_baselines import Groups
+from paceline.learner.algorithms.statistics import full_precision
+
+RESAMPLING_METHODS = ("pow", "max_min")
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, factor: float = 1.0) -> Tensor:
+    """min(-(len - (max_length - buffer_length)) / buffer_length factor, 0) (DAPO, arXiv:2503.14476, eq. 13).
+
+    Args:
+        lengths: (B,) response lengths in tokens.
+        max_length: the longest response allowed, in tokens.
+        buffer_length: over how many tokens before it the penalty grows from 0 to `factor`; in [1, max_length].
+        factor: the penalty at max_length, at least 0.
+
+    Returns:
+        (B,) in [-factor, 0], to be added to the scores.
+    """
+    require_range("max_length", max_length, at_least=1)
+    require_range("buffer_length", buffer_length, at_least=1, at_most=max_length)
+    require_range("factor", factor, at_least=0.0)
+    excess = full_precision(lengths) - (max_length - buffer_length)
+    return torch.clamp(-excess / buffer_length * factor, max=0.0)
+
+
+def degenerate_groups(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """Which sequences belong to a group whose scores are all equal, (B,) booleans (DAPO's dynamic sampling).
+
+    Such a group has advantages of 0 and teaches nothing. A group of one is not degenerate: it keeps its score.
+
+    Args:
+        scores: (B,).
+        group_ids: (B,) integers.
+    """
+    require_rows(group_ids.numel(), scores=scores)
+    groups, scores = Groups.of(group_ids), full_precision(scores)
+    equal = groups.table(scores, -torch.inf).amax(-1) == groups.table(scores, torch.inf).amin(-1)
+    return (equal & (groups.sizes > 1))[groups.row]
+
+
+def resample_indices(
+    scores: Tensor,
+    method: str = "pow",
+    power: float = 2.0,
+    group_ids: Tensor | None = None,
+    num_samples: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Which sequences make up the resampled batch, drawn with replacement (PF-PPO, arXiv:2409.06957).
+
+    Index every tensor of the batch with the result, scores, log-probs and advantages alike, after the advantages are
+    made: sample and advantage move together, and no group is torn before its mean was taken.
+
+    Args:
+        scores: (B,).
+        method: "pow": with probability proportional to |score|^power (to 1, if all scores are 0); "max_min": evenly
+            from the sequences with the best and the worst score.
+        power: at least 0; 0 draws evenly.
+        group_ids: (B,) integers: best and worst of each group; None for those of the batch. "pow" ignores it.
+        num_samples: how many to draw; None for B.
+        generator: on the device of scores; the draw is a function of it.
+
+    Returns:
+        (num_samples,) indices into the batch.
+
+    Raises:
+        ConfigError: unknown method or impossible number.
+        NumericsError: no scores, or one that is not finite.
+    """
+    if method not in RESAMPLING_METHODS:
+        raise ConfigError(
+            f"resampling method {method!r} is not known; choose one of {', '.join(RESAMPLING_METHODS)}"
+        )
+    require_range("power", power, at_least=0.0)
+    if scores.dim() != 1 or scores.numel() == 0 or not bool(torch.isfinite(scores).all()):
+        raise NumericsError("resampling needs a vector of at least one score, all finite")
+    number = scores.numel() if num_samples is None else num_samples
+    require_range("num_samples", number, at_least=1)
+    scores = scores.detach().double()
+    if method == "pow":
+        # Over the largest, so that a power neither overflows nor makes every weight 0.
+        largest = scores.abs().max()
+        weights = (scores.abs() / largest).pow(power) if bool(largest > 0) else torch.ones_like(scores)
+    else:
+        groups = Groups.of(torch.zeros_like(scores, dtype=torch.long) if group_ids is None else group_ids)
+        best, worst = groups.table(scores, -torch.inf).amax(-1), groups.table(scores, torch.inf).amin(-1)
+        weights = ((scores == best[groups.row]) | (scores == worst[groups.row])).double()
+    return torch.multinomial(weights, number, replacement=True, generator=generator)
