@@ -1,0 +1,72 @@
+"""The pipe protocol between a scorer pool and its worker processes: a length, then that many bytes of msgpack."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Any, BinaryIO
+
+import msgpack
+
+from paceline.core.errors import ProtocolError
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+_LENGTH = struct.Struct("<I")
+
+
+def encode(message: object) -> bytes:
+    """The message as one frame.
+
+    Numpy values become plain numbers and lists. Half a surrogate pair, which a decoded response may hold, passes.
+
+    Raises:
+        TypeError, OverflowError, ValueError: msgpack has no form for a part of the message.
+    """
+    payload: bytes = msgpack.packb(message, use_bin_type=True, unicode_errors="surrogatepass", default=_plain)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def decode(payload: bytes) -> Any:
+    """The message of a frame's payload.
+
+    Raises:
+        ProtocolError: it is no msgpack.
+    """
+    try:
+        return msgpack.unpackb(payload, unicode_errors="surrogatepass", strict_map_key=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(
+            f"a scoring worker's pipe carried something that is not msgpack: {error}"
+        ) from error
+
+
+def read(stream: BinaryIO) -> Any | None:
+    """The next message of a blocking stream, or None at its end (and after a frame that was cut off)."""
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack(header)
+    payload = stream.read(size)
+    return decode(payload) if len(payload) == size else None
+
+
+async def receive(stream: asyncio.StreamReader) -> Any:
+    """The next message of an asyncio stream. The caller sets the deadline.
+
+    Raises:
+        asyncio.IncompleteReadError: the stream ended.
+        ProtocolError: what came is no frame.
+    """
+    (size,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
+    if size > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a scoring worker announced a frame of {size} bytes, over {MAX_FRAME_BYTES}")
+    return decode(await stream.readexactly(size))
+
+
+def _plain(value: object) -> object:
+    convert = getattr(value, "tolist", None)  # numpy scalars and arrays, without importing numpy
+    if convert is None:
+        raise TypeError(f"a value of type {type(value).__name__} cannot be sent to a scoring worker")
+    return convert()

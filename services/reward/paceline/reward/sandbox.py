@@ -1,0 +1,201 @@
+"""One scoring worker process as the pool sees it: started, fed, watched, killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from paceline.core.errors import ConfigError, DeadlineError, PeerLostError
+from paceline.reward import frames
+from paceline.reward.scoring import FunctionSpec
+from paceline.reward.worker import OUT_OF_MEMORY_EXIT, Progress
+
+_EXIT_DEADLINE_S = 10.0
+_PIPES_DEADLINE_S = 1.0
+_STREAM_LIMIT_BYTES = 1024 * 1024
+_PRIVATE_PREFIX = "PACELINE_"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxOptions:
+    """How worker processes are run.
+
+    Args:
+        functions: what they score by.
+        start_timeout_s: how long a worker may take to import the functions.
+        memory_limit_bytes: the address space that a worker may use; None leaves it unlimited.
+    """
+
+    functions: tuple[FunctionSpec, ...]
+    start_timeout_s: float = 60.0
+    memory_limit_bytes: int | None = None
+
+
+class Sandbox:
+    """A worker process in a session of its own, so that a kill takes what its functions started along."""
+
+    def __init__(self, process: asyncio.subprocess.Process, progress: Progress) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._progress = progress
+
+    @classmethod
+    async def start(cls, options: SandboxOptions) -> Self:
+        """Starts a worker and waits until it has imported the functions.
+
+        Raises:
+            ConfigError: a function cannot be found or imported.
+            DeadlineError: the import takes longer than allowed.
+            PeerLostError: the process died while importing.
+        """
+        sandbox = await cls._spawn()
+        setup = {
+            "functions": [_plain_spec(spec) for spec in options.functions],
+            "memory_limit_bytes": options.memory_limit_bytes,
+        }
+        names = ", ".join(spec.reference for spec in options.functions)
+        try:
+            async with asyncio.timeout(options.start_timeout_s):
+                await sandbox.send(frames.encode(setup))
+                verdict, message = await sandbox.receive()
+        except TimeoutError:
+            await sandbox.stop()
+            raise DeadlineError(
+                phase="REWARD START",
+                peer=f"a worker that imports {names}",
+                seconds=options.start_timeout_s,
+                hint="the import of a reward function hangs or is slow: move slow work into its first call",
+            ) from None
+        except (EOFError, ConnectionError):
+            await sandbox.stop()
+            raise PeerLostError(
+                f"a reward worker died while importing {names}: {sandbox.describe_exit()}; its output is in the "
+                "reward service's log",
+                peer="reward worker",
+            ) from None
+        except BaseException:
+            await sandbox.stop()
+            raise
+        if verdict != "ready":
+            await sandbox.stop()
+            raise ConfigError(message)
+        return sandbox
+
+    @classmethod
+    async def _spawn(cls) -> Self:
+        page = os.memfd_create("paceline-reward-progress")
+        try:
+            os.ftruncate(page, Progress.SIZE_BYTES)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "paceline.reward.worker",
+                str(os.getpid()),
+                str(page),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=_environment(),
+                pass_fds=(page,),
+                start_new_session=True,
+                limit=_STREAM_LIMIT_BYTES,
+            )
+            return cls(process, Progress(page))
+        finally:
+            os.close(page)
+
+    @property
+    def exited(self) -> bool:
+        """Whether the process is known to have ended."""
+        return self._process.returncode is not None
+
+    def progress(self) -> tuple[int, float]:
+        """The number of the item taken up last and when (CLOCK_MONOTONIC, seconds)."""
+        return self._progress.read()
+
+    async def send(self, frame: bytes) -> None:
+        """Writes one frame (see `frames.encode`). The caller sets the deadline.
+
+        Raises:
+            ConnectionError: the process is gone.
+        """
+        self._stdin.write(frame)
+        await self._stdin.drain()
+
+    async def receive(self) -> Any:
+        """The worker's next message. The caller sets the deadline.
+
+        Raises:
+            EOFError: the process is gone (asyncio.IncompleteReadError is one).
+            ProtocolError: what came is no message.
+        """
+        return await frames.receive(self._stdout)
+
+    def kill(self) -> None:
+        """Kills the process and all that it started; what it had already written can still be received."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def stop(self, *, grace_s: float = 0.0) -> None:
+        """Ends the process and waits for it: by closing its input, and by a kill when that takes too long.
+
+        Raises:
+            DeadlineError: the kernel does not let go of it.
+        """
+        self._stdin.close()
+        if grace_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._process.wait()
+        self.kill()
+        try:
+            async with asyncio.timeout(_EXIT_DEADLINE_S):
+                await self._process.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                phase="REWARD STOP", peer=f"killed worker {self._process.pid}", seconds=_EXIT_DEADLINE_S
+            ) from None
+        # Reading to the end lets asyncio close its side of the pipes.
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(_PIPES_DEADLINE_S):
+                while await self._stdout.read(_STREAM_LIMIT_BYTES):
+                    pass
+                await self._stdin.wait_closed()
+
+    def release(self) -> None:
+        """Gives the shared page back; call it last."""
+        self._progress.close()
+
+    def describe_exit(self) -> str:
+        """How the process ended, in words."""
+        code = self._process.returncode
+        if code is None:
+            return "still running"
+        if code == OUT_OF_MEMORY_EXIT:
+            return "out of memory"
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+
+def _environment() -> Mapping[str, str]:
+    """What the worker inherits: all that this process can import, and none of Paceline's own tokens and passwords."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(_PRIVATE_PREFIX)}
+    environment["PYTHONPATH"] = os.pathsep.join(_unique(path for path in sys.path if path))
+    return environment
+
+
+def _unique(paths: Any) -> Sequence[str]:
+    return list(dict.fromkeys(paths))
+
+
+def _plain_spec(spec: FunctionSpec) -> dict[str, object]:
+    return {**dataclasses.asdict(spec), "arguments": dict(spec.arguments)}

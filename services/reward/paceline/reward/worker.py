@@ -1,0 +1,212 @@
+"""A scoring worker process: `python -m paceline.reward.worker`, started and fed by a scorer pool over its pipes.
+
+In:  one setup (the functions, the memory limit), then batches of items.
+Out: "ready" or "refused" once, then rows of results in the order of the items.
+
+Before it calls a function it notes the item's number and the time on a page of memory that it shares with the pool
+(see `Progress`), so that the pool knows which item a worker hung or died on without a message per item.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import signal
+import struct
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, BinaryIO
+
+from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
+from paceline.reward import frames
+from paceline.reward.registry import ResolvedFunction, check_arguments, resolve
+from paceline.reward.scoring import FunctionSpec, combine, one_line
+
+OUT_OF_MEMORY_EXIT = 97
+_FLUSH_AFTER_S = 0.001
+_MAX_ROWS_HELD = 1024
+_PR_SET_PDEATHSIG = 1
+
+Row = list[Any]
+"""[number, reward | None, components, error kind | None, message, seconds]"""
+
+
+class Progress:
+    """One page shared between a worker and its pool: the number of the item that the worker took up last, and when.
+
+    The time is CLOCK_MONOTONIC in seconds, which all processes of a machine share.
+    """
+
+    SIZE_BYTES = mmap.PAGESIZE
+    _LAYOUT = struct.Struct("<qd")
+
+    def __init__(self, file_descriptor: int) -> None:
+        self._page = mmap.mmap(file_descriptor, self.SIZE_BYTES)
+
+    def note(self, number: int, started: float) -> None:
+        """Called by the worker before each item."""
+        self._LAYOUT.pack_into(self._page, 0, number, started)
+
+    def read(self) -> tuple[int, float]:
+        """The item's number and the time at which it was taken up; the number is 0 before the first item."""
+        number, started = self._LAYOUT.unpack_from(self._page)
+        return int(number), float(started)
+
+    def close(self) -> None:
+        """Gives the page back."""
+        self._page.close()
+
+
+class Scorer:
+    """Applies the configured functions to items; lives in the worker."""
+
+    def __init__(self, specs: Iterable[FunctionSpec]) -> None:
+        self._specs = tuple(specs)
+        self._functions = tuple((spec, _load(spec)) for spec in self._specs)
+
+    def score(self, item: list[Any]) -> tuple[float | None, dict[str, float], str | None, str]:
+        """The reward and the components of an item, or the word for what went wrong and a sentence about it.
+
+        Args:
+            item: [number, response, ground truth, prompt, data source, extra].
+        """
+        _, response, ground_truth, prompt, data_source, extra = item
+        fields = {"prompt": prompt, "data_source": data_source, **extra}
+        returned: list[object] = []
+        try:
+            for spec, function in self._functions:
+                keywords = _keywords(spec, function, fields)
+                try:
+                    returned.append(function.call(response, ground_truth, **keywords))
+                except MemoryError:
+                    raise
+                except BaseException as error:  # noqa: BLE001  another's code: whatever it raises is this item's error
+                    return None, {}, _kind_of(error).value, _describe(spec, error)
+            reward, components = combine(self._specs, returned)
+        except RewardError as error:
+            return None, {}, error.kind.value, str(error)
+        return reward, components, None, ""
+
+
+def serve(requests: BinaryIO, results: BinaryIO, progress: Progress) -> None:
+    """Answers the pool until the requests end."""
+    setup = frames.read(requests)
+    if setup is None:
+        return
+    limit_bytes = setup["memory_limit_bytes"]
+    if limit_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    try:
+        scorer = Scorer(FunctionSpec(**one) for one in setup["functions"])
+    except ConfigError as error:
+        _write(results, ["refused", str(error)])
+        return
+    _write(results, ["ready", ""])
+    while (batch := frames.read(requests)) is not None:
+        try:
+            _score_batch(scorer, batch, results, progress)
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY_EXIT)  # what is left of the process cannot be relied on
+
+
+def main() -> None:
+    """Takes the pipes away from the functions' reach, then serves."""
+    parent, page = int(sys.argv[1]), int(sys.argv[2])
+    _die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's owner's to handle
+    # What a function prints must not get between the results, and what it reads must not eat requests.
+    requests = os.fdopen(os.dup(0), "rb")
+    results = os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    progress = Progress(page)
+    os.close(page)  # the mapping stays
+    serve(requests, results, progress)
+
+
+def _score_batch(scorer: Scorer, batch: list[list[Any]], results: BinaryIO, progress: Progress) -> None:
+    rows: list[Row] = []
+    flushed = started = time.monotonic()
+    for item in batch:
+        progress.note(item[0], started)
+        reward, components, kind, message = scorer.score(item)
+        ended = time.monotonic()
+        rows.append([item[0], reward, components, kind, one_line(message), ended - started])
+        # A result that waits here is lost if a later item of the batch hangs, and is then computed again.
+        if ended - flushed > _FLUSH_AFTER_S or len(rows) >= _MAX_ROWS_HELD:
+            _write(results, rows)
+            rows = []
+            flushed = ended = time.monotonic()
+        started = ended
+    if rows:
+        _write(results, rows)
+
+
+def _load(spec: FunctionSpec) -> ResolvedFunction:
+    function = resolve(spec.reference)
+    check_arguments(function, spec.arguments)
+    if function.prepare is not None:
+        try:
+            function.prepare()
+        except RuntimeError as error:
+            raise ConfigError(f"reward function {spec.reference!r}: {error}") from error
+    return function
+
+
+def _keywords(
+    spec: FunctionSpec, function: ResolvedFunction, fields: Mapping[str, object]
+) -> dict[str, object]:
+    if function.takes_any:
+        keywords = {**fields, **spec.arguments}
+    else:
+        keywords = {key: value for key, value in fields.items() if key in function.named}
+        keywords.update(spec.arguments)
+    missing = function.required - keywords.keys() if function.required else None
+    if missing:
+        raise RewardError(
+            f"{spec.name} needs {', '.join(sorted(missing))}, which the item does not have: add the column to "
+            "the data, the argument to the configuration, or a default to the function",
+            kind=RewardErrorKind.RAISED,
+        )
+    return keywords
+
+
+def _kind_of(error: BaseException) -> RewardErrorKind:
+    """A function may say by the standard exceptions that another attempt could help."""
+    if isinstance(error, TimeoutError):
+        return RewardErrorKind.TIMEOUT
+    if isinstance(error, ConnectionError):
+        return RewardErrorKind.UNAVAILABLE
+    return RewardErrorKind.RAISED
+
+
+def _describe(spec: FunctionSpec, error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  an exception whose own __str__ raises
+        text = "(its message cannot be shown)"
+    return (
+        f"{spec.name} raised {type(error).__name__}: {text}"
+        if text
+        else f"{spec.name} raised {type(error).__name__}"
+    )
+
+
+def _write(results: BinaryIO, message: object) -> None:
+    results.write(frames.encode(message))
+    results.flush()
+
+
+def _die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
