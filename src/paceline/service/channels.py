@@ -1,0 +1,182 @@
+"""Calls to other services: channels with keep-alive, and calls with deadlines that raise our own errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+
+from paceline.core.errors import ConfigError, DeadlineError, PacelineError, PeerLostError, ProtocolError
+from paceline.service import errors, telemetry
+from paceline.service.transport import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    TOKEN_KEY,
+    TRACEPARENT_KEY,
+    bearer,
+    common_options,
+)
+
+# Idempotent calls ride out a restart of their peer; the call's own deadline bounds the whole.
+_RETRY = {
+    "methodConfig": [
+        {
+            "name": [{}],
+            "waitForReady": True,
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.2s",
+                "maxBackoff": "2s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+
+
+def connect(
+    address: str,
+    *,
+    token: str = "",
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    retry: bool = False,
+) -> grpc.aio.Channel:
+    """A channel to host:port; connects when first used.
+
+    Args:
+        address: host:port.
+        token: goes with every call.
+        max_message_bytes: largest message either way.
+        retry: repeat calls whose peer is UNAVAILABLE until their deadline; for idempotent methods only.
+    """
+    options = [
+        *common_options(max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        # Control calls stay in the cluster; a proxy of the environment would swallow them.
+        ("grpc.enable_http_proxy", 0),
+    ]
+    if retry:
+        options += [("grpc.enable_retries", 1), ("grpc.service_config", json.dumps(_RETRY))]
+    headers = _Headers(token)
+    interceptors = [_UnaryHeaders(headers), _StreamHeaders(headers), _BothWaysHeaders(headers)]
+    return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+
+
+async def call(
+    method: Callable[..., Any],
+    request: Any,
+    *,
+    timeout_s: float,
+    phase: str,
+    peer: str,
+    wait_for_ready: bool | None = None,
+) -> Any:
+    """One unary call with a deadline.
+
+    Args:
+        method: a generated stub's method.
+        request: its message.
+        timeout_s: the deadline in seconds.
+        phase: what is being done, for the error's sentence.
+        peer: member id of who is called, for the error's sentence.
+        wait_for_ready: wait for a peer that is not up yet instead of failing at once; the deadline holds all the same.
+
+    Raises:
+        DeadlineError: no answer within `timeout_s`.
+        PeerLostError: the peer cannot be reached, or went away during the call.
+        ConfigError: the peer refused the token.
+        PacelineError: the class that the peer raised, with its message.
+    """
+    try:
+        return await method(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+    except grpc.aio.AioRpcError as error:
+        raise _translate(error, timeout_s=timeout_s, phase=phase, peer=peer) from error
+
+
+async def stream(
+    method: Callable[..., Any],
+    request: Any,
+    *,
+    phase: str,
+    peer: str,
+    timeout_s: float | None = None,
+) -> AsyncIterator[Any]:
+    """The answers of a server-streaming call; errors as in `call`.
+
+    `timeout_s` bounds the whole stream; None leaves that to the keep-alive, which ends a stream whose peer is frozen or gone
+    after about 15 s.
+    """
+    answers = method(request, timeout=timeout_s)
+    try:
+        async for answer in answers:
+            yield answer
+    except grpc.aio.AioRpcError as error:
+        raise _translate(error, timeout_s=timeout_s or 0.0, phase=phase, peer=peer) from error
+    finally:
+        answers.cancel()
+
+
+def _translate(error: grpc.aio.AioRpcError, *, timeout_s: float, phase: str, peer: str) -> PacelineError:
+    sent = errors.from_metadata(error.trailing_metadata())
+    if sent is not None:
+        return sent
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(phase=phase, peer=peer, seconds=timeout_s)
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return PeerLostError(f"{phase}: {peer} cannot be reached or went away ({details})", peer=peer)
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return ConfigError(
+            f"{phase}: {peer} refused the token; start every service of the run with the same PACELINE_TOKEN"
+        )
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return ProtocolError(
+            f"{phase}: message to or from {peer} is too large ({details}); raise service.max_message_mib"
+        )
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return ProtocolError(
+            f"{phase}: {peer} does not serve this method ({details}); is it another service or version?"
+        )
+    return PacelineError(f"{phase}: {peer} answered {code.name}: {details}")
+
+
+class _Headers:
+    """Adds token and trace context to a call."""
+
+    def __init__(self, token: str) -> None:
+        self._fixed: Sequence[tuple[str, str]] = ((TOKEN_KEY, bearer(token)),) if token else ()
+
+    def add(self, details: Any) -> Any:
+        metadata = list(details.metadata or ()) + list(self._fixed)
+        parent = telemetry.current_traceparent()
+        if parent:
+            metadata.append((TRACEPARENT_KEY, parent))
+        return details._replace(metadata=grpc.aio.Metadata(*metadata))
+
+
+class _UnaryHeaders(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    def __init__(self, headers: _Headers) -> None:
+        self._headers = headers
+
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(self._headers.add(details), request)
+
+
+class _StreamHeaders(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[misc]
+    def __init__(self, headers: _Headers) -> None:
+        self._headers = headers
+
+    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(self._headers.add(details), request)
+
+
+class _BothWaysHeaders(grpc.aio.StreamStreamClientInterceptor):  # type: ignore[misc]
+    def __init__(self, headers: _Headers) -> None:
+        self._headers = headers
+
+    async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
+        return await continuation(self._headers.add(details), requests)

@@ -1,0 +1,264 @@
+"""A member's side of its membership: register, report, leave.
+
+REGISTER -> heartbeat every heartbeat_s, and at once after `poke()` -> (unknown: REGISTER again) -> run over, or LEAVE
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+from paceline.core.clock import Clock, SystemClock
+from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, ProtocolError
+from paceline.core.policy import PolicyTag
+from paceline.rpc.v1 import common_pb2, controller_pb2, controller_pb2_grpc
+from paceline.service import channels
+
+log = logging.getLogger(__name__)
+
+PEER = "controller"
+_PARTING_S = 3.0
+
+
+class MemberKind(enum.Enum):
+    """Who registers."""
+
+    ROLLOUT = "rollout"
+    LEARNER = "learner"
+    REWARD = "reward"
+
+
+_KINDS = {
+    MemberKind.ROLLOUT: common_pb2.MEMBER_KIND_ROLLOUT,
+    MemberKind.LEARNER: common_pb2.MEMBER_KIND_LEARNER,
+    MemberKind.REWARD: common_pb2.MEMBER_KIND_REWARD,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registration:
+    """What the controller tells a new member. `resume_from` is a checkpoint folder to load, or None."""
+
+    run_id: str
+    run_dir: Path
+    config: RunConfig
+    broker_url: str
+    resume_from: Path | None
+    heartbeat_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberReport:
+    """What a member says of itself in a heartbeat; `state` is its own state's word."""
+
+    state: str
+    policy: PolicyTag | None = None
+    in_flight: int = 0
+
+
+class ControllerLink:
+    """The connection of one member, one incarnation of its process, to its controller."""
+
+    def __init__(
+        self,
+        controller_address: str,
+        *,
+        kind: MemberKind,
+        member_id: str,
+        address: str,
+        num_ranks: int = 1,
+        token: str = "",
+        clock: Clock | None = None,
+    ) -> None:
+        self.member_id = member_id
+        self.incarnation = secrets.token_hex(8)
+        self._controller_address = controller_address
+        self._kind, self._address, self._num_ranks = kind, address, num_ranks
+        self._clock = clock or SystemClock()
+        self._channel = channels.connect(controller_address, token=token)
+        self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
+        self._poked = asyncio.Event()
+        self._registration: Registration | None = None
+
+    async def register(self, timeout_s: float) -> Registration:
+        """Registers, waiting up to `timeout_s` seconds for a controller that is not up yet.
+
+        Raises:
+            DeadlineError: no controller at the address.
+            PacelineError: the controller refused; its own class and words.
+        """
+        request = controller_pb2.RegisterRequest(
+            kind=_KINDS[self._kind],
+            member_id=self.member_id,
+            incarnation=self.incarnation,
+            address=self._address,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            num_ranks=self._num_ranks,
+        )
+        deadline = self._clock.monotonic() + timeout_s
+        while True:
+            left = deadline - self._clock.monotonic()
+            try:
+                answer = await channels.call(
+                    self._stub.Register,
+                    request,
+                    timeout_s=max(left, 0.001),
+                    phase="REGISTER",
+                    peer=PEER,
+                    wait_for_ready=True,
+                )
+                break
+            except PeerLostError:
+                # It went away while it answered: a restart. The deadline bounds the repeats.
+                await asyncio.sleep(0.2)
+            except DeadlineError as error:
+                raise DeadlineError(
+                    phase="REGISTER",
+                    peer=f"the controller at {self._controller_address}",
+                    seconds=timeout_s,
+                    hint="is it running, and is this its address?",
+                ) from error
+        self._registration = _read(answer)
+        log.info("registered with run %s as %s", self._registration.run_id, self.member_id)
+        return self._registration
+
+    def poke(self) -> None:
+        """Sends the next heartbeat at once: the state has changed. Call it from the event loop's thread."""
+        self._poked.set()
+
+    async def run(
+        self,
+        report: Callable[[], MemberReport],
+        *,
+        on_reregistered: Callable[[Registration], None] | None = None,
+    ) -> None:
+        """Heartbeats until the controller says that the run is over.
+
+        Args:
+            report: what to say, asked anew each time.
+            on_reregistered: called when the controller had forgotten this member (it was taken for dead, or the controller
+                restarted): whatever the member holds may be stale.
+
+        Raises:
+            PeerLostError: the controller has been unreachable for service.dead_after_s.
+            ProtocolError: the controller at the address now leads another run.
+        """
+        registration = self._require()
+        dead_after_s = registration.config.service.dead_after_s
+        silent_since: float | None = None
+        while True:
+            self._poked.clear()
+            started = self._clock.monotonic()
+            try:
+                answer = await self._heartbeat(report(), timeout_s=max(2.0, registration.heartbeat_s))
+                silent_since = None
+            except (PeerLostError, DeadlineError) as error:
+                # Counted from the first failed attempt: a loop that was busy itself has not lost anybody.
+                silent_since = started if silent_since is None else silent_since
+                silent_s = self._clock.monotonic() - silent_since
+                log.warning("controller silent for %.1f s: %s", silent_s, error)
+                if silent_s >= dead_after_s:
+                    raise PeerLostError(
+                        f"the controller at {self._controller_address} has not answered for {silent_s:.0f} s "
+                        f"(service.dead_after_s={dead_after_s:g}); its log says why",
+                        peer=PEER,
+                    ) from error
+                await asyncio.sleep(min(1.0, registration.heartbeat_s))
+                continue
+            if answer.run_over:
+                log.info("the controller says that the run is over")
+                return
+            if not answer.known:
+                registration = await self._register_again(registration, dead_after_s)
+                if on_reregistered is not None:
+                    on_reregistered(registration)
+                continue
+            await self._pause(registration.heartbeat_s)
+
+    async def fail(self, message: str) -> None:
+        """Tells the controller in one sentence why this process is about to end; best effort, within 3 s."""
+        try:
+            await self._heartbeat(MemberReport(state="failed"), timeout_s=_PARTING_S, failure=message)
+        except PacelineError as error:
+            log.warning("could not report the failure: %s", error)
+
+    async def leave(self, reason: str) -> None:
+        """Says goodbye; best effort, within 3 s."""
+        request = controller_pb2.LeaveRequest(
+            member_id=self.member_id, incarnation=self.incarnation, reason=reason
+        )
+        try:
+            await channels.call(self._stub.Leave, request, timeout_s=_PARTING_S, phase="LEAVE", peer=PEER)
+        except PacelineError as error:
+            log.warning("could not say goodbye: %s", error)
+
+    async def close(self) -> None:
+        """Lets go of the connection."""
+        await self._channel.close()
+
+    def _require(self) -> Registration:
+        if self._registration is None:
+            raise ProtocolError("register() comes before run()")
+        return self._registration
+
+    async def _heartbeat(
+        self, report: MemberReport, *, timeout_s: float, failure: str = ""
+    ) -> controller_pb2.HeartbeatResponse:
+        policy = report.policy
+        request = controller_pb2.HeartbeatRequest(
+            member_id=self.member_id,
+            incarnation=self.incarnation,
+            state=report.state,
+            policy=None
+            if policy is None
+            else common_pb2.PolicyTag(version=policy.version, digest=policy.digest),
+            in_flight=report.in_flight,
+            failure=failure,
+        )
+        answer: controller_pb2.HeartbeatResponse = await channels.call(
+            self._stub.Heartbeat, request, timeout_s=timeout_s, phase="HEARTBEAT", peer=PEER
+        )
+        return answer
+
+    async def _register_again(self, before: Registration, timeout_s: float) -> Registration:
+        log.warning("the controller does not know %s (any more): registering again", self.member_id)
+        after = await self.register(timeout_s)
+        if after.run_id != before.run_id:
+            raise ProtocolError(
+                f"the controller at {self._controller_address} leads run {after.run_id}, this member belongs to {before.run_id}; "
+                "start a new member for the new run"
+            )
+        return after
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._poked.wait()
+        except TimeoutError:
+            return
+
+
+def _read(answer: controller_pb2.RegisterResponse) -> Registration:
+    try:
+        tree = json.loads(answer.config_json)
+    except ValueError as error:
+        raise ProtocolError(f"the controller sent a configuration that is not JSON: {error}") from error
+    return Registration(
+        run_id=answer.run_id,
+        run_dir=Path(answer.run_dir),
+        config=parse(RunConfig, tree, origin="the controller's configuration"),
+        broker_url=answer.broker_url,
+        resume_from=Path(answer.resume_from) if answer.resume_from else None,
+        heartbeat_s=answer.heartbeat_s or 1.0,
+    )

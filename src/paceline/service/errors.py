@@ -1,0 +1,129 @@
+"""The one table between the exception tree and gRPC: status codes out, the same exception class back in.
+
+An error travels as its status code, its message in the details, and the class with its fields as JSON in trailing metadata.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+import grpc
+
+from paceline.core import errors as core_errors
+from paceline.core.errors import (
+    BrokerError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeadlineError,
+    EnvironmentLackError,
+    IllegalTransitionError,
+    InvalidMessageError,
+    ModelError,
+    NumericsError,
+    PacelineError,
+    PeerLostError,
+    ProtocolError,
+    RewardError,
+    RewardErrorKind,
+    VersionMismatchError,
+    WeightSyncError,
+)
+
+ERROR_KEY = "paceline-error-bin"
+# gRPC drops headers above 8 KiB, and with them the class of the error.
+MAX_MESSAGE_CHARS = 2000
+
+# UNAVAILABLE is not in the table: a channel may retry it, and it must mean that the peer never took the call.
+STATUS_CODES: dict[type[PacelineError], grpc.StatusCode] = {
+    ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    DataError: grpc.StatusCode.INVALID_ARGUMENT,
+    ModelError: grpc.StatusCode.INVALID_ARGUMENT,
+    EnvironmentLackError: grpc.StatusCode.FAILED_PRECONDITION,
+    InvalidMessageError: grpc.StatusCode.INVALID_ARGUMENT,
+    IllegalTransitionError: grpc.StatusCode.FAILED_PRECONDITION,
+    VersionMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+    ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
+    DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    PeerLostError: grpc.StatusCode.ABORTED,
+    BrokerError: grpc.StatusCode.ABORTED,
+    RewardError: grpc.StatusCode.UNKNOWN,
+    WeightSyncError: grpc.StatusCode.ABORTED,
+    CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
+    NumericsError: grpc.StatusCode.INTERNAL,
+    PacelineError: grpc.StatusCode.INTERNAL,
+}
+
+
+def status_code(error: PacelineError) -> grpc.StatusCode:
+    """The code of the nearest class in the table."""
+    return next(STATUS_CODES[kind] for kind in type(error).__mro__ if kind in STATUS_CODES)
+
+
+def to_metadata(error: PacelineError) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata that `from_metadata` makes the error from again."""
+    body = {"class": type(error).__name__, "message": clip(str(error)), "fields": _fields(error)}
+    return ((ERROR_KEY, json.dumps(body).encode()),)
+
+
+def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> PacelineError | None:
+    """The error that a server sent, or None where it sent none."""
+    raw = next((value for key, value in metadata or () if key == ERROR_KEY), None)
+    if raw is None:
+        return None
+    try:
+        body = json.loads(raw)
+        kind = _class_named(str(body["class"]))
+        return _make(kind, str(body["message"]), dict(body["fields"]))
+    except (ValueError, KeyError, TypeError) as error:
+        return ProtocolError(f"a peer sent an error that cannot be read: {error}")
+
+
+def clip(message: str) -> str:
+    """Cuts a message to what fits into gRPC's headers."""
+    return message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 4] + " ..."
+
+
+def error_classes() -> Iterator[type[PacelineError]]:
+    """Every class of the tree."""
+    for value in vars(core_errors).values():
+        if isinstance(value, type) and issubclass(value, PacelineError):
+            yield value
+
+
+def _class_named(name: str) -> type[PacelineError]:
+    """The class of that name; a newer peer's unknown class becomes the root."""
+    return next((kind for kind in error_classes() if kind.__name__ == name), PacelineError)
+
+
+def _fields(error: PacelineError) -> dict[str, object]:
+    match error:
+        case InvalidMessageError():
+            return {"reason": error.reason}
+        case DeadlineError():
+            return {
+                "phase": error.phase,
+                "peer": error.peer,
+                "seconds": error.seconds,
+                "hint": clip(error.hint),
+            }
+        case PeerLostError():
+            return {"peer": error.peer}
+        case RewardError():
+            return {"kind": error.kind.value}
+        case _:
+            return {}
+
+
+def _make(kind: type[PacelineError], message: str, fields: dict[str, object]) -> PacelineError:
+    if issubclass(kind, DeadlineError):
+        return kind(
+            phase=str(fields["phase"]),
+            peer=str(fields["peer"]),
+            seconds=float(str(fields["seconds"])),
+            hint=str(fields["hint"]),
+        )
+    if issubclass(kind, RewardError):
+        return kind(message, kind=RewardErrorKind(fields["kind"]))
+    return kind(message, **fields)

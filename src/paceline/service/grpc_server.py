@@ -1,0 +1,234 @@
+"""gRPC servers of the services: token check, errors by one table, trace context, health, keep-alive."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from paceline.core.errors import ConfigError, EnvironmentLackError, PacelineError
+from paceline.service import errors, telemetry
+from paceline.service.transport import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    KEEPALIVE_S,
+    TRACEPARENT_KEY,
+    common_options,
+    is_loopback,
+    token_matches,
+)
+
+log = logging.getLogger(__name__)
+
+AddFunction = Callable[[Any, Any], None]
+_WILDCARDS = ("0.0.0.0", "::", "[::]")
+# Orchestrators probe health without a token; it tells nothing but up or down.
+_OPEN_PREFIX = "/grpc.health.v1.Health/"
+
+
+@dataclass(kw_only=True, slots=True)
+class RunningServer:
+    """A server that listens. `address` is what others connect to."""
+
+    host: str
+    port: int
+    _server: Any = field(repr=False)
+    _health: Any = field(repr=False)
+
+    @property
+    def address(self) -> str:
+        """host:port; for a wildcard bind the machine's name."""
+        return f"{socket.gethostname() if self.host in _WILDCARDS else self.host}:{self.port}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """What the health service answers; it starts as serving."""
+        status = health_pb2.HealthCheckResponse
+        await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float = 2.0) -> None:
+        """Refuses new calls, lets those under way finish for `grace_s` seconds, then cancels them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+async def start_server(
+    servicers: Sequence[tuple[AddFunction, Any]],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str = "",
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    port_key: str = "--port",
+) -> RunningServer:
+    """Starts a grpc.aio server with health checks; `port` 0 takes any free one.
+
+    A PacelineError raised by a method reaches the caller's `channels.call` as the same class; anything else as
+    PacelineError with the type's name, and its traceback goes to the log here.
+
+    Args:
+        servicers: pairs of (generated add_XServicer_to_server, servicer with `async def` methods).
+        host: address to bind to.
+        port: port to bind to.
+        token: what every call must carry; empty lets everybody in, on loopback only.
+        max_message_bytes: largest message either way.
+        port_key: what the user changes when the port is taken, for the error's sentence.
+
+    Raises:
+        ConfigError: no token on an address that other machines reach.
+        EnvironmentLackError: the port is taken or the address is not this machine's.
+    """
+    if not token and not is_loopback(host):
+        raise ConfigError(
+            f"refusing to listen on {host} without a token: set PACELINE_TOKEN to the same secret for every service, "
+            "or bind to 127.0.0.1"
+        )
+    _check_port(host, port, port_key)
+    server = grpc.aio.server(
+        interceptors=[_Door(token)],
+        options=[
+            *common_options(max_message_bytes),
+            # Without these the server takes the clients' keep-alive for abuse and kills healthy calls.
+            ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_S * 500),
+            ("grpc.http2.max_ping_strikes", 0),
+            # Two processes on one port would each get some of the calls.
+            ("grpc.so_reuseport", 0),
+        ],
+    )
+    health = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    for add, servicer in servicers:
+        add(servicer, server)
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise _port_taken(host, port, port_key, str(error)) from error
+    await server.start()
+    return RunningServer(host=host, port=bound, _server=server, _health=health)
+
+
+def _check_port(host: str, port: int, port_key: str) -> None:
+    """Binds once by hand: the system's own word for what is wrong reads better than gRPC's."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise _port_taken(host, port, port_key, error.strerror or str(error), error.errno) from error
+
+
+def _port_taken(
+    host: str, port: int, port_key: str, why: str, number: int | None = None
+) -> EnvironmentLackError:
+    if number in (errno.EADDRINUSE, None):
+        return EnvironmentLackError(
+            f"port {port} on {host} is taken ({why}); stop what listens there, or set {port_key} to another port "
+            "(0 takes any free one)"
+        )
+    return EnvironmentLackError(
+        f"cannot listen on {host}:{port} ({why}); give a host address of this machine and a port it may use "
+        f"({port_key}; 0 takes any free one)"
+    )
+
+
+class _Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Wraps every method but health: checks the token, maps errors, opens a span where the caller is traced."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        """Called by gRPC once per call."""
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(_OPEN_PREFIX):
+            return handler
+        name = details.method.removeprefix("/")
+        return _wrap(handler, _Guard(token=self._token, name=name))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Guard:
+    token: str
+    name: str
+
+    async def admit(self, context: Any) -> None:
+        if not token_matches(self.token, context.invocation_metadata()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token (PACELINE_TOKEN)")
+
+    async def refuse(self, context: Any, error: Exception) -> None:
+        if isinstance(error, NotImplementedError):
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{self.name} is not served here")
+        if isinstance(error, PacelineError):
+            log.info("%s answered %s: %s", self.name, type(error).__name__, error)
+        else:
+            log.error("%s failed", self.name, exc_info=error)
+            error = PacelineError(f"{self.name} failed: {type(error).__name__}: {error}")
+        code, message = errors.status_code(error), errors.clip(str(error))
+        await context.abort(code, message, trailing_metadata=errors.to_metadata(error))
+
+
+def _wrap(handler: Any, guard: _Guard) -> Any:
+    if handler.response_streaming:
+        inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_stream_rpc_method_handler
+        )
+        method: Any = _guard_stream(inner, guard)
+    else:
+        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+        make = (
+            grpc.stream_unary_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        method = _guard_unary(inner, guard)
+    return make(method, handler.request_deserializer, handler.response_serializer)
+
+
+def _guard_unary(inner: Any, guard: _Guard) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def method(request: Any, context: Any) -> Any:
+        await guard.admit(context)
+        parent = _traceparent(context)
+        try:
+            if not parent:
+                return await inner(request, context)
+            with telemetry.span(guard.name, traceparent=parent, attributes={"rpc.system": "grpc"}):
+                return await inner(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary: every error is answered, unknown ones are logged
+            await guard.refuse(context, error)
+
+    return method
+
+
+def _guard_stream(inner: Any, guard: _Guard) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def method(request: Any, context: Any) -> AsyncIterator[Any]:
+        await guard.admit(context)
+        try:
+            answers = inner(request, context)
+            if not inspect.isasyncgen(answers):
+                raise TypeError(f"{guard.name} must be an async generator")
+            async for answer in answers:
+                yield answer
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            await guard.refuse(context, error)
+
+    return method
+
+
+def _traceparent(context: Any) -> str:
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for key, value in metadata if key == TRACEPARENT_KEY), "")

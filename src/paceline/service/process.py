@@ -1,0 +1,55 @@
+"""What a process needs of Linux: to die with its parent, to adopt orphans, to hand over its address in a file."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+DIE_WITH_PARENT = "PACELINE_DIE_WITH_PARENT"
+PARENT_PID = "PACELINE_PARENT_PID"
+TOKEN = "PACELINE_TOKEN"
+BROKER_URL = "PACELINE_BROKER_URL"
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent() -> None:
+    """Where PACELINE_DIE_WITH_PARENT=1 is set: SIGTERM comes to this process when its parent ends, however it ends."""
+    if os.environ.get(DIE_WITH_PARENT) != "1":
+        return
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    expected = os.environ.get(PARENT_PID)
+    if expected and int(expected) != os.getppid():
+        raise SystemExit("the launcher ended before this process had started")
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of whatever its descendants leave behind, so that it can end them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def env_token() -> str:
+    """The run's token; "" where none is set."""
+    return os.environ.get(TOKEN, "")
+
+
+def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Readers see the whole text or no file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")

@@ -1,0 +1,132 @@
+"""The entry point of every service: signals, tasks, ordered shutdown, exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+
+from paceline.core.errors import PacelineError
+from paceline.service import telemetry
+from paceline.service.logs import setup_logging
+from paceline.service.process import die_with_parent
+from paceline.service.shutdown import ShutdownStack, Step
+
+log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class ServiceContext:
+    """What a service's main function is given."""
+
+    def __init__(self, name: str, tasks: asyncio.TaskGroup) -> None:
+        self.name = name
+        self.stopping = asyncio.Event()
+        self._tasks = tasks
+        self._stack = ShutdownStack()
+        self._spawned: list[asyncio.Task[Any]] = []
+
+    def defer(self, name: str, step: Step, *, budget_s: float = 5.0) -> None:
+        """Adds a step to the end of the service; steps run in reverse order, also after an error."""
+        self._stack.defer(name, step, budget_s=budget_s)
+
+    def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Starts a named task beside main. It runs on during the deferred steps and is cancelled after them; if it
+        raises, the service ends with that error."""
+        task = self._tasks.create_task(work, name=f"{self.name}/{name}")
+        self._spawned.append(task)
+        return task
+
+    def stop(self, reason: str) -> None:
+        """Asks main to return."""
+        if not self.stopping.is_set():
+            log.info("stopping: %s", reason)
+            self.stopping.set()
+
+    async def _finish(self) -> None:
+        await self._stack.close()
+        for task in self._spawned:
+            task.cancel()
+
+
+Main = Callable[[ServiceContext], Awaitable[None]]
+
+
+def run_service(main: Main, *, name: str, log_level: str = "INFO", grace_s: float = 15.0) -> int:
+    """Runs `main` to its end and returns the process's exit code: 0, or 1 after an error, which is logged.
+
+    SIGTERM and SIGINT set `context.stopping`; main should then return. After `grace_s` seconds, or at a second signal, it is
+    cancelled. The deferred steps run in every case.
+    """
+    die_with_parent()
+    setup_logging(name, log_level)
+    try:
+        asyncio.run(_serve(main, name, grace_s))
+    except BaseExceptionGroup as group:
+        _report(group)
+        return 1
+    except asyncio.CancelledError:
+        log.error("fatal: not stopped within %g s of being asked to, or asked twice", grace_s)
+        return 1
+    finally:
+        telemetry.shutdown()
+    log.info("stopped")
+    return 0
+
+
+async def _serve(main: Main, name: str, grace_s: float) -> None:
+    context: ServiceContext | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            context = ServiceContext(name, tasks)
+            with _signals(context, grace_s):
+                await main(context)
+                await context._finish()
+    finally:
+        # After an error: the tasks are gone, what was opened is still closed in order.
+        if context is not None:
+            await context._finish()
+
+
+@contextlib.contextmanager
+def _signals(context: ServiceContext, grace_s: float) -> Iterator[None]:
+    loop, me = asyncio.get_running_loop(), asyncio.current_task()
+    timer: list[asyncio.TimerHandle] = []
+
+    def on_signal(number: int) -> None:
+        if context.stopping.is_set() and timer:
+            _cancel(me)
+            return
+        context.stop(signal.Signals(number).name)
+        timer.append(loop.call_later(grace_s, _cancel, me))
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+        for handle in timer:
+            handle.cancel()
+
+
+def _cancel(task: asyncio.Task[Any] | None) -> None:
+    if task is not None:
+        task.cancel("not stopped in time")
+
+
+def _report(error: BaseException) -> None:
+    """One line for what was raised on purpose, a traceback above the line for what was not."""
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            _report(part)
+    elif isinstance(error, PacelineError):
+        log.error("fatal: %s", error)
+    else:
+        log.error("traceback", exc_info=error)
+        log.error("fatal: %s: %s", type(error).__name__, error)

@@ -1,0 +1,58 @@
+"""An ordered end: named steps, undone in reverse order, each within its own time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+Step = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """How a step of the shutdown went; `error` is None where it went well."""
+
+    name: str
+    seconds: float
+    error: str | None
+
+
+class ShutdownStack:
+    """Steps to take at the end. A step that fails or runs out of time is logged, and the next one follows."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[str, Step, float]] = []
+
+    def defer(self, name: str, step: Step, *, budget_s: float = 5.0) -> None:
+        """Adds a step; the last one added runs first."""
+        self._steps.append((name, step, budget_s))
+
+    async def close(self) -> list[StepOutcome]:
+        """Runs what was deferred, once."""
+        outcomes = []
+        while self._steps:
+            outcomes.append(await _take(*self._steps.pop()))
+        return outcomes
+
+
+async def _take(name: str, step: Step, budget_s: float) -> StepOutcome:
+    started = time.monotonic()
+    error: str | None = None
+    try:
+        async with asyncio.timeout(budget_s):
+            await step()
+    except TimeoutError:
+        error = f"not done within {budget_s:g} s"
+    except Exception as raised:  # noqa: BLE001 - the other steps must run; the error is logged below
+        error = f"{type(raised).__name__}: {raised}"
+    seconds = time.monotonic() - started
+    if error is None:
+        log.info("shutdown: %s done in %.2f s", name, seconds)
+    else:
+        log.warning("shutdown: %s failed after %.2f s: %s", name, seconds, error)
+    return StepOutcome(name=name, seconds=seconds, error=error)
