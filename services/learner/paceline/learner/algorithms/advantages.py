@@ -38,6 +38,7 @@ def gae(
         carried values and mean nothing.
     """
     require_same_shape(token_rewards=token_rewards, values=values, mask=mask)
+    _require_positions(mask)
     require_range("gamma", gamma, at_least=0.0, at_most=1.0)
     if isinstance(lam, Tensor):
         require_rows(mask.shape[0], lam=lam)
@@ -109,6 +110,9 @@ def grpo(
 
     Returns:
         (B, T), 0 under the mask. A group of one keeps its score (mean 0, std 1).
+
+    Raises:
+        NumericsError: no sequences, everything is masked, or shapes do not fit.
     """
     return _spread(group_baselines.grpo(scores, _lengths(mask), group_ids, normalize_by_std, eps), mask)
 
@@ -148,6 +152,7 @@ def reinforce_plus_plus_baseline(
 def return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """Discounted sum of the rewards from each token on, (B, T); a masked position carries it through undiscounted."""
     require_same_shape(token_rewards=token_rewards, mask=mask)
+    _require_positions(mask)
     require_range("gamma", gamma, at_least=0.0, at_most=1.0)
     rewards, kept = full_precision(token_rewards.detach()), mask.bool()
     running = torch.zeros_like(rewards[:, 0])
@@ -194,11 +199,17 @@ def remax(token_rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> Tensor:
     return keep(return_to_go(token_rewards, mask, 1.0) - baseline, mask)
 
 
+def _require_positions(mask: Tensor) -> None:
+    if mask.dim() != 2 or mask.shape[-1] == 0:
+        raise NumericsError(f"mask must have shape (B, T) with T at least 1, not {tuple(mask.shape)}")
+
+
 def _lengths(mask: Tensor) -> Tensor:
-    if mask.dim() != 2:
-        raise NumericsError(f"mask must have shape (B, T), not {tuple(mask.shape)}")
+    _require_positions(mask)
     return mask.bool().sum(-1)
 
 
 def _spread(per_sequence: Tensor, mask: Tensor) -> Tensor:
+    if not bool(mask.any()):
+        raise NumericsError("all tokens are masked: no advantage would be used; look at the response mask")
     return torch.where(mask.bool(), per_sequence.unsqueeze(-1), 0.0)
