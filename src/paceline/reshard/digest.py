@@ -40,7 +40,7 @@ MASK: Final = (1 << 64) - 1
 _ROW_SEED: Final = 0x5061_6365_6C69_6E65
 _COLUMN_SEED: Final = 0x7765_6967_6874_7321
 _GOLDEN: Final = 0x9E37_79B9_7F4A_7C15
-_CHUNK: Final = 1 << 16
+_CHUNK: Final = 1 << 17
 """Elements handled at a time on the CPU: their 64-bit copies stay in cache"""
 
 
@@ -118,7 +118,7 @@ class TensorDigester:
         columns = self._column_table(global_shape, box)
         rows = self._row_table(box.stop[0])[box.start[0] : box.stop[0]]
         total = torch.zeros((), dtype=torch.int64, device=self._device)
-        chunk = _CHUNK if self._device.type == "cpu" else _CHUNK << 10
+        chunk = _CHUNK if self._device.type == "cpu" else _CHUNK << 9
         step = max(1, chunk // max(1, columns.numel()))
         for first in range(0, box.shape[0], step):
             part = values[first : first + step].to(dtype).view(pattern)

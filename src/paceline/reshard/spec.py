@@ -9,7 +9,7 @@ import msgpack
 
 from paceline.core.errors import InvalidMessageError
 from paceline.reshard.dtypes import ITEM_SIZES
-from paceline.reshard.layout import RankLayout
+from paceline.reshard.layout import RankLayout, expand_whole, tensor_shapes
 
 SPEC_SCHEMA: Final = 1
 BACKENDS: Final = ("gloo", "nccl")
@@ -69,6 +69,11 @@ class WeightGroupSpec:
     def world_size(self) -> int:
         """All ranks of the group."""
         return len(self.learner_layouts) + len(self.rollout_layouts)
+
+    def expanded_rollout_layouts(self) -> tuple[RankLayout, ...]:
+        """The rollout ranks' layouts, those that take the general path filled with every learner tensor."""
+        shapes = tensor_shapes(self.learner_layouts)
+        return tuple(expand_whole(layout, shapes) for layout in self.rollout_layouts)
 
     def rank_name(self, rank: int) -> str:
         """How a group rank is called in messages."""

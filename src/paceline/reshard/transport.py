@@ -1,0 +1,363 @@
+"""The group that carries weights: forming it, one push over it, taking it down. The module that imports torch.
+
+The group lives outside torch's default one, so that the learner needs nothing of the inference engine and the
+engine nothing of the learner. A push goes round by round, with two staging slots on either side:
+
+    learner     pack round k into slot k % 2 (once the send of k - 2 is done), send it, do not wait
+    rollout     post the receive of round k + 1, wait for round k, scatter it into the parameters
+
+On CUDA the caller's stream packs and scatters, NCCL's own stream transfers, and a `wait` makes one stream wait
+for the other: the same order of calls overlaps all three. With gloo a `wait` blocks the thread.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+
+from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
+from paceline.reshard.layout import RankLayout
+from paceline.reshard.plan import Piece, TransferPlan, build_plan
+from paceline.reshard.spec import WeightGroupSpec
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NUM_SLOTS: Final = 2
+_GREETING_BYTES: Final = 128
+_TAG_GREETING, _TAG_DIGESTS, _TAG_ROUND = 1, 2, 16
+
+Message = tuple[torch.Tensor, int]
+"""A contiguous tensor and the group rank that it goes to or comes from"""
+
+
+class Deadline:
+    """A moment by which a phase must be over, and the words for when it is not."""
+
+    def __init__(self, phase: str, seconds: float) -> None:
+        self.phase, self.seconds = phase, seconds
+        self._end = time.monotonic() + seconds
+
+    def remaining(self, peer: str) -> timedelta:
+        """Time left; raises DeadlineError naming `peer` where none is."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise self.error(peer)
+        return timedelta(seconds=max(left, 0.001))
+
+    def error(self, peer: str) -> DeadlineError:
+        """What to raise when `peer` did not come in time."""
+        hint = "see the peer's log; the weight group must be formed anew"
+        return DeadlineError(phase=self.phase, peer=peer, seconds=self.seconds, hint=hint)
+
+    def translate(self, error: RuntimeError, peer: str) -> DeadlineError | PeerLostError:
+        """torch reports time-outs and broken connections as RuntimeErrors that only their text tells apart."""
+        if self._end <= time.monotonic() or "timed out" in str(error).lower():
+            return self.error(peer)
+        text = str(error).splitlines()[0]
+        return PeerLostError(f"{self.phase}: lost the connection to {peer}: {text}", peer=peer)
+
+
+def open_store(host: str, timeout_s: float) -> TCPStore:
+    """A rendezvous store that listens on `host` only, on a free port (`store.port`)."""
+    with socket.create_server((host, 0), backlog=1024) as listener:
+        port = listener.getsockname()[1]
+        # Given only a host name, the store would listen on every interface.
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def plan_of(spec: WeightGroupSpec) -> TransferPlan:
+    """The plan that every rank of the group works by."""
+    item_bytes = DTYPES[spec.wire_dtype].itemsize
+    return build_plan(
+        spec.learner_layouts, spec.rollout_layouts, item_bytes=item_bytes, round_bytes=spec.round_bytes
+    )
+
+
+class WeightGroup:
+    """One member's end of the group of one membership epoch.
+
+    Every method that waits takes a Deadline. After any error the group is aborted and only fit to be dropped.
+    """
+
+    def __init__(
+        self, spec: WeightGroupSpec, rank: int, plan: TransferPlan, process_group: Any, device: torch.device
+    ) -> None:
+        self.spec, self.rank, self.plan, self.device = spec, rank, plan, device
+        self._process_group = process_group
+        self._rounds = self._layout_rounds()
+        size = max((sum(n for _, n in messages) for messages in self._messages), default=0)
+        num_slots = min(_NUM_SLOTS, plan.num_rounds)
+        self._slots = [
+            torch.empty(size, dtype=DTYPES[spec.wire_dtype], device=device) for _ in range(num_slots)
+        ]
+
+    @classmethod
+    def form(
+        cls,
+        spec: WeightGroupSpec,
+        *,
+        rank: int,
+        layout: RankLayout,
+        device: torch.device,
+        timeout_s: float,
+        store: Store | None = None,
+    ) -> WeightGroup:
+        """Joins the group; returns when every rank has joined, is connected and has the same plan.
+
+        Args:
+            rank: rank in the group: learners first.
+            layout: what this rank holds or needs right now; must be what the spec says of it.
+            store: learner rank 0's own store; the others connect to it.
+
+        Raises:
+            WeightSyncError: the spec describes another model or another plan than this rank's.
+            DeadlineError, PeerLostError: a member did not come or went away.
+        """
+        known = (*spec.learner_layouts, *spec.rollout_layouts)[rank]
+        if known != layout:
+            raise WeightSyncError(
+                f"{spec.rank_name(rank)}: the group spec describes other slices than this rank has; it was made "
+                "from an older description or for another rank"
+            )
+        plan = plan_of(spec)
+        deadline = Deadline("weight group join", timeout_s)
+        try:
+            if store is None:
+                store = TCPStore(
+                    spec.store_host,
+                    spec.store_port,
+                    timeout=deadline.remaining("learner rank 0"),
+                    wait_for_workers=False,
+                )
+            process_group = _make_process_group(spec, rank, store, deadline)
+        except RuntimeError as error:
+            raise deadline.translate(error, "some member of the weight group") from error
+        group = cls(spec, rank, plan, process_group, device)
+        group._greet(deadline)
+        return group
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory held beside the parameters, from forming to abort."""
+        return sum(slot.nbytes for slot in self._slots)
+
+    def send(
+        self,
+        shards: Mapping[str, torch.Tensor],
+        deadline: Deadline,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """A learner's part of a push: casts, packs and sends every round.
+
+        Args:
+            shards: this rank's shards by name, as its layout describes them.
+            meanwhile: called once while the last rounds are under way.
+        """
+        pending: list[_Pending] = []
+        with self._aborting():
+            for number, pieces in enumerate(self._rounds):
+                if number >= _NUM_SLOTS:
+                    pending[number - _NUM_SLOTS].wait(deadline)
+                for piece, view in self._views(number, pieces):
+                    view.copy_(shards[piece.source_param][piece.source_box.slices])
+                pending.append(self._post(self._slot_messages(number), [], _TAG_ROUND + number))
+            if meanwhile is not None:
+                meanwhile()
+            for work in pending[-_NUM_SLOTS:]:
+                work.wait(deadline)
+            self._finish(deadline)
+
+    def receive(self, deadline: Deadline) -> Iterator[list[tuple[Piece, torch.Tensor]]]:
+        """A rollout rank's part of a push: yields per round the pieces with their elements in staging.
+
+        The tensors are views of staging, of the piece's shape, and valid until the next item is asked for.
+        """
+        with self._aborting():
+            pending = self._post_receive(0) if self._rounds else None
+            for number, pieces in enumerate(self._rounds):
+                assert pending is not None
+                arriving, pending = pending, None
+                if number + 1 < len(self._rounds):
+                    pending = self._post_receive(number + 1)
+                arriving.wait(deadline)
+                yield self._views(number, pieces)
+            self._finish(deadline)
+
+    def sum_at_first(self, values: torch.Tensor, deadline: Deadline) -> torch.Tensor:
+        """Adds up int64 vectors of the learner ranks; learner rank 0 gets the sum, the others their own back."""
+        learners = range(1, self.spec.num_learners)
+        with self._aborting():
+            if self.rank != 0:
+                self._post([(values, 0)], [], _TAG_DIGESTS).wait(deadline)
+                self._finish(deadline)
+                return values
+            shares = [torch.empty_like(values) for _ in learners]
+            self._post([], list(zip(shares, learners, strict=True)), _TAG_DIGESTS).wait(deadline)
+            self._finish(deadline)
+        return torch.stack([values, *shares]).sum(dim=0)
+
+    def abort(self) -> None:
+        """Cuts all connections and frees staging; whoever waits for this rank gets an error. May be repeated."""
+        if self._process_group is not None:
+            self._process_group.abort()
+        self._process_group = None
+        self._slots = []
+
+    def _layout_rounds(self) -> list[list[tuple[Piece, int]]]:
+        """Per round, this rank's pieces with their place in the staging slot, and the messages' sizes."""
+        plan, first = self.plan, self.spec.num_learners
+        sending = self.rank < first
+        own = plan.of_source(self.rank) if sending else plan.of_destination(self.rank - first)
+        self._messages: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_rounds)]
+        begins: dict[tuple[int, int], int] = {}
+        filled = [0] * plan.num_rounds
+        for (source, destination, number), size in plan.message_sizes.items():
+            if (source if sending else destination + first) != self.rank:
+                continue
+            peer = destination + first if sending else source
+            begins[peer, number] = filled[number]
+            filled[number] += size
+            self._messages[number].append((peer, size))
+        rounds: list[list[tuple[Piece, int]]] = [[] for _ in range(plan.num_rounds)]
+        for piece in own:
+            peer = piece.destination + first if sending else piece.source
+            rounds[piece.round].append((piece, begins[peer, piece.round] + piece.offset))
+        return rounds
+
+    def _views(self, number: int, pieces: Sequence[tuple[Piece, int]]) -> list[tuple[Piece, torch.Tensor]]:
+        slot = self._slots[number % _NUM_SLOTS]
+        return [(piece, slot[at : at + piece.box.volume].view(piece.box.shape)) for piece, at in pieces]
+
+    def _slot_messages(self, number: int) -> list[Message]:
+        messages, at = [], 0
+        for peer, size in self._messages[number]:
+            messages.append((self._slots[number % _NUM_SLOTS][at : at + size], peer))
+            at += size
+        return messages
+
+    def _post_receive(self, number: int) -> _Pending:
+        return self._post([], self._slot_messages(number), _TAG_ROUND + number)
+
+    def _post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> _Pending:
+        group = self._process_group
+        if group is None:
+            raise WeightSyncError(
+                f"{self.spec.rank_name(self.rank)}: the weight group was aborted; form a new one"
+            )
+        messages = [*sends, *receives]
+        peer = ", ".join(self.spec.rank_name(peer) for _, peer in messages) or "nobody"
+        if not messages:
+            return _Pending([])
+        if self.spec.backend == "nccl":
+            # One NCCL group per round. Outside of a group each pair would get a communicator of its own.
+            group._start_coalescing()
+        works = [(group.send([tensor], to, tag), self.spec.rank_name(to)) for tensor, to in sends]
+        works += [
+            (group.recv([tensor], source, tag), self.spec.rank_name(source)) for tensor, source in receives
+        ]
+        if self.spec.backend == "nccl":
+            return _Pending([(group._end_coalescing(), peer)], on_stream=True)
+        return _Pending(works)
+
+    def _greet(self, deadline: Deadline) -> None:
+        """One small message per pair that will ever talk: makes the connections, compares the plans."""
+        num_learners, world = self.spec.num_learners, self.spec.world_size
+        learner = self.rank < num_learners
+        mine = torch.zeros(_GREETING_BYTES, dtype=torch.uint8)
+        mine[:32] = torch.frombuffer(bytearray(self.plan.fingerprint), dtype=torch.uint8)
+        mine = mine.to(self.device)
+        targets = [*range(num_learners, world), *([0] if self.rank else [])] if learner else []
+        origins = range(1, num_learners) if self.rank == 0 else range(0 if learner else num_learners)
+        received = [(torch.empty_like(mine), origin) for origin in origins]
+        with self._aborting():
+            self._post([(mine, to) for to in targets], received, _TAG_GREETING).wait(deadline)
+            self._finish(deadline)
+            for greeting, origin in received:
+                if not torch.equal(greeting, mine):
+                    raise WeightSyncError(
+                        f"{self.spec.rank_name(self.rank)} and {self.spec.rank_name(origin)} computed different "
+                        "transfer plans; both must run the same version of Paceline and get the same spec"
+                    )
+
+    def _finish(self, deadline: Deadline) -> None:
+        """Waits until the device has done all that was queued; nothing to do without a stream."""
+        if self.device.type != "cuda":
+            return
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        # CUDA has no wait with a deadline, so this asks again and again.
+        while not done.query():
+            deadline.remaining("the device's queue")
+            time.sleep(50e-6)
+
+    def _aborting(self) -> _AbortOnError:
+        return _AbortOnError(self)
+
+
+class _AbortOnError:
+    """Aborts the group where its body fails, so that no peer waits for a rank that has given up."""
+
+    def __init__(self, group: WeightGroup) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._group.abort()
+
+
+class _Pending:
+    """Transfers under way, each with its peer's name; waits for each exactly once (gloo hangs on a second)."""
+
+    def __init__(self, works: list[tuple[Any, str]], *, on_stream: bool = False) -> None:
+        self._works, self._on_stream = works, on_stream
+
+    def wait(self, deadline: Deadline) -> None:
+        works, self._works = self._works, []
+        for work, peer in works:
+            try:
+                if self._on_stream:
+                    work.wait()
+                else:
+                    work.wait(deadline.remaining(peer))
+            except RuntimeError as error:
+                raise deadline.translate(error, peer) from error
+
+
+def _make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> Any:
+    members = "some member of the weight group"
+    store = PrefixStore(f"weights/{spec.epoch}", store)
+    store.set_timeout(deadline.remaining(members))
+    if spec.backend == "nccl":
+        from torch.distributed import ProcessGroupNCCL
+
+        options: Any = ProcessGroupNCCL.Options()
+        # The watchdog ends the whole process; our own deadlines come first.
+        options._timeout = timedelta(seconds=10 * spec.timeout_s)
+        return ProcessGroupNCCL(store, rank, spec.world_size, options)
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = deadline.remaining(members)
+    options._devices = [gloo.create_device(hostname=_own_address(spec.store_host, spec.store_port))]
+    return gloo(store, rank, spec.world_size, options)
+
+
+def _own_address(host: str, port: int) -> str:
+    """This machine's address on the way to `host`; a datagram socket finds it without sending anything."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
