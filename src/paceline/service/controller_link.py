@@ -6,7 +6,6 @@ REGISTER -> heartbeat every heartbeat_s, and at once after `poke()` -> (unknown:
 from __future__ import annotations
 
 import asyncio
-import enum
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, ProtocolError
+from paceline.core.members import MemberKind
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import common_pb2, controller_pb2, controller_pb2_grpc
 from paceline.service import channels
@@ -28,14 +28,6 @@ log = logging.getLogger(__name__)
 
 PEER = "controller"
 _PARTING_S = 3.0
-
-
-class MemberKind(enum.Enum):
-    """Who registers."""
-
-    ROLLOUT = "rollout"
-    LEARNER = "learner"
-    REWARD = "reward"
 
 
 _KINDS = {

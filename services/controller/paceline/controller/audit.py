@@ -1,0 +1,132 @@
+"""The offline checker: reads a run's journal and says which invariant does not hold.
+
+I1  every trained token has the step's policy version and digest
+I2  every dispatched prompt of a finished step ends in exactly one of {trained once, dropped with a reason}
+I3  no trajectory is admitted twice in a step
+I4  a version is committed with one digest
+I5  phases follow each other as `phases.move` allows
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.controller.phases import Phase, move
+from paceline.core.errors import IllegalTransitionError
+from paceline.core.ids import Purpose, TrajectoryId
+
+Event = Mapping[str, Any]
+
+
+def read(path: Path) -> list[Event]:
+    """The events of a journal file; a last line that was cut off by a crash is left out."""
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def violations(events: Iterable[Event], *, num_samples: int) -> list[str]:
+    """One sentence per breach, [] for a sound journal.
+
+    Args:
+        events: in order; a resumed run's later events replace those of the steps that it repeats.
+        num_samples: rollout.n of the run.
+    """
+    auditor = _Auditor(num_samples)
+    for event in events:
+        auditor.see(event)
+    return auditor.found
+
+
+class _Auditor:
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+        self.found: list[str] = []
+        self._phase: Phase | None = None
+        self._digests: dict[int, str] = {}
+        self._current: str = ""
+        self._step = 0
+        self._wanted: set[int] = set()
+        self._policy = ""
+        self._admitted = Counter[TrajectoryId]()
+        self._dropped: set[int] = set()
+        self._collecting = False
+
+    def see(self, event: Event) -> None:
+        """Takes one event in."""
+        handler = getattr(self, f"_on_{event['event']}", None)
+        if handler is not None:
+            handler(event)
+
+    def _on_run(self, event: Event) -> None:
+        self._phase, self._collecting, self._wanted = Phase.STARTING, False, set()
+        self._digests = {v: d for v, d in self._digests.items() if v < int(event["step"])}
+
+    def _on_phase(self, event: Event) -> None:
+        to = Phase(event["to"])
+        if self._phase is not None:
+            try:
+                move(self._phase, to)
+            except IllegalTransitionError as error:
+                self.found.append(f"I5: event {event['n']}: {error}")
+        self._phase = to
+        if to is Phase.LEARN:
+            self._collecting = False
+
+    def _on_commit(self, event: Event) -> None:
+        version, digest = int(event["version"]), str(event["digest"])
+        if self._digests.setdefault(version, digest) != digest:
+            self.found.append(
+                f"I4: version {version} was committed as {self._digests[version]} and as {digest}"
+            )
+        self._current = f"v{version}@{digest}"
+        if self._wanted and version == self._step:
+            self._close_step()
+
+    def _on_dispatch(self, event: Event) -> None:
+        self._step, self._wanted = int(event["step"]), set(event["prompts"])
+        self._policy = str(event["policy"])
+        self._admitted, self._dropped, self._collecting = Counter(), set(), True
+        if self._policy != self._current:
+            self.found.append(
+                f"I1: step {self._step} was dispatched for {self._policy}, but {self._current or 'nothing'} is committed"
+            )
+
+    def _on_trajectory(self, event: Event) -> None:
+        key = TrajectoryId.parse(event["id"])
+        if event["verdict"] != "admitted" or key.purpose != Purpose.TRAIN.value:
+            return
+        if event.get("policy", self._policy) != self._policy:
+            self.found.append(f"I1: {key} of {event['policy']} was admitted in a step of {self._policy}")
+        if key.step != self._step or not self._collecting:
+            self.found.append(f"I1: {key} was admitted outside the collection of its step")
+        self._admitted[key] += 1
+        if self._admitted[key] == 2:
+            self.found.append(f"I3: {key} was admitted twice")
+
+    def _on_group_dropped(self, event: Event) -> None:
+        self._dropped.add(int(event["prompt"]))
+        if not event.get("reason"):
+            self.found.append(
+                f"I2: prompt {event['prompt']} of step {event['step']} was dropped without a reason"
+            )
+        if int(event["prompt"]) not in self._wanted:
+            self.found.append(
+                f"I2: prompt {event['prompt']} was dropped in step {event['step']}, which did not ask for it"
+            )
+
+    def _close_step(self) -> None:
+        per_prompt = Counter(key.prompt_id for key in self._admitted)
+        for prompt in sorted(self._wanted - self._dropped):
+            if per_prompt[prompt] != self._num_samples:
+                self.found.append(
+                    f"I2: prompt {prompt} of step {self._step} ended with {per_prompt[prompt]} of {self._num_samples} samples and was not dropped"
+                )
+        for prompt in sorted(set(per_prompt) - self._wanted):
+            self.found.append(
+                f"I2: prompt {prompt} was trained in step {self._step}, which did not ask for it"
+            )
+        self._wanted = set()

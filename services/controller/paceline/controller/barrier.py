@@ -1,0 +1,137 @@
+"""The on-policy barrier: which trajectories make up a step's batch.
+
+    scored headers -> judge -> admitted groups -> (closed) -> batch in (prompt id, sample index) order
+
+With v the step's policy and d its digest, a header is admitted only if its version is v and its digest is d; each trajectory id at most
+once. The barrier closes when every expected group is complete or dropped. Nothing in it depends on the order of arrival, but for which
+of several repeats of one trajectory is kept, and repeats carry the same tokens.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.core.errors import ProtocolError
+from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.policy import PolicyTag
+from paceline.core.trajectory import FinishReason, ScoredHeader
+
+
+class Verdict(enum.Enum):
+    """What becomes of one scored header; the value is the word in the journal."""
+
+    ADMITTED = "admitted"
+    DUPLICATE = "duplicate"
+    WRONG_VERSION = "wrong_version"
+    WRONG_DIGEST = "wrong_digest"
+    UNKNOWN = "unknown"
+    ABORTED = "aborted"
+    REWARD_ERROR = "reward_error"
+    GROUP_DROPPED = "group_dropped"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DroppedGroup:
+    """A prompt group that the step goes on without, and why."""
+
+    prompt_id: int
+    reason: str
+    message: str
+
+
+class Barrier:
+    """Collects the groups of one step.
+
+    Args:
+        step, purpose: which collection this is; headers of another are UNKNOWN.
+        policy: the only policy whose tokens are admitted.
+        expected: samples wanted of each prompt id.
+    """
+
+    def __init__(
+        self, *, step: int, purpose: Purpose, policy: PolicyTag, expected: Mapping[int, int]
+    ) -> None:
+        self.step, self.purpose, self.policy = step, purpose, policy
+        self._expected = dict(expected)
+        self._admitted: dict[TrajectoryId, ScoredHeader] = {}
+        self._num_admitted = Counter[int]()
+        self._dropped: dict[int, DroppedGroup] = {}
+        self._open = set(self._expected)
+        self.verdicts = Counter[Verdict]()
+
+    @property
+    def closed(self) -> bool:
+        """Whether every group is complete or dropped."""
+        return not self._open
+
+    @property
+    def num_admitted(self) -> int:
+        """Trajectories admitted so far, those of groups dropped later included."""
+        return len(self._admitted)
+
+    @property
+    def num_wanted(self) -> int:
+        """Trajectories that all groups together want."""
+        return sum(self._expected.values())
+
+    @property
+    def missing(self) -> list[int]:
+        """Prompt ids of the groups that are neither complete nor dropped, ascending."""
+        return sorted(self._open)
+
+    @property
+    def dropped(self) -> list[DroppedGroup]:
+        """The groups dropped so far, by prompt id."""
+        return [self._dropped[prompt_id] for prompt_id in sorted(self._dropped)]
+
+    def judge(self, header: ScoredHeader) -> Verdict:
+        """What `header` would become. Changes nothing, so that the journal can be written first."""
+        key = header.trajectory_id
+        if header.policy.version != self.policy.version:
+            return Verdict.WRONG_VERSION
+        if header.policy.digest != self.policy.digest:
+            return Verdict.WRONG_DIGEST
+        wanted = self._expected.get(key.prompt_id)
+        mine = key.step == self.step and key.purpose == self.purpose.value
+        if not mine or wanted is None or not 0 <= key.sample_index < wanted:
+            return Verdict.UNKNOWN
+        if key.prompt_id in self._dropped:
+            return Verdict.GROUP_DROPPED
+        if key in self._admitted:
+            return Verdict.DUPLICATE
+        if header.finish_reason is FinishReason.ABORT:
+            return Verdict.ABORTED
+        return Verdict.REWARD_ERROR if header.reward_error is not None else Verdict.ADMITTED
+
+    def apply(self, header: ScoredHeader, verdict: Verdict) -> None:
+        """Lets a verdict of `judge` take effect."""
+        self.verdicts[verdict] += 1
+        prompt_id = header.trajectory_id.prompt_id
+        if verdict is Verdict.ADMITTED:
+            self._admitted[header.trajectory_id] = header
+            self._num_admitted[prompt_id] += 1
+            if self._num_admitted[prompt_id] == self._expected[prompt_id]:
+                self._open.discard(prompt_id)
+        elif verdict is Verdict.REWARD_ERROR and header.reward_error is not None:
+            kind, message = header.reward_error
+            self.drop(prompt_id, reason=f"reward:{kind}", message=message)
+
+    def drop(self, prompt_id: int, *, reason: str, message: str) -> None:
+        """Goes on without a group; its trajectories, admitted or still to come, are not trained."""
+        self._dropped.setdefault(prompt_id, DroppedGroup(prompt_id=prompt_id, reason=reason, message=message))
+        self._open.discard(prompt_id)
+
+    def batch(self) -> list[ScoredHeader]:
+        """The complete groups' headers in (prompt id, sample index) order; raises ProtocolError while the barrier is open."""
+        if not self.closed:
+            raise ProtocolError(
+                f"the barrier of step {self.step} is still open for {len(self._open)} prompt groups"
+            )
+        return [self._admitted[key] for key in sorted(self._admitted) if key.prompt_id not in self._dropped]
+
+    def leftovers(self) -> list[ScoredHeader]:
+        """Admitted headers of groups that were dropped afterwards; their blobs serve nobody."""
+        return [header for key, header in self._admitted.items() if key.prompt_id in self._dropped]

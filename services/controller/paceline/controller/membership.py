@@ -1,0 +1,180 @@
+"""The fleet: who is registered, who is silent, who is dead. Pure; the clock is a parameter.
+
+The transition that matters is the one that does not exist: a DEAD or LEFT member never comes back. A restarted process registers
+a new incarnation and starts from the beginning, with weights that only a completed push gives it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from paceline.core.clock import Clock
+from paceline.core.errors import IllegalTransitionError
+from paceline.core.members import MemberKind
+from paceline.core.policy import PolicyTag
+
+
+class Health(enum.Enum):
+    """How the controller sees a member."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    LEFT = "left"
+
+
+_MOVES = {
+    Health.ALIVE: {Health.ALIVE, Health.SUSPECT, Health.DEAD, Health.LEFT},
+    Health.SUSPECT: {Health.ALIVE, Health.SUSPECT, Health.DEAD, Health.LEFT},
+    Health.DEAD: {Health.DEAD},
+    Health.LEFT: {Health.LEFT},
+}
+
+
+def move(current: Health, to: Health) -> Health:
+    """Returns `to` where the move exists, else raises IllegalTransitionError that names both."""
+    if to not in _MOVES[current]:
+        raise IllegalTransitionError(
+            f"a {current.value} member cannot become {to.value}; it must register anew"
+        )
+    return to
+
+
+@dataclass(kw_only=True, slots=True)
+class Member:
+    """One incarnation of one slot of the fleet."""
+
+    kind: MemberKind
+    member_id: str
+    incarnation: str
+    address: str
+    num_ranks: int
+    last_heard: float
+    health: Health = Health.ALIVE
+    state: str = "registered"
+    policy: PolicyTag | None = None
+    in_flight: int = 0
+    failure: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be called: neither dead nor gone."""
+        return self.health in (Health.ALIVE, Health.SUSPECT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetChange:
+    """Something that happened to a member, for the journal and for who waits on the fleet."""
+
+    member: Member
+    what: str
+    reason: str = ""
+
+
+class Fleet:
+    """All members by id; every method returns what changed, oldest first.
+
+    Args:
+        suspect_after_s, dead_after_s: silence, in seconds, after which a member is suspected, and dead.
+    """
+
+    def __init__(self, clock: Clock, *, suspect_after_s: float, dead_after_s: float) -> None:
+        self._clock = clock
+        self._suspect_after_s, self._dead_after_s = suspect_after_s, dead_after_s
+        self._members: dict[str, Member] = {}
+
+    def members(self, kind: MemberKind | None = None) -> list[Member]:
+        """Members by id, in order; of one kind, or all."""
+        return [m for _, m in sorted(self._members.items()) if kind is None or m.kind is kind]
+
+    def usable(self, kind: MemberKind) -> list[Member]:
+        """Members of a kind that may be called, in order of id."""
+        return [m for m in self.members(kind) if m.usable]
+
+    def get(self, member_id: str) -> Member | None:
+        """The current incarnation in a slot."""
+        return self._members.get(member_id)
+
+    def register(
+        self, *, kind: MemberKind, member_id: str, incarnation: str, address: str, num_ranks: int
+    ) -> list[FleetChange]:
+        """Takes a member in; the same incarnation twice is once. An older incarnation in the slot is dead."""
+        changes: list[FleetChange] = []
+        old = self._members.get(member_id)
+        if old is not None:
+            if old.incarnation == incarnation and old.usable:
+                old.last_heard = self._clock.monotonic()
+                return []
+            if old.usable:
+                changes += self.mark_dead(old, "another incarnation took its place")
+        member = Member(
+            kind=kind,
+            member_id=member_id,
+            incarnation=incarnation,
+            address=address,
+            num_ranks=num_ranks,
+            last_heard=self._clock.monotonic(),
+        )
+        self._members[member_id] = member
+        return [*changes, FleetChange(member=member, what="registered")]
+
+    def heartbeat(
+        self,
+        member_id: str,
+        incarnation: str,
+        *,
+        state: str,
+        policy: PolicyTag | None,
+        in_flight: int,
+        failure: str = "",
+    ) -> tuple[bool, list[FleetChange]]:
+        """Notes a sign of life; (False, []) for one that is unknown, dead or gone and must register anew."""
+        member = self._members.get(member_id)
+        if member is None or member.incarnation != incarnation or not member.usable:
+            return False, []
+        member.last_heard = self._clock.monotonic()
+        changes: list[FleetChange] = []
+        if member.health is Health.SUSPECT:
+            member.health = move(member.health, Health.ALIVE)
+            changes.append(FleetChange(member=member, what="alive"))
+        if state != member.state:
+            member.state = state
+            changes.append(FleetChange(member=member, what=f"state:{state}"))
+        member.policy, member.in_flight = policy, in_flight
+        if failure:
+            member.failure = failure
+            changes += self.mark_dead(member, failure)
+        return True, changes
+
+    def leave(self, member_id: str, incarnation: str, reason: str) -> list[FleetChange]:
+        """Lets a member go in order."""
+        member = self._members.get(member_id)
+        if member is None or member.incarnation != incarnation or not member.usable:
+            return []
+        member.health, member.failure = move(member.health, Health.LEFT), reason
+        return [FleetChange(member=member, what="left", reason=reason)]
+
+    def mark_dead(self, member: Member, reason: str) -> list[FleetChange]:
+        """Puts a member out of the fleet for good."""
+        if not member.usable:
+            return []
+        member.health, member.failure = move(member.health, Health.DEAD), reason
+        return [FleetChange(member=member, what="dead", reason=reason)]
+
+    def sweep(self) -> list[FleetChange]:
+        """Judges everyone's silence by the clock; call it about twice a second."""
+        now = self._clock.monotonic()
+        changes: list[FleetChange] = []
+        for member in self.members():
+            silent_s = now - member.last_heard
+            if not member.usable:
+                continue
+            if silent_s > self._dead_after_s:
+                changes += self.mark_dead(member, f"silent for {silent_s:.1f} s")
+            elif silent_s > self._suspect_after_s and member.health is Health.ALIVE:
+                member.health = move(member.health, Health.SUSPECT)
+                changes.append(
+                    FleetChange(member=member, what="suspect", reason=f"silent for {silent_s:.1f} s")
+                )
+        return changes

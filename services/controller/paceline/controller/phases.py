@@ -1,0 +1,59 @@
+"""The phases of a run and the moves between them."""
+
+from __future__ import annotations
+
+import enum
+
+from paceline.core.errors import IllegalTransitionError
+
+
+class Phase(enum.Enum):
+    """What the sequencer is doing.
+
+    FORMING: waiting for members and forming the weight group. DISPATCH: prompts go out. COLLECT: scored trajectories come in.
+    LEARN: the learner trains. PUBLISH: weights travel. COMMIT: every rollout server holds the same digest; the version becomes current.
+    VALIDATE: held-out prompts are answered and scored. CHECKPOINT: the learner writes. ENDED, FAILED: nothing follows.
+    """
+
+    STARTING = "starting"
+    FORMING = "forming"
+    DISPATCH = "dispatch"
+    COLLECT = "collect"
+    LEARN = "learn"
+    PUBLISH = "publish"
+    COMMIT = "commit"
+    VALIDATE = "validate"
+    CHECKPOINT = "checkpoint"
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+_BETWEEN_STEPS = {Phase.DISPATCH, Phase.VALIDATE, Phase.CHECKPOINT, Phase.FORMING, Phase.ENDED}
+
+_MOVES: dict[Phase, set[Phase]] = {
+    Phase.STARTING: {Phase.FORMING},
+    Phase.FORMING: {Phase.PUBLISH, Phase.FORMING},
+    Phase.DISPATCH: {Phase.COLLECT},
+    Phase.COLLECT: {Phase.LEARN},
+    Phase.LEARN: {Phase.PUBLISH},
+    Phase.PUBLISH: {Phase.COMMIT, Phase.FORMING},
+    Phase.COMMIT: _BETWEEN_STEPS,
+    Phase.VALIDATE: _BETWEEN_STEPS - {Phase.VALIDATE},
+    Phase.CHECKPOINT: _BETWEEN_STEPS - {Phase.CHECKPOINT},
+    Phase.ENDED: set(),
+    Phase.FAILED: set(),
+}
+
+
+def move(current: Phase, to: Phase) -> Phase:
+    """Returns `to` where the move from `current` exists; every phase that is not final may fail.
+
+    Raises:
+        IllegalTransitionError: the move does not exist; names both phases.
+    """
+    if to in _MOVES[current] or (to is Phase.FAILED and _MOVES[current]):
+        return to
+    allowed = ", ".join(sorted(p.name for p in _MOVES[current])) or "none"
+    raise IllegalTransitionError(
+        f"no move from {current.name} to {to.name}; from {current.name} one may go to: {allowed}"
+    )

@@ -1,0 +1,373 @@
+"""The loop of a run, strictly on policy.
+
+    FORMING -> PUBLISH v0 -> COMMIT -> (VALIDATE) -> { DISPATCH -> COLLECT -> LEARN -> PUBLISH -> COMMIT -> (VALIDATE) (CHECKPOINT) } -> ENDED
+
+    consumes     prompt ids of the cursor, scored headers
+    waits for    the barrier to close, the learner to train, every server to hold the new digest
+    unblocked by trajectories, TrainStep's reply, ReceiveWeights' replies; each with a deadline
+    produces     policy versions, one line of metrics a step, checkpoints
+
+Step k (from 1) trains version k-1 into version k. Every transition is journalled before it takes effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.broker import names
+from paceline.broker.base import Broker
+from paceline.config.run import RunConfig
+from paceline.controller import checkpoints, phases, step_metrics
+from paceline.controller.checkpoints import ControllerState
+from paceline.controller.collect import Collected, Collector, Order
+from paceline.controller.fleet_watch import FleetWatch
+from paceline.controller.journal import Journal
+from paceline.controller.membership import Member
+from paceline.controller.peers import Peers
+from paceline.controller.phases import Phase
+from paceline.controller.records import MetricsFile, write_trajectories
+from paceline.controller.watch import EventHub
+from paceline.controller.weight_push import WeightPush
+from paceline.core.errors import PeerLostError, RewardError, RewardErrorKind
+from paceline.core.ids import Purpose
+from paceline.core.members import MemberKind
+from paceline.core.policy import PolicyTag
+from paceline.core.trajectory import SamplingSpec
+from paceline.data.cursor import PromptCursor
+from paceline.data.prompts import PromptSet
+from paceline.service.telemetry import record, span
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """Where the run stands; read by GetStatus."""
+
+    step: int = 0
+    phase: Phase = Phase.STARTING
+    phase_began: float = field(default_factory=time.monotonic)
+    policy: PolicyTag | None = None
+    admitted: int = 0
+    wanted: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What the run works on."""
+
+    train: PromptSet
+    val: PromptSet | None
+    cursor: PromptCursor
+    stop_token_ids: tuple[int, ...]
+
+
+class Sequencer:
+    """Runs the loop; everything that it uses is handed in."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_id: str,
+        run_dir: Path,
+        inputs: Inputs,
+        broker: Broker,
+        collector: Collector,
+        peers: Peers,
+        push: WeightPush,
+        fleet: FleetWatch,
+        journal: Journal,
+        hub: EventHub,
+        metrics_file: MetricsFile,
+        progress: Progress,
+    ) -> None:
+        self._config, self._run_id, self._run_dir, self._inputs = config, run_id, run_dir, inputs
+        self._broker, self._collector, self._peers, self._push = broker, collector, peers, push
+        self._fleet, self._journal, self._hub, self._metrics_file = fleet, journal, hub, metrics_file
+        self.progress = progress
+        self._first_step = progress.step
+
+    async def run(self) -> None:
+        """Runs from where `progress.step` stands to trainer.total_steps."""
+        trainer, progress = self._config.trainer, self.progress
+        with span("start"):
+            await self._move(Phase.FORMING)
+            await self._await_fleet()
+            metrics = await self._publish()
+        if progress.step == 0:
+            if trainer.val_before_train:
+                metrics |= await self._validate()
+            self._finish_step(metrics)
+        while progress.step < trainer.total_steps:
+            progress.step += 1
+            with span("step", attributes={"paceline.step": progress.step}):
+                metrics = await self._train_step()
+                last = progress.step == trainer.total_steps
+                if last or (trainer.test_freq and progress.step % trainer.test_freq == 0):
+                    metrics |= await self._validate()
+                if last or (trainer.save_freq and progress.step % trainer.save_freq == 0):
+                    metrics |= await self._checkpoint()
+                self._finish_step(metrics)
+        await self._move(Phase.ENDED)
+
+    async def _train_step(self) -> dict[str, float]:
+        began = time.monotonic()
+        await self._admit_newcomers()
+        step, policy = self.progress.step, self._policy
+        order = Order(
+            step=step,
+            purpose=Purpose.TRAIN,
+            policy=policy,
+            prompts={i: self._inputs.train.prompts[i] for i in sorted(self._inputs.cursor.take())},
+            num_samples=self._config.rollout.n,
+            sampling=self._sampling(self._config.rollout.temperature),
+        )
+        collected = await self._collect(order)
+        await self._check_dropped(order, collected)
+        await self._move(Phase.LEARN)
+        with span("learn"), _timer() as learn:
+            reply, _ = await asyncio.gather(
+                self._peers.train(self._learner, step=step, policy=policy, batch=collected.batch),
+                self._save_trajectories("step", order, collected),
+            )
+        if reply.update_skipped:
+            await self._journal.record("update_skipped", step=step, reason=reply.skip_reason)
+            self._hub.notice(f"step {step}: update skipped: {reply.skip_reason}")
+        pushed = await self._publish()
+        with _timer() as cleanup:
+            await self._clean_up(policy, collected)
+        return step_metrics.assemble(
+            collected,
+            learner=dict(reply.metrics),
+            push=pushed,
+            learn_s=learn.seconds,
+            cleanup_s=cleanup.seconds,
+            step_s=time.monotonic() - began,
+        )
+
+    async def _validate(self) -> dict[str, float]:
+        if self._inputs.val is None:
+            return {}
+        began = time.monotonic()
+        await self._move(Phase.VALIDATE)
+        val, config = self._config.rollout.val, self._config
+        ids = self._inputs.val.ids()[: config.data.val_max_prompts]
+        order = Order(
+            step=self.progress.step,
+            purpose=Purpose.VALIDATE,
+            policy=self._policy,
+            prompts={i: self._inputs.val.prompts[i] for i in ids},
+            num_samples=val.n,
+            sampling=self._sampling(val.temperature),
+        )
+        with span("validate"):
+            await self._collector.dispatch(order)
+            collected = await self._collector.collect(order)
+        await self._save_trajectories("val", order, collected)
+        await self._broker.delete_blobs(collected.blob_keys)
+        for group in collected.dropped:
+            await self._journal.record(
+                "val_group_dropped",
+                step=order.step,
+                prompt=group.prompt_id,
+                reason=group.reason,
+                message=group.message,
+            )
+        return step_metrics.validation(collected, seconds=time.monotonic() - began)
+
+    async def _checkpoint(self) -> dict[str, float]:
+        await self._move(Phase.CHECKPOINT)
+        step = self.progress.step
+        folder = checkpoints.folder_of(self._run_dir, step)
+        state = ControllerState(
+            run_id=self._run_id,
+            step=step,
+            cursor=self._inputs.cursor.state,
+            journal_position=self._journal.position,
+            num_prompts=len(self._inputs.train.prompts),
+            seed=self._config.trainer.seed,
+        )
+        with span("checkpoint"):
+            seconds = await self._peers.save(
+                self._learner, step=step, folder=str(folder), controller_state=state.to_bytes()
+            )
+        await self._journal.record("checkpoint", step=step, folder=str(folder))
+        for old in checkpoints.prune(self._run_dir, self._config.trainer.keep_checkpoints):
+            await self._journal.record("checkpoint_removed", folder=str(old))
+        return {"timing_s/checkpoint": seconds}
+
+    # --- parts of a step
+
+    async def _collect(self, order: Order) -> Collected:
+        await self._journal.record(
+            "dispatch", step=order.step, policy=str(order.policy), prompts=list(order.prompts)
+        )
+        await self._move(Phase.DISPATCH)
+        with span("dispatch"):
+            await self._collector.dispatch(order)
+        await self._move(Phase.COLLECT)
+        with span("collect"):
+            return await self._collector.collect(order)
+
+    async def _check_dropped(self, order: Order, collected: Collected) -> None:
+        dropped = collected.dropped
+        for group in dropped:
+            await self._journal.record(
+                "group_dropped",
+                step=order.step,
+                prompt=group.prompt_id,
+                reason=group.reason,
+                message=group.message,
+            )
+            self._hub.notice(
+                f"step {order.step}: prompt {group.prompt_id} dropped ({group.reason}): {group.message}"
+            )
+        share, limit = len(dropped) / len(order.prompts), self._config.reward.max_dropped_share
+        if share > limit or not collected.batch:
+            raise RewardError(
+                f"step {order.step}: {len(dropped)} of {len(order.prompts)} prompt groups have no reward; the first, prompt {dropped[0].prompt_id}: "
+                f"{dropped[0].reason}: {dropped[0].message}. Correct the reward, or raise reward.max_dropped_share={limit}",
+                kind=RewardErrorKind.UNAVAILABLE,
+            )
+
+    async def _publish(self) -> dict[str, float]:
+        """PUBLISH and COMMIT of version `progress.step`, over a new group where the old one has lost a member."""
+        while True:
+            rollouts = self._ready_rollouts()
+            if not self._push.fits(self._learner, rollouts):
+                if self.progress.phase is not Phase.FORMING:
+                    await self._move(Phase.PUBLISH)
+                    await self._move(Phase.FORMING)
+                version = await self._push.form(self._learner, rollouts)
+                if version != self.progress.step:
+                    raise PeerLostError(
+                        f"the learner holds version {version}, the run stands at {self.progress.step}; start the same command again: it goes on "
+                        "from the newest checkpoint",
+                        peer=self._learner.member_id,
+                    )
+            await self._move(Phase.PUBLISH)
+            with span("publish", attributes={"paceline.version": self.progress.step}):
+                outcome = await self._push.push(self.progress.step)
+            if outcome is not None:
+                break
+        await self._journal.record("commit", version=outcome.policy.version, digest=outcome.policy.digest)
+        await self._move(Phase.COMMIT)
+        self.progress.policy = outcome.policy
+        return outcome.metrics
+
+    async def _admit_newcomers(self) -> None:
+        """Takes servers that came since the last push into the group, at the current version."""
+        if not self._push.fits(self._learner, self._ready_rollouts()):
+            await self._move(Phase.FORMING)
+            self.progress.step -= 1
+            try:
+                await self._publish()
+            finally:
+                self.progress.step += 1
+
+    async def _clean_up(self, policy: PolicyTag, collected: Collected) -> None:
+        for group in collected.dropped:
+            await self._journal.record(
+                "group_dropped",
+                step=self.progress.step,
+                prompt=group.prompt_id,
+                reason=group.reason,
+                message=group.message,
+            )
+        await self._broker.delete_blobs(collected.blob_keys)
+        await self._broker.delete_streams([names.prompts(self._run_id, policy.version)])
+        for stream in (names.trajectories(self._run_id), names.scored(self._run_id)):
+            await self._broker.trim(stream)
+
+    async def _save_trajectories(self, name: str, order: Order, collected: Collected) -> None:
+        if self._config.trainer.save_trajectories:
+            await asyncio.to_thread(
+                write_trajectories,
+                self._run_dir / "trajectories",
+                order.step,
+                name,
+                collected.batch,
+                order.prompts,
+            )
+
+    # --- the fleet
+
+    async def _await_fleet(self) -> None:
+        def missing() -> list[str]:
+            fleet = self._fleet.fleet
+            lacking = (
+                [] if any(m.state == "ready" for m in fleet.usable(MemberKind.LEARNER)) else ["the learner"]
+            )
+            if not any(m.state == "serving" for m in fleet.usable(MemberKind.REWARD)):
+                lacking.append("the reward service")
+            short = self._config.rollout.replicas - len(self._ready_rollouts())
+            return lacking + ([f"{short} rollout server(s)"] if short > 0 else [])
+
+        def settled() -> bool:
+            # A member that dies while starting is an error now, not at the deadline.
+            dead = [m for m in self._fleet.fleet.members() if not m.usable]
+            if dead and missing():
+                reasons = "; ".join(f"{m.member_id}: {m.failure or m.health.value}" for m in dead)
+                raise PeerLostError(f"{reasons} (while starting; see its log)", peer=dead[0].member_id)
+            return not missing()
+
+        await self._fleet.wait_for(
+            settled,
+            timeout_s=self._config.service.startup_timeout_s,
+            phase="FORMING",
+            missing=lambda: " and ".join(missing()),
+        )
+
+    def _ready_rollouts(self) -> list[Member]:
+        members = self._fleet.fleet.usable(MemberKind.ROLLOUT)
+        return [m for m in members if m.state in ("stale", "syncing", "serving")]
+
+    @property
+    def _learner(self) -> Member:
+        return self._fleet.require(MemberKind.LEARNER)[0]
+
+    @property
+    def _policy(self) -> PolicyTag:
+        if self.progress.policy is None:
+            raise PeerLostError("no policy is committed yet", peer="rollout")
+        return self.progress.policy
+
+    # --- telling
+
+    async def _move(self, to: Phase) -> None:
+        progress = self.progress
+        phase = phases.move(progress.phase, to)
+        await self._journal.record("phase", step=progress.step, source=progress.phase.value, to=phase.value)
+        progress.phase, progress.phase_began = phase, time.monotonic()
+        progress.admitted = progress.wanted = 0
+        self._hub.phase(step=progress.step, phase=phase.value)
+
+    def _finish_step(self, metrics: Mapping[str, float]) -> None:
+        self.progress.metrics = dict(metrics)
+        self._metrics_file.append(self.progress.step, metrics)
+        for name, value in metrics.items():
+            record(name, value)
+        self._hub.step(self.progress.step, metrics)
+
+    def _sampling(self, temperature: float) -> SamplingSpec:
+        return SamplingSpec(
+            temperature=temperature,
+            max_tokens=self._config.data.max_response_length,
+            stop_token_ids=self._inputs.stop_token_ids,
+        )
+
+
+class _Timer:
+    seconds: float = 0.0
+
+
+@contextmanager
+def _timer() -> Iterator[_Timer]:
+    timer, began = _Timer(), time.monotonic()
+    yield timer
+    timer.seconds = time.monotonic() - began

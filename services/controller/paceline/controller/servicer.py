@@ -1,0 +1,167 @@
+"""ControllerService: how members come in and stay, and how people look on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from paceline.config.run import RunConfig
+from paceline.controller.fleet_watch import FleetWatch
+from paceline.controller.sequencer import Progress
+from paceline.controller.watch import EventHub
+from paceline.core.errors import InvalidMessageError
+from paceline.core.members import MemberKind
+from paceline.core.policy import PolicyTag
+from paceline.rpc.v1 import common_pb2, controller_pb2, controller_pb2_grpc
+
+_KINDS = {
+    common_pb2.MEMBER_KIND_ROLLOUT: MemberKind.ROLLOUT,
+    common_pb2.MEMBER_KIND_LEARNER: MemberKind.LEARNER,
+    common_pb2.MEMBER_KIND_REWARD: MemberKind.REWARD,
+}
+_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+
+
+class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
+    """Answers members and onlookers.
+
+    Args:
+        resume_from: checkpoint folder that the learner loads before it serves; "" for none.
+        stop: called with a reason when somebody asks for the run's end.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_id: str,
+        run_dir: str,
+        broker_url: str,
+        resume_from: str,
+        fleet: FleetWatch,
+        progress: Progress,
+        hub: EventHub,
+        stop: Callable[[str], None],
+    ) -> None:
+        self._config, self._run_id, self._run_dir, self._broker_url = config, run_id, run_dir, broker_url
+        self._config_json = config.model_dump_json()
+        self._resume_from, self._fleet, self._progress, self._hub, self._stop = (
+            resume_from,
+            fleet,
+            progress,
+            hub,
+            stop,
+        )
+        self._over = asyncio.Event()
+
+    def end(self) -> None:
+        """From now on heartbeats tell members to leave."""
+        self._over.set()
+
+    async def Register(
+        self, request: controller_pb2.RegisterRequest, context: grpc.aio.ServicerContext
+    ) -> controller_pb2.RegisterResponse:
+        """Takes a member in and tells it all it needs."""
+        kind = _KINDS.get(request.kind)
+        if kind is None or not request.member_id or not request.incarnation:
+            raise InvalidMessageError(
+                f"a member must name its kind, id and incarnation; got kind {request.kind}, id {request.member_id!r}, "
+                f"incarnation {request.incarnation!r}",
+                reason="incomplete_registration",
+            )
+        await self._fleet.apply(
+            self._fleet.fleet.register(
+                kind=kind,
+                member_id=request.member_id,
+                incarnation=request.incarnation,
+                address=request.address,
+                num_ranks=request.num_ranks,
+            )
+        )
+        return controller_pb2.RegisterResponse(
+            run_id=self._run_id,
+            run_dir=self._run_dir,
+            config_json=self._config_json,
+            broker_url=self._broker_url,
+            resume_from=self._resume_from,
+            heartbeat_s=self._config.service.heartbeat_s,
+        )
+
+    async def Heartbeat(
+        self, request: controller_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
+    ) -> controller_pb2.HeartbeatResponse:
+        """Notes a sign of life."""
+        policy = None
+        if request.HasField("policy") and request.policy.digest:
+            policy = PolicyTag(version=request.policy.version, digest=request.policy.digest)
+        known, changes = self._fleet.fleet.heartbeat(
+            request.member_id,
+            request.incarnation,
+            state=request.state,
+            policy=policy,
+            in_flight=request.in_flight,
+            failure=request.failure,
+        )
+        await self._fleet.apply(changes)
+        return controller_pb2.HeartbeatResponse(known=known, run_over=self._over.is_set())
+
+    async def Leave(
+        self, request: controller_pb2.LeaveRequest, context: grpc.aio.ServicerContext
+    ) -> controller_pb2.LeaveResponse:
+        """Lets a member go."""
+        await self._fleet.apply(
+            self._fleet.fleet.leave(request.member_id, request.incarnation, request.reason)
+        )
+        return controller_pb2.LeaveResponse()
+
+    async def GetStatus(
+        self, request: controller_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> controller_pb2.GetStatusResponse:
+        """What the run is doing now."""
+        progress, now = self._progress, time.monotonic()
+        members = [
+            controller_pb2.MemberStatus(
+                member_id=member.member_id,
+                kind=_NUMBERS[member.kind],
+                state=member.state if member.usable else member.health.value,
+                address=member.address,
+                policy=_tag(member.policy),
+                seconds_since_heartbeat=now - member.last_heard,
+                in_flight=member.in_flight,
+            )
+            for member in self._fleet.fleet.members()
+        ]
+        return controller_pb2.GetStatusResponse(
+            run_id=self._run_id,
+            run_dir=self._run_dir,
+            step=progress.step,
+            total_steps=self._config.trainer.total_steps,
+            phase=progress.phase.value,
+            seconds_in_phase=now - progress.phase_began,
+            policy=_tag(progress.policy),
+            members=members,
+            metrics=progress.metrics,
+            trajectories_admitted=progress.admitted,
+            trajectories_wanted=progress.wanted,
+        )
+
+    async def Watch(
+        self, request: controller_pb2.WatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[controller_pb2.WatchEvent]:
+        """Events until the run ends."""
+        async for event in self._hub.watch(request.from_step):
+            yield event
+
+    async def StopRun(
+        self, request: controller_pb2.StopRunRequest, context: grpc.aio.ServicerContext
+    ) -> controller_pb2.StopRunResponse:
+        """Ends the run in order."""
+        self._stop(request.reason or "asked to stop")
+        return controller_pb2.StopRunResponse()
+
+
+def _tag(policy: PolicyTag | None) -> common_pb2.PolicyTag | None:
+    return None if policy is None else common_pb2.PolicyTag(version=policy.version, digest=policy.digest)

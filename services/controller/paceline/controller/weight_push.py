@@ -1,0 +1,213 @@
+"""Weights from learner to rollout servers: membership epochs, pushes, and the verdict before a commit.
+
+    form:  describe all -> one spec -> all join at once -> epoch e
+    push:  learner publishes while every server of the epoch receives -> digests compared -> servers commit
+
+A server that fails in either is put out of the fleet; the rest form a new epoch and go on. Nobody serves a version whose digests were
+not compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from paceline.config.run import RunConfig
+from paceline.controller.membership import Member
+from paceline.controller.peers import Peers, Published, Received
+from paceline.core.errors import PacelineError, PeerLostError, WeightSyncError
+from paceline.core.policy import PolicyTag
+from paceline.reshard.spec import WeightGroupSpec
+from paceline.reshard.verdict import digests_agree
+
+T = TypeVar("T")
+Expel = Callable[[Member, str], Coroutine[Any, Any, None]]
+
+
+@dataclass(kw_only=True, slots=True)
+class Epoch:
+    """A formed weight group: its number and who is in it."""
+
+    number: int
+    learner: Member
+    rollouts: list[Member] = field(default_factory=list)
+
+    def holds(self, learner: Member, rollouts: list[Member]) -> bool:
+        """Whether it is made of exactly these incarnations."""
+        mine = [(m.member_id, m.incarnation) for m in [self.learner, *self.rollouts]]
+        return mine == [(m.member_id, m.incarnation) for m in [learner, *rollouts]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushOutcome:
+    """A committed push: the policy tag in force, and the metrics of `weights/`."""
+
+    policy: PolicyTag
+    metrics: dict[str, float]
+
+
+class WeightPush:
+    """Owns the membership epoch.
+
+    Args:
+        expel: puts a member out of the fleet, with the reason, in the journal and for good.
+    """
+
+    def __init__(self, config: RunConfig, peers: Peers, expel: Expel) -> None:
+        self._config, self._peers, self._expel = config, peers, expel
+        self._epoch: Epoch | None = None
+        self._last_number = 0
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """The group in being, if there is one."""
+        return self._epoch
+
+    def fits(self, learner: Member, rollouts: list[Member]) -> bool:
+        """Whether the group in being is made of exactly these members."""
+        return self._epoch is not None and self._epoch.holds(learner, rollouts)
+
+    async def form(self, learner: Member, rollouts: list[Member]) -> int:
+        """Forms a new epoch of `learner` and `rollouts`, letting go of the old one; returns the version that the learner holds.
+
+        Raises:
+            PeerLostError: the learner is gone, or no rollout server is left.
+            DeadlineError: the learner did not come in time.
+        """
+        await self.dissolve()
+        while True:
+            if not rollouts:
+                raise PeerLostError(
+                    "no rollout server is left to hold the weights; start one, or raise rollout.replicas",
+                    peer="rollout",
+                )
+            self._last_number += 1
+            weights = await self._peers.learner_weights(learner)
+            layouts = await self._each(rollouts, self._peers.rollout_layouts)
+            if len(layouts) < len(rollouts):
+                rollouts = [m for m in rollouts if m.usable]
+                continue
+            spec = WeightGroupSpec(
+                epoch=self._last_number,
+                backend=self._backend(weights.device),
+                store_host=weights.store_host,
+                store_port=weights.store_port,
+                learner_layouts=weights.layouts,
+                rollout_layouts=tuple(layout for mine in layouts.values() for layout in mine),
+                wire_dtype=self._config.model.dtype,
+                round_bytes=self._config.weights.round_mib << 20,
+                timeout_s=self._config.weights.join_timeout_s,
+            )
+            offsets, offset = {}, len(weights.layouts)
+            for member in rollouts:
+                offsets[member.member_id] = offset
+                offset += len(layouts[member.member_id])
+            packed, number = spec.to_bytes(), self._last_number
+
+            async def join(
+                member: Member,
+                packed: bytes = packed,
+                number: int = number,
+                offsets: dict[str, int] = offsets,
+            ) -> bool:
+                await self._peers.join_rollout(
+                    member, epoch=number, spec=packed, rank_offset=offsets[member.member_id]
+                )
+                return True
+
+            self._epoch = Epoch(number=number, learner=learner, rollouts=list(rollouts))
+            joining = asyncio.create_task(
+                self._peers.join_learner(learner, epoch=number, spec=packed), name="join learner"
+            )
+            joined = await self._each(rollouts, join)
+            outcome = (await asyncio.gather(joining, return_exceptions=True))[0]
+            if len(joined) == len(rollouts) and outcome is None:
+                return weights.version
+            if len(joined) == len(rollouts) and isinstance(outcome, BaseException):
+                raise outcome
+            await self.dissolve()
+            rollouts = [m for m in rollouts if m.usable]
+
+    async def push(self, version: int) -> PushOutcome | None:
+        """Pushes and commits `version` over the epoch in being.
+
+        Returns None where a rollout server was lost on the way: the epoch is gone, form another and push again.
+
+        Raises:
+            PeerLostError, DeadlineError, WeightSyncError: the learner's side failed.
+        """
+        epoch = self._epoch
+        if epoch is None:
+            raise WeightSyncError("no weight group is formed; a push needs one")
+        began = time.monotonic()
+
+        async def receive(member: Member) -> Received:
+            return await self._peers.receive(member, epoch=epoch.number, version=version)
+
+        sending = asyncio.create_task(
+            self._peers.publish(epoch.learner, epoch=epoch.number, version=version), name="publish weights"
+        )
+        received = await self._each(epoch.rollouts, receive)
+        published = (await asyncio.gather(sending, return_exceptions=True))[0]
+        if len(received) < len(epoch.rollouts):
+            if isinstance(published, PeerLostError):
+                raise published
+            await self.dissolve()
+            return None
+        if isinstance(published, BaseException):
+            raise published
+        digests_agree(published.report, [report for mine in received.values() for report in mine.reports])
+        policy = PolicyTag(version=version, digest=published.digest)
+
+        async def commit(member: Member) -> bool:
+            await self._peers.commit(member, policy)
+            return True
+
+        committed = await self._each(epoch.rollouts, commit)
+        if not committed:
+            raise PeerLostError("no rollout server committed the new weights; none is left", peer="rollout")
+        pause_ms = (time.monotonic() - began) * 1e3
+        return PushOutcome(policy=policy, metrics=_metrics(published, received, pause_ms))
+
+    async def dissolve(self) -> None:
+        """Lets go of the epoch in being, as far as its members still answer."""
+        epoch, self._epoch = self._epoch, None
+        if epoch is None:
+            return
+        calls = [self._peers.leave_rollout(m, epoch=epoch.number) for m in epoch.rollouts if m.usable]
+        outcomes = await asyncio.gather(
+            self._peers.leave_learner(epoch.learner, epoch=epoch.number), *calls, return_exceptions=True
+        )
+        if isinstance(outcomes[0], BaseException):
+            raise outcomes[0]
+
+    async def _each(
+        self, members: list[Member], act: Callable[[Member], Coroutine[Any, Any, T]]
+    ) -> dict[str, T]:
+        """Calls all at once; who fails is expelled. Results by member id, in the members' order."""
+        outcomes = await asyncio.gather(*(act(m) for m in members), return_exceptions=True)
+        good: dict[str, T] = {}
+        for member, outcome in zip(members, outcomes, strict=True):
+            if isinstance(outcome, PacelineError):
+                await self._expel(member, f"{type(outcome).__name__}: {outcome}")
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                good[member.member_id] = outcome
+        return good
+
+    def _backend(self, learner_device: str) -> str:
+        wanted = self._config.weights.backend
+        return wanted if wanted != "auto" else "nccl" if learner_device == "cuda" else "gloo"
+
+
+def _metrics(published: Published, received: dict[str, Received], pause_ms: float) -> dict[str, float]:
+    return {
+        "weights/bytes": float(published.bytes_sent),
+        "weights/transfer_ms": max([published.transfer_ms, *(r.transfer_ms for r in received.values())]),
+        "weights/digest_ms": max([published.digest_ms, *(r.digest_ms for r in received.values())]),
+        "weights/pause_ms": pause_ms,
+    }
