@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from paceline.core.errors import ConfigError, InvalidMessageError, RewardError, RewardErrorKind
-from paceline.reward.scoring import MAX_MESSAGE_CHARS, FunctionSpec, RewardItem, check_specs, combine, failed
+from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
+from paceline.core.reward_function import MAX_MESSAGE_CHARS
+from paceline.reward.scoring import FunctionSpec, Verdict, add, check_names, combine, failed
 from support.reward_functions import RETURNED
 
 ONE = FunctionSpec(name="f", reference="exact_match")
@@ -52,24 +51,6 @@ def test_refused_values(what: str, kind: RewardErrorKind, sentence: str) -> None
     assert sentence in str(caught.value)
 
 
-@pytest.mark.parametrize(("value", "allowed"), [(-0.01, False), (0.0, True), (1.0, True), (1.01, False)])
-def test_range_is_inclusive(value: float, allowed: bool) -> None:
-    spec = FunctionSpec(name="f", reference="exact_match", minimum=0.0, maximum=1.0)
-    if allowed:
-        assert combine([spec], [value])[0] == value
-        return
-    with pytest.raises(RewardError, match=r"outside its range \[0, 1\]") as caught:
-        combine([spec], [{"score": value}])
-    assert caught.value.kind is RewardErrorKind.OUT_OF_RANGE
-
-
-def test_a_half_open_range() -> None:
-    spec = FunctionSpec(name="f", reference="exact_match", maximum=1.0)
-    assert combine([spec], [-1e9])[0] == -1e9
-    with pytest.raises(RewardError, match=r"\[-inf, 1\]"):
-        combine([spec], [2.0])
-
-
 def test_a_weighted_sum_that_overflows_is_not_finite() -> None:
     spec = FunctionSpec(name="f", reference="exact_match", weight=10.0)
     with pytest.raises(RewardError, match="weighted sum of f is inf") as caught:
@@ -78,27 +59,54 @@ def test_a_weighted_sum_that_overflows_is_not_finite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("functions", "sentence"),
+    ("names", "sentence"),
     [
-        ([], "name at least one function"),
-        ([ONE, ONE], "two functions are named 'f'"),
-        ([FunctionSpec(name="a/b", reference="exact_match")], "hold no slash"),
-        ([FunctionSpec(name="", reference="exact_match")], "non-empty"),
-        ([FunctionSpec(name="f", reference="exact_match", weight=math.nan)], "weight of 'f' is nan"),
-        ([FunctionSpec(name="f", reference="exact_match", minimum=1.0, maximum=0.0)], "from 1 to 0"),
+        (["f", "g", "f"], "two scorers are named 'f'"),
+        (["a/b"], "hold no slash"),
+        ([""], "non-empty"),
     ],
 )
-def test_configurations_that_make_no_sense(functions: list[FunctionSpec], sentence: str) -> None:
+def test_names_that_make_components_ambiguous(names: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        check_specs(functions)
+        check_names(names)
 
 
-def test_an_item_may_not_shadow_its_own_fields() -> None:
-    with pytest.raises(InvalidMessageError, match="may not be named ground_truth, prompt") as caught:
-        RewardItem(
-            trajectory_id="t", response="", ground_truth="", extra={"prompt": 1, "ground_truth": 2, "x": 3}
-        )
-    assert caught.value.reason == "reserved_extra_name"
+def test_a_dict_of_too_many_values_or_too_long_a_key_is_refused() -> None:
+    many = {"score": 1.0, **{f"c{index}": 0.0 for index in range(300)}}
+    with pytest.raises(RewardError, match="a dict of 301 values, at most 256"):
+        combine([ONE], [many])
+    with pytest.raises(RewardError, match="a key of 300 characters"):
+        combine([ONE], [{"score": 1.0, "x" * 300: 0.0}])
+
+
+def verdict(reward: float | None, **components: float) -> Verdict:
+    error = None if reward is not None else (RewardErrorKind.TIMEOUT, "late")
+    return Verdict(
+        trajectory_id="t", reward=reward, components=components, error=error, seconds=len(components)
+    )
+
+
+def test_verdicts_of_several_scorers_add_up() -> None:
+    total = add([verdict(0.5, a=1.0), verdict(-2.0, b=4.0, c=1.0)], minimum=-10, maximum=10)
+    assert (total.reward, total.components, total.error) == (-1.5, {"a": 1.0, "b": 4.0, "c": 1.0}, None)
+    assert total.seconds == 2
+
+
+def test_one_scorers_error_is_the_whole_verdict() -> None:
+    total = add([verdict(0.5, a=1.0), verdict(None), verdict(1.0)], minimum=-10, maximum=10)
+    assert (total.reward, total.components, total.error) == (None, {}, (RewardErrorKind.TIMEOUT, "late"))
+
+
+@pytest.mark.parametrize(("value", "allowed"), [(-0.01, False), (0.0, True), (1.0, True), (1.01, False)])
+def test_the_range_of_the_sum_is_inclusive(value: float, allowed: bool) -> None:
+    total = add([verdict(value, a=value)], minimum=0.0, maximum=1.0)
+    if allowed:
+        assert total.reward == value
+        return
+    assert total.reward is None
+    assert total.error is not None
+    assert total.error[0] is RewardErrorKind.OUT_OF_RANGE
+    assert f"the reward {value:g} lies outside" in total.error[1]
 
 
 def test_error_messages_are_one_bounded_line() -> None:

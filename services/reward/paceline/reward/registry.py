@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
-import inspect
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 from paceline.core.errors import ConfigError
+from paceline.core.reward_function import RewardFunction, look_over, one_line
 from paceline.reward import builtin
 from paceline.reward.builtin import mathematics
-from paceline.reward.scoring import one_line
 
 BUILTIN_NAMES = tuple(builtin.__all__)
-_FORM = "write f(response: str, ground_truth: str, **extra) -> float"
-_PREPARATIONS: dict[str, Callable[[], object]] = {"math_verify": mathematics.load_library}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedFunction:
-    """A reward function that was found and looked over.
-
-    `named` are the extra fields that its signature names, `required` those of them without a default, and
-    `takes_any` tells whether it takes others too (`**extra`). `prepare` does what would make the first call slow.
-    """
-
-    reference: str
-    call: Callable[..., object]
-    named: frozenset[str]
-    required: frozenset[str]
-    takes_any: bool
-    prepare: Callable[[], object] | None = None
-
-
-def resolve(reference: str) -> ResolvedFunction:
+def resolve(reference: str) -> RewardFunction:
     """Finds a reward function and checks that it can be called as one. Runs the module that it lives in.
 
     Args:
@@ -47,36 +28,33 @@ def resolve(reference: str) -> ResolvedFunction:
         ConfigError: there is no such built-in, file, module or function; the module fails to import; or the
             function cannot be called with a response and a ground truth.
     """
-    if reference in BUILTIN_NAMES:
-        function: object = getattr(builtin, reference)
-    else:
-        function = _find(reference)
-    named, required, takes_any = _check_signature(reference, function)
-    assert callable(function)
-    return ResolvedFunction(
-        reference=reference,
-        call=function,
-        named=named,
-        required=required,
-        takes_any=takes_any,
-        prepare=_PREPARATIONS.get(reference),
-    )
+    found = getattr(builtin, reference) if reference in BUILTIN_NAMES else _find(reference)
+    function = look_over(reference, found)
+    if function.is_async:
+        raise ConfigError(
+            f"reward function {reference!r} is async: write a plain def (each worker process scores one item at a "
+            "time), or run it as a reward service of its own (paceline.sdk.serve_reward)"
+        )
+    return function
 
 
-def check_arguments(resolved: ResolvedFunction, arguments: Mapping[str, object]) -> None:
-    """Refuses configured arguments that the function does not have.
-
-    A built-in takes any field of an item, but a configured argument that it does not name is a slip of the pen.
+def load(reference: str, arguments: Mapping[str, object]) -> RewardFunction:
+    """Resolves a function that is about to be called, checks its configured arguments and makes its first call fast.
 
     Raises:
-        ConfigError: an argument is unknown.
+        ConfigError: as `resolve`; an argument is unknown; or what the function needs is not installed.
     """
-    if resolved.takes_any and resolved.reference not in BUILTIN_NAMES:
-        return
-    unknown = sorted(set(arguments) - resolved.named)
-    if unknown:
-        known = f"it has {', '.join(sorted(resolved.named))}" if resolved.named else "it has none"
-        raise ConfigError(f"reward function {resolved.reference!r} has no argument {unknown[0]!r}; {known}")
+    function = resolve(reference)
+    if reference in BUILTIN_NAMES:
+        # A built-in takes any field of an item, but a configured argument that it does not name is a slip of the pen.
+        dataclasses.replace(function, takes_any=False).check_arguments(arguments)
+    function.check_arguments(arguments)
+    if reference == "math_verify":
+        try:
+            mathematics.load_library()
+        except RuntimeError as error:
+            raise ConfigError(f"reward function {reference!r}: {error}") from error
+    return function
 
 
 def _find(reference: str) -> object:
@@ -138,45 +116,3 @@ def _import_failed(reference: str, place: str, error: BaseException) -> ConfigEr
     return ConfigError(
         one_line(f"reward function {reference!r}: importing {place} raised {type(error).__name__}: {error}")
     )
-
-
-def _check_signature(reference: str, function: object) -> tuple[frozenset[str], frozenset[str], bool]:
-    """The extra fields that the function names, those that it must be given, and whether it takes others."""
-    if not callable(function):
-        raise ConfigError(
-            f"reward function {reference!r} is {type(function).__name__}, not a function: {_FORM}"
-        )
-    if inspect.isclass(function):
-        raise ConfigError(
-            f"reward function {reference!r} is a class: name a function or an instance; {_FORM}"
-        )
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise ConfigError(
-            f"reward function {reference!r} is async: write a plain def (each worker process scores one item at a "
-            "time), or run it as a reward service of its own"
-        )
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions written in C do not tell theirs
-        return frozenset(), frozenset(), False
-    parameters = list(signature.parameters.values())
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    takes_any_position = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    if len(positional) < 2 and not takes_any_position:
-        raise ConfigError(
-            f"reward function {reference!r} has the signature {signature}: it must take the response and the ground "
-            f"truth by position; {_FORM}"
-        )
-    named = [one for one in positional[2:] if one.kind is not one.POSITIONAL_ONLY]
-    named += [one for one in parameters if one.kind is one.KEYWORD_ONLY]
-    required = frozenset(one.name for one in named if one.default is one.empty)
-    stuck = [
-        one.name for one in positional[2:] if one.kind is one.POSITIONAL_ONLY and one.default is one.empty
-    ]
-    if stuck:
-        raise ConfigError(
-            f"reward function {reference!r} has the signature {signature}: {', '.join(stuck)} can only be given by "
-            f"position, and only the response and the ground truth are; {_FORM}"
-        )
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    return frozenset(one.name for one in named), required, takes_any

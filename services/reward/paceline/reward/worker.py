@@ -17,13 +17,15 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, BinaryIO
 
-from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
+from paceline.core.errors import ConfigError, RewardError
+from paceline.core.reward_function import describe, kind_of, one_line
+from paceline.core.scoring import ScoreItem
 from paceline.reward import frames
-from paceline.reward.registry import ResolvedFunction, check_arguments, resolve
-from paceline.reward.scoring import FunctionSpec, combine, one_line
+from paceline.reward.registry import load
+from paceline.reward.scoring import FunctionSpec, combine
 
 OUT_OF_MEMORY_EXIT = 97
 _FLUSH_AFTER_S = 0.001
@@ -65,29 +67,23 @@ class Scorer:
 
     def __init__(self, specs: Iterable[FunctionSpec]) -> None:
         self._specs = tuple(specs)
-        self._functions = tuple((spec, _load(spec)) for spec in self._specs)
+        self._functions = tuple((spec, load(spec.reference, spec.arguments)) for spec in self._specs)
 
-    def score(self, item: list[Any]) -> tuple[float | None, dict[str, float], str | None, str]:
-        """The reward and the components of an item, or the word for what went wrong and a sentence about it.
-
-        Args:
-            item: [number, response, ground truth, prompt, data source, extra].
-        """
-        _, response, ground_truth, prompt, data_source, extra = item
-        fields = {"prompt": prompt, "data_source": data_source, **extra}
+    def score(self, item: ScoreItem) -> tuple[float | None, dict[str, float], str | None, str]:
+        """The reward and the components of an item, or the word for what went wrong and a sentence about it."""
         returned: list[object] = []
         try:
             for spec, function in self._functions:
-                keywords = _keywords(spec, function, fields)
+                keywords = function.keywords(item, spec.arguments)
                 try:
-                    returned.append(function.call(response, ground_truth, **keywords))
+                    returned.append(function.call(item.response, item.ground_truth, **keywords))
                 except MemoryError:
                     raise
-                except BaseException as error:  # noqa: BLE001  another's code: whatever it raises is this item's error
-                    return None, {}, _kind_of(error).value, _describe(spec, error)
+                except BaseException as error:  # noqa: BLE001  user code: what it raises is this item's error
+                    return None, {}, kind_of(error).value, describe(spec.name, error)
             reward, components = combine(self._specs, returned)
         except RewardError as error:
-            return None, {}, error.kind.value, str(error)
+            return None, {}, error.kind.value, one_line(str(error))
         return reward, components, None, ""
 
 
@@ -132,11 +128,20 @@ def main() -> None:
 def _score_batch(scorer: Scorer, batch: list[list[Any]], results: BinaryIO, progress: Progress) -> None:
     rows: list[Row] = []
     flushed = started = time.monotonic()
-    for item in batch:
-        progress.note(item[0], started)
+    for row in batch:
+        number, trajectory_id, prompt, response, ground_truth, data_source, extra = row
+        progress.note(number, started)
+        item = ScoreItem(
+            trajectory_id=trajectory_id,
+            prompt=prompt,
+            response=response,
+            ground_truth=ground_truth,
+            data_source=data_source,
+            extra=extra,
+        )
         reward, components, kind, message = scorer.score(item)
         ended = time.monotonic()
-        rows.append([item[0], reward, components, kind, one_line(message), ended - started])
+        rows.append([number, reward, components, kind, message, ended - started])
         # A result that waits here is lost if a later item of the batch hangs, and is then computed again.
         if ended - flushed > _FLUSH_AFTER_S or len(rows) >= _MAX_ROWS_HELD:
             _write(results, rows)
@@ -145,56 +150,6 @@ def _score_batch(scorer: Scorer, batch: list[list[Any]], results: BinaryIO, prog
         started = ended
     if rows:
         _write(results, rows)
-
-
-def _load(spec: FunctionSpec) -> ResolvedFunction:
-    function = resolve(spec.reference)
-    check_arguments(function, spec.arguments)
-    if function.prepare is not None:
-        try:
-            function.prepare()
-        except RuntimeError as error:
-            raise ConfigError(f"reward function {spec.reference!r}: {error}") from error
-    return function
-
-
-def _keywords(
-    spec: FunctionSpec, function: ResolvedFunction, fields: Mapping[str, object]
-) -> dict[str, object]:
-    if function.takes_any:
-        keywords = {**fields, **spec.arguments}
-    else:
-        keywords = {key: value for key, value in fields.items() if key in function.named}
-        keywords.update(spec.arguments)
-    missing = function.required - keywords.keys() if function.required else None
-    if missing:
-        raise RewardError(
-            f"{spec.name} needs {', '.join(sorted(missing))}, which the item does not have: add the column to "
-            "the data, the argument to the configuration, or a default to the function",
-            kind=RewardErrorKind.RAISED,
-        )
-    return keywords
-
-
-def _kind_of(error: BaseException) -> RewardErrorKind:
-    """A function may say by the standard exceptions that another attempt could help."""
-    if isinstance(error, TimeoutError):
-        return RewardErrorKind.TIMEOUT
-    if isinstance(error, ConnectionError):
-        return RewardErrorKind.UNAVAILABLE
-    return RewardErrorKind.RAISED
-
-
-def _describe(spec: FunctionSpec, error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001  an exception whose own __str__ raises
-        text = "(its message cannot be shown)"
-    return (
-        f"{spec.name} raised {type(error).__name__}: {text}"
-        if text
-        else f"{spec.name} raised {type(error).__name__}"
-    )
 
 
 def _write(results: BinaryIO, message: object) -> None:

@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from paceline.core.errors import ConfigError, PacelineError, ProtocolError, RewardError, RewardErrorKind
+from paceline.core.scoring import ScoreItem
 from paceline.reward import frames
 from paceline.reward.sandbox import Sandbox, SandboxOptions
-from paceline.reward.scoring import RETRIED_KINDS, FunctionSpec, RewardItem, ScoreResult, check_specs, failed
+from paceline.reward.scoring import RETRIED_KINDS, FunctionSpec, Verdict, check_names, failed
 
 _log = logging.getLogger(__name__)
 
@@ -32,11 +33,11 @@ _RESTART_PAUSES_S = (0.0, 0.5, 2.0)
 class _Request:
     """One call of `score`: the results so far, and the future that its caller waits on."""
 
-    results: list[ScoreResult | None]
+    results: list[Verdict | None]
     num_open: int
     done: asyncio.Future[None]
 
-    def settle(self, index: int, result: ScoreResult) -> None:
+    def settle(self, index: int, result: Verdict) -> None:
         self.results[index] = result
         self.num_open -= 1
         if self.num_open == 0 and not self.done.done():
@@ -47,7 +48,7 @@ class _Request:
 class _Job:
     request: _Request
     index: int
-    item: RewardItem
+    item: ScoreItem
     attempt: int = field(default=0)
 
 
@@ -80,7 +81,9 @@ class ScorerPool:
         start_timeout_s: float = 60.0,
         memory_limit_bytes: int | None = None,
     ) -> None:
-        check_specs(functions)
+        if not functions:
+            raise ConfigError("reward.functions is empty: name at least one function, say exact_match")
+        check_names([spec.name for spec in functions])
         if num_workers < 1:
             raise ConfigError(f"reward.num_workers is {num_workers}: at least one worker is needed")
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
@@ -133,7 +136,7 @@ class ScorerPool:
             task.add_done_callback(self._on_slot_end)
             self._tasks.append(task)
 
-    async def score(self, items: Sequence[RewardItem]) -> list[ScoreResult]:
+    async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
         """One result for each item, in the items' order. Calls may overlap.
 
         There is no deadline here because every item has its own: the wait ends after all of them at the latest.
@@ -264,7 +267,7 @@ class ScorerPool:
                 job.attempt += 1
                 self._queue.append(job)
                 continue
-            result = ScoreResult(
+            result = Verdict(
                 trajectory_id=job.item.trajectory_id,
                 reward=reward,
                 components=components,
@@ -332,8 +335,16 @@ async def _exchange(sandbox: Sandbox, frame: bytes) -> Any:
     return await sandbox.receive()
 
 
-def _row(number: int, item: RewardItem) -> list[object]:
-    return [number, item.response, item.ground_truth, item.prompt, item.data_source, dict(item.extra)]
+def _row(number: int, item: ScoreItem) -> list[object]:
+    return [
+        number,
+        item.trajectory_id,
+        item.prompt,
+        item.response,
+        item.ground_truth,
+        item.data_source,
+        dict(item.extra),
+    ]
 
 
 def _parse_row(
