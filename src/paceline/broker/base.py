@@ -4,6 +4,9 @@ A stream is a mailbox: entries are appended, delivered to one consumer of a grou
 acknowledges them. An entry whose consumer has gone silent can be reclaimed by another: delivery is at least once, and who
 reads must drop repeats by the message's own id. Blobs are plain values beside the streams.
 
+A stream or group that does not exist, or exists no more, has no entries: reading it gives [] after the wait, renewing gives
+nothing, acknowledging does nothing. So a reader whose stream is deleted under it just runs dry.
+
 Every method may raise BrokerError (the broker refused or is gone) and DeadlineError (no answer in time).
 """
 
@@ -43,7 +46,11 @@ class Broker(Protocol):
         ...
 
     async def append(self, messages: Sequence[Outgoing]) -> list[str]:
-        """Stores each message's blobs, then the message; returns entry ids. One round trip for all."""
+        """Stores messages in order, each with its blobs before it; returns entry ids.
+
+        Nobody sees a message whose blobs are not there. A command repeated after a lost connection may store a message
+        twice: readers drop repeats by the message's own id.
+        """
         ...
 
     async def read(
@@ -58,8 +65,15 @@ class Broker(Protocol):
         """Takes over entries that no consumer has renewed for `min_idle_s` seconds."""
         ...
 
-    async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
-        """Says that the consumer still works on these entries: their idle time starts anew."""
+    async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+        """Says that the consumer still works on these entries: their idle time starts anew.
+
+        Returns those that are still its own; an entry that another has reclaimed, or that is done, is left alone.
+        """
+        ...
+
+    async def release(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
+        """Gives entries back undone: another consumer can reclaim them at once."""
         ...
 
     async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:

@@ -1,0 +1,44 @@
+"""Back-pressure by length: a writer waits while a mailbox is full."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from paceline.broker.base import Broker, Outgoing
+from paceline.core.errors import DeadlineError
+
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+
+
+async def append_when_room(
+    broker: Broker, messages: Sequence[Outgoing], *, max_length: int, timeout_s: float
+) -> list[str]:
+    """Appends once every stream concerned has fewer than `max_length` entries that are not done.
+
+    Entries that are done still count until the stream is trimmed, so a full one is trimmed first. Writers that find room at
+    the same moment may overshoot by one batch each: the bound protects the broker's memory, it is not a quota.
+
+    Raises:
+        DeadlineError: no room came within `timeout_s` seconds; names the stream.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = _FIRST_PAUSE_S
+    for stream in dict.fromkeys(message.stream for message in messages):
+        # Streams have no message for "there is room again": this is the one place that asks repeatedly.
+        while await broker.length(stream) >= max_length:
+            if await broker.trim(stream) > 0:
+                continue
+            if time.monotonic() >= deadline:
+                raise DeadlineError(
+                    phase="APPEND",
+                    peer=f"the readers of {stream}",
+                    seconds=timeout_s,
+                    hint=f"it holds {max_length} entries or more: its readers are too slow or gone, or "
+                    "broker.max_stream_length is too small",
+                )
+            await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return await broker.append(messages)

@@ -1,0 +1,247 @@
+"""The broker inside one process: for tests, and for whoever wants to see the protocol without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+from paceline.broker.base import Entry, Outgoing
+from paceline.core.clock import Clock, SystemClock
+from paceline.core.errors import BrokerError
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A delivery that is not acknowledged."""
+
+    consumer: str
+    last_sign_s: float
+    deliveries: int
+
+
+@dataclass(slots=True)
+class _Group:
+    last_delivered: int = 0
+    pending: dict[int, _Pending] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Entries by number; numbers count from 1 and are never used again."""
+
+    entries: dict[int, Outgoing] = field(default_factory=dict)
+    groups: dict[str, _Group] = field(default_factory=dict)
+
+
+class MemoryStore:
+    """What a server would hold; several `MemoryBroker`s of one process and event loop may share it."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, _Stream] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.last_number = 0
+        self.changed = asyncio.Condition()
+
+
+_NAMED_STORES: WeakValueDictionary[str, MemoryStore] = WeakValueDictionary()
+
+
+def named_store(name: str) -> MemoryStore:
+    """The store of `memory://NAME`, alive as long as a broker uses it; without a name a store of one's own."""
+    if not name:
+        return MemoryStore()
+    return _NAMED_STORES.setdefault(name, MemoryStore())
+
+
+class MemoryBroker:
+    """Implements `Broker` on dictionaries.
+
+    Args:
+        clock: tells how long an entry has been idle; the waits themselves are real.
+        store: what to work on; None: a fresh one.
+    """
+
+    def __init__(self, clock: Clock | None = None, *, store: MemoryStore | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._store = store or MemoryStore()
+        self._closed = False
+
+    def _group(self, stream: str, group: str) -> _Group | None:
+        self._check_open()
+        found = self._store.streams.get(stream)
+        return found.groups.get(group) if found else None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BrokerError("broker memory:// is closed: open another")
+
+    async def ensure_group(self, stream: str, group: str) -> None:
+        """Makes stream and group where they are missing; the group sees the stream from its first entry."""
+        self._check_open()
+        self._store.streams.setdefault(stream, _Stream()).groups.setdefault(group, _Group())
+
+    async def append(self, messages: Sequence[Outgoing]) -> list[str]:
+        """Stores messages in order, each with its blobs before it; returns entry ids."""
+        self._check_open()
+        ids = []
+        for message in messages:
+            self._store.blobs.update(message.blobs or {})
+            self._store.last_number += 1
+            stream = self._store.streams.setdefault(message.stream, _Stream())
+            stream.entries[self._store.last_number] = message
+            ids.append(_entry_id(self._store.last_number))
+        async with self._store.changed:
+            self._store.changed.notify_all()
+        return ids
+
+    async def read(
+        self, stream: str, group: str, consumer: str, *, max_entries: int, block_s: float
+    ) -> list[Entry]:
+        """Takes undelivered entries; waits up to `block_s` seconds for the first; [] when none came."""
+        entries = self._deliver(stream, group, consumer, max_entries)
+        if entries or block_s <= 0:
+            return entries
+        try:
+            async with asyncio.timeout(block_s), self._store.changed:
+                while not (entries := self._deliver(stream, group, consumer, max_entries)):
+                    await self._store.changed.wait()
+        except TimeoutError:
+            return []
+        return entries
+
+    def _deliver(self, stream: str, group: str, consumer: str, max_entries: int) -> list[Entry]:
+        found = self._group(stream, group)
+        if found is None:
+            return []
+        held = self._store.streams[stream].entries
+        numbers = list(held)
+        fresh = numbers[bisect.bisect_right(numbers, found.last_delivered) :][:max_entries]
+        for number in fresh:
+            found.pending[number] = _Pending(consumer, self._clock.monotonic(), 1)
+            found.last_delivered = number
+        return [_entry(held[number], number, 1) for number in fresh]
+
+    async def reclaim(
+        self, stream: str, group: str, consumer: str, *, min_idle_s: float, max_entries: int
+    ) -> list[Entry]:
+        """Takes over entries that no consumer has renewed for `min_idle_s` seconds."""
+        found = self._group(stream, group)
+        if found is None:
+            return []
+        now, held = self._clock.monotonic(), self._store.streams[stream].entries
+        entries: list[Entry] = []
+        for number in sorted(found.pending):
+            pending = found.pending[number]
+            if len(entries) < max_entries and now - pending.last_sign_s >= min_idle_s:
+                pending.consumer, pending.last_sign_s = consumer, now
+                pending.deliveries += 1
+                entries.append(_entry(held[number], number, pending.deliveries))
+        return entries
+
+    async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+        """Starts the entries' idle time anew; returns those that are still the consumer's."""
+        return self._touch(stream, group, consumer, entry_ids, self._clock.monotonic())
+
+    async def release(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
+        """Gives entries back undone: another consumer can reclaim them at once."""
+        self._touch(stream, group, consumer, entry_ids, float("-inf"))
+
+    def _touch(
+        self, stream: str, group: str, consumer: str, entry_ids: Sequence[str], last_sign_s: float
+    ) -> list[str]:
+        found = self._group(stream, group)
+        if found is None:
+            return []
+        own = [
+            entry_id
+            for entry_id in entry_ids
+            if (pending := found.pending.get(_number(entry_id))) and pending.consumer == consumer
+        ]
+        for entry_id in own:
+            found.pending[_number(entry_id)].last_sign_s = last_sign_s
+        return own
+
+    async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
+        """Ends the delivery of entries; unknown ids are ignored."""
+        found = self._group(stream, group)
+        for entry_id in entry_ids if found else ():
+            found.pending.pop(_number(entry_id), None)  # type: ignore[union-attr]
+
+    async def length(self, stream: str) -> int:
+        """Entries in the stream, read or not."""
+        self._check_open()
+        found = self._store.streams.get(stream)
+        return len(found.entries) if found else 0
+
+    async def trim(self, stream: str) -> int:
+        """Removes entries that every group has acknowledged; never a pending one. Returns how many."""
+        self._check_open()
+        found = self._store.streams.get(stream)
+        if found is None or not found.groups:
+            return 0
+        floor = min(min(group.pending, default=group.last_delivered + 1) for group in found.groups.values())
+        done = [number for number in found.entries if number < floor]
+        for number in done:
+            del found.entries[number]
+        return len(done)
+
+    async def delete_streams(self, streams: Sequence[str]) -> None:
+        """Removes streams with their groups."""
+        self._check_open()
+        for stream in streams:
+            self._store.streams.pop(stream, None)
+
+    async def get_blobs(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Values in the order of the keys, None for a missing one."""
+        self._check_open()
+        return [self._store.blobs.get(key) for key in keys]
+
+    async def delete_blobs(self, keys: Sequence[str]) -> None:
+        """Removes blobs; missing ones are ignored."""
+        self._check_open()
+        for key in keys:
+            self._store.blobs.pop(key, None)
+
+    async def purge(self, prefix: str) -> int:
+        """Removes every stream and blob whose name begins with `prefix`; returns how many.
+
+        Raises:
+            ValueError: an empty prefix, which would empty the store.
+        """
+        self._check_open()
+        if not prefix:
+            raise ValueError("purge needs a prefix: an empty one would empty the whole server")
+        streams = [name for name in self._store.streams if name.startswith(prefix)]
+        blobs = [name for name in self._store.blobs if name.startswith(prefix)]
+        await self.delete_streams(streams)
+        await self.delete_blobs(blobs)
+        return len(streams) + len(blobs)
+
+    async def ping(self) -> None:
+        """Raises BrokerError where the broker is closed."""
+        self._check_open()
+
+    async def close(self) -> None:
+        """The broker is unusable afterwards; a shared store is not."""
+        self._closed = True
+
+
+def _entry_id(number: int) -> str:
+    return f"{number}-0"
+
+
+def _number(entry_id: str) -> int:
+    return int(entry_id.partition("-")[0])
+
+
+def _entry(message: Outgoing, number: int, deliveries: int) -> Entry:
+    return Entry(
+        stream=message.stream,
+        entry_id=_entry_id(number),
+        payload=message.payload,
+        traceparent=message.traceparent,
+        deliveries=deliveries,
+    )

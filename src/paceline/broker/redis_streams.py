@@ -1,0 +1,359 @@
+"""The broker over Redis Streams: one connection pool, a deadline on every command."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from paceline.broker import scripts
+from paceline.broker.base import Entry, Outgoing
+from paceline.broker.redis_errors import is_missing, translate
+
+log = logging.getLogger(__name__)
+
+RELEASED_IDLE_MS: Final = 24 * 3600 * 1000
+"""Idle time that a released entry is given: more than any lease."""
+
+_MESSAGES_PER_APPEND: Final = 256
+_BYTES_PER_APPEND: Final = 8 * 2**20
+_KEYS_PER_FETCH: Final = 64
+_KEYS_PER_DELETE: Final = 1000
+_RAW_COMMANDS: Final = ("XREADGROUP", "XAUTOCLAIM", "XPENDING", "XINFO GROUPS")
+
+
+class RedisStreamsBroker:
+    """Implements `Broker` on one Redis or Valkey server, 6.2 or later.
+
+    Args:
+        url: redis://, rediss:// or unix:// address with the password in it.
+        timeout_s: deadline of a command, its retries included; blocking reads get it on top of their wait.
+        max_connections: size of the pool. Blocking reads may hold all but `reserved_connections` of them, so that
+            other commands always find one.
+        reserved_connections: see above.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 10.0,
+        max_connections: int = 32,
+        reserved_connections: int = 8,
+    ) -> None:
+        if not 0 < reserved_connections < max_connections:
+            raise ValueError(
+                f"reserved_connections is {reserved_connections}, must be in 1 to {max_connections - 1}"
+            )
+        self._url = url
+        self._timeout_s = timeout_s
+        # Deadlines are set here, around whole commands. A socket timeout of the client's would cut blocking reads short.
+        pool = aioredis.BlockingConnectionPool.from_url(
+            url,
+            max_connections=max_connections,
+            timeout=None,
+            protocol=2,
+            socket_timeout=None,
+            socket_connect_timeout=min(timeout_s, 5.0),
+            socket_read_size=2**18,
+            retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), retries=6),
+        )
+        self._client: Any = aioredis.Redis(connection_pool=pool)
+        for command in _RAW_COMMANDS:
+            self._client.set_response_callback(command, _as_it_is)
+        self._blocking = asyncio.Semaphore(max_connections - reserved_connections)
+
+    async def ensure_group(self, stream: str, group: str) -> None:
+        """Makes stream and group where they are missing; the group sees the stream from its first entry."""
+        try:
+            await self._run("XGROUP CREATE", stream, group, "0", "MKSTREAM")
+        except _GroupExistsError:
+            return
+
+    async def append(self, messages: Sequence[Outgoing]) -> list[str]:
+        """Stores messages in order, each with its blobs before it; returns entry ids."""
+        ids: list[str] = []
+        for batch in _batches(messages):
+            ids += await self._append_batch(batch)
+        return ids
+
+    async def _append_batch(self, messages: Sequence[Outgoing]) -> list[str]:
+        blobs = [item for message in messages if message.blobs for item in message.blobs.items()]
+        keys = [key for key, _ in blobs]
+        keys += [message.stream for message in messages]
+        arguments: list[Any] = [len(blobs)]
+        arguments += [value for _, value in blobs]
+        for message in messages:
+            arguments += (message.payload, message.traceparent)
+        return [entry_id.decode() for entry_id in await self._script(scripts.APPEND, keys, arguments)]
+
+    async def read(
+        self, stream: str, group: str, consumer: str, *, max_entries: int, block_s: float
+    ) -> list[Entry]:
+        """Takes undelivered entries; waits up to `block_s` seconds for the first; [] when none came."""
+        started = time.monotonic()
+        words: list[Any] = ["XREADGROUP", "GROUP", group, consumer, "COUNT", max_entries]
+        if block_s > 0:
+            words += ["BLOCK", max(1, round(block_s * 1000))]  # BLOCK 0 would mean for ever
+        words += ["STREAMS", stream, ">"]
+        try:
+            if block_s > 0:
+                async with self._blocking_slot("XREADGROUP", self._timeout_s + block_s):
+                    reply = await self._run(*words, extra_s=block_s)
+            else:
+                reply = await self._run(*words)
+        except _StreamMissingError as error:
+            log.warning("nothing to read: %s", error)
+            await asyncio.sleep(max(0.0, block_s - (time.monotonic() - started)))
+            return []
+        return [_entry(stream, row) for row in reply[0][1]] if reply else []
+
+    @asynccontextmanager
+    async def _blocking_slot(self, command: str, timeout_s: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._blocking.acquire()
+        except TimeoutError as error:
+            raise translate(error, url=self._url, command=command, timeout_s=timeout_s) from error
+        try:
+            yield
+        finally:
+            self._blocking.release()
+
+    async def reclaim(
+        self, stream: str, group: str, consumer: str, *, min_idle_s: float, max_entries: int
+    ) -> list[Entry]:
+        """Takes over entries that no consumer has renewed for `min_idle_s` seconds."""
+        rows: list[Any] = []
+        cursor: bytes | str = "0-0"
+        idle_ms = round(min_idle_s * 1000)
+        try:
+            while len(rows) < max_entries:
+                # Redis 6.2 answers with two elements, 7 adds the ids of deleted entries as a third; 6.2 has nil for those.
+                cursor, claimed = (
+                    await self._run(
+                        "XAUTOCLAIM",
+                        stream,
+                        group,
+                        consumer,
+                        idle_ms,
+                        cursor,
+                        "COUNT",
+                        max_entries - len(rows),
+                    )
+                )[:2]
+                rows += [row for row in claimed if row is not None and row[1] is not None]
+                if cursor == b"0-0":
+                    break
+            deliveries = await self._deliveries(stream, group, [row[0] for row in rows])
+        except _StreamMissingError:
+            return []
+        return [_entry(stream, row, count) for row, count in zip(rows, deliveries, strict=True)]
+
+    async def _deliveries(self, stream: str, group: str, entry_ids: Sequence[bytes]) -> list[int]:
+        """How often each pending entry has been delivered; XAUTOCLAIM counts it but does not tell."""
+        if not entry_ids:
+            return []
+        commands = [("XPENDING", stream, group, entry_id, entry_id, 1) for entry_id in entry_ids]
+        return [int(rows[0][3]) if rows else 1 for rows in await self._pipeline(commands)]
+
+    async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+        """Starts the entries' idle time anew; returns those that are still the consumer's."""
+        return await self._touch(stream, group, consumer, entry_ids, idle_ms=0)
+
+    async def release(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
+        """Gives entries back undone: another consumer can reclaim them at once."""
+        await self._touch(stream, group, consumer, entry_ids, idle_ms=RELEASED_IDLE_MS)
+
+    async def _touch(
+        self, stream: str, group: str, consumer: str, entry_ids: Sequence[str], *, idle_ms: int
+    ) -> list[str]:
+        if not entry_ids:
+            return []
+        try:
+            held = await self._script(scripts.TOUCH, [stream], [group, consumer, idle_ms, *entry_ids])
+        except _StreamMissingError:
+            return []
+        return [entry_id.decode() for entry_id in held]
+
+    async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
+        """Ends the delivery of entries; unknown ids are ignored."""
+        if entry_ids:
+            await self._run("XACK", stream, group, *entry_ids)
+
+    async def length(self, stream: str) -> int:
+        """Entries in the stream, read or not."""
+        return int(await self._run("XLEN", stream))
+
+    async def trim(self, stream: str) -> int:
+        """Removes entries that every group has acknowledged; never a pending one. Returns how many.
+
+        A stream without groups keeps everything: nobody has read it yet.
+        """
+        try:
+            groups = [_pairs(row) for row in await self._run("XINFO GROUPS", stream)]
+            if not groups:
+                return 0
+            floors = [_successor(group["last-delivered-id"].decode()) for group in groups]
+            pending = [group["name"] for group in groups if group["pending"]]
+            summaries = await self._pipeline([("XPENDING", stream, name) for name in pending])
+        except _StreamMissingError:
+            return 0
+        floors += [summary[1].decode() for summary in summaries if summary[0]]
+        # Between these commands ids are only ever delivered or acknowledged upwards of the floor, so it stays valid.
+        return int(await self._run("XTRIM", stream, "MINID", "=", min(floors, key=_order)))
+
+    async def delete_streams(self, streams: Sequence[str]) -> None:
+        """Removes streams with their groups."""
+        await self._unlink(streams)
+
+    async def get_blobs(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Values in the order of the keys, None for a missing one."""
+        values: list[bytes | None] = []
+        for chunk in _chunks(keys, _KEYS_PER_FETCH):
+            values += await self._run("MGET", *chunk)
+        return values
+
+    async def delete_blobs(self, keys: Sequence[str]) -> None:
+        """Removes blobs; missing ones are ignored."""
+        await self._unlink(keys)
+
+    async def _unlink(self, keys: Sequence[str | bytes]) -> None:
+        for chunk in _chunks(keys, _KEYS_PER_DELETE):
+            await self._run("UNLINK", *chunk)
+
+    async def purge(self, prefix: str) -> int:
+        """Removes every stream and blob whose name begins with `prefix`; returns how many.
+
+        Raises:
+            ValueError: an empty prefix, which would empty the server.
+        """
+        if not prefix:
+            raise ValueError("purge needs a prefix: an empty one would empty the whole server")
+        pattern = "".join(f"\\{letter}" if letter in "*?[]\\^-" else letter for letter in prefix) + "*"
+        removed: set[bytes] = set()
+        cursor = b"0"
+        while True:
+            cursor, keys = await self._run("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+            await self._unlink(keys)
+            removed.update(keys)
+            if int(cursor) == 0:
+                return len(removed)
+
+    async def ping(self) -> None:
+        """Raises BrokerError where the broker does not answer."""
+        await self._run("PING")
+
+    async def close(self) -> None:
+        """Lets go of connections. The broker is unusable afterwards."""
+        await self._client.aclose(close_connection_pool=True)
+
+    async def _script(self, source: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        """Runs a script by its hash; a server that does not know it yet, or no more, is told."""
+        words = (len(keys), *keys, *arguments)
+        name = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        try:
+            return await self._run("EVALSHA", name, *words)
+        except _ScriptUnknownError:
+            return await self._run("EVAL", source, *words)
+
+    async def _run(self, *words: Any, extra_s: float = 0.0) -> Any:
+        """One command with its deadline, `extra_s` beyond the usual one."""
+        async with self._deadline(words[0], self._timeout_s + extra_s):
+            return await self._client.execute_command(*words)
+
+    async def _pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Several commands in one round trip."""
+        if not commands:
+            return []
+        async with self._deadline(commands[0][0], self._timeout_s):
+            pipeline = self._client.pipeline(transaction=False)
+            for words in commands:
+                pipeline.execute_command(*words)
+            replies: list[Any] = await pipeline.execute()
+            return replies
+
+    @asynccontextmanager
+    async def _deadline(self, command: str, timeout_s: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except NoScriptError as error:
+            raise _ScriptUnknownError from error
+        except (RedisError, OSError, TimeoutError) as error:
+            if is_missing(error):
+                raise _StreamMissingError(str(error)) from error
+            if isinstance(error, ResponseError) and str(error).startswith("BUSYGROUP"):
+                raise _GroupExistsError from error
+            raise translate(error, url=self._url, command=command, timeout_s=timeout_s) from error
+
+
+class _GroupExistsError(Exception):
+    """XGROUP CREATE found its group."""
+
+
+class _StreamMissingError(Exception):
+    """A stream or group does not exist."""
+
+
+class _ScriptUnknownError(Exception):
+    """The server has not been told this script."""
+
+
+def _as_it_is(response: Any, **_: Any) -> Any:
+    """Replies in the server's own shape, which is the same under every version of the client."""
+    return response
+
+
+def _entry(stream: str, row: Any, deliveries: int = 1) -> Entry:
+    entry_id, fields = row
+    values = dict(zip(fields[::2], fields[1::2], strict=True))
+    return Entry(
+        stream=stream,
+        entry_id=entry_id.decode(),
+        payload=values.get(b"p", b""),
+        traceparent=values.get(b"t", b"").decode(errors="replace"),
+        deliveries=deliveries,
+    )
+
+
+def _pairs(row: Sequence[Any]) -> dict[str, Any]:
+    return {name.decode(): value for name, value in zip(row[::2], row[1::2], strict=True)}
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, number = entry_id.partition("-")
+    return int(milliseconds), int(number)
+
+
+def _successor(entry_id: str) -> str:
+    milliseconds, number = _order(entry_id)
+    return f"{milliseconds}-{number + 1}"
+
+
+def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _batches(messages: Iterable[Outgoing]) -> Iterator[list[Outgoing]]:
+    """Cuts messages into appends that block the server only shortly."""
+    batch: list[Outgoing] = []
+    num_bytes = 0
+    for message in messages:
+        size = len(message.payload) + sum(map(len, (message.blobs or {}).values()))
+        if batch and (len(batch) == _MESSAGES_PER_APPEND or num_bytes + size > _BYTES_PER_APPEND):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(message)
+        num_bytes += size
+    if batch:
+        yield batch

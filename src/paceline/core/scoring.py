@@ -1,0 +1,28 @@
+"""What a scorer is asked and what it answers: the domain side of `RewardService.Score`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreItem:
+    """One response to be scored. `extra` holds the data row's other columns: what JSON can say and nothing else."""
+
+    trajectory_id: str
+    prompt: str
+    response: str
+    ground_truth: str
+    data_source: str = ""
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreResult:
+    """A scorer's verdict on one item: `error` is None and `reward` a finite number, or the other way round."""
+
+    trajectory_id: str
+    reward: float | None
+    components: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None

@@ -1,0 +1,241 @@
+"""Reading and writing a message's fields: every value is checked for type, range and size on its way in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import InvalidMessageError
+from paceline.core.trajectory import SCHEMA_VERSION
+from paceline.wire.limits import Limits
+
+INT64_MAX = 2**63 - 1
+MAX_NAME_CHARS = 512
+"""Of ids, keys and other words that name things."""
+
+
+def pack(kind: str, fields: dict[str, Any]) -> bytes:
+    """A message's bytes: its schema version, its kind, its fields.
+
+    Raises:
+        InvalidMessageError: a field holds what msgpack cannot say.
+    """
+    try:
+        packed: bytes = msgpack.packb({"schema": SCHEMA_VERSION, "kind": kind, **fields})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidMessageError(
+            f"{kind} cannot be encoded: {error}; a message holds numbers, text, lists and mappings only",
+            reason="not_encodable",
+        ) from error
+    return packed
+
+
+def unpack(kind: str, data: bytes, limits: Limits) -> Fields:
+    """Opens a message of the given kind.
+
+    Raises:
+        InvalidMessageError: it is too large, not msgpack, of another kind or of an unknown schema version.
+    """
+    if len(data) > limits.max_bytes:
+        reject(kind, "too_large", f"{len(data)} bytes, at most {limits.max_bytes} are accepted")
+    try:
+        content = msgpack.unpackb(data, raw=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        reject(kind, "not_msgpack", f"{len(data)} bytes that are not one msgpack value ({error})")
+    if not isinstance(content, dict):
+        reject(kind, "not_msgpack", f"a {type(content).__name__} where a mapping belongs")
+    version = content.get("schema")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        reject(kind, "unknown_schema", f"schema version {version!r}, this build reads {SCHEMA_VERSION}")
+    if content.get("kind") != kind:
+        reject(kind, "wrong_kind", f"the message says that it is {content.get('kind')!r}")
+    return Fields(kind, content, limits)
+
+
+def reject(kind: str, reason: str, detail: str) -> NoReturn:
+    """Raises the typed rejection; `reason` is the short stable word that the journal records."""
+    raise InvalidMessageError(f"invalid {kind}: {detail}", reason=reason)
+
+
+class Fields:
+    """The fields of one opened message; every getter returns a checked value or rejects the message."""
+
+    __slots__ = ("_content", "_kind", "_limits")
+
+    def __init__(self, kind: str, content: Mapping[str, Any], limits: Limits) -> None:
+        self._kind, self._content, self._limits = kind, content, limits
+
+    def reject(self, reason: str, detail: str) -> NoReturn:
+        """Rejects the message."""
+        reject(self._kind, reason, detail)
+
+    def _get(self, name: str) -> Any:
+        try:
+            return self._content[name]
+        except KeyError:
+            self.reject("missing_field", f"no field {name!r}")
+
+    def _wrong_type(self, name: str, value: object, wanted: str) -> NoReturn:
+        self.reject("wrong_type", f"{name} is a {type(value).__name__}, wanted {wanted}")
+
+    def integer(self, name: str, *, minimum: int = 0, maximum: int = INT64_MAX) -> int:
+        """A whole number in [minimum, maximum]; a bool is none."""
+        return self._integer(name, self._get(name), minimum, maximum)
+
+    def _integer(self, name: str, value: Any, minimum: int, maximum: int) -> int:
+        if type(value) is not int:
+            self._wrong_type(name, value, "a whole number")
+        if not minimum <= value <= maximum:
+            self.reject("out_of_range", f"{name} is {value}, allowed are {minimum} to {maximum}")
+        return value
+
+    def integers(
+        self, name: str, *, max_items: int, minimum: int = 0, maximum: int = INT64_MAX
+    ) -> tuple[int, ...]:
+        """A list of at most `max_items` whole numbers."""
+        values = self.items(name, max_items=max_items)
+        return tuple(self._integer(name, value, minimum, maximum) for value in values)
+
+    def number(self, name: str, *, minimum: float = -math.inf, maximum: float = math.inf) -> float:
+        """A finite number in [minimum, maximum]."""
+        return self._number(name, self._get(name), minimum, maximum)
+
+    def _number(self, name: str, value: Any, minimum: float, maximum: float) -> float:
+        if type(value) is not float and type(value) is not int:
+            self._wrong_type(name, value, "a number")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            self.reject("not_finite", f"{name} is {value}")
+        if not minimum <= number <= maximum:
+            self.reject("out_of_range", f"{name} is {number}, allowed are {minimum} to {maximum}")
+        return number
+
+    def text(self, name: str) -> str:
+        """Text of any length within the limits, perhaps empty."""
+        return self._text(name, self._get(name), self._limits.max_text_chars)
+
+    def name(self, name: str) -> str:
+        """A short text that is not empty: an id or a key."""
+        value = self._text(name, self._get(name), MAX_NAME_CHARS)
+        if not value:
+            self.reject("out_of_range", f"{name} is empty")
+        return value
+
+    def _text(self, name: str, value: Any, max_chars: int) -> str:
+        if type(value) is not str:
+            self._wrong_type(name, value, "text")
+        if len(value) > max_chars:
+            self.reject("too_large", f"{name} has {len(value)} characters, at most {max_chars} are accepted")
+        return value
+
+    def items(self, name: str, *, max_items: int) -> list[Any]:
+        """A list of anything, at most `max_items` long; the caller checks the items."""
+        value = self._get(name)
+        if type(value) is not list:
+            self._wrong_type(name, value, "a list")
+        if len(value) > max_items:
+            self.reject("too_large", f"{name} has {len(value)} items, at most {max_items} are accepted")
+        return value
+
+    def missing(self, name: str) -> bool:
+        """Whether an optional field is absent or nil."""
+        return self._content.get(name) is None
+
+    def nested(self, name: str) -> Fields:
+        """A mapping, opened as fields of its own."""
+        value = self._get(name)
+        if type(value) is not dict:
+            self._wrong_type(name, value, "a mapping")
+        return Fields(f"{self._kind}.{name}", value, self._limits)
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """A mapping of short names to finite numbers."""
+        value = self._get(name)
+        if type(value) is not dict:
+            self._wrong_type(name, value, "a mapping")
+        if len(value) > self._limits.max_items:
+            self.reject(
+                "too_large", f"{name} has {len(value)} items, at most {self._limits.max_items} are accepted"
+            )
+        return {
+            self._text(name, key, MAX_NAME_CHARS): self._number(f"{name}[{key}]", item, -math.inf, math.inf)
+            for key, item in value.items()
+        }
+
+    def plain(self, name: str) -> dict[str, object]:
+        """A mapping of what JSON can say: text keys; text, finite numbers, bools, None, lists, mappings."""
+        value = self._get(name)
+        if type(value) is not dict:
+            self._wrong_type(name, value, "a mapping")
+        problem = plain_problem(value, self._limits.max_depth)
+        if problem:
+            self.reject(problem[0], f"{name}: {problem[1]}")
+        return value
+
+    def array(self, name: str, dtype: str, *, min_items: int) -> npt.NDArray[Any]:
+        """A packed little-endian array of shape (n,), n >= min_items, as an own writable copy in native order."""
+        value = self._get(name)
+        if type(value) is not bytes:
+            self._wrong_type(name, value, "bytes")
+        packed = np.dtype(dtype)
+        num_items, rest = divmod(len(value), packed.itemsize)
+        if rest:
+            self.reject("unequal_lengths", f"{name} has {len(value)} bytes, no multiple of {packed.itemsize}")
+        if num_items > self._limits.max_tokens:
+            self.reject(
+                "too_large", f"{name} has {num_items} items, at most {self._limits.max_tokens} are accepted"
+            )
+        if num_items < min_items:
+            self.reject("out_of_range", f"{name} has {num_items} items, at least {min_items} are needed")
+        return np.frombuffer(value, dtype=packed).astype(packed.newbyteorder("="))
+
+    def token_ids(self, name: str, vocab_size: int | None) -> npt.NDArray[np.int32]:
+        """Token ids (n,), n >= 1, all in [0, 2**31) and below `vocab_size` where it is given."""
+        ids: npt.NDArray[np.int32] = self.array(name, "<i4", min_items=1)
+        # Seen as unsigned, a negative id is larger than any that is allowed: one pass checks both ends.
+        limit = 2**31 if vocab_size is None else vocab_size
+        largest = int(ids.view(np.uint32).max())
+        if largest >= limit:
+            worst = largest if largest < 2**31 else largest - 2**32
+            self.reject("out_of_range", f"{name} holds the id {worst}, allowed are 0 to {limit - 1}")
+        return ids
+
+
+def plain_problem(value: object, depth: int) -> tuple[str, str] | None:
+    """What keeps a value from being plain data: (reason, detail), or None where nothing does."""
+    if value is None or type(value) in (str, bool):
+        return None
+    if type(value) is int:
+        return None if -(2**63) <= value <= 2**63 - 1 else ("out_of_range", f"{value} needs over 64 bits")
+    if type(value) is float:
+        return None if math.isfinite(value) else ("not_finite", f"{value} among the values")
+    if depth == 0:
+        return "too_large", "nested too deeply"
+    if type(value) in (list, tuple):
+        children: Any = value
+    elif type(value) is dict:
+        if any(type(key) is not str for key in value):
+            return "wrong_type", "a key that is not text"
+        children = value.values()
+    else:
+        return "wrong_type", f"a {type(value).__name__} where JSON has no such thing"
+    return next(filter(None, (plain_problem(child, depth - 1) for child in children)), None)
+
+
+def pack_array(name: str, array: npt.NDArray[Any], dtype: str) -> bytes:
+    """An array of shape (n,) as little-endian bytes; its dtype must already be the one on the wire."""
+    wanted = np.dtype(dtype)
+    if array.ndim != 1 or array.dtype != wanted.newbyteorder("="):
+        raise InvalidMessageError(
+            f"{name} is an array of {array.dtype} with shape {array.shape}; it must be {wanted.name} of shape (n,)",
+            reason="wrong_type",
+        )
+    return array.astype(wanted, copy=False).tobytes()

@@ -1,0 +1,272 @@
+"""The four messages of the mailboxes as msgpack bytes: prompt group, trajectory, its header, its scored header.
+
+Every decoder is the door of a trust boundary: it returns a valid domain object or raises InvalidMessageError with a
+reason; it runs no code that the bytes could choose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paceline.core.errors import RewardErrorKind
+from paceline.core.trajectory import (
+    FinishReason,
+    PromptGroup,
+    ScoredHeader,
+    Trajectory,
+    TrajectoryHeader,
+)
+from paceline.wire.fields import Fields, pack, pack_array, unpack
+from paceline.wire.limits import DEFAULT_LIMITS, Limits
+from paceline.wire.parts import (
+    pack_context,
+    pack_policy,
+    pack_sampling,
+    pack_trajectory_id,
+    read_choice,
+    read_context,
+    read_policy,
+    read_purpose,
+    read_sampling,
+    read_trajectory_id,
+)
+
+PROMPT_GROUP, TRAJECTORY, HEADER, SCORED = (
+    "prompt_group",
+    "trajectory",
+    "trajectory_header",
+    "scored_header",
+)
+
+LOG_PROB_TOLERANCE = 1e-3
+"""A log-probability is at most 0; float arithmetic may land this much above it."""
+
+_MAX_SEED = 2**63 - 1
+
+
+def encode_prompt_group(group: PromptGroup) -> bytes:
+    """An order for samples, as bytes."""
+    return pack(
+        PROMPT_GROUP,
+        {
+            "run_id": group.run_id,
+            "step": group.step,
+            "purpose": group.purpose.value,
+            "prompt_id": group.prompt_id,
+            "prompt_token_ids": pack_array("prompt_token_ids", group.prompt_token_ids, "<i4"),
+            "sampling": pack_sampling(group.sampling),
+            "seeds": group.seeds,
+            "policy": pack_policy(group.policy),
+            "context": pack_context(group.context),
+            "attempt": group.attempt,
+        },
+    )
+
+
+def decode_prompt_group(
+    data: bytes, *, vocab_size: int | None = None, limits: Limits = DEFAULT_LIMITS
+) -> PromptGroup:
+    """Reads and checks an order for samples.
+
+    Raises:
+        InvalidMessageError: anything about it is wrong; `reason` says what in one word.
+    """
+    fields = unpack(PROMPT_GROUP, data, limits)
+    seeds = fields.integers("seeds", max_items=limits.max_samples, maximum=_MAX_SEED)
+    if not seeds:
+        fields.reject("out_of_range", "seeds is empty: a group asks for at least one sample")
+    return PromptGroup(
+        run_id=fields.name("run_id"),
+        step=fields.integer("step"),
+        purpose=read_purpose(fields),
+        prompt_id=fields.integer("prompt_id"),
+        prompt_token_ids=fields.token_ids("prompt_token_ids", vocab_size),
+        sampling=read_sampling(fields),
+        seeds=seeds,
+        policy=read_policy(fields),
+        context=read_context(fields),
+        attempt=fields.integer("attempt"),
+    )
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    """One sample with its arrays, as the bytes of its blob."""
+    return pack(
+        TRAJECTORY,
+        {
+            "run_id": trajectory.run_id,
+            "trajectory_id": pack_trajectory_id(trajectory.trajectory_id),
+            "policy": pack_policy(trajectory.policy),
+            "prompt_token_ids": pack_array("prompt_token_ids", trajectory.prompt_token_ids, "<i4"),
+            "response_token_ids": pack_array("response_token_ids", trajectory.response_token_ids, "<i4"),
+            "response_log_probs": pack_array("response_log_probs", trajectory.response_log_probs, "<f4"),
+            "response_mask": pack_array("response_mask", trajectory.response_mask, "|u1"),
+            "finish_reason": trajectory.finish_reason.value,
+            "sampling": pack_sampling(trajectory.sampling),
+            "seed": trajectory.seed,
+            "server_id": trajectory.server_id,
+            "attempt": trajectory.attempt,
+            "seconds": trajectory.seconds,
+        },
+    )
+
+
+def decode_trajectory(
+    data: bytes, *, vocab_size: int | None = None, limits: Limits = DEFAULT_LIMITS
+) -> Trajectory:
+    """Reads and checks a sample; its arrays are own, writable copies.
+
+    Raises:
+        InvalidMessageError: anything about it is wrong; `reason` says what in one word.
+    """
+    fields = unpack(TRAJECTORY, data, limits)
+    response = fields.token_ids("response_token_ids", vocab_size)
+    log_probs = fields.array("response_log_probs", "<f4", min_items=1)
+    mask = fields.array("response_mask", "|u1", min_items=1)
+    if not len(response) == len(log_probs) == len(mask):
+        fields.reject(
+            "unequal_lengths",
+            f"{len(response)} response tokens, {len(log_probs)} log-probs, {len(mask)} mask values",
+        )
+    _check_log_probs(fields, log_probs)
+    if mask.max() > 1:
+        fields.reject("out_of_range", f"response_mask holds {mask.max()}, allowed are 0 and 1")
+    return Trajectory(
+        run_id=fields.name("run_id"),
+        trajectory_id=read_trajectory_id(fields),
+        policy=read_policy(fields),
+        prompt_token_ids=fields.token_ids("prompt_token_ids", vocab_size),
+        response_token_ids=response,
+        response_log_probs=log_probs,
+        response_mask=mask,
+        finish_reason=read_choice(fields, "finish_reason", FinishReason),
+        sampling=read_sampling(fields),
+        seed=fields.integer("seed", maximum=_MAX_SEED),
+        server_id=fields.name("server_id"),
+        attempt=fields.integer("attempt"),
+        seconds=fields.number("seconds", minimum=0.0),
+    )
+
+
+def _check_log_probs(fields: Fields, log_probs: Any) -> None:
+    # NaN fails every comparison, and min and max carry it on: two passes find NaN, both infinities and the range.
+    if log_probs.min() > -np.inf and log_probs.max() <= LOG_PROB_TOLERANCE:
+        return
+    if not np.isfinite(log_probs).all():
+        where = int(np.flatnonzero(~np.isfinite(log_probs))[0])
+        fields.reject("not_finite", f"response_log_probs[{where}] is {log_probs[where]}")
+    fields.reject(
+        "out_of_range", f"response_log_probs holds {log_probs.max()}, a log-probability is at most 0"
+    )
+
+
+def encode_trajectory_header(header: TrajectoryHeader) -> bytes:
+    """What the mailbox carries of a sample, as bytes."""
+    return pack(
+        HEADER,
+        {
+            "run_id": header.run_id,
+            "trajectory_id": pack_trajectory_id(header.trajectory_id),
+            "policy": pack_policy(header.policy),
+            "blob_key": header.blob_key,
+            "num_prompt_tokens": header.num_prompt_tokens,
+            "num_response_tokens": header.num_response_tokens,
+            "finish_reason": header.finish_reason.value,
+            "server_id": header.server_id,
+            "attempt": header.attempt,
+            "seconds": header.seconds,
+            "context": pack_context(header.context),
+        },
+    )
+
+
+def decode_trajectory_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> TrajectoryHeader:
+    """Reads and checks a header.
+
+    Raises:
+        InvalidMessageError: anything about it is wrong; `reason` says what in one word.
+    """
+    fields = unpack(HEADER, data, limits)
+    return TrajectoryHeader(
+        run_id=fields.name("run_id"),
+        trajectory_id=read_trajectory_id(fields),
+        policy=read_policy(fields),
+        blob_key=fields.name("blob_key"),
+        num_prompt_tokens=fields.integer("num_prompt_tokens", minimum=1, maximum=limits.max_tokens),
+        num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=limits.max_tokens),
+        finish_reason=read_choice(fields, "finish_reason", FinishReason),
+        server_id=fields.name("server_id"),
+        attempt=fields.integer("attempt"),
+        seconds=fields.number("seconds", minimum=0.0),
+        context=read_context(fields),
+    )
+
+
+def encode_scored_header(header: ScoredHeader) -> bytes:
+    """A header with its verdict, as bytes."""
+    return pack(
+        SCORED,
+        {
+            "run_id": header.run_id,
+            "trajectory_id": pack_trajectory_id(header.trajectory_id),
+            "policy": pack_policy(header.policy),
+            "blob_key": header.blob_key,
+            "num_prompt_tokens": header.num_prompt_tokens,
+            "num_response_tokens": header.num_response_tokens,
+            "finish_reason": header.finish_reason.value,
+            "server_id": header.server_id,
+            "attempt": header.attempt,
+            "generation_s": header.generation_s,
+            "reward": header.reward,
+            "components": dict(header.components),
+            "reward_error": header.reward_error,
+            "scorer": header.scorer,
+            "reward_s": header.reward_s,
+            "response_text": header.response_text,
+        },
+    )
+
+
+def decode_scored_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> ScoredHeader:
+    """Reads and checks a scored header; exactly one of reward and reward error is set.
+
+    Raises:
+        InvalidMessageError: anything about it is wrong; `reason` says what in one word.
+    """
+    fields = unpack(SCORED, data, limits)
+    reward = None if fields.missing("reward") else fields.number("reward")
+    error = _read_reward_error(fields)
+    if (reward is None) == (error is None):
+        fields.reject("inconsistent", "exactly one of reward and reward_error must be set")
+    return ScoredHeader(
+        run_id=fields.name("run_id"),
+        trajectory_id=read_trajectory_id(fields),
+        policy=read_policy(fields),
+        blob_key=fields.name("blob_key"),
+        num_prompt_tokens=fields.integer("num_prompt_tokens", minimum=1, maximum=limits.max_tokens),
+        num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=limits.max_tokens),
+        finish_reason=read_choice(fields, "finish_reason", FinishReason),
+        server_id=fields.name("server_id"),
+        attempt=fields.integer("attempt"),
+        generation_s=fields.number("generation_s", minimum=0.0),
+        reward=reward,
+        components=fields.numbers("components"),
+        reward_error=error,
+        scorer=fields.name("scorer"),
+        reward_s=fields.number("reward_s", minimum=0.0),
+        response_text=fields.text("response_text"),
+    )
+
+
+def _read_reward_error(fields: Fields) -> tuple[str, str] | None:
+    if fields.missing("reward_error"):
+        return None
+    items = fields.items("reward_error", max_items=2)
+    if len(items) != 2 or any(type(item) is not str for item in items):
+        fields.reject("wrong_type", "reward_error must be a kind and a message in text")
+    kind, message = items
+    if kind not in {known.value for known in RewardErrorKind}:
+        fields.reject("unknown_value", f"reward_error has the kind {kind[:40]!r}")
+    return kind, message

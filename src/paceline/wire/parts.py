@@ -1,0 +1,133 @@
+"""The parts that several messages share: identities, policy tags, sampling, reward contexts."""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import Any, TypeVar
+
+from paceline.core.errors import InvalidMessageError
+from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.policy import PolicyTag
+from paceline.core.trajectory import RewardContext, SamplingSpec
+from paceline.wire.fields import Fields, plain_problem
+from paceline.wire.limits import DEFAULT_LIMITS
+
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+_Choice = TypeVar("_Choice", bound=enum.Enum)
+
+
+def pack_trajectory_id(trajectory_id: TrajectoryId) -> list[Any]:
+    """[purpose, step, prompt id, sample index]: the order of its text form."""
+    return [
+        trajectory_id.purpose,
+        trajectory_id.step,
+        trajectory_id.prompt_id,
+        trajectory_id.sample_index,
+    ]
+
+
+def read_trajectory_id(fields: Fields) -> TrajectoryId:
+    """The field `trajectory_id`."""
+    items = fields.items("trajectory_id", max_items=4)
+    if len(items) != 4:
+        fields.reject("unequal_lengths", f"trajectory_id has {len(items)} parts, wanted 4")
+    purpose, *numbers = items
+    if purpose not in ("train", "validate"):
+        fields.reject("unknown_value", f"trajectory_id has the purpose {purpose!r}")
+    for number in numbers:
+        if type(number) is not int:
+            fields.reject("wrong_type", f"trajectory_id holds a {type(number).__name__} among its numbers")
+        if not 0 <= number < 2**63:
+            fields.reject("out_of_range", f"trajectory_id holds {number}")
+    step, prompt_id, sample_index = numbers
+    return TrajectoryId(step=step, purpose=purpose, prompt_id=prompt_id, sample_index=sample_index)
+
+
+def pack_policy(policy: PolicyTag) -> list[Any]:
+    """[version, digest]."""
+    return [policy.version, policy.digest]
+
+
+def read_policy(fields: Fields) -> PolicyTag:
+    """The field `policy`."""
+    items = fields.items("policy", max_items=2)
+    if len(items) != 2:
+        fields.reject("unequal_lengths", f"policy has {len(items)} parts, wanted version and digest")
+    version, digest = items
+    if type(version) is not int or type(digest) is not str:
+        fields.reject("wrong_type", "policy must be a version number and a digest in text")
+    if not 0 <= version < 2**63:
+        fields.reject("out_of_range", f"policy version {version}")
+    if not _DIGEST.fullmatch(digest):
+        fields.reject("out_of_range", f"digest {digest[:40]!r}, wanted 16 lower-case hexadecimal digits")
+    return PolicyTag(version=version, digest=digest)
+
+
+def pack_sampling(sampling: SamplingSpec) -> dict[str, Any]:
+    """Field by field."""
+    return {
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_tokens,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+
+
+def read_sampling(fields: Fields) -> SamplingSpec:
+    """The field `sampling`."""
+    inner = fields.nested("sampling")
+    top_p = inner.number("top_p", minimum=0.0, maximum=1.0)
+    if top_p == 0.0:
+        inner.reject("out_of_range", "top_p is 0, allowed is more than 0 and at most 1")
+    return SamplingSpec(
+        temperature=inner.number("temperature", minimum=0.0),
+        max_tokens=inner.integer("max_tokens", minimum=1),
+        top_p=top_p,
+        top_k=inner.integer("top_k"),
+        stop_token_ids=inner.integers("stop_token_ids", max_items=1024, maximum=2**31 - 1),
+    )
+
+
+def pack_context(context: RewardContext) -> dict[str, Any]:
+    """Field by field; `extra` must be plain data, and its tuples arrive as lists."""
+    extra = dict(context.extra)
+    problem = plain_problem(extra, DEFAULT_LIMITS.max_depth)
+    if problem:
+        raise InvalidMessageError(
+            f"reward context cannot be encoded: extra: {problem[1]}; give numbers, text, lists and mappings",
+            reason=problem[0],
+        )
+    return {
+        "ground_truth": context.ground_truth,
+        "data_source": context.data_source,
+        "prompt_text": context.prompt_text,
+        "extra": extra,
+    }
+
+
+def read_context(fields: Fields) -> RewardContext:
+    """The field `context`."""
+    inner = fields.nested("context")
+    return RewardContext(
+        ground_truth=inner.text("ground_truth"),
+        data_source=inner.text("data_source"),
+        prompt_text=inner.text("prompt_text"),
+        extra=inner.plain("extra"),
+    )
+
+
+def read_choice(fields: Fields, name: str, choices: type[_Choice]) -> _Choice:
+    """A field that holds the value of one of an Enum's members."""
+    value = fields.name(name)
+    try:
+        return choices(value)
+    except ValueError:
+        allowed = ", ".join(str(choice.value) for choice in choices)
+        fields.reject("unknown_value", f"{name} is {value[:40]!r}, allowed are {allowed}")
+
+
+def read_purpose(fields: Fields) -> Purpose:
+    """The field `purpose`."""
+    return read_choice(fields, "purpose", Purpose)

@@ -1,0 +1,166 @@
+"""Domain types <-> generated protobuf messages, so that generated types stay at the edge of a service."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from paceline.core.batch import BatchRow
+from paceline.core.errors import InvalidMessageError
+from paceline.core.ids import TrajectoryId
+from paceline.core.policy import PolicyTag
+from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.rpc.v1 import common_pb2, learner_pb2, reward_pb2
+from paceline.wire.fields import plain_problem, reject
+from paceline.wire.limits import DEFAULT_LIMITS
+
+
+def policy_tag_to_proto(tag: PolicyTag) -> common_pb2.PolicyTag:
+    """A policy tag as a message."""
+    return common_pb2.PolicyTag(version=tag.version, digest=tag.digest)
+
+
+def policy_tag_from_proto(message: common_pb2.PolicyTag) -> PolicyTag:
+    """Reads a policy tag; its digest may be empty, where it is not known yet.
+
+    Raises:
+        InvalidMessageError: a negative version, or a digest that is not 16 hexadecimal digits.
+    """
+    if message.version < 0:
+        reject("PolicyTag", "out_of_range", f"version {message.version} is negative")
+    digest = message.digest
+    if digest and not (len(digest) == 16 and set(digest) <= set("0123456789abcdef")):
+        reject(
+            "PolicyTag", "out_of_range", f"digest {digest[:40]!r}, wanted 16 lower-case hexadecimal digits"
+        )
+    return PolicyTag(version=message.version, digest=digest)
+
+
+def batch_row_to_proto(row: BatchRow) -> learner_pb2.BatchRow:
+    """A batch row as a message."""
+    return learner_pb2.BatchRow(
+        trajectory_id=str(row.trajectory_id),
+        blob_key=row.blob_key,
+        reward=row.reward,
+        num_prompt_tokens=row.num_prompt_tokens,
+        num_response_tokens=row.num_response_tokens,
+        prompt_id=row.trajectory_id.prompt_id,
+    )
+
+
+def batch_row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
+    """Reads a batch row.
+
+    Raises:
+        InvalidMessageError: an id that is none, a reward that is not finite, a length below 1.
+    """
+    try:
+        trajectory_id = TrajectoryId.parse(message.trajectory_id)
+    except ValueError as error:
+        raise InvalidMessageError(
+            f"invalid BatchRow: trajectory_id {message.trajectory_id[:80]!r} is not PURPOSE:STEP:PROMPT:SAMPLE",
+            reason="out_of_range",
+        ) from error
+    if message.prompt_id != trajectory_id.prompt_id:
+        reject("BatchRow", "inconsistent", f"prompt_id {message.prompt_id} in {trajectory_id}")
+    if not message.blob_key:
+        reject("BatchRow", "missing_field", f"{trajectory_id} has no blob_key")
+    if not math.isfinite(message.reward):
+        reject("BatchRow", "not_finite", f"{trajectory_id} has the reward {message.reward}")
+    if message.num_prompt_tokens < 1 or message.num_response_tokens < 1:
+        reject(
+            "BatchRow",
+            "out_of_range",
+            f"{trajectory_id} has {message.num_prompt_tokens} prompt and {message.num_response_tokens} response tokens",
+        )
+    return BatchRow(
+        trajectory_id=trajectory_id,
+        blob_key=message.blob_key,
+        reward=message.reward,
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_response_tokens=message.num_response_tokens,
+    )
+
+
+def score_item_to_proto(item: ScoreItem) -> reward_pb2.ScoreItem:
+    """An item to score as a message.
+
+    Raises:
+        InvalidMessageError: `extra` holds what JSON cannot say.
+    """
+    extra = dict(item.extra)
+    problem = plain_problem(extra, DEFAULT_LIMITS.max_depth)
+    if problem:
+        reject("ScoreItem", problem[0], f"extra: {problem[1]}")
+    return reward_pb2.ScoreItem(
+        trajectory_id=item.trajectory_id,
+        prompt=item.prompt,
+        response=item.response,
+        ground_truth=item.ground_truth,
+        data_source=item.data_source,
+        extra_json=json.dumps(extra) if extra else "",
+    )
+
+
+def score_item_from_proto(message: reward_pb2.ScoreItem) -> ScoreItem:
+    """Reads an item to score.
+
+    Raises:
+        InvalidMessageError: no trajectory id, or `extra_json` is not a JSON object of finite values.
+    """
+    if not message.trajectory_id:
+        reject("ScoreItem", "missing_field", "no trajectory_id")
+    return ScoreItem(
+        trajectory_id=message.trajectory_id,
+        prompt=message.prompt,
+        response=message.response,
+        ground_truth=message.ground_truth,
+        data_source=message.data_source,
+        extra=_read_extra(message),
+    )
+
+
+def _read_extra(message: reward_pb2.ScoreItem) -> dict[str, object]:
+    if not message.extra_json:
+        return {}
+    try:
+        extra = json.loads(message.extra_json)
+    except (ValueError, RecursionError) as error:
+        raise InvalidMessageError(
+            f"invalid ScoreItem: {message.trajectory_id[:80]}: extra_json is not JSON ({error})",
+            reason="not_json",
+        ) from error
+    if not isinstance(extra, dict):
+        reject("ScoreItem", "wrong_type", f"{message.trajectory_id[:80]}: extra_json is not an object")
+    problem = plain_problem(extra, DEFAULT_LIMITS.max_depth)
+    if problem:
+        reject("ScoreItem", problem[0], f"{message.trajectory_id[:80]}: extra_json: {problem[1]}")
+    return extra
+
+
+def score_result_to_proto(result: ScoreResult) -> reward_pb2.ScoreResult:
+    """A verdict as a message; an error without words becomes "unknown error"."""
+    if result.error is not None or result.reward is None:
+        return reward_pb2.ScoreResult(
+            trajectory_id=result.trajectory_id, error=result.error or "unknown error"
+        )
+    return reward_pb2.ScoreResult(
+        trajectory_id=result.trajectory_id, reward=result.reward, components=dict(result.components)
+    )
+
+
+def score_result_from_proto(message: reward_pb2.ScoreResult) -> ScoreResult:
+    """Reads a verdict.
+
+    Raises:
+        InvalidMessageError: no trajectory id, or a number that is not finite.
+    """
+    if not message.trajectory_id:
+        reject("ScoreResult", "missing_field", "no trajectory_id")
+    if message.error:
+        return ScoreResult(trajectory_id=message.trajectory_id, reward=None, error=message.error)
+    components = dict(message.components)
+    for name, value in {"reward": message.reward, **components}.items():
+        if not math.isfinite(value):
+            reject("ScoreResult", "not_finite", f"{message.trajectory_id[:80]}: {name} is {value}")
+    return ScoreResult(trajectory_id=message.trajectory_id, reward=message.reward, components=components)
