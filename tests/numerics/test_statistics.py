@@ -82,7 +82,7 @@ def test_shapes_that_would_broadcast_are_refused():
 
 def test_a_range_error_names_value_and_bounds():
     with pytest.raises(
-        ConfigError, match="gamma is 1.5; it must be a finite number at least 0 and at most 1"
+        ConfigError, match=r"gamma is 1\.5; it must be a finite number at least 0 and at most 1"
     ):
         require_range("gamma", 1.5, at_least=0.0, at_most=1.0)
     with pytest.raises(ConfigError, match="clip is nan"):

@@ -42,6 +42,7 @@ def gae(
     require_range("gamma", gamma, at_least=0.0, at_most=1.0)
     if isinstance(lam, Tensor):
         require_rows(mask.shape[0], lam=lam)
+        lam = lam.to(full_precision(values).dtype)
     else:
         require_range("lam", lam, at_least=0.0, at_most=1.0)
     rewards, values, kept = (
@@ -88,7 +89,7 @@ def vapo(
     """
     lam: float | Tensor
     if lam_policy is None:
-        lam = length_adaptive_lambda(mask.bool().sum(-1), alpha).to(full_precision(values).dtype)
+        lam = length_adaptive_lambda(mask.bool().sum(-1).to(full_precision(values).dtype), alpha)
     else:
         lam = lam_policy
     advantages, _ = gae(token_rewards, values, mask, gamma, lam)
