@@ -32,10 +32,10 @@ _BETWEEN_STEPS = {Phase.DISPATCH, Phase.VALIDATE, Phase.CHECKPOINT, Phase.FORMIN
 
 _MOVES: dict[Phase, set[Phase]] = {
     Phase.STARTING: {Phase.FORMING},
-    Phase.FORMING: {Phase.PUBLISH, Phase.FORMING},
+    Phase.FORMING: {Phase.PUBLISH},
     Phase.DISPATCH: {Phase.COLLECT},
     Phase.COLLECT: {Phase.LEARN},
-    Phase.LEARN: {Phase.PUBLISH},
+    Phase.LEARN: {Phase.PUBLISH, Phase.FORMING},
     Phase.PUBLISH: {Phase.COMMIT, Phase.FORMING},
     Phase.COMMIT: _BETWEEN_STEPS,
     Phase.VALIDATE: _BETWEEN_STEPS - {Phase.VALIDATE},

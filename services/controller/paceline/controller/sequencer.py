@@ -98,7 +98,7 @@ class Sequencer:
         with span("start"):
             await self._move(Phase.FORMING)
             await self._await_fleet()
-            metrics = await self._publish()
+            metrics = await self._publish(progress.step)
         if progress.step == 0:
             if trainer.val_before_train:
                 metrics |= await self._validate()
@@ -138,7 +138,7 @@ class Sequencer:
         if reply.update_skipped:
             await self._journal.record("update_skipped", step=step, reason=reply.skip_reason)
             self._hub.notice(f"step {step}: update skipped: {reply.skip_reason}")
-        pushed = await self._publish()
+        pushed = await self._publish(step)
         with _timer() as cleanup:
             await self._clean_up(policy, collected)
         return step_metrics.assemble(
@@ -235,50 +235,39 @@ class Sequencer:
                 kind=RewardErrorKind.UNAVAILABLE,
             )
 
-    async def _publish(self) -> dict[str, float]:
-        """PUBLISH and COMMIT of version `progress.step`, over a new group where the old one has lost a member."""
+    async def _publish(self, version: int) -> dict[str, float]:
+        """PUBLISH and COMMIT, over a new group where the old one does not fit the fleet any more."""
         while True:
             rollouts = self._ready_rollouts()
             if not self._push.fits(self._learner, rollouts):
-                if self.progress.phase is not Phase.FORMING:
-                    await self._move(Phase.PUBLISH)
-                    await self._move(Phase.FORMING)
-                version = await self._push.form(self._learner, rollouts)
-                if version != self.progress.step:
-                    raise PeerLostError(
-                        f"the learner holds version {version}, the run stands at {self.progress.step}; start the same command again: it goes on "
-                        "from the newest checkpoint",
-                        peer=self._learner.member_id,
-                    )
+                await self._form(rollouts, version)
             await self._move(Phase.PUBLISH)
-            with span("publish", attributes={"paceline.version": self.progress.step}):
-                outcome = await self._push.push(self.progress.step)
+            with span("publish", attributes={"paceline.version": version}):
+                outcome = await self._push.push(version)
             if outcome is not None:
                 break
-        await self._journal.record("commit", version=outcome.policy.version, digest=outcome.policy.digest)
+        await self._journal.record("commit", version=version, digest=outcome.policy.digest)
         await self._move(Phase.COMMIT)
         self.progress.policy = outcome.policy
         return outcome.metrics
 
+    async def _form(self, rollouts: list[Member], version: int) -> None:
+        if self.progress.phase is not Phase.FORMING:
+            await self._move(Phase.FORMING)
+        held = await self._push.form(self._learner, rollouts)
+        if held != version:
+            raise PeerLostError(
+                f"the learner holds version {held}, the run stands at {version}: it was restarted; start the same command again: it goes on "
+                "from the newest checkpoint",
+                peer=self._learner.member_id,
+            )
+
     async def _admit_newcomers(self) -> None:
         """Takes servers that came since the last push into the group, at the current version."""
         if not self._push.fits(self._learner, self._ready_rollouts()):
-            await self._move(Phase.FORMING)
-            self.progress.step -= 1
-            try:
-                await self._publish()
-            finally:
-                self.progress.step += 1
+            await self._publish(self._policy.version)
 
     async def _clean_up(self, policy: PolicyTag, collected: Collected) -> None:
-        for group in collected.dropped:
-            await self._journal.record(
-                "group_dropped",
-                step=self.progress.step,
-                prompt=group.prompt_id,
-                reason=group.reason,
-                message=group.message,
-            )
         await self._broker.delete_blobs(collected.blob_keys)
         await self._broker.delete_streams([names.prompts(self._run_id, policy.version)])
         for stream in (names.trajectories(self._run_id), names.scored(self._run_id)):

@@ -1,0 +1,104 @@
+"""The on-policy barrier under any order of arrival, repeats, strangers and reward errors."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.controller.barrier import Barrier, Verdict
+from paceline.core.errors import ProtocolError
+from paceline.core.ids import Purpose
+from paceline.core.policy import PolicyTag
+from paceline.core.trajectory import FinishReason, ScoredHeader
+from support.headers import POLICY, scored
+
+
+def barrier(expected: dict[int, int]) -> Barrier:
+    return Barrier(step=4, purpose=Purpose.TRAIN, policy=POLICY, expected=expected)
+
+
+def feed(gate: Barrier, headers: list[ScoredHeader]) -> list[Verdict]:
+    verdicts = []
+    for header in headers:
+        verdict = gate.judge(header)
+        gate.apply(header, verdict)
+        verdicts.append(verdict)
+    return verdicts
+
+
+@given(
+    st.dictionaries(st.integers(0, 50), st.integers(1, 4), min_size=1, max_size=8),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_batch_does_not_depend_on_arrival(expected: dict[int, int], rng: random.Random) -> None:
+    wanted = [scored(p, i) for p, n in expected.items() for i in range(n)]
+    repeats = [
+        scored(h.trajectory_id.prompt_id, h.trajectory_id.sample_index, server_id="rollout-1")
+        for h in wanted
+        if rng.random() < 0.3
+    ]
+    stale = [scored(p, 0, policy=PolicyTag(version=2, digest=POLICY.digest)) for p in expected]
+    forged = [scored(p, 0, policy=PolicyTag(version=3, digest="f" * 16)) for p in expected]
+    strangers = [
+        scored(99),
+        scored(min(expected), 7),
+        scored(min(expected), step=3),
+        scored(min(expected), purpose=Purpose.VALIDATE),
+    ]
+    arrivals = wanted + repeats + stale + forged + strangers
+    rng.shuffle(arrivals)
+    gate = barrier(expected)
+    verdicts = feed(gate, arrivals)
+    assert gate.closed
+    assert [(h.trajectory_id.prompt_id, h.trajectory_id.sample_index) for h in gate.batch()] == [
+        (p, i) for p in sorted(expected) for i in range(expected[p])
+    ]
+    assert {h.policy for h in gate.batch()} == {POLICY}
+    assert verdicts.count(Verdict.ADMITTED) == len(wanted) == gate.num_admitted
+    assert verdicts.count(Verdict.DUPLICATE) == len(repeats)
+    assert verdicts.count(Verdict.WRONG_VERSION) == len(stale)
+    assert verdicts.count(Verdict.WRONG_DIGEST) == len(forged)
+    assert verdicts.count(Verdict.UNKNOWN) == len(strangers)
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.data())
+@settings(max_examples=40, deadline=None)
+def test_every_group_is_trained_once_or_dropped_with_its_reason(
+    num_prompts: int, n: int, data: st.DataObject
+) -> None:
+    bad = data.draw(st.sets(st.integers(0, num_prompts - 1)))
+    headers = [
+        scored(p, i, reward_error=("timeout", "slow") if p in bad and i == 0 else None)
+        for p in range(num_prompts)
+        for i in range(n)
+    ]
+    order = data.draw(st.permutations(headers))
+    gate = barrier(dict.fromkeys(range(num_prompts), n))
+    feed(gate, order)
+    assert gate.closed
+    assert [(d.prompt_id, d.reason, d.message) for d in gate.dropped] == [
+        (p, "reward:timeout", "slow") for p in sorted(bad)
+    ]
+    trained = [h.trajectory_id.prompt_id for h in gate.batch()]
+    assert sorted(trained) == sorted(p for p in range(num_prompts) if p not in bad for _ in range(n))
+    assert {h.trajectory_id.prompt_id for h in gate.leftovers()} <= bad
+
+
+def test_an_open_barrier_gives_no_batch_and_says_what_is_missing() -> None:
+    gate = barrier({1: 2, 5: 1})
+    feed(gate, [scored(1, 0), scored(5, 0)])
+    assert gate.missing == [1]
+    with pytest.raises(ProtocolError, match="still open for 1 prompt"):
+        gate.batch()
+
+
+def test_an_aborted_sample_does_not_complete_its_group() -> None:
+    gate = barrier({1: 1})
+    assert feed(gate, [scored(1, 0, finish_reason=FinishReason.ABORT)]) == [Verdict.ABORTED]
+    assert not gate.closed
+    assert feed(gate, [scored(1, 0)]) == [Verdict.ADMITTED]
+    assert gate.closed

@@ -1,0 +1,47 @@
+"""The prompt cursor: every epoch visits each prompt at most once, and a resumed walk is the same walk."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.errors import CheckpointError, DataError
+from paceline.data.cursor import CursorState, PromptCursor
+
+
+@given(st.integers(1, 40), st.data(), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_epochs_and_resume(num_ids: int, data: st.DataObject, seed: int) -> None:
+    batch = data.draw(st.integers(1, num_ids))
+    ids = [3 * i + 1 for i in range(num_ids)]
+    cursor = PromptCursor(ids, batch_size=batch, seed=seed)
+    per_epoch = num_ids // batch
+    batches, states = [], []
+    for _ in range(3 * per_epoch + 1):
+        states.append(cursor.state)
+        batches.append(cursor.take())
+    for epoch in range(3):
+        seen = [i for b in batches[epoch * per_epoch : (epoch + 1) * per_epoch] for i in b]
+        assert len(seen) == len(set(seen)) == per_epoch * batch
+        assert set(seen) <= set(ids)
+    cut = data.draw(st.integers(0, len(states) - 1))
+    again = PromptCursor(list(reversed(ids)), batch_size=batch, seed=seed)
+    again.restore(states[cut])
+    assert [again.take() for _ in batches[cut:]] == batches[cut:]
+
+
+def test_orders_differ_by_seed_and_epoch() -> None:
+    first, second = (PromptCursor(range(100), batch_size=100, seed=s) for s in (0, 1))
+    a, b, c = first.take(), first.take(), second.take()
+    assert a != b
+    assert a != c
+    assert sorted(a) == sorted(b) == sorted(c) == list(range(100))
+
+
+def test_too_few_prompts_and_foreign_states_are_errors() -> None:
+    with pytest.raises(DataError, match="3 usable prompts cannot fill data.train_batch_size=4"):
+        PromptCursor([1, 2, 3], batch_size=4, seed=0)
+    cursor = PromptCursor([1, 2, 3], batch_size=2, seed=0)
+    with pytest.raises(CheckpointError, match="there are 3 prompts"):
+        cursor.restore(CursorState(epoch=0, position=9))

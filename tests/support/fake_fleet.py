@@ -1,0 +1,155 @@
+"""A fleet without processes: fake peers that record calls, and a task that answers prompts as rollout and reward would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from paceline.broker import names
+from paceline.broker.base import Broker, Outgoing
+from paceline.broker.mailbox import Mailbox
+from paceline.controller.membership import Member
+from paceline.controller.peers import LearnerWeights, Published, Received
+from paceline.core.errors import PeerLostError
+from paceline.core.policy import PolicyTag
+from paceline.core.trajectory import FinishReason, PromptGroup, ScoredHeader
+from paceline.reshard.boxes import Box
+from paceline.reshard.layout import RankLayout, TensorSlice
+from paceline.reshard.verdict import DigestReport, SliceDigest
+from paceline.wire import decode_prompt_group, encode_scored_header
+
+
+def layout() -> RankLayout:
+    """One rank that holds the one tensor there is."""
+    whole = TensorSlice(name="w", global_shape=(2,), box=Box.whole((2,)), param="w", offset=(0,))
+    return RankLayout(dtype="float32", slices=(whole,))
+
+
+def report(rank: str, version: int, value: int) -> DigestReport:
+    """What a rank says after a push."""
+    part = SliceDigest(name="w", global_shape=(2,), box=Box.whole((2,)), value=value)
+    return DigestReport(rank=rank, version=version, slices=(part,))
+
+
+class FakePeers:
+    """Stands for the services' gRPC side. `lose` names a member whose next receive fails; `corrupt` one that reports a wrong digest."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.lose: set[str] = set()
+        self.corrupt: set[str] = set()
+        self.batches: list[list[tuple[int, int]]] = []
+        self.policies: list[PolicyTag] = []
+        self.saved: list[bytes] = []
+        self.version = 0
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def learner_weights(self, member: Member) -> LearnerWeights:
+        self.calls.append(f"describe {member.member_id}")
+        return LearnerWeights(
+            layouts=(layout(),), store_host="127.0.0.1", store_port=1, version=self.version, device="cpu"
+        )
+
+    async def rollout_layouts(self, member: Member) -> tuple[RankLayout, ...]:
+        self.calls.append(f"describe {member.member_id}")
+        return (layout(),)
+
+    async def join_learner(self, member: Member, *, epoch: int, spec: bytes) -> None:
+        self.calls.append(f"join {member.member_id} e{epoch}")
+
+    async def join_rollout(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
+        self.calls.append(f"join {member.member_id} e{epoch} at {rank_offset}")
+
+    async def publish(self, member: Member, *, epoch: int, version: int) -> Published:
+        self.calls.append(f"publish v{version} e{epoch}")
+        return Published(
+            report=report("learner", version, 7 + version),
+            digest=f"{7 + version:016x}",
+            bytes_sent=8,
+            transfer_ms=1,
+            digest_ms=1,
+        )
+
+    async def receive(self, member: Member, *, epoch: int, version: int) -> Received:
+        self.calls.append(f"receive {member.member_id} v{version} e{epoch}")
+        if member.member_id in self.lose:
+            raise PeerLostError(f"{member.member_id} went away", peer=member.member_id)
+        value = 1 if member.member_id in self.corrupt else 7 + version
+        return Received(reports=(report(member.member_id, version, value),), transfer_ms=1, digest_ms=1)
+
+    async def commit(self, member: Member, policy: PolicyTag) -> None:
+        self.calls.append(f"commit {member.member_id} {policy.version}")
+
+    async def leave_learner(self, member: Member, *, epoch: int) -> None:
+        self.calls.append(f"leave {member.member_id} e{epoch}")
+
+    async def leave_rollout(self, member: Member, *, epoch: int) -> None:
+        self.calls.append(f"leave {member.member_id} e{epoch}")
+
+    async def train(
+        self, member: Member, *, step: int, policy: PolicyTag, batch: Sequence[ScoredHeader]
+    ) -> Any:
+        self.calls.append(f"train {step}")
+        self.batches.append([(h.trajectory_id.prompt_id, h.trajectory_id.sample_index) for h in batch])
+        self.policies += [h.policy for h in batch]
+        self.version = step
+        return SimpleNamespace(metrics={"actor/ppo_kl": 0.0}, update_skipped=False, skip_reason="")
+
+    async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
+        self.calls.append(f"save {step}")
+        self.saved.append(controller_state)
+        return 0.0
+
+
+Answer = Callable[[PromptGroup, int], dict[str, Any]]
+
+
+def score_all(group: PromptGroup, sample_index: int) -> dict[str, Any]:
+    """Every sample is worth its index."""
+    return {"reward": float(sample_index), "reward_error": None}
+
+
+async def answer_prompts(broker: Broker, run_id: str, peers: FakePeers, answer: Answer = score_all) -> None:
+    """Takes the prompts of whatever version was committed last and puts scored headers; runs until cancelled."""
+    while True:
+        version = max((int(c.split()[-1]) for c in peers.calls if c.startswith("commit")), default=None)
+        if version is None:
+            await asyncio.sleep(0.005)
+            continue
+        async with Mailbox(
+            broker, names.prompts(run_id, version), names.ROLLOUT_GROUP, "fake", block_s=0.02
+        ) as box:
+            entries = await box.take()
+            for entry in entries:
+                group = decode_prompt_group(entry.payload)
+                await broker.append(
+                    [_message(run_id, group, i, answer) for i in reversed(range(group.num_samples))]
+                )
+            await box.done(entries)
+
+
+def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Outgoing:
+    key = names.blob(run_id, str(group.trajectory_id(index)), 0, "fake")
+    header = ScoredHeader(
+        run_id=run_id,
+        trajectory_id=group.trajectory_id(index),
+        policy=group.policy,
+        blob_key=key,
+        num_prompt_tokens=len(np.asarray(group.prompt_token_ids)),
+        num_response_tokens=2,
+        finish_reason=FinishReason.STOP,
+        server_id="fake",
+        attempt=0,
+        generation_s=0.0,
+        components={},
+        scorer="fake",
+        reward_s=0.0,
+        **answer(group, index),
+    )
+    return Outgoing(stream=names.scored(run_id), payload=encode_scored_header(header), blobs={key: b"x"})

@@ -1,0 +1,281 @@
+"""The loop of a run against fake peers: whole sequences of calls, events and phases."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.broker import names
+from paceline.broker.mailbox import Mailbox
+from paceline.broker.memory import MemoryBroker
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+from paceline.controller.audit import read, violations
+from paceline.controller.checkpoints import ControllerState
+from paceline.controller.collect import Collector
+from paceline.controller.fleet_watch import FleetWatch
+from paceline.controller.journal import Journal
+from paceline.controller.membership import Fleet
+from paceline.controller.records import MetricsFile
+from paceline.controller.sequencer import Inputs, Progress, Sequencer
+from paceline.controller.watch import EventHub
+from paceline.controller.weight_push import WeightPush
+from paceline.core.clock import SystemClock
+from paceline.core.errors import DeadlineError, PeerLostError, RewardError, WeightSyncError
+from paceline.core.members import MemberKind
+from paceline.core.trajectory import RewardContext
+from paceline.data.cursor import PromptCursor
+from paceline.data.prompts import Prompt, PromptSet
+from support.fake_fleet import Answer, FakePeers, answer_prompts, score_all
+
+RUN = "r"
+
+
+def config(**changes: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "data": {"train_files": "t.jsonl", "val_files": "v.jsonl", "train_batch_size": 3},
+        "model": {"path": "m"},
+        "actor": {"ppo_mini_batch_size": 3},
+        "reward": {"functions": [{"name": "exact_match"}]},
+        "rollout": {"n": 2, "replicas": 2},
+        "trainer": {"total_steps": 2, "save_freq": 1},
+        "barrier": {"stall_timeout_s": 1.0},
+        "service": {"startup_timeout_s": 1.0},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        tree.setdefault(section, {})[name] = value
+    return parse(RunConfig, tree)
+
+
+def prompts(num: int) -> PromptSet:
+    made = {
+        i: Prompt(
+            prompt_id=i, token_ids=np.arange(1, 4, dtype=np.int32), context=RewardContext(ground_truth=str(i))
+        )
+        for i in range(num)
+    }
+    return PromptSet(prompts=made, num_rows=num, num_filtered=0)
+
+
+class Run:
+    """A sequencer with all its parts; `peers` and `fleet` are what tests pull at."""
+
+    def __init__(self, cfg: RunConfig, folder: Path, broker: MemoryBroker, box: Mailbox) -> None:
+        self.folder, self.broker, self.peers, self.config = folder, broker, FakePeers(), cfg
+        clock, self.hub = SystemClock(), EventHub()
+        self.journal = Journal(folder / "events.jsonl", broker, RUN, clock)
+        self.fleet = FleetWatch(Fleet(clock, suspect_after_s=5, dead_after_s=12), self.journal, self.hub)
+        train = prompts(7)
+        peers: Any = self.peers
+        self.sequencer = Sequencer(
+            config=cfg,
+            run_id=RUN,
+            run_dir=folder,
+            inputs=Inputs(
+                train=train,
+                val=prompts(2),
+                cursor=PromptCursor(train.ids(), batch_size=3, seed=0),
+                stop_token_ids=(0,),
+            ),
+            broker=broker,
+            collector=Collector(
+                config=cfg,
+                run_id=RUN,
+                broker=broker,
+                box=box,
+                journal=self.journal,
+                alive=lambda: None if self.fleet.require(MemberKind.ROLLOUT) else None,
+                progress=lambda *_: None,
+            ),
+            peers=peers,
+            push=WeightPush(cfg, peers, self.fleet.expel),
+            fleet=self.fleet,
+            journal=self.journal,
+            hub=self.hub,
+            metrics_file=MetricsFile(folder / "metrics.jsonl", last_step=-1),
+            progress=Progress(),
+        )
+
+    async def enlist(self, member_id: str, kind: MemberKind, state: str) -> None:
+        fleet = self.fleet.fleet
+        changes = fleet.register(
+            kind=kind, member_id=member_id, incarnation="a", address=member_id, num_ranks=1
+        )
+        changes += fleet.heartbeat(member_id, "a", state=state, policy=None, in_flight=0)[1]
+        await self.fleet.apply(changes)
+
+    async def enlist_all(self) -> None:
+        await self.enlist("learner", MemberKind.LEARNER, "ready")
+        await self.enlist("reward-0", MemberKind.REWARD, "serving")
+        for i in range(2):
+            await self.enlist(f"rollout-{i}", MemberKind.ROLLOUT, "stale")
+
+    async def go(self, answer: Answer = score_all) -> None:
+        answering = asyncio.create_task(answer_prompts(self.broker, RUN, self.peers, answer))
+        try:
+            async with asyncio.timeout(20):
+                await self.sequencer.run()
+        finally:
+            answering.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await answering
+
+    def events(self) -> list[dict[str, Any]]:
+        return [dict(e) for e in read(self.folder / "events.jsonl")]
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextlib.asynccontextmanager
+async def run(folder: Path, **changes: Any) -> AsyncIterator[Run]:
+    broker = MemoryBroker()
+    await broker.ensure_group(names.trajectories(RUN), names.REWARD_GROUP)
+    async with Mailbox(broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
+        yield Run(config(**changes), folder, broker, box)
+
+
+async def test_a_whole_run(tmp_path: Path) -> None:
+    async with run(tmp_path) as it:
+        await it.enlist_all()
+        await it.go()
+
+        def push(version: int) -> list[str]:
+            receives = [f"receive rollout-{i} v{version} e1" for i in range(2)]
+            return [f"publish v{version} e1", *receives, *(f"commit rollout-{i} {version}" for i in range(2))]
+
+        assert it.peers.calls == [
+            *(f"describe {m}" for m in ("learner", "rollout-0", "rollout-1")),
+            "join learner e1",
+            "join rollout-0 e1 at 1",
+            "join rollout-1 e1 at 2",
+            *push(0),
+            *["train 1", *push(1), "save 1"],
+            *["train 2", *push(2), "save 2"],
+        ]
+        for batch in it.peers.batches:
+            assert batch == sorted(batch)
+            assert len(batch) == 6
+        assert {p.version for p in it.peers.policies} == {0, 1}
+        phases = [e["to"] for e in it.events() if e["event"] == "phase"]
+        step = ["dispatch", "collect", "learn", "publish", "commit"]
+        assert phases == [
+            "forming",
+            "publish",
+            "commit",
+            "validate",
+            *step,
+            "checkpoint",
+            *step,
+            "validate",
+            "checkpoint",
+            "ended",
+        ]
+        assert [line["step"] for line in it.lines()] == [0, 1, 2]
+        assert it.lines()[0]["val/reward/mean"] == it.lines()[2]["val/reward/mean"] == 0.0
+        assert violations(it.events(), num_samples=2) == []
+        state = ControllerState.from_plain(json.loads(it.peers.saved[0]))
+        assert (state.step, state.cursor.position, state.num_prompts) == (1, 3, 7)
+        assert await it.broker.get_blobs([names.blob(RUN, "train:1:0:0", 0, "fake")]) == [None]
+
+
+async def test_a_lost_rollout_is_put_out_and_the_rest_go_on(tmp_path: Path) -> None:
+    async with run(tmp_path, trainer__val_before_train=False) as it:
+        await it.enlist_all()
+        it.peers.lose = {"rollout-1"}
+        await it.go()
+        assert [m.member_id for m in it.fleet.fleet.usable(MemberKind.ROLLOUT)] == ["rollout-0"]
+        assert [c for c in it.peers.calls if c.startswith("leave")] == [
+            "leave learner e1",
+            "leave rollout-0 e1",
+        ]
+        assert "join rollout-0 e2 at 1" in it.peers.calls
+        assert "commit rollout-1 0" not in it.peers.calls
+        assert [c for c in it.peers.calls if c.startswith("train")] == ["train 1", "train 2"]
+        assert violations(it.events(), num_samples=2) == []
+
+
+async def test_a_newcomer_gets_the_current_version_before_the_next_step(tmp_path: Path) -> None:
+    async with run(tmp_path, rollout__replicas=1) as it:
+        await it.enlist("learner", MemberKind.LEARNER, "ready")
+        await it.enlist("reward-0", MemberKind.REWARD, "serving")
+        await it.enlist("rollout-0", MemberKind.ROLLOUT, "stale")
+        train = it.peers.train
+
+        async def train_and_enlist(*args: Any, **kwargs: Any) -> Any:
+            reply = await train(*args, **kwargs)
+            if kwargs["step"] == 1:
+                await it.enlist("rollout-1", MemberKind.ROLLOUT, "stale")
+            return reply
+
+        it.peers.train = train_and_enlist  # type: ignore[method-assign]
+        await it.go()
+        assert "commit rollout-1 1" in it.peers.calls
+        assert it.peers.calls.index("commit rollout-1 1") < it.peers.calls.index("train 2")
+
+
+async def test_a_corrupt_digest_is_never_committed(tmp_path: Path) -> None:
+    async with run(tmp_path) as it:
+        await it.enlist_all()
+        it.peers.corrupt = {"rollout-0"}
+        with pytest.raises(WeightSyncError, match="rollout-0 holds"):
+            await it.go()
+        assert not [c for c in it.peers.calls if c.startswith("commit")]
+
+
+async def test_a_group_without_reward_is_dropped_with_its_reason_and_the_step_goes_on(tmp_path: Path) -> None:
+    def answer(group: Any, index: int) -> dict[str, Any]:
+        bad = group.prompt_id == min(bad_ids) and index == 1
+        return {"reward": None, "reward_error": ("timeout", "too slow")} if bad else score_all(group, index)
+
+    bad_ids = PromptCursor(range(7), batch_size=3, seed=0).take()
+    async with run(tmp_path, trainer__val_before_train=False, trainer__total_steps=1) as it:
+        await it.enlist_all()
+        await it.go(answer)
+        assert {p for p, _ in it.peers.batches[0]} == set(bad_ids) - {min(bad_ids)}
+        dropped = [e for e in it.events() if e["event"] == "group_dropped"]
+        assert [(e["prompt"], e["reason"], e["message"]) for e in dropped] == [
+            (min(bad_ids), "reward:timeout", "too slow")
+        ]
+        assert violations(it.events(), num_samples=2) == []
+
+
+async def test_too_many_groups_without_reward_end_the_run(tmp_path: Path) -> None:
+    async with run(tmp_path, trainer__val_before_train=False) as it:
+        await it.enlist_all()
+        with pytest.raises(
+            RewardError, match="3 of 3 prompt groups have no reward.*raised: boom.*max_dropped_share"
+        ):
+            await it.go(lambda *_: {"reward": None, "reward_error": ("raised", "boom")})
+
+
+async def test_silence_ends_in_an_error_that_names_what_is_missing(tmp_path: Path) -> None:
+    async with run(tmp_path, barrier__stall_timeout_s=0.3, trainer__val_before_train=False) as it:
+        await it.enlist_all()
+        with pytest.raises(DeadlineError, match="COLLECT.*3 prompt groups of step 1 are incomplete"):
+            await it.sequencer.run()
+
+
+async def test_start_names_who_does_not_come(tmp_path: Path) -> None:
+    async with run(tmp_path, service__startup_timeout_s=0.2) as it:
+        await it.enlist("learner", MemberKind.LEARNER, "loading")
+        with pytest.raises(DeadlineError, match="the learner and the reward service and 2 rollout server"):
+            await it.sequencer.run()
+
+
+async def test_a_member_that_dies_while_starting_ends_the_start_at_once(tmp_path: Path) -> None:
+    async with run(tmp_path, service__startup_timeout_s=10.0) as it:
+        await it.enlist("learner", MemberKind.LEARNER, "loading")
+        starting = asyncio.create_task(it.sequencer.run())
+        await asyncio.sleep(0.05)
+        await it.fleet.expel(it.fleet.fleet.members()[0], "out of memory")
+        with pytest.raises(PeerLostError, match="learner: out of memory"):
+            await asyncio.wait_for(starting, 2)
