@@ -1,0 +1,64 @@
+# The four commands of the README. Python 3.11 or 3.12; everything else is installed into .venv from the lock files.
+PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/cpu.txt)
+# Where the CPU build of torch is looked for when pip's own index has none.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+SEED ?= 0
+
+.PHONY: help venv demo demo-grpo demo-start test test-fast lint format generate clean
+
+help:
+	@echo "make venv       install into $(VENV) from the lock files"
+	@echo "make demo       prepare data and a small model, train it with PPO through the four services (SEED=0)"
+	@echo "make demo-grpo  the same with GRPO, no critic"
+	@echo "make test       all tests; sets up Redis by itself"
+	@echo "make test-fast  unit, property and numeric tests"
+	@echo "make lint       formatter, linter, types, import rules, generated code"
+
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 11), (3, 12)) else "Paceline needs Python 3.11 or 3.12, this is %d.%d; run: make PYTHON=/path/to/python3.12 ..." % v)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps '$(TORCH)' \
+	  || $(BIN)/python -m pip install --disable-pip-version-check --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: demo-start
+	$(BIN)/paceline train examples/arithmetic/ppo.yaml trainer.seed=$(SEED)
+
+demo-grpo: demo-start
+	$(BIN)/paceline train examples/arithmetic/grpo.yaml trainer.seed=$(SEED)
+
+demo-start: venv
+	$(BIN)/python examples/arithmetic/prepare.py --seed $(SEED)
+	$(BIN)/paceline sft examples/arithmetic/sft.yaml seed=$(SEED)
+
+test: venv
+	$(BIN)/python -m pytest
+
+test-fast: venv
+	$(BIN)/python -m pytest tests/unit tests/property tests/numerics tests/contract
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p paceline
+	$(BIN)/lint-imports
+	tools/generate_rpc.sh --check
+	$(BIN)/python tools/generate_config_docs.py --check
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+generate: venv
+	tools/generate_rpc.sh
+	$(BIN)/python tools/generate_config_docs.py
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
