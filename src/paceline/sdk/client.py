@@ -1,0 +1,68 @@
+"""A client of any reward server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from paceline.core.errors import RewardError, RewardErrorKind
+from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
+from paceline.service import channels
+from paceline.service.process import REWARD_TOKEN
+from paceline.wire.protobuf import score_item_to_proto, score_result_from_proto
+
+
+class RewardClient:
+    """Asks a reward server; an async context manager.
+
+    Args:
+        address: host:port.
+        token: what the server asks for; None takes PACELINE_REWARD_TOKEN from the environment.
+    """
+
+    def __init__(self, address: str, *, token: str | None = None) -> None:
+        self._address = address
+        self._token = os.environ.get(REWARD_TOKEN, "") if token is None else token
+
+    async def __aenter__(self) -> Self:
+        self._channel = channels.connect(self._address, token=self._token)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def score(
+        self, items: Sequence[ScoreItem], *, timeout_s: float = 30.0, run_id: str = "", step: int = 0
+    ) -> list[ScoreResult]:
+        """The results in the order of the items.
+
+        Raises:
+            DeadlineError: no answer within `timeout_s`.
+            PeerLostError: the server cannot be reached.
+            RewardError: WRONG_COUNT, when the server did not answer with one result for each item.
+            InvalidMessageError: an item cannot be sent, or a result is not finite.
+            PacelineError: what the server raised.
+        """
+        request = reward_pb2.ScoreRequest(
+            run_id=run_id, step=step, items=[score_item_to_proto(item) for item in items]
+        )
+        answer = await channels.call(
+            reward_pb2_grpc.RewardServiceStub(self._channel).Score,
+            request,
+            timeout_s=timeout_s,
+            phase="REWARD",
+            peer=f"reward server at {self._address}",
+        )
+        results = {result.trajectory_id: score_result_from_proto(result) for result in answer.results}
+        if len(answer.results) != len(items) or results.keys() != {item.trajectory_id for item in items}:
+            raise RewardError(
+                f"the reward server at {self._address} answered {len(answer.results)} results to {len(items)} items, or under "
+                "other trajectory ids than theirs",
+                kind=RewardErrorKind.WRONG_COUNT,
+            )
+        return [results[item.trajectory_id] for item in items]
