@@ -103,6 +103,12 @@ def test_geo_mean_clips_only_where_the_advantage_drives():
     assert metrics["pg_clipfrac"] == 0.0
 
 
+def test_geo_mean_clips_below_by_its_own_bound():
+    loss, gradient, _ = run(policy_losses.geo_mean, [-0.5, 0.1], [-2.0, -2.0], 0.3, 0.4)
+    assert loss == pytest.approx([2 * math.exp(-0.1)] * 2)
+    assert gradient == pytest.approx([0.0, 2 * math.exp(-0.1)])
+
+
 # Covariances 4.125, -0.125, 0.125, 3.375.
 COV = {"log_probs": [-1.0, -2.0, -3.0, -4.0], "advantages": [4.0, 1.0, 1.0, -1.0]}
 
