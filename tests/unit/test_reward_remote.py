@@ -1,0 +1,203 @@
+"""Scoring by a remote service, well-behaved and otherwise, over real gRPC; and its sum with functions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from paceline.config.reward import RewardConfig, RewardFunctionConfig, RewardServiceConfig
+from paceline.core.errors import ConfigError, RewardErrorKind
+from paceline.core.scoring import ScoreItem
+from paceline.reward.gateway import Gateway, check_extra_keys, function_specs
+from paceline.reward.remote import RemoteOptions, RemoteScorer, join_error, split_error
+from paceline.reward.scoring import Verdict
+from support.reward_servers import OddServer, serving
+
+
+def items(*responses: str) -> list[ScoreItem]:
+    return [
+        ScoreItem(trajectory_id=f"t{index}", prompt="", response=response, ground_truth="aa")
+        for index, response in enumerate(responses)
+    ]
+
+
+@asynccontextmanager
+async def scorer(
+    address: str, *, weight: float = 1.0, timeout_s: float = 5.0, max_retries: int = 0, **options: int
+) -> AsyncIterator[RemoteScorer]:
+    remote = RemoteScorer(
+        RemoteOptions(
+            name="judge",
+            address=address,
+            weight=weight,
+            timeout_s=timeout_s,
+            max_retries=max_retries,
+            **options,
+        )
+    )
+    assert await remote.start(timeout_s=5.0)
+    yield remote
+    await remote.close()
+
+
+def kinds(verdicts: list[Verdict]) -> list[str]:
+    return [one.error[0].value if one.error else str(one.reward) for one in verdicts]
+
+
+async def test_rewards_are_weighted_and_components_named() -> None:
+    server = OddServer("reversed")
+    async with serving(server) as address, scorer(address, weight=0.5) as remote:
+        verdicts = await remote.score(items("a b", "c"), run_id="r", step=7)
+    assert [one.trajectory_id for one in verdicts] == ["t0", "t1"]
+    assert [one.reward for one in verdicts] == [1.5, 0.5]
+    assert verdicts[0].components == {"judge": 3.0, "judge/words": 2.0}
+    assert server.step == 7
+
+
+async def test_calls_are_cut_by_number_and_by_size() -> None:
+    server = OddServer()
+    async with serving(server) as address:
+        async with scorer(address, max_items_per_call=2) as remote:
+            assert kinds(await remote.score(items("a", "b", "c", "d", "e"))) == ["1.0"] * 5
+        assert sorted(server.calls) == [["t0", "t1"], ["t2", "t3"], ["t4"]]
+        server.calls.clear()
+        async with scorer(address, max_message_bytes=2000) as remote:
+            assert kinds(await remote.score(items("x" * 600, "y" * 600, "z"))) == ["600.0", "600.0", "1.0"]
+        assert sorted(server.calls) == [["t0"], ["t1", "t2"]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected", "sentence"),
+    [
+        ("too_few", ["wrong_count", "wrong_count"], "one result for each item"),
+        ("too_many", ["wrong_count", "wrong_count"], "one result for each item"),
+        ("other_ids", ["wrong_count", "wrong_count"], "under its item's trajectory_id"),
+        ("nan", ["not_finite", "1.0"], "reward is nan"),
+        ("infinite_component", ["not_finite", "1.0"], "c is inf"),
+        ("error", ["raised", "1.0"], "judge: no opinion"),
+        ("typed_error", ["not_finite", "1.0"], "judge: f returned nan"),
+        ("raise", ["raised", "raised"], "judge: the judge has no model"),
+        ("hang", ["timeout", "timeout"], "REWARD: no answer from reward service judge at 127.0.0.1:"),
+    ],
+)
+async def test_bad_answers_are_typed(mode: str, expected: list[str], sentence: str) -> None:
+    async with serving(OddServer(mode)) as address, scorer(address, timeout_s=0.5) as remote:
+        verdicts = await remote.score(items("a", "b"))
+    assert kinds(verdicts) == expected
+    assert verdicts[0].error is not None
+    assert sentence in verdicts[0].error[1]
+
+
+async def test_an_overflow_by_the_weight_is_not_finite() -> None:
+    async with serving(OddServer("huge")) as address, scorer(address, weight=10.0) as remote:
+        assert kinds(await remote.score(items("a"))) == ["not_finite"]
+
+
+async def test_a_timeout_is_tried_again_in_smaller_calls_until_only_the_slow_item_fails() -> None:
+    server = OddServer("hang_on_slow")
+    async with serving(server) as address, scorer(address, timeout_s=0.3, max_retries=2) as remote:
+        verdicts = await remote.score(items(*["a"] * 20, "slow", *["b"] * 19))
+    assert [index for index, kind in enumerate(kinds(verdicts)) if kind != "1.0"] == [20]
+    assert kinds(verdicts)[20] == "timeout"
+    assert [len(call) for call in server.calls[:4]] == [40, 16, 16, 8]
+    assert sorted(map(len, server.calls[4:])) == [1] * 16
+
+
+async def test_a_slow_answer_can_be_saved_by_a_second_attempt() -> None:
+    async with (
+        serving(OddServer("slow_once")) as address,
+        scorer(address, timeout_s=0.3, max_retries=1) as remote,
+    ):
+        assert kinds(await remote.score(items("a"))) == ["1.0"]
+
+
+async def test_a_service_that_comes_back_is_found_again() -> None:
+    async with serving(OddServer()) as address:
+        port = int(address.rpartition(":")[2])
+        remote = RemoteScorer(RemoteOptions(name="judge", address=address, timeout_s=5.0, max_retries=4))
+        assert await remote.start(timeout_s=5.0)
+    scoring = asyncio.create_task(remote.score(items("a")))
+    await asyncio.sleep(0.6)
+    async with serving(OddServer(), port=port):
+        assert kinds(await scoring) == ["1.0"]
+    await remote.close()
+
+
+async def test_a_service_that_is_not_there_is_unavailable_after_the_retries() -> None:
+    remote = RemoteScorer(RemoteOptions(name="judge", address="127.0.0.1:1", max_retries=1))
+    assert not await remote.start(timeout_s=0.2)
+    started = time.monotonic()
+    verdicts = await remote.score(items("a"))
+    assert kinds(verdicts) == ["unavailable"]
+    assert time.monotonic() - started < 5
+    assert verdicts[0].error is not None
+    assert "judge at 127.0.0.1:1 cannot be reached" in verdicts[0].error[1]
+    await remote.close()
+
+
+@pytest.mark.parametrize("kind", list(RewardErrorKind))
+def test_error_kinds_survive_the_wire(kind: RewardErrorKind) -> None:
+    assert split_error(join_error(kind, "because: of this")) == (kind, "because: of this")
+
+
+def test_an_error_without_a_kind_was_raised() -> None:
+    assert split_error("KeyError: 3") == (RewardErrorKind.RAISED, "KeyError: 3")
+
+
+def config(address: str, **changes: object) -> RewardConfig:
+    return RewardConfig(
+        functions=(
+            RewardFunctionConfig(name="exact_match", weight=2.0),
+            RewardFunctionConfig(name="support.reward_functions:length", weight=0.5),
+        ),
+        services=(RewardServiceConfig(name="judge", address=address, weight=-1.0),),
+        timeout_s=5.0,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+async def test_the_gateway_sums_functions_and_services() -> None:
+    async with serving(OddServer()) as address:
+        gateway = Gateway.of(config(address, max_reward=1.0))
+        await gateway.start()
+        verdicts = await gateway.score(items("aa", "b", "ccc"))
+        assert await gateway.score([]) == []
+        await gateway.close()
+    assert kinds(verdicts) == [str(2.0 + 1.0 - 2.0), "-0.5", "-1.5"]
+    assert verdicts[0].components == {"exact_match": 1.0, "length": 2.0, "judge": 2.0, "judge/words": 1.0}
+
+
+async def test_the_gateway_checks_the_range_of_the_sum() -> None:
+    async with serving(OddServer()) as address:
+        gateway = Gateway.of(config(address, min_reward=-1.0, max_reward=0.5))
+        await gateway.start()
+        verdicts = await gateway.score(items("aa", "b", "ccc"))
+        await gateway.close()
+    assert kinds(verdicts) == ["out_of_range", "-0.5", "out_of_range"]
+
+
+def test_component_names_are_unique() -> None:
+    repeated = RewardConfig(
+        functions=(
+            RewardFunctionConfig(name="gsm8k"),
+            RewardFunctionConfig(name="gsm8k", kwargs={"method": "flexible"}),
+            RewardFunctionConfig(name="path/to/file.py:score"),
+        )
+    )
+    specs = function_specs(repeated)
+    assert [spec.name for spec in specs] == ["gsm8k", "gsm8k_2", "score"]
+    assert specs[1].arguments == {"method": "flexible"}
+    with pytest.raises(ConfigError, match="two scorers are named 'score'"):
+        Gateway.of(
+            repeated.model_copy(update={"services": (RewardServiceConfig(name="score", address="a:1"),)})
+        )
+
+
+def test_columns_may_not_shadow_what_a_function_is_given() -> None:
+    check_extra_keys(["level"])
+    with pytest.raises(ConfigError, match="data.extra_keys names prompt, response"):
+        check_extra_keys(["response", "level", "prompt"])

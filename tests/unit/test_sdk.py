@@ -1,0 +1,197 @@
+"""The SDK: a reward server and a client, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError, DeadlineError, PacelineError, PeerLostError, RewardError
+from paceline.sdk import RewardClient, RewardServer, ScoreItem, serve_reward
+from support.reward_servers import OddServer, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def items(*responses: str, **extra: object) -> list[ScoreItem]:
+    return [
+        ScoreItem(
+            trajectory_id=f"t{index}",
+            prompt="p",
+            response=response,
+            ground_truth="truth",
+            data_source="source",
+            extra=extra,
+        )
+        for index, response in enumerate(responses)
+    ]
+
+
+def judge(
+    response: str, ground_truth: str, *, prompt: str, data_source: str, level: int, **extra: object
+) -> object:
+    match response:
+        case "raise":
+            raise KeyError("x")
+        case "exit":
+            sys.exit(3)
+        case "stop":
+            raise StopIteration
+        case "nan":
+            return math.nan
+        case "dict":
+            return {"score": 0.25, "length": 3}
+    assert (ground_truth, prompt, data_source, extra) == ("truth", "p", "source", {"tags": ["a", None]})
+    return float(level)
+
+
+async def test_one_result_for_each_item_whatever_the_function_does() -> None:
+    async with RewardServer(judge) as server, RewardClient(server.address) as client:
+        results = await client.score(
+            items("fine", "raise", "dict", "nan", "exit", "stop", level=3, tags=["a", None])
+        )
+    assert [result.trajectory_id for result in results] == [f"t{index}" for index in range(6)]
+    assert [result.reward for result in results] == [3.0, None, 0.25, None, None, None]
+    assert [result.error for result in results] == [
+        None,
+        "raised: judge raised KeyError: 'x'",
+        None,
+        "not_finite: judge returned nan",
+        "raised: judge raised RuntimeError: the function raised SystemExit: 3",
+        "raised: judge raised RuntimeError: the function raised StopIteration",
+    ]
+    assert results[2].components == {"length": 3.0}
+
+
+async def test_a_missing_column_is_named() -> None:
+    async with RewardServer(judge) as server, RewardClient(server.address) as client:
+        results = await client.score(items("fine"))
+    assert results[0].error is not None
+    assert results[0].error.startswith("raised: judge needs level, which the item does not have")
+
+
+async def test_plain_and_async_functions_work_side_by_side() -> None:
+    def sleeps(response: str, ground_truth: str) -> float:
+        time.sleep(0.2)
+        return 1.0
+
+    async def waits(response: str, ground_truth: str) -> float:
+        await asyncio.sleep(0.2)
+        return 2.0
+
+    for function, reward in ((sleeps, 1.0), (waits, 2.0)):
+        async with RewardServer(function, max_concurrent=8) as server, RewardClient(server.address) as client:
+            started = time.monotonic()
+            results = await client.score(items(*["a"] * 16))
+            assert [result.reward for result in results] == [reward] * 16
+            assert 0.4 <= time.monotonic() - started < 2.0  # two rounds of eight, not sixteen of one
+
+
+async def test_batches_go_to_the_function_whole() -> None:
+    seen: list[int] = []
+
+    def model(batch: list[ScoreItem]) -> object:
+        seen.append(len(batch))
+        match batch[0].response:
+            case "short":
+                return [1.0]
+            case "text":
+                return "12"
+            case "raise":
+                raise RuntimeError("out of memory")
+        return [float(len(item.response)) if item.response else {"x": 1.0} for item in batch]
+
+    async with RewardServer(model, batch=True) as server, RewardClient(server.address) as client:
+        results = await client.score(items("aa", "b", ""))
+        assert [result.reward for result in results] == [2.0, 1.0, None]
+        assert results[2].error is not None
+        assert "put its value under" in results[2].error
+        for response, sentence in (
+            ("short", "wrong_count: model returned 1 values for 2 items"),
+            ("text", "wrong_count: model returned 2 values"),
+            ("raise", "raised: model raised RuntimeError: out of memory"),
+        ):
+            results = await client.score(items(response, "b"))
+            assert all(sentence in (result.error or "") for result in results), (response, results)
+    assert seen == [3, 2, 2, 2]
+
+
+async def test_the_client_checks_what_it_gets() -> None:
+    server = OddServer("too_few")
+    async with serving(server) as address, RewardClient(address) as client:
+        with pytest.raises(RewardError, match="answered 1 results to 2 items"):
+            await client.score(items("a", "b"))
+        server.mode = "nan"
+        with pytest.raises(PacelineError, match="reward is nan"):
+            await client.score(items("a"))
+        server.mode = "hang"
+        with pytest.raises(DeadlineError, match=r"within 0\.2 s"):
+            await client.score(items("a"), timeout_s=0.2)
+    async with RewardClient("127.0.0.1:1") as client:
+        with pytest.raises(PeerLostError, match="cannot be reached"):
+            await client.score(items("a"), timeout_s=5)
+
+
+async def test_the_token_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_REWARD_TOKEN", "secret")
+    async with RewardServer(lambda response, truth: 1.0) as server:
+        async with RewardClient(server.address) as client:
+            assert (await client.score(items("a")))[0].reward == 1.0
+        async with RewardClient(server.address, token="wrong") as client:
+            with pytest.raises(ConfigError, match="refused the token"):
+                await client.score(items("a"))
+    monkeypatch.delenv("PACELINE_REWARD_TOKEN")
+    with pytest.raises(ConfigError, match="without a token"):
+        await RewardServer(lambda response, truth: 1.0, host="0.0.0.0").start()
+
+
+def test_a_function_of_another_form_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="must take the response and the ground truth by position"):
+        serve_reward(lambda response: 1.0, port=0)
+
+
+def test_the_example_runs_and_ends_on_sigterm(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "reward_server" / "server.py"
+    code_lines = [line for line in example.read_text().splitlines() if line.strip()]
+    assert len(code_lines) <= 10
+    environment = {
+        **os.environ,
+        "PORT": "0",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    with subprocess.Popen(
+        [sys.executable, str(example)], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stderr is not None
+        try:
+            first = process.stderr.readline()
+            assert first.startswith("reward server on 127.0.0.1:")
+
+            async def ask() -> float | None:
+                async with RewardClient(first.split()[-1]) as client:
+                    (result,) = await client.score(items("so it is truth"))
+                    assert result.components == {"right": 1.0}
+                    return result.reward
+
+            assert asyncio.run(ask()) == 1 / (1 + 14 / 1000)
+        finally:
+            process.terminate()
+        assert process.wait(timeout=15) == 0
+
+
+def test_importing_the_sdk_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, json, paceline.sdk;"
+        "print(json.dumps([n for n in ('torch', 'transformers', 'vllm', 'redis', 'pyarrow') if n in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50
+    )
+    assert json.loads(done.stdout) == []
