@@ -1,0 +1,165 @@
+"""Two FSDP2 learner processes push into a real vLLM engine: what it then generates is the learner's policy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import WeightSyncError
+from paceline.reshard.spec import WeightGroupSpec
+from paceline.reshard.verdict import digests_agree, model_digest
+from support.push_learners import LearnerGroup, report_of
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's and its dependencies'
+]
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [[5, 17, 102, 3], [198, 0, 64]]
+NUM_TOKENS = 12
+
+
+@asynccontextmanager
+async def running_engine(folder: Path, tp: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    paths = [ROOT / "src", *(ROOT / "services").glob("*"), ROOT / "tests"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    args = AsyncEngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="float32",
+        max_model_len=128,
+        tensor_parallel_size=tp,
+        enforce_eager=True,
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls="support.corrupting_extension.CorruptingExtension",
+        disable_log_stats=True,
+        seed=0,
+    )
+    engine = AsyncLLM.from_engine_args(args)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+async def generate(engine: Any, prompt: list[int], request_id: str) -> tuple[list[int], list[float]]:
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=NUM_TOKENS,
+        logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    async for output in engine.generate(tokens_input(prompt), sampling, request_id):
+        final = output.outputs[0]
+    tokens = list(final.token_ids)
+    return tokens, [row[token].logprob for row, token in zip(final.logprobs, tokens, strict=True)]
+
+
+async def check_policy(engine: Any, config: Any, seed: int) -> list[list[int]]:
+    """The engine generates what a Hugging Face float32 forward of this seed's model does."""
+    from support.push_models import greedy, seeded_model
+
+    reference = seeded_model(config, seed).eval()
+    generated = []
+    for index, prompt in enumerate(PROMPTS):
+        tokens, log_probs = await generate(engine, prompt, f"seed{seed}-{index}")
+        expected, expected_log_probs = greedy(reference, prompt, NUM_TOKENS)
+        assert tokens == expected
+        assert log_probs == pytest.approx(expected_log_probs, abs=1e-5)
+        generated.append(tokens)
+    return generated
+
+
+async def join(learners: LearnerGroup, receiver: Any, epoch: int, round_bytes: int) -> WeightGroupSpec:
+    host, port = learners.call("store")[0]
+    spec = WeightGroupSpec(
+        epoch=epoch,
+        backend="gloo",
+        store_host=host,
+        store_port=port,
+        learner_layouts=learners.layouts(),
+        rollout_layouts=tuple(await receiver.describe()),
+        wire_dtype="float32",
+        round_bytes=round_bytes,
+        timeout_s=30.0,
+    )
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(learners.call_async("join", spec.to_bytes()))
+        tasks.create_task(receiver.join(spec.to_bytes(), spec.num_learners, 30.0))
+    return spec
+
+
+async def push(learners: LearnerGroup, receiver: Any, version: int) -> tuple[Any, Any, list[Any]]:
+    async with asyncio.TaskGroup() as tasks:
+        sending = tasks.create_task(learners.call_async("publish", version))
+        receiving = tasks.create_task(receiver.receive(version, 30.0))
+    return report_of(sending.result()), receiving.result(), sending.result()
+
+
+@pytest.mark.parametrize(("tp", "kv_heads", "tied"), [(1, 2, False), (2, 1, True)])
+async def test_a_push_makes_the_engine_the_learners_policy(
+    tp: int, kv_heads: int, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.rollout.weight_receiver import WeightReceiver
+    from support.push_models import save_config, tiny_config
+
+    config = tiny_config(kv_heads=kv_heads, tied=tied)
+    save_config(config, tmp_path)
+    plain = {key: value for key, value in config.to_dict().items() if key != "architectures"}
+    learners = LearnerGroup(plain, size=2)
+    try:
+        async with running_engine(tmp_path, tp, monkeypatch) as engine:
+            receiver = WeightReceiver(engine)
+            spec = await join(learners, receiver, epoch=1, round_bytes=20_000)
+            assert spec.world_size == 2 + tp
+
+            sent, received, answers = await push(learners, receiver, version=1)
+            digests_agree(sent, received.digests)
+            assert model_digest([sent]) == model_digest(received.digests)
+            assert received.bytes == sum(num_bytes for _, num_bytes in answers)
+            first = await check_policy(engine, config, seed=0)
+
+            learners.call("set_seed", 1)
+            sent_2, received_2, _ = await push(learners, receiver, version=2)
+            digests_agree(sent_2, received_2.digests)
+            assert model_digest([sent_2]) != model_digest([sent])
+            assert await check_policy(engine, config, seed=1) != first
+
+            # The same check finds one flipped bit, and the next push, over a new group, mends it.
+            damaged = "model.layers.1.self_attn.qkv_proj.weight"
+            await engine.collective_rpc("paceline_flip_bit", args=(tp - 1, damaged, 64 * 5 + 3))
+            reports = await receiver.digest(version=2)
+            with pytest.raises(
+                WeightSyncError, match=rf"1\.self_attn\.q_proj\.weight: TP rank {tp - 1} holds"
+            ):
+                digests_agree(sent_2, reports)
+            await join(learners, receiver, epoch=2, round_bytes=1 << 20)
+            sent_3, received_3, _ = await push(learners, receiver, version=3)
+            digests_agree(sent_3, received_3.digests)
+            assert model_digest(received_3.digests) == model_digest([sent_2])
+            await receiver.leave()
+    finally:
+        learners.close()

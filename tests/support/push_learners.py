@@ -1,0 +1,148 @@
+"""Learner processes that hold an FSDP2 model and do as a pipe tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from paceline.reshard.layout import RankLayout
+from paceline.reshard.spec import WeightGroupSpec
+from paceline.reshard.verdict import DigestReport
+
+_TIMEOUT_S = 60.0
+
+
+class LearnerGroup:
+    """Starts `size` processes; every call goes to all of them and returns their answers by rank."""
+
+    def __init__(self, config: dict[str, Any], size: int) -> None:
+        context = get_context("spawn")
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_learner_main, args=(theirs, config, rank, size, port), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._threads = ThreadPoolExecutor(max_workers=1)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Blocks until every rank has answered; raises what a rank raised."""
+        for pipe in self._pipes:
+            pipe.send((method, args))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(_TIMEOUT_S):
+                raise TimeoutError(f"learner {rank} does not answer {method}")
+            answers.append(pipe.recv())
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    async def call_async(self, method: str, *args: Any) -> list[Any]:
+        """The same beside a running event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.call, method, *args)
+
+    def layouts(self) -> tuple[RankLayout, ...]:
+        """What each rank holds."""
+        return tuple(RankLayout.from_bytes(data) for data in self.call("layout"))
+
+    def kill(self, rank: int) -> None:
+        """Ends one rank without a word."""
+        self._processes[rank].kill()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._threads.shutdown()
+
+
+class _Learner:
+    def __init__(self, config: dict[str, Any], rank: int, size: int) -> None:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from transformers import Qwen2Config
+
+        from paceline.learner.weight_publisher import WeightPublisher
+        from support.push_models import seeded_model
+
+        self._config, self._rank = Qwen2Config(**config), rank
+        self._model = seeded_model(self._config, seed=0)
+        mesh = init_device_mesh("cpu", (size,))
+        for layer in self._model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self._model, mesh=mesh)
+        self._publisher = WeightPublisher(self._model, torch.device("cpu"), "gloo")
+
+    def layout(self) -> bytes:
+        return self._publisher.layout().to_bytes()
+
+    def store(self) -> tuple[str, int] | None:
+        return self._publisher.open_store() if self._rank == 0 else None
+
+    def join(self, spec: bytes) -> None:
+        self._publisher.join(WeightGroupSpec.from_bytes(spec))
+
+    def publish(self, version: int) -> tuple[bytes, int]:
+        result = self._publisher.publish(version)
+        return result.digests.to_bytes(), result.bytes
+
+    def leave(self) -> None:
+        self._publisher.leave()
+
+    def set_seed(self, seed: int) -> None:
+        """Takes over the weights of another seed, and leaves the model as a forward without gradients does."""
+        import torch
+
+        from support.push_models import seeded_model
+
+        source = dict(seeded_model(self._config, seed).named_parameters())
+        with torch.no_grad():
+            for name, param in self._model.named_parameters():
+                local = param.to_local()
+                rows = -(-param.shape[0] // param.device_mesh.size()) * self._rank
+                local.copy_(source[name][rows : rows + local.shape[0]])
+            self._model(torch.tensor([[1, 2, 3]]))
+
+
+def _learner_main(pipe: Connection, config: dict[str, Any], rank: int, size: int, port: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group("gloo")
+    learner = _Learner(config, rank, size)
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            answer = getattr(learner, method)(*args)
+        except Exception as error:  # noqa: BLE001
+            answer = RuntimeError(f"learner {rank}: {type(error).__name__}: {error}")
+        pipe.send(answer)
+    dist.destroy_process_group()
+
+
+def report_of(answers: list[tuple[bytes, int]]) -> DigestReport:
+    """Learner rank 0's digests."""
+    return DigestReport.from_bytes(answers[0][0])
