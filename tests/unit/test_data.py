@@ -1,0 +1,118 @@
+"""Rows, chat templates, filtering: what is read, and what each fault says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config.data import DataConfig
+from paceline.core.errors import DataError, ModelError
+from paceline.data.prompts import PromptSet, encode_prompt, load_tokenizer, stop_token_ids
+from paceline.data.rows import read_rows
+
+
+class Words:
+    """A tokenizer of one id a word; its chat template marks roles with brackets."""
+
+    eos_token_id: int | None = 9
+    chat_template: str | None = "yes"
+
+    def __call__(self, text: str | list[str], *, add_special_tokens: bool) -> dict[str, Any]:
+        ids = [len(word) for word in str(text).split()]
+        return {"input_ids": [0, *ids] if add_special_tokens else ids}
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        return " ".join(f"<{m['role']}> {m['content']}" for m in conversation) + " <assistant>"
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def config(files: Path, **changes: Any) -> DataConfig:
+    return DataConfig(train_files=(str(files),), **changes)
+
+
+def jsonl(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return file
+
+
+def test_parquet_and_jsonl_give_the_same_rows(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"prompt": "a b", "ground_truth": "1"}, {"prompt": "c", "ground_truth": "2"}]
+    parquet = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
+    assert read_rows([parquet]) == read_rows([jsonl(tmp_path, rows)]) == rows
+
+
+def test_filtering_counts_and_keeps_ids(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, [{"prompt": "w " * n, "ground_truth": str(n), "level": n} for n in (1, 9, 2)])
+    prompts = PromptSet.load(config(file, max_prompt_length=3, extra_keys=("level",)), Words())
+    assert prompts.ids() == [0, 2]
+    assert (prompts.num_rows, prompts.num_filtered) == (3, 1)
+    assert prompts.prompts[2].context.extra == {"level": 2}
+    with pytest.raises(
+        DataError, match=r"1 of 3 train prompts .* longer than data.max_prompt_length=3 .*row 1 has 10"
+    ):
+        PromptSet.load(config(file, max_prompt_length=3, overlong_prompts="error"), Words())
+    with pytest.raises(DataError, match="none of the 3 train prompts fits"):
+        PromptSet.load(config(file, max_prompt_length=1), Words())
+
+
+def test_chat_and_text() -> None:
+    messages = [{"role": "user", "content": "hi you"}]
+    assert encode_prompt(Words(), messages, "auto") == [6, 2, 3, 11]
+    assert encode_prompt(Words(), "hi you", "chat") == [6, 2, 3, 11]
+    assert encode_prompt(Words(), "hi you", "auto") == [0, 2, 3]
+    with pytest.raises(DataError, match="data.prompt_format is text"):
+        encode_prompt(Words(), messages, "text")
+    with pytest.raises(DataError, match="list of {role, content} messages"):
+        encode_prompt(Words(), [{"who": "x"}], "auto")
+    bare = Words()
+    bare.chat_template = None
+    with pytest.raises(ModelError, match="no chat template"):
+        encode_prompt(bare, messages, "auto")
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "said"),
+    [
+        (None, "no.jsonl", "does not exist"),
+        ("", "e.jsonl", "no rows in"),
+        ("{oops", "b.jsonl", "line 1, is not JSON"),
+        ("[1]", "l.jsonl", "every line must be an object"),
+        ('{"prompt": "x"}', "c.jsonl", "has no column 'ground_truth'; it has prompt"),
+        ('{"prompt": null, "ground_truth": "1"}', "n.jsonl", "row 0 has no value in column 'prompt'"),
+        ("x", "t.txt", "cannot tell the format from '.txt'"),
+        ("not parquet", "p.parquet", "is not readable as parquet"),
+    ],
+)
+def test_faults_say_what_to_change(tmp_path: Path, content: str | None, name: str, said: str) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(DataError) as caught:
+        PromptSet.load(config(file), Words())
+    assert said in str(caught.value)
+
+
+def test_a_folder_without_tokenizer_and_a_model_without_end(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        load_tokenizer(tmp_path / "none")
+    with pytest.raises(ModelError, match=r"has no tokenizer \(tokenizer.json\)"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
+    assert stop_token_ids(tmp_path, Words()) == (3, 5, 9)
+    endless = Words()
+    endless.eos_token_id = None
+    (tmp_path / "generation_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        stop_token_ids(tmp_path, endless)

@@ -1,0 +1,86 @@
+"""Every configuration that is shipped parses, and says what its name says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from paceline.config.load import dump_yaml, load, parse
+from paceline.config.run import RunConfig, SftRunConfig
+from paceline.core.errors import ConfigError
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SHIPPED = sorted(EXAMPLES.rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_it_parses_and_survives_its_own_dump(path: Path) -> None:
+    kind = SftRunConfig if "sft" in yaml.safe_load(path.read_text()) else RunConfig
+    config = load(kind, path)
+    assert parse(kind, yaml.safe_load(dump_yaml(config))) == config
+
+
+def test_the_demo_uses_what_it_promises() -> None:
+    config = load(RunConfig, EXAMPLES / "arithmetic" / "ppo.yaml")
+    assert config.needs_critic
+    assert config.needs_reference
+    assert config.algorithm.kl_ctrl.type == "adaptive"
+    assert config.actor.use_dual_clip
+    assert config.learner.world_size == 2
+    grpo = load(RunConfig, EXAMPLES / "arithmetic" / "grpo.yaml")
+    assert not grpo.needs_critic
+
+
+MINIMAL = {
+    "data": {"train_files": "t.jsonl"},
+    "model": {"path": "m"},
+    "reward": {"functions": [{"name": "exact_match"}]},
+    "trainer": {"total_steps": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.total_step=3", "unknown key trainer.total_step; did you mean 'total_steps'?"),
+        ("actor.optim.lr=fast", "actor.optim.lr='fast': Input should be a valid number"),
+        ("trainer.total_steps=0", "trainer.total_steps=0: Input should be greater than 0"),
+        ("rollout.top_p=0.9", "top_p=0.9, top_k=0: truncated sampling"),
+        ("actor.ppo_mini_batch_size=24", "actor.ppo_mini_batch_size=24 must divide data.train_batch_size=64"),
+        ("reward.functions=[]", "no scorer: name at least one"),
+        ("actor.ppo_max_token_len_per_gpu=100", "cannot hold one sequence"),
+        ("actor.clip_ratio_c=1.1", "must exceed 1 + the upper clip range"),
+        ("nonsense", "must look like dotted.key=value"),
+        ("model.path.x=1", "'path' is a value, not a section"),
+    ],
+)
+def test_bad_values_are_named_with_what_to_write(tmp_path: Path, override: str, said: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, file, [override])
+    assert said in str(caught.value)
+
+
+def test_overrides_are_typed_like_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    config = load(
+        RunConfig,
+        file,
+        ["actor.optim.lr=1e-4", "reward.functions.0.weight=2", "rollout.threads=null", "data.shuffle=no"],
+    )
+    assert config.actor.optim.lr == 1e-4
+    assert config.reward.functions[0].weight == 2
+    assert config.rollout.threads is None
+    assert config.data.shuffle is False
+
+
+def test_a_missing_or_broken_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read configuration .*nowhere.yaml"):
+        load(RunConfig, tmp_path / "nowhere.yaml")
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(ConfigError, match="must hold a mapping of sections"):
+        load(RunConfig, tmp_path / "list.yaml")
