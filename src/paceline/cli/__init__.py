@@ -1,0 +1,1 @@
+"""The `paceline` command."""

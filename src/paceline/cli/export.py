@@ -1,0 +1,38 @@
+"""`paceline export`: a checkpoint as a folder that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from paceline.cli import run_dir as run_dirs
+from paceline.core.errors import CheckpointError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument("run_name", metavar="RUN", help="run directory, or its name under runs/")
+    parser.add_argument("step", metavar="STEP", help="step of the checkpoint, or: latest")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, new or empty")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Hands over to the learner's exporter, in a process of its own: this one stays free of torch."""
+    folder = run_dirs.find(args.run_name)
+    steps = checkpoint_steps(folder)
+    step = steps[-1] if args.step == "latest" and steps else args.step
+    if not str(step).isdigit() or int(step) not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"{folder} has no complete checkpoint of step {args.step}; it has: {known}")
+    if args.out.exists() and any(args.out.iterdir()):
+        raise CheckpointError(f"{args.out} is not empty; give a new folder")
+    command = [sys.executable, "-m", "paceline.learner.export", str(folder), str(int(step)), str(args.out)]
+    return subprocess.run(command, check=False).returncode
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps with a complete checkpoint, ascending: the manifest is written last."""
+    found = (folder / "checkpoints").glob("step_*/manifest.json")
+    return sorted(int(path.parent.name.removeprefix("step_")) for path in found)

@@ -1,0 +1,40 @@
+"""What this machine offers, asked without torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+def num_cores() -> int:
+    """Cores that this process may use; containers often get fewer than the machine has."""
+    quota = _cgroup_cores()
+    cores = len(os.sched_getaffinity(0))
+    return cores if quota is None else max(1, min(cores, quota))
+
+
+def gpu_indices() -> list[int]:
+    """GPUs that this process may use, by index; [] on a machine without."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [int(word) for word in visible.split(",") if word.strip().isdigit()]
+    return list(range(len(list(_NVIDIA.iterdir())))) if _NVIDIA.is_dir() else []
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _cgroup_cores() -> int | None:
+    file = Path("/sys/fs/cgroup/cpu.max")
+    if not file.is_file():
+        return None
+    quota, _, period = file.read_text(encoding="ascii").partition(" ")
+    return None if quota == "max" else -(-int(quota) // int(period))

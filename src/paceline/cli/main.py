@@ -1,0 +1,54 @@
+"""`paceline`: the command line; each sub-command is a module of its own, imported when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from paceline.core.errors import ConfigError, DataError, ModelError, PacelineError
+
+# name: (module, help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("train", "train a model: starts all services on this machine"),
+    "check": ("check", "validate configuration, data and model without starting anything"),
+    "doctor": ("doctor", "say what this machine offers and lacks"),
+    "status": ("status", "ask a running controller what it is doing"),
+    "sft": ("sft", "train a starting model on prompt/answer pairs"),
+    "export": ("export", "write a checkpoint as a safetensors folder"),
+    "report": ("report", "write a run as one HTML page"),
+    "reward": ("reward", "score one response with a reward function"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a sub-command and returns its exit code: 0 well, 1 failed, 2 what the user gave cannot be used."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="paceline", description="Post-training of language models with reinforcement learning."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    for name, (module, help_text) in COMMANDS.items():
+        sub = commands.add_parser(name, help=help_text, description=help_text)
+        if name == chosen:
+            command = importlib.import_module(f"paceline.cli.{module}")
+            command.add_arguments(sub)
+            sub.set_defaults(run=command.run)
+    args = parser.parse_args(words)
+    try:
+        code: int = args.run(args)
+    except (ConfigError, DataError, ModelError) as error:
+        print(f"paceline {args.command}: {error}", file=sys.stderr)
+        return 2
+    except PacelineError as error:
+        print(f"paceline {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Which processes a run consists of on this machine: commands, environments and who gets which cores and GPUs."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.cli import machine
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
+
+# Shown by --dry-run; secrets and what is only known later go in at the start.
+CONTROLLER_PLACE = "CONTROLLER_HOST:PORT"
+
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "controller": (
+        "trainer", "data", "model", "rollout", "reward", "barrier", "broker", "weights", "service", "telemetry",
+    ),
+    "rollout": ("rollout", "model", "data", "broker", "weights", "service", "telemetry"),
+    "learner": (
+        "learner", "actor", "critic", "algorithm", "model", "data", "rollout", "trainer", "broker", "weights",
+        "service", "telemetry",
+    ),
+    "reward": ("reward", "model", "broker", "service", "telemetry"),
+}  # fmt: skip
+
+
+class Role(enum.Enum):
+    """What a process does; its loss means different things."""
+
+    CONTROLLER = "controller"
+    ROLLOUT = "rollout"
+    LEARNER = "learner"
+    REWARD = "reward"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessSpec:
+    """One process to start. `env` is what it gets beside the launcher's own environment."""
+
+    name: str
+    role: Role
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """The resources to share out."""
+
+    num_cores: int
+    gpus: tuple[int, ...]
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine."""
+        return cls(num_cores=machine.num_cores(), gpus=tuple(machine.gpu_indices()))
+
+
+def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessSpec:
+    """The controller, which comes first."""
+    command = [
+        *_module("controller"),
+        "--config", str(run_dir / "config.resolved.yaml"),
+        "--run-dir", str(run_dir),
+        "--host", config.service.host,
+        "--port", str(config.service.controller_port),
+        "--address-file", str(address_file),
+    ]  # fmt: skip
+    return ProcessSpec(
+        name="controller", role=Role.CONTROLLER, command=tuple(command), env=_common(num_threads=1)
+    )
+
+
+def members(
+    config: RunConfig, resources: Machine, *, controller_address: str, master_port: int
+) -> list[ProcessSpec]:
+    """Rollout servers, learner ranks and the reward service, in the order in which they are started.
+
+    Raises:
+        ConfigError: the GPUs do not suffice for what the configuration asks.
+    """
+    learner_gpus, rollout_gpus = share_gpus(config, resources.gpus)
+    return [
+        *_rollouts(config, resources, rollout_gpus, controller_address),
+        *_learners(config, resources, learner_gpus, controller_address, master_port),
+        ProcessSpec(
+            name="reward",
+            role=Role.REWARD,
+            command=(*_module("reward"), *_member(config, controller_address, "reward-0")),
+            env=_common(num_threads=1),
+        ),
+    ]
+
+
+def share_gpus(config: RunConfig, gpus: Sequence[int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The learner's GPUs and each rollout server's; empty tuples on a CPU.
+
+    Raises:
+        ConfigError: too few GPUs, or lists of devices of the wrong length.
+    """
+    learner, rollout = config.learner, config.rollout
+    per_engine, replicas = rollout.tensor_model_parallel_size, rollout.replicas
+    on_cpu: list[tuple[int, ...]] = [()] * replicas
+    if learner.device == "cpu" or (learner.device == "auto" and not gpus):
+        return (), on_cpu
+    mine = learner.devices if learner.devices is not None else tuple(gpus[: learner.world_size])
+    if len(mine) != learner.world_size:
+        raise ConfigError(
+            f"learner.world_size={learner.world_size} needs as many GPUs, there are {len(mine)} ({_list(mine)}); lower it, name "
+            "learner.devices, or set learner.device: cpu"
+        )
+    theirs = rollout.devices if rollout.devices is not None else tuple(g for g in gpus if g not in mine)
+    needed = replicas * per_engine
+    if len(theirs) < needed:
+        raise ConfigError(
+            f"rollout.replicas={replicas} x rollout.tensor_model_parallel_size={per_engine} need {needed} GPUs, {len(theirs)} are left "
+            f"beside the learner's ({_list(mine)}); lower them, or name rollout.devices"
+        )
+    return mine, [theirs[i * per_engine : (i + 1) * per_engine] for i in range(replicas)]
+
+
+def _rollouts(
+    config: RunConfig, resources: Machine, gpus: list[tuple[int, ...]], controller_address: str
+) -> list[ProcessSpec]:
+    specs = []
+    for index, mine in enumerate(gpus):
+        name = f"rollout-{index}"
+        specs.append(
+            ProcessSpec(
+                name=name,
+                role=Role.ROLLOUT,
+                command=(*_module("rollout"), *_member(config, controller_address, name)),
+                # Threads and all of vLLM's variables are the rollout service's own affair: it also starts alone.
+                env=_common() | _devices(mine, resources),
+            )
+        )
+    return specs
+
+
+def _learners(
+    config: RunConfig, resources: Machine, gpus: tuple[int, ...], controller_address: str, master_port: int
+) -> list[ProcessSpec]:
+    size = config.learner.world_size
+    num_threads = config.learner.threads or max(1, resources.num_cores // size)
+    specs = []
+    for rank in range(size):
+        ranks = torchrun_env(rank=rank, world_size=size, master_port=master_port)
+        specs.append(
+            ProcessSpec(
+                name=f"learner-{rank}",
+                role=Role.LEARNER,
+                command=(*_module("learner"), *_member(config, controller_address, "learner-0")),
+                env=_common(num_threads=num_threads) | ranks | _devices(gpus, resources),
+            )
+        )
+    return specs
+
+
+def torchrun_env(*, rank: int, world_size: int, master_port: int) -> dict[str, str]:
+    """The environment that torchrun gives a rank, of a group on one machine."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master_port),
+    }
+
+
+def _module(service: str) -> list[str]:
+    return [sys.executable, "-m", f"paceline.{service}"]
+
+
+def _member(config: RunConfig, controller_address: str, member_id: str) -> list[str]:
+    return ["--controller", controller_address, "--member-id", member_id, "--host", config.service.host]
+
+
+def _common(*, num_threads: int | None = None) -> dict[str, str]:
+    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
+    return threads | {
+        "TOKENIZERS_PARALLELISM": "false",
+        # A run uses what lies on disk; a hub that is asked in passing makes starts slow and results change.
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _devices(gpus: Sequence[int], resources: Machine) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": _list(gpus)} if gpus or resources.gpus else {}
+
+
+def _list(gpus: Sequence[int]) -> str:
+    return ",".join(map(str, gpus))

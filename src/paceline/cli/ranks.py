@@ -1,0 +1,72 @@
+"""Runs a module once per rank, as torchrun would on one machine, to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.cli import machine
+from paceline.cli.plan import ProcessSpec, Role, torchrun_env
+from paceline.cli.processes import ManagedProcess
+from paceline.cli.supervise import Supervisor
+from paceline.core.errors import PeerLostError
+from paceline.service.process import adopt_orphans
+
+
+def run_ranks(
+    module: str, arguments: Sequence[str], *, world_size: int, num_threads: int | None, log_dir: Path
+) -> None:
+    """Runs `python -m module` on every rank; rank 0's output comes here, too.
+
+    Raises:
+        PeerLostError: a rank failed; its last error is in the message.
+    """
+    asyncio.run(_run(module, arguments, world_size, num_threads, log_dir))
+
+
+async def _run(
+    module: str, arguments: Sequence[str], world_size: int, num_threads: int | None, log_dir: Path
+) -> None:
+    adopt_orphans()
+    supervisor = Supervisor(log_dir)
+    port = machine.free_port()
+    threads = num_threads or max(1, machine.num_cores() // world_size)
+    command = (sys.executable, "-m", module, *arguments)
+    started: list[ManagedProcess] = []
+    echo: asyncio.Task[None] | None = None
+    try:
+        for rank in range(world_size):
+            env = torchrun_env(rank=rank, world_size=world_size, master_port=port)
+            env |= {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+            spec = ProcessSpec(name=f"rank-{rank}", role=Role.LEARNER, command=command, env=env)
+            started.append(await supervisor.start(spec, {}))
+        echo = asyncio.create_task(_echo(started[0]), name="echo of rank 0")
+        for _ in started:
+            process = await supervisor.next_exit()
+            if process.exited.result() != 0:
+                raise PeerLostError(
+                    f"{process.name} failed ({process.outcome()}): {process.last_error()} [log: {process.log_path}]",
+                    peer=process.name,
+                )
+    finally:
+        await supervisor.stop(budget_s=5.0)
+        supervisor.sweep()
+        if echo is not None:
+            await echo
+
+
+async def _echo(process: ManagedProcess) -> None:
+    """Copies what is appended to the log; a file tells nobody that it grew, hence the looking."""
+    with process.log_path.open("rb") as log:
+        log.seek(process.log_start)
+        while True:
+            ended = not process.running
+            text = log.read()
+            if text:
+                os.write(sys.stdout.fileno(), text)
+            if ended:
+                return
+            await asyncio.sleep(0.2)

@@ -1,0 +1,78 @@
+"""`paceline status`: what a run is doing, asked of its controller."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli import run_dir as run_dirs
+from paceline.cli.view import phase_words, step_line
+from paceline.core.errors import ConfigError
+from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
+from paceline.service import channels
+from paceline.service.process import env_token
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="run directory, or its name under runs/; default: the latest"
+    )
+    parser.add_argument(
+        "--controller", metavar="HOST:PORT", help="ask this controller (token in PACELINE_TOKEN)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what the controller answers; 1 where the run has ended."""
+    if args.controller:
+        address, token = args.controller, env_token()
+    else:
+        folder = run_dirs.find(args.run)
+        note = run_dirs.read_note(folder)
+        if note is None:
+            raise ConfigError(
+                f"{folder} was not started by `paceline train`; give --controller HOST:PORT and PACELINE_TOKEN"
+            )
+        if not note.alive or not note.controller:
+            last = note.message or ("starting" if note.alive else "its launcher is gone")
+            print(f"{folder}: {'not up yet' if note.alive else 'not running'} ({last})")
+            return 1
+        address, token = note.controller, note.token
+    _show(asyncio.run(_ask(address, token)))
+    return 0
+
+
+async def _ask(address: str, token: str) -> controller_pb2.GetStatusResponse:
+    channel = channels.connect(address, token=token)
+    try:
+        stub = controller_pb2_grpc.ControllerServiceStub(channel)
+        request = controller_pb2.GetStatusRequest()
+        answer: controller_pb2.GetStatusResponse = await channels.call(
+            stub.GetStatus, request, timeout_s=5.0, phase="STATUS", peer=f"the controller at {address}"
+        )
+        return answer
+    finally:
+        await channel.close()
+
+
+def _show(status: controller_pb2.GetStatusResponse) -> None:
+    console = Console(highlight=False)
+    words = phase_words(status.phase, status.trajectories_admitted, status.trajectories_wanted)
+    console.print(f"run       {status.run_id}\nfolder    {status.run_dir}")
+    console.print(
+        f"now       step {status.step}/{status.total_steps}: {words}, {status.seconds_in_phase:.1f} s"
+    )
+    if status.HasField("policy"):
+        console.print(f"policy    v{status.policy.version}@{status.policy.digest}")
+    table = Table("member", "state", "policy", "in flight", "heard", "address", box=None, pad_edge=False)
+    for member in status.members:
+        policy = f"v{member.policy.version}" if member.HasField("policy") else ""
+        heard = f"{member.seconds_since_heartbeat:.1f} s ago"
+        table.add_row(member.member_id, member.state, policy, str(member.in_flight), heard, member.address)
+    console.print(table)
+    if status.metrics:
+        console.print(step_line(status.step, status.total_steps, dict(status.metrics)))

@@ -1,0 +1,103 @@
+"""Keeps a set of local processes: starts them, tells which one ended, ends them all in order and leaves none behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.cli import processes
+from paceline.cli.plan import ProcessSpec, Role
+from paceline.cli.processes import ManagedProcess
+from paceline.core.errors import ProtocolError
+
+# Consumers go before what they consume from; the controller hears of every farewell.
+STOP_ORDER = (Role.ROLLOUT, Role.LEARNER, Role.REWARD, Role.CONTROLLER)
+
+
+class Supervisor:
+    """The processes of one run. Whatever lived below this process before is left alone."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._before = processes.descendants()
+        self._processes: list[ManagedProcess] = []
+        self._told: set[int] = set()
+        self._hurry = asyncio.Event()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {process.name: process.pid for process in self._processes}
+
+    async def start(self, spec: ProcessSpec, secrets: Mapping[str, str]) -> ManagedProcess:
+        """Starts a process, its log at LOG_DIR/NAME.log."""
+        process = await processes.start(spec, self._log_dir / f"{spec.name}.log", secrets)
+        self._processes.append(process)
+        return process
+
+    async def next_exit(self) -> ManagedProcess:
+        """Waits until a process has ended that was not told of yet."""
+        while True:
+            for process in self._processes:
+                if not process.running and process.pid not in self._told:
+                    self._told.add(process.pid)
+                    return process
+            running = [process.exited for process in self._processes if process.running]
+            if not running:
+                raise ProtocolError("no process is left whose end could be waited for")
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+
+    def running(self, role: Role) -> list[ManagedProcess]:
+        """Those of a role that have not ended."""
+        return [p for p in self._processes if p.spec.role is role and p.running]
+
+    def hurry(self) -> None:
+        """No more patience: what still runs is killed."""
+        self._hurry.set()
+
+    async def stop(self, *, budget_s: float, order: Sequence[Role] = STOP_ORDER) -> list[str]:
+        """Ends all processes, role by role, within about `budget_s` seconds; returns the names of those that were killed."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + budget_s
+        killed: list[str] = []
+        for position, role in enumerate(order):
+            share_s = max(0.0, deadline - loop.time()) / (len(order) - position)
+            group = [p for p in self._processes if p.spec.role is role]
+            killed += await self._stop_group(group, share_s)
+        return killed
+
+    def sweep(self) -> list[str]:
+        """Kills by pid whatever is left below this process; returns what it was."""
+        now = processes.descendants()
+        return processes.kill_all(process for pid, process in now.items() if pid not in self._before)
+
+    async def _stop_group(self, group: Sequence[ManagedProcess], budget_s: float) -> list[str]:
+        for process in group:
+            process.terminate()
+        await self._wait_for([process.exited for process in group if process.running], budget_s)
+        late = [process for process in group if process.running]
+        for process in group:
+            # Also where the leader has gone: what it left in its group must not outlive it.
+            process.signal_group(signal.SIGKILL)
+        if late:
+            await asyncio.wait([process.exited for process in late], timeout=5)
+        return [process.name for process in late]
+
+    async def _wait_for(self, ends: Sequence[asyncio.Task[int]], budget_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + budget_s
+        hurry: asyncio.Task[bool] = asyncio.create_task(self._hurry.wait(), name="hurry")
+        try:
+            left = {end for end in ends if not end.done()}
+            while left and not hurry.done() and loop.time() < deadline:
+                watched: set[asyncio.Task[Any]] = {*left, hurry}
+                await asyncio.wait(
+                    watched, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
+                )
+                left = {end for end in left if not end.done()}
+        finally:
+            hurry.cancel()
+            await asyncio.gather(hurry, return_exceptions=True)

@@ -1,0 +1,79 @@
+"""`paceline train`: a run as local processes, shown while it goes, reported at its end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from paceline.cli import dry_run, launch
+from paceline.cli import run_dir as run_dirs
+from paceline.cli.check import quick_check
+from paceline.cli.live import LiveView
+from paceline.cli.summary import closing_lines
+from paceline.cli.view import PlainView, View
+from paceline.config.load import load
+from paceline.config.run import RunConfig
+from paceline.service.logs import LineFormatter
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument("config", metavar="CONFIG.yaml", help="configuration of the run")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="dotted.key=value", help="values in place of the file's"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print every service's resolved configuration and command, start nothing",
+    )
+    parser.add_argument("--plain", action="store_true", help="plain lines also on a terminal")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; returns the exit code."""
+    config = load(RunConfig, args.config, args.overrides)
+    if args.dry_run:
+        print(dry_run.describe(config))
+        return 0
+    quick_check(config)
+    config, run_dir = run_dirs.prepare(config)
+    _log_to(run_dir / "logs" / "launcher.log")
+    view = _view(config, run_dir, plain=args.plain)
+    try:
+        outcome = asyncio.run(launch.launch(config, run_dir, view))
+    finally:
+        view.close()
+    for line in closing_lines(run_dir):
+        print(line)
+    if not outcome.ok:
+        print(f"paceline train: {outcome.message}", file=sys.stderr)
+        resume = "the same command goes on from the newest checkpoint" if _has_checkpoint(run_dir) else ""
+        if resume and config.trainer.resume == "auto":
+            print(f"with trainer.run_dir={run_dir}, {resume}", file=sys.stderr)
+    return outcome.exit_code
+
+
+def _view(config: RunConfig, run_dir: Path, *, plain: bool) -> View:
+    total_steps = config.trainer.total_steps
+    if plain or not sys.stdout.isatty():
+        print(f"run directory: {run_dir}", flush=True)
+        return PlainView(total_steps)
+    return LiveView(f"paceline  {config.model.path}  {run_dir}", total_steps)
+
+
+def _log_to(file: Path) -> None:
+    """The launcher's own records; the screen belongs to the view."""
+    handler = logging.FileHandler(file)
+    handler.setFormatter(LineFormatter("launcher"))
+    logging.basicConfig(handlers=[handler], force=True, level="WARNING")
+    logging.getLogger("paceline").setLevel("INFO")
+
+
+def _has_checkpoint(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob("*/manifest.json"))

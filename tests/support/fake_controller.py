@@ -1,0 +1,116 @@
+"""A controller of a few lines, as a servicer for in-process tests and as a program for the launcher's.
+
+As a program it takes the real controller's arguments; FAKE_SCRIPT names what it does:
+`steps` (default) ends well after two steps, `wait` runs until StopRun, `fail` ends with an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from paceline.rpc.v1 import controller_pb2 as pb
+from paceline.rpc.v1 import controller_pb2_grpc
+from paceline.service.grpc_server import RunningServer, start_server
+from paceline.service.process import env_token, write_atomically
+from paceline.service.runtime import ServiceContext, run_service
+
+
+class FakeController(controller_pb2_grpc.ControllerServiceServicer):
+    """Records every call; answers as told."""
+
+    def __init__(self, config_json: str = "{}", run_id: str = "run-1") -> None:
+        self.config_json, self.run_id = config_json, run_id
+        self.calls: list[str] = []
+        self.heartbeats: list[pb.HeartbeatRequest] = []
+        self.registrations: list[pb.RegisterRequest] = []
+        self.known = True
+        self.run_over = False
+        self.heard = asyncio.Event()
+        self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.script: list[pb.WatchEvent] = []
+        self.end_after_stop = True
+
+    async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
+        self.calls.append("register")
+        self.registrations.append(request)
+        self.known = True
+        return pb.RegisterResponse(
+            run_id=self.run_id,
+            run_dir="/nowhere",
+            config_json=self.config_json,
+            broker_url="memory://",
+            heartbeat_s=0.05,
+        )
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
+        self.calls.append("heartbeat")
+        self.heartbeats.append(request)
+        self.heard.set()
+        return pb.HeartbeatResponse(known=self.known, run_over=self.run_over)
+
+    async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
+        self.calls.append(f"leave {request.reason}")
+        return pb.LeaveResponse()
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse(run_id=self.run_id, step=3, total_steps=9, phase="collect")
+
+    async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
+        self.calls.append(f"stop {request.reason}")
+        if not self.stopped.done():
+            self.stopped.set_result(request.reason)
+        return pb.StopRunResponse()
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchEvent]:
+        for event in self.script:
+            yield event
+        if self.end_after_stop:
+            reason = await self.stopped
+            yield pb.WatchEvent(end=pb.EndEvent(ok=False, message=f"stopped: {reason}"))
+
+
+async def serve(controller: FakeController, *, token: str = "", port: int = 0) -> RunningServer:
+    """Serves it on loopback."""
+    add = controller_pb2_grpc.add_ControllerServiceServicer_to_server
+    return await start_server([(add, controller)], token=token, port=port)
+
+
+def step_event(step: int, **metrics: float) -> pb.WatchEvent:
+    """A finished step."""
+    return pb.WatchEvent(step=pb.StepEvent(step=step, metrics=metrics))
+
+
+def end_event(*, ok: bool, message: str) -> pb.WatchEvent:
+    """The end."""
+    return pb.WatchEvent(end=pb.EndEvent(ok=ok, message=message))
+
+
+async def _main(context: ServiceContext) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--address-file", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    args, _ = parser.parse_known_args()
+    controller = FakeController()
+    steps = [step_event(step, **{"critic/score/mean": step / 2}) for step in (1, 2)]
+    match os.environ.get("FAKE_SCRIPT", "steps"):
+        case "steps":
+            controller.script = [*steps, end_event(ok=True, message="2 steps done")]
+        case "fail":
+            controller.script = [*steps, end_event(ok=False, message="COLLECT: the barrier is stuck")]
+        case _:
+            controller.script = steps
+    server = await serve(controller, token=env_token())
+    context.defer("server", lambda: server.stop(0.2))
+    write_atomically(args.address_file, server.address)
+    await context.stopping.wait()
+    write_atomically(args.run_dir / "controller.calls", "\n".join(controller.calls))
+
+
+if __name__ == "__main__":
+    sys.exit(run_service(_main, name="controller"))

@@ -1,0 +1,221 @@
+"""The launcher with processes of a few lines in the services' places: what it says, and that nothing survives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.cli import run_dir as run_dirs
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+# A launcher in a process of its own: it adopts orphans and ends what is below it.
+DRIVER = """
+import asyncio, json, sys
+from pathlib import Path
+from paceline.cli import launch, run_dir as run_dirs
+from paceline.cli.plan import ProcessSpec, Role
+from paceline.cli.view import PlainView
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+
+job = json.loads(sys.argv[1])
+tree = {"data": {"train_files": ["x.parquet"]}, "model": {"path": "m"}, "reward": {"functions": [{"name": "exact_match"}]},
+        "trainer": {"total_steps": 2, "run_dir": job["run_dir"]}, "broker": {"url": "memory://"},
+        "service": {"startup_timeout_s": 10, "shutdown_timeout_s": job.get("budget_s", 4)}}
+config, run_dir = run_dirs.prepare(parse(RunConfig, tree))
+
+def controller(config, run_dir, address_file):
+    command = job.get("controller") or [sys.executable, job["fake"], "--address-file", str(address_file), "--run-dir", str(run_dir)]
+    return ProcessSpec(name="controller", role=Role.CONTROLLER, command=tuple(command), env={"FAKE_SCRIPT": job["script"]})
+
+def members(config, machine, *, controller_address, master_port):
+    return [ProcessSpec(name=name, role=Role(name.split("-")[0]), command=(sys.executable, "-c", text))
+            for name, text in job["members"].items()]
+
+outcome = asyncio.run(launch.launch(config, run_dir, PlainView(2), what=launch.Plan(controller=controller, members=members)))
+print("OUTCOME", json.dumps([outcome.ok, outcome.exit_code, outcome.message]), flush=True)
+"""
+
+MARK = "import os, pathlib; pathlib.Path({folder!r}, f'{{os.getpid()}}.pid').touch();"
+WELL = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)"
+# A child in a session of its own, as an engine's: its parent's group does not hold it, and its parent leaves it behind.
+LEAVES = (
+    "import subprocess, sys, signal; child = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True);"
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
+)
+
+
+class Run:
+    """A launcher process over fake services that note their process ids."""
+
+    def __init__(self, folder: Path, script: str, members: dict[str, str], **job: object) -> None:
+        self.pids_dir = folder / "pids"
+        self.pids_dir.mkdir()
+        self.run_dir = folder / "run"
+        mark = MARK.format(folder=str(self.pids_dir))
+        told = {name: mark + text for name, text in members.items()}
+        self.job = {
+            "run_dir": str(self.run_dir),
+            "fake": str(SUPPORT / "fake_controller.py"),
+            "script": script,
+            "members": told,
+            **job,
+        }
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, json.dumps(self.job)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait_for_pids(self, count: int) -> None:
+        """Waits until so many fake services are up."""
+        deadline = time.monotonic() + 15
+        while len(list(self.pids_dir.iterdir())) < count:
+            assert time.monotonic() < deadline, self.process.communicate(timeout=1)
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def read_until(self, words: str) -> str:
+        """The first line with these words in it."""
+        assert self.process.stdout is not None
+        return next(line for line in self.process.stdout if words in line)
+
+    def finish(self) -> tuple[bool, int, str]:
+        """The outcome; checks that no process is left."""
+        self.output, _ = self.process.communicate(timeout=30)
+        self.seconds = time.monotonic() - self.began
+        left = [int(path.stem) for path in self.pids_dir.iterdir() if psutil.pid_exists(int(path.stem))]
+        assert left == [], f"still alive: {left}\n{self.output}"
+        line = next((x for x in self.output.splitlines() if x.startswith("OUTCOME")), None)
+        assert line is not None, self.output
+        ok, code, message = json.loads(line.removeprefix("OUTCOME "))
+        return ok, code, message
+
+
+def test_success_stops_everything_in_order(tmp_path: Path) -> None:
+    run = Run(tmp_path, "steps", {"rollout-0": WELL, "learner-0": WELL, "reward": WELL})
+    assert run.finish() == (True, 0, "2 steps done")
+    assert [line for line in run.output.splitlines() if line.startswith("step")] == [
+        "step 1/2  reward 0.500",
+        "step 2/2  reward 1.000",
+    ]
+    note = run_dirs.read_note(run.run_dir)
+    assert note is not None
+    assert (note.state, note.token, note.message) == ("ended", "", "2 steps done")
+    assert (tmp_path / "latest").resolve() == run.run_dir
+
+
+def test_the_controllers_failure_is_the_runs(tmp_path: Path) -> None:
+    run = Run(tmp_path, "fail", {"rollout-0": WELL, "learner-0": WELL, "reward": WELL})
+    assert run.finish() == (False, 1, "COLLECT: the barrier is stuck")
+
+
+def test_a_controller_that_dies_at_start_is_quoted(tmp_path: Path) -> None:
+    text = "import sys; print('2026-01-01T00:00:00.000Z ERROR controller paceline.x: fatal: port 7000 is taken', file=sys.stderr); sys.exit(1)"
+    run = Run(tmp_path, "steps", {}, controller=[sys.executable, "-c", text])
+    ok, code, message = run.finish()
+    assert (ok, code) == (False, 1)
+    assert message.startswith("controller ended while starting (exit code 1): port 7000 is taken")
+
+
+def test_a_learner_that_dies_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
+    dies = "import sys, time; time.sleep(0.3); raise ValueError('loss is not finite')"
+    run = Run(tmp_path, "wait", {"rollout-0": WELL, "learner-0": dies, "learner-1": DEAF, "reward": WELL})
+    ok, code, message = run.finish()
+    assert (ok, code) == (False, 1)
+    assert message.startswith(
+        "learner-0 ended unexpectedly (exit code 1): ValueError: loss is not finite [log:"
+    )
+    assert run.seconds < 20
+    calls = (run.run_dir / "controller.calls").read_text()
+    assert calls == f"stop {message}"
+
+
+def test_one_rollout_of_two_may_die(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait", {"rollout-0": "raise SystemExit(3)", "rollout-1": WELL, "reward": WELL})
+    said = run.read_until("goes on with the other rollout servers")
+    assert said.startswith("note: rollout-0 ended unexpectedly (exit code 3)")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish() == (False, 128 + signal.SIGTERM, "stopped by SIGTERM")
+
+
+def test_the_last_rollout_may_not(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait", {"rollout-0": "raise SystemExit(3)", "reward": WELL})
+    ok, code, message = run.finish()
+    assert (ok, code) == (False, 1)
+    assert message.startswith("rollout-0 ended unexpectedly (exit code 3)")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_also_the_deaf_and_what_they_leave_behind(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    child = MARK.format(folder=str(tmp_path / "pids")) + DEAF
+    members = {"rollout-0": LEAVES.format(child=child), "learner-0": DEAF, "reward": WELL}
+    run = Run(tmp_path, "wait", members, budget_s=2)
+    run.wait_for_pids(4)
+    run.process.send_signal(number)
+    assert run.finish() == (False, 128 + number, f"stopped by {number.name}")
+    launcher_log = run.output
+    assert "stopping in order" in launcher_log
+    assert (run.run_dir / "controller.calls").read_text() == f"stop stopped by {number.name}"
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait", {"rollout-0": DEAF, "learner-0": DEAF, "reward": DEAF}, budget_s=60)
+    run.wait_for_pids(3)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    sent = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    run.finish()
+    assert time.monotonic() - sent < 10
+
+
+def test_services_die_with_a_killed_launcher(tmp_path: Path) -> None:
+    service = "from paceline.service.process import die_with_parent; die_with_parent();" + WELL
+    run = Run(tmp_path, "wait", {"rollout-0": service, "learner-0": service, "reward": service})
+    run.wait_for_pids(3)
+    time.sleep(0.5)
+    pids = [int(path.stem) for path in run.pids_dir.iterdir()]
+    run.process.kill()
+    run.process.communicate()
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) and _alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait", {"rollout-0": WELL})
+    run.wait_for_pids(1)
+    second = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(run.job)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert "belongs to a run that is under way" in second.stderr
+    assert os.stat(run.run_dir / "run.json").st_mode & 0o777 == 0o600
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
