@@ -23,7 +23,7 @@ def estimate_advantages(
     greedy_scores: Tensor | None = None,
     all_reduce: AllReduce = lambda sums: sums,
     gather: Callable[[Tensor], Tensor] = lambda rows: rows,
-    rows: slice = slice(None),
+    rows: slice | Tensor = slice(None),
 ) -> tuple[Tensor, Tensor | None]:
     """Advantages of this rank's rows, equal to those of the whole batch computed at once.
 
@@ -37,7 +37,7 @@ def estimate_advantages(
         greedy_scores: (B,), for remax.
         all_reduce: adds a small 1-D tensor over all ranks.
         gather: (B,) of this rank to (B_all,) of all ranks, in one order everywhere.
-        rows: where this rank's rows lie in what `gather` gives.
+        rows: where this rank's rows lie in what `gather` gives: a slice, or their indices.
 
     Returns:
         advantages (B, T), 0 under the mask, whitened where the estimator says so; returns (B, T) for the critic, or

@@ -1,0 +1,164 @@
+"""This process among the learner's ranks: torchrun's environment, the device, and small exact sums over all ranks."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from paceline.core.errors import ConfigError, EnvironmentLackError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEnvironment:
+    """What torchrun (or `paceline train`) tells a process about its group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_host: str
+    master_port: int
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> RankEnvironment:
+        """From RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them a group of one.
+
+        Raises:
+            ConfigError: some are set and others missing, or they are no numbers.
+        """
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        if not any(name in environ for name in names):
+            return cls(rank=0, world_size=1, local_rank=0, master_host="127.0.0.1", master_port=0)
+        missing = [name for name in names if name not in environ]
+        if missing:
+            raise ConfigError(
+                f"{', '.join(missing)} not set; start the learner with torchrun or `paceline train`"
+            )
+        try:
+            rank, world_size, local_rank = (int(environ[name]) for name in names[:3])
+            port = int(environ["MASTER_PORT"])
+        except ValueError as error:
+            raise ConfigError(
+                f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be numbers: {error}"
+            ) from None
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"RANK={rank} must be in 0..{world_size - 1} (WORLD_SIZE={world_size})")
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            master_host=environ["MASTER_ADDR"],
+            master_port=port,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """The group of learner processes, formed.
+
+    Attributes:
+        mesh: one dimension, over which models are sharded.
+        control: a gloo group beside the default one, for commands and status.
+        store: the key-value store that the group was formed with; a dying rank leaves its reason there.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    control: dist.ProcessGroup
+    store: Store
+
+    def all_sum(self, values: Tensor) -> Tensor:
+        """A new tensor with the sums over all ranks, in float64 where the values are."""
+        total = values.detach().clone()
+        dist.all_reduce(total, op=dist.ReduceOp.SUM)
+        return total
+
+    def all_max(self, values: Tensor) -> Tensor:
+        """A new tensor with the largest values over all ranks."""
+        largest = values.detach().clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest
+
+
+def choose_device(wanted: str, environment: RankEnvironment, devices: tuple[int, ...] | None) -> torch.device:
+    """The device of this rank: `wanted` is auto, cpu or cuda; `devices` lists GPU indices by local rank.
+
+    Raises:
+        EnvironmentLackError: cuda is wanted, and this rank has no GPU.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    index = environment.local_rank
+    if devices is not None:
+        if index >= len(devices):
+            raise ConfigError(
+                f"learner.devices lists {len(devices)} GPUs, local rank {index} finds none; add one"
+            )
+        index = devices[index]
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise EnvironmentLackError(
+            f"local rank {environment.local_rank} wants GPU {index}, this machine shows {count}; lower "
+            "learner.world_size or set learner.device=cpu"
+        )
+    return torch.device("cuda", index)
+
+
+def form_group(environment: RankEnvironment, device: torch.device, timeout_s: float) -> Ranks:
+    """Brings all ranks together; `timeout_s` bounds this and every later wait of one rank for another.
+
+    Raises:
+        torch.distributed.DistError: not all ranks came in time.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store: Store
+    if environment.world_size == 1:
+        store = HashStore()
+    else:
+        store = TCPStore(
+            environment.master_host,
+            environment.master_port,
+            environment.world_size,
+            is_master=environment.rank == 0 and not _torchrun_has_store(),
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore("paceline", store),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    return Ranks(
+        rank=environment.rank,
+        world_size=environment.world_size,
+        device=device,
+        mesh=init_device_mesh(device.type, (environment.world_size,), mesh_dim_names=("shard",)),
+        control=control,
+        store=store,
+    )
+
+
+def leave_group() -> None:
+    """Lets go of all process groups."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _torchrun_has_store() -> bool:
+    """torchrun's agent serves the store at MASTER_PORT itself, unless told otherwise."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,0 +1,242 @@
+"""One training step on one rank: fetch, score, advantages, updates; every rank runs it with the same order.
+
+rows -> plan -> fetch -> old log-probs, reference log-probs, values -> advantages -> critic -> policy -> metrics
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.config.run import RunConfig
+from paceline.core.batch import BatchRow
+from paceline.core.policy import PolicyTag
+from paceline.learner.advantage_step import Prepared, Scored, compute_advantages
+from paceline.learner.algorithms.statistics import keep
+from paceline.learner.batching import BatchPlan, RowLength, plan_batch
+from paceline.learner.learner import Learner
+from paceline.learner.packing import MicroBatch, PackedRow, pack
+from paceline.learner.ranks import Ranks
+from paceline.learner.trainable import without_gradient
+from paceline.learner.update import Denominators, MiniBatch, UpdateReport, update_critic, update_policy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOrder:
+    """What the controller asks for: train step `step` on `rows`, all drawn from `policy`."""
+
+    step: int
+    policy: PolicyTag
+    rows: tuple[BatchRow, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """The step's numbers, the same on every rank but for timings; `skip_reasons` of updates that were not taken."""
+
+    step: int
+    metrics: dict[str, float]
+    skip_reasons: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds by phase, under `timing_s/`."""
+
+    device: torch.device
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a block; on CUDA until its work is done."""
+        began = time.monotonic()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[f"timing_s/{name}"] = time.monotonic() - began
+
+
+Fetch = Callable[[Sequence[int]], dict[int, PackedRow]]
+"""Rows by their index in the batch; raises on every rank if any rank's rows are unusable."""
+
+
+def plan_of(config: RunConfig, rows: Sequence[BatchRow], world_size: int) -> BatchPlan:
+    """How the step's rows are cut."""
+    sizes = [config.actor.ppo_mini_batch_size]
+    if config.needs_critic and config.critic.ppo_mini_batch_size is not None:
+        sizes.append(config.critic.ppo_mini_batch_size)
+    lengths = [
+        RowLength(
+            prompt_id=row.trajectory_id.prompt_id,
+            num_prompt_tokens=row.num_prompt_tokens,
+            num_response_tokens=row.num_response_tokens,
+        )
+        for row in rows
+    ]
+    return plan_batch(
+        lengths,
+        mini_batch_sizes=sizes,
+        world_size=world_size,
+        token_budget=config.actor.ppo_max_token_len_per_gpu,
+    )
+
+
+def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
+    """Runs the step and moves the learner to version `order.step`.
+
+    Raises:
+        DataError, ProtocolError, BrokerError: the rows are unusable; nothing has changed.
+        NumericsError: the numbers make no sense.
+    """
+    config, ranks, watch = learner.config, learner.ranks, Stopwatch(learner.ranks.device)
+    plan = plan_of(config, order.rows, ranks.world_size)
+    with watch.phase("fetch"):
+        found = fetch(plan.rows_of(ranks.rank))
+        by_chunk = [
+            [pack([found[row] for row in rows], ranks.device) for rows in chunk.micro_batches[ranks.rank]]
+            for chunk in plan.chunks
+        ]
+    batches = [batch for chunk in by_chunk for batch in chunk]
+    scored = _score(learner, batches, watch)
+    with watch.phase("adv"):
+        kl_coef = learner.kl_controller.value
+        prepared, summary = compute_advantages(
+            config,
+            scored,
+            scores=[row.reward for row in order.rows],
+            group_ids=[row.trajectory_id.prompt_id for row in order.rows],
+            kl_coef=kl_coef,
+            ranks=ranks,
+        )
+        mismatch = _mismatch(scored, ranks)
+    minis = _mini_batches(config, plan, by_chunk, prepared, ranks)
+    reports = _update(learner, order.step, minis, watch)
+    # A KL that is not finite comes with a skipped update; the coefficient then stays too.
+    if summary.reference_kl is not None and math.isfinite(summary.reference_kl):
+        learner.kl_controller.update(summary.reference_kl, summary.num_sequences)
+    learner.version = order.step
+    metrics = {
+        **_report_metrics(reports),
+        **summary.metrics,
+        **mismatch,
+        **_length_metrics(config, order.rows),
+        "algorithm/kl_coef": kl_coef,
+        "algorithm/reference_kl": summary.reference_kl or 0.0,
+        **watch.seconds,
+    }
+    reasons = [f"{name}: {reason}" for name, report in reports.items() for reason in report.skipped]
+    return StepResult(step=order.step, metrics=metrics, skip_reasons=tuple(reasons))
+
+
+def _score(learner: Learner, batches: Sequence[MicroBatch], watch: Stopwatch) -> list[Scored]:
+    temperature = learner.config.rollout.temperature
+    policy, reference, critic = learner.actor.network, learner.reference, learner.critic
+    none: list[Tensor | None] = [None] * len(batches)
+    ref, values = none, none
+    with watch.phase("old_log_prob"):
+        old = without_gradient(policy, batches, lambda b: b.table(policy(b, temperature)[0]))
+    if reference is not None:
+        with watch.phase("ref"):
+            ref = [*without_gradient(reference, batches, lambda b: b.table(reference(b, temperature)[0]))]
+    if critic is not None:
+        with watch.phase("values"):
+            values = [*without_gradient(critic.network, batches, lambda b: b.table(critic.network(b)))]
+    return [
+        Scored(batch=batch, old_log_probs=o, ref_log_probs=r, values=v)
+        for batch, o, r, v in zip(batches, old, ref, values, strict=True)
+    ]
+
+
+def _mini_batches(
+    config: RunConfig,
+    plan: BatchPlan,
+    by_chunk: Sequence[Sequence[MicroBatch]],
+    prepared: Sequence[Prepared],
+    ranks: Ranks,
+) -> dict[str, list[MiniBatch]]:
+    """Mini-batches of "actor" and "critic" from the chunks' micro-batches, with denominators over all ranks."""
+    masks = [[batch.mask for batch in chunk] for chunk in by_chunk]
+    counts = [
+        torch.stack([torch.stack([mask.sum(), mask.any(-1).sum()]) for mask in chunk]).sum(0)
+        for chunk in masks
+    ]
+    per_chunk = ranks.all_sum(torch.stack(counts)).tolist()
+    pending = iter(prepared)
+    parts = [[next(pending) for _ in chunk] for chunk in by_chunk]
+
+    def cut(num_prompts: int) -> list[MiniBatch]:
+        return [
+            MiniBatch(
+                parts=tuple(part for chunk in chunks for part in parts[chunk]),
+                denominators=Denominators(
+                    num_tokens=sum(per_chunk[chunk][0] for chunk in chunks),
+                    num_sequences=sum(per_chunk[chunk][1] for chunk in chunks),
+                ),
+            )
+            for chunks in plan.mini_batches(num_prompts)
+        ]
+
+    size = config.actor.ppo_mini_batch_size
+    return {"actor": cut(size), "critic": cut(config.critic.ppo_mini_batch_size or size)}
+
+
+def _update(
+    learner: Learner, step: int, minis: dict[str, list[MiniBatch]], watch: Stopwatch
+) -> dict[str, UpdateReport]:
+    config, reports = learner.config, {}
+    if learner.critic is not None:
+        with watch.phase("update_critic"):
+            reports["critic"] = update_critic(
+                learner.critic, minis["critic"], config, step=step, ranks=learner.ranks
+            )
+    if learner.critic is None or step > config.critic.warmup:
+        with watch.phase("update_actor"):
+            reports["actor"] = update_policy(
+                learner.actor, minis["actor"], config, step=step, ranks=learner.ranks
+            )
+    return reports
+
+
+def _report_metrics(reports: dict[str, UpdateReport]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name, report in reports.items():
+        metrics |= report.summary(f"{name}/")
+    metrics.pop("actor/loss", None)
+    actor = reports.get("actor")
+    if actor is not None and actor.metrics:
+        metrics["actor/first_ppo_kl"] = actor.metrics[0]["ppo_kl"]
+        metrics["actor/first_pg_clipfrac"] = actor.metrics[0]["pg_clipfrac"]
+    return metrics
+
+
+def _mismatch(scored: Sequence[Scored], ranks: Ranks) -> dict[str, float]:
+    """How far the sampler's log-probs are from the learner's: KL(sampler || learner) by k3, and the largest difference."""
+    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    largest = torch.zeros(1, dtype=torch.float64, device=ranks.device)
+    for one in scored:
+        mask = one.batch.mask
+        difference = keep(one.old_log_probs - one.batch.rollout_log_probs, mask).double()
+        total[0] += (difference.exp() - 1.0 - difference).sum()
+        total[1] += mask.sum()
+        largest = torch.maximum(largest, difference.abs().max())
+    sums = ranks.all_sum(total).tolist()
+    return {
+        "rollout/mismatch_kl": sums[0] / sums[1],
+        "rollout/logprob_diff_max": float(ranks.all_max(largest).item()),
+    }
+
+
+def _length_metrics(config: RunConfig, rows: Sequence[BatchRow]) -> dict[str, float]:
+    lengths = [row.num_response_tokens for row in rows]
+    return {
+        "response_length/mean": sum(lengths) / len(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/clip_ratio": sum(x >= config.data.max_response_length for x in lengths)
+        / len(lengths),
+    }

@@ -1,0 +1,151 @@
+"""A tiny model folder, run configurations and made-up trajectories for the learner's tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+from paceline.core.batch import BatchRow
+from paceline.core.ids import TrajectoryId
+from paceline.core.policy import PolicyTag
+from paceline.core.trajectory import FinishReason, SamplingSpec, Trajectory
+from paceline.wire import encode_trajectory
+
+VOCAB_SIZE = 48
+POLICY = PolicyTag(version=0, digest="0123456789abcdef")
+
+
+def write_model(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
+    """A Qwen2 model of some twenty thousand parameters with sizes that two ranks cannot share evenly."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=24,
+        intermediate_size=41,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rope_theta=10000.0,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    return folder
+
+
+def run_config(model: Path, **sections: dict[str, Any]) -> RunConfig:
+    """A run of 8 prompts x 4 samples in two mini-batches, with critic, reference and adaptive KL; sections are merged in."""
+    tree: dict[str, dict[str, Any]] = {
+        "data": {
+            "train_files": "none.jsonl",
+            "train_batch_size": 8,
+            "max_prompt_length": 16,
+            "max_response_length": 8,
+        },
+        "model": {"path": str(model)},
+        "actor": {"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 128, "optim": {"lr": 1e-3}},
+        "critic": {"optim": {"lr": 1e-3}},
+        "algorithm": {
+            "adv_estimator": "gae",
+            "lam": 0.95,
+            "use_kl_in_reward": True,
+            "kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "target_kl": 0.1, "horizon": 1000},
+        },
+        "rollout": {"n": 4},
+        "reward": {"functions": [{"name": "exact_match"}]},
+        "trainer": {"total_steps": 10, "seed": 3},
+        "learner": {"device": "cpu", "threads": 1, "collective_timeout_s": 30},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree[name], **values}
+    return parse(RunConfig, json.loads(json.dumps(tree)))
+
+
+def make_batch(
+    *,
+    step: int = 1,
+    policy: PolicyTag = POLICY,
+    num_prompts: int = 8,
+    num_samples: int = 4,
+    seed: int = 0,
+) -> tuple[tuple[BatchRow, ...], dict[str, bytes]]:
+    """Rows in batch order and their blobs by key; lengths, tokens and rewards from the seed."""
+    rng = np.random.default_rng([seed, step])
+    rows, blobs = [], {}
+    for prompt_id in range(num_prompts):
+        prompt = rng.integers(2, VOCAB_SIZE, int(rng.integers(3, 16))).astype(np.int32)
+        for sample in range(num_samples):
+            length = int(rng.integers(1, 9))
+            trajectory = make_trajectory(
+                TrajectoryId(step=step, purpose="train", prompt_id=prompt_id, sample_index=sample),
+                prompt,
+                rng.integers(2, VOCAB_SIZE, length).astype(np.int32),
+                log_probs=rng.uniform(-5, -2, length).astype(np.float32),
+                policy=policy,
+            )
+            key = f"blob:{trajectory.trajectory_id}"
+            blobs[key] = encode_trajectory(trajectory)
+            rows.append(
+                BatchRow(
+                    trajectory_id=trajectory.trajectory_id,
+                    blob_key=key,
+                    reward=float(rng.normal()),
+                    num_prompt_tokens=len(prompt),
+                    num_response_tokens=length,
+                )
+            )
+    return tuple(rows), blobs
+
+
+def make_trajectory(
+    trajectory_id: TrajectoryId,
+    prompt: np.ndarray,
+    response: np.ndarray,
+    *,
+    log_probs: np.ndarray,
+    policy: PolicyTag = POLICY,
+) -> Trajectory:
+    """A finished sample with the given arrays."""
+    return Trajectory(
+        run_id="run",
+        trajectory_id=trajectory_id,
+        policy=policy,
+        prompt_token_ids=prompt,
+        response_token_ids=response,
+        response_log_probs=log_probs,
+        response_mask=np.ones(len(response), np.uint8),
+        finish_reason=FinishReason.STOP,
+        sampling=SamplingSpec(temperature=1.0, max_tokens=8),
+        seed=1,
+        server_id="rollout-0",
+        attempt=0,
+        seconds=0.1,
+    )
+
+
+class DictBlobs:
+    """Blobs in a dictionary."""
+
+    def __init__(self, blobs: dict[str, bytes]) -> None:
+        self.blobs = blobs
+
+    def get(self, keys: Any) -> list[bytes]:
+        """Values in the order of the keys."""
+        return [self.blobs[key] for key in keys]
