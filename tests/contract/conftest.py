@@ -1,0 +1,39 @@
+"""Both implementations of the broker, for one suite of contract tests."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from paceline.broker import Broker, open_broker
+from paceline.broker.redis_server import RedisServer
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A real server that the tests share; they must not kill it."""
+    with RedisServer.start(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:
+    """A broker, empty under the test's prefix."""
+    url = "memory://" if request.param == "memory" else request.getfixturevalue("redis_server").url
+    broker = open_broker(url)
+    yield broker
+    await broker.close()
+
+
+@pytest.fixture
+def prefix() -> str:
+    """What the test's streams and blobs are named with."""
+    return f"test-{uuid.uuid4().hex}:"
+
+
+@pytest.fixture
+def stream(prefix: str) -> str:
+    """A stream that no other test knows."""
+    return f"{prefix}stream"

@@ -1,0 +1,345 @@
+"""The Broker contract, run against memory and against a real Redis server."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from paceline.broker import Broker, Outgoing
+from support.streams import Stopwatch, drain, messages, payloads, reclaim_all, soon
+
+G = "workers"
+
+
+async def fill(broker: Broker, stream: str, count: int, *groups: str) -> list[str]:
+    for group in groups or (G,):
+        await broker.ensure_group(stream, group)
+    return await broker.append(messages(stream, map(str, range(count))))
+
+
+class TestAppendAndRead:
+    async def test_entries_come_in_the_order_of_appending(self, broker: Broker, stream: str) -> None:
+        first = await fill(broker, stream, 3)
+        second = await broker.append(messages(stream, ["x", "y"]))
+        entries = await broker.read(stream, G, "a", max_entries=10, block_s=0)
+        assert payloads(entries) == ["0", "1", "2", "x", "y"]
+        assert [entry.entry_id for entry in entries] == first + second
+        assert len(set(first + second)) == 5
+        assert {entry.deliveries for entry in entries} == {1}
+        assert {entry.stream for entry in entries} == {stream}
+
+    async def test_a_thousand_messages_in_one_append_keep_their_order(
+        self, broker: Broker, stream: str
+    ) -> None:
+        ids = await fill(broker, stream, 1000)
+        entries = await drain(broker, stream, G, "a")
+        assert payloads(entries) == [str(number) for number in range(1000)]
+        assert [entry.entry_id for entry in entries] == ids
+
+    async def test_no_more_than_max_entries_are_taken(self, broker: Broker, stream: str) -> None:
+        await fill(broker, stream, 5)
+        assert payloads(await broker.read(stream, G, "a", max_entries=2, block_s=1)) == ["0", "1"]
+        assert payloads(await broker.read(stream, G, "a", max_entries=2, block_s=1)) == ["2", "3"]
+
+    async def test_payloads_are_any_bytes_and_the_trace_context_comes_along(
+        self, broker: Broker, stream: str
+    ) -> None:
+        trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+        await broker.ensure_group(stream, G)
+        every_byte = bytes(range(256))
+        await broker.append(
+            [
+                Outgoing(stream=stream, payload=every_byte, traceparent=trace),
+                Outgoing(stream=stream, payload=b""),
+            ]
+        )
+        traced, plain = await broker.read(stream, G, "a", max_entries=2, block_s=0)
+        assert (traced.payload, traced.traceparent) == (every_byte, trace)
+        assert (plain.payload, plain.traceparent) == (b"", "")
+
+    async def test_one_append_reaches_several_streams(self, broker: Broker, prefix: str) -> None:
+        one, two = prefix + "one", prefix + "two"
+        for stream in (one, two):
+            await broker.ensure_group(stream, G)
+        await broker.append(messages(one, ["a"]) + messages(two, ["b"]) + messages(one, ["c"]))
+        assert payloads(await drain(broker, one, G, "x")) == ["a", "c"]
+        assert payloads(await drain(broker, two, G, "x")) == ["b"]
+
+    async def test_nothing_to_append_is_nothing(self, broker: Broker) -> None:
+        assert await broker.append([]) == []
+
+    async def test_a_waiting_reader_gets_a_message_as_it_arrives(self, broker: Broker, stream: str) -> None:
+        await fill(broker, stream, 0)
+        watch = Stopwatch()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(soon(0.15, broker, messages(stream, ["late"])))
+            entries = await broker.read(stream, G, "a", max_entries=5, block_s=5)
+        assert payloads(entries) == ["late"]
+        assert 0.1 < watch.seconds < 2
+
+    async def test_a_reader_of_nothing_gives_up_after_its_wait(self, broker: Broker, stream: str) -> None:
+        await fill(broker, stream, 0)
+        watch = Stopwatch()
+        assert await broker.read(stream, G, "a", max_entries=5, block_s=0.2) == []
+        assert 0.15 < watch.seconds < 2
+        assert await broker.read(stream, G, "a", max_entries=5, block_s=0) == []
+
+
+class TestGroups:
+    async def test_every_group_sees_every_entry(self, broker: Broker, stream: str) -> None:
+        await fill(broker, stream, 3, "scorers", "auditors")
+        assert payloads(await drain(broker, stream, "scorers", "a")) == ["0", "1", "2"]
+        assert payloads(await drain(broker, stream, "auditors", "a")) == ["0", "1", "2"]
+
+    async def test_a_late_group_sees_the_stream_from_its_first_entry(
+        self, broker: Broker, stream: str
+    ) -> None:
+        await broker.append(messages(stream, ["0", "1"]))
+        await broker.ensure_group(stream, "late")
+        assert payloads(await drain(broker, stream, "late", "a")) == ["0", "1"]
+
+    async def test_making_a_group_again_changes_nothing(self, broker: Broker, stream: str) -> None:
+        await fill(broker, stream, 3)
+        await broker.read(stream, G, "a", max_entries=2, block_s=0)
+        await broker.ensure_group(stream, G)
+        assert payloads(await drain(broker, stream, G, "a")) == ["2"]
+
+    async def test_consumers_of_a_group_share_what_comes(self, broker: Broker, stream: str) -> None:
+        await fill(broker, stream, 40)
+        taken: dict[str, list[str]] = {"a": [], "b": []}
+
+        async def consume(name: str) -> None:
+            while entries := await broker.read(stream, G, name, max_entries=3, block_s=0):
+                taken[name] += payloads(entries)
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as tasks:
+            for name in taken:
+                tasks.create_task(consume(name))
+        assert sorted(taken["a"] + taken["b"], key=int) == [str(number) for number in range(40)]
+        assert taken["a"]
+        assert taken["b"]
+
+
+class TestAcknowledgement:
+    async def test_what_is_acknowledged_never_comes_again(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 3)
+        await drain(broker, stream, G, "a")
+        await broker.ack(stream, G, [ids[0], ids[2]])
+        assert payloads(await reclaim_all(broker, stream, G, "b")) == ["1"]
+        assert await drain(broker, stream, G, "b") == []
+
+    async def test_an_acknowledgement_counts_for_its_group_alone(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 1, "one", "two")
+        await drain(broker, stream, "one", "a")
+        await drain(broker, stream, "two", "a")
+        await broker.ack(stream, "one", ids)
+        assert await reclaim_all(broker, stream, "one", "b") == []
+        assert payloads(await reclaim_all(broker, stream, "two", "b")) == ["0"]
+
+    async def test_unknown_ids_are_ignored(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 1)
+        await broker.ack(stream, G, ["999999-0", *ids])
+        await broker.ack(stream, G, [])
+        assert payloads(await drain(broker, stream, G, "a")) == [
+            "0"
+        ]  # not delivered yet: nothing to acknowledge
+
+
+class TestLeases:
+    async def test_what_a_silent_consumer_holds_goes_to_another(self, broker: Broker, stream: str) -> None:
+        await fill(broker, stream, 3)
+        await broker.read(stream, G, "dead", max_entries=2, block_s=0)
+        assert await broker.reclaim(stream, G, "b", min_idle_s=0.2, max_entries=10) == []
+        await asyncio.sleep(0.25)
+        entries = await broker.reclaim(stream, G, "b", min_idle_s=0.2, max_entries=10)
+        assert payloads(entries) == ["0", "1"]
+        assert [entry.deliveries for entry in entries] == [2, 2]
+        # They are b's now, and only once: nobody can reclaim them before b falls silent in turn.
+        assert await broker.reclaim(stream, G, "c", min_idle_s=0.2, max_entries=10) == []
+        await broker.ack(stream, G, [entry.entry_id for entry in entries])
+        assert await reclaim_all(broker, stream, G, "c") == []
+        assert payloads(await drain(broker, stream, G, "c")) == ["2"]
+
+    async def test_reclaiming_stops_at_max_entries(self, broker: Broker, stream: str) -> None:
+        await fill(broker, stream, 30)
+        await drain(broker, stream, G, "dead")
+        await asyncio.sleep(0.06)
+        first = await broker.reclaim(stream, G, "b", min_idle_s=0.05, max_entries=12)
+        second = await broker.reclaim(stream, G, "c", min_idle_s=0.05, max_entries=100)
+        assert payloads(first) == [str(number) for number in range(12)]
+        assert payloads(second)[:18] == [str(number) for number in range(12, 30)]
+
+    async def test_renewing_keeps_an_entry(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 2)
+        await drain(broker, stream, G, "a")
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            assert await broker.renew(stream, G, "a", ids[:1]) == ids[:1]
+        assert payloads(await broker.reclaim(stream, G, "b", min_idle_s=0.3, max_entries=10)) == ["1"]
+
+    async def test_renewing_does_not_count_as_a_delivery(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 1)
+        await drain(broker, stream, G, "a")
+        for _ in range(3):
+            await broker.renew(stream, G, "a", ids)
+        assert [entry.deliveries for entry in await reclaim_all(broker, stream, G, "b")] == [2]
+
+    async def test_renewing_does_not_take_back_what_another_has(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 3)
+        await drain(broker, stream, G, "slow")
+        await broker.reclaim(stream, G, "b", min_idle_s=0, max_entries=1)
+        await broker.ack(stream, G, ids[1:2])
+        assert await broker.renew(stream, G, "slow", ids) == [ids[2]]
+        assert await broker.renew(stream, G, "b", ids) == [ids[0]]
+        assert await broker.renew(stream, G, "b", []) == []
+
+    async def test_a_released_entry_can_be_reclaimed_at_once(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 2)
+        await drain(broker, stream, G, "a")
+        await broker.release(stream, G, "b", ids)  # not b's to give
+        assert await broker.reclaim(stream, G, "b", min_idle_s=60, max_entries=10) == []
+        await broker.release(stream, G, "a", ids[:1])
+        assert payloads(await broker.reclaim(stream, G, "b", min_idle_s=60, max_entries=10)) == ["0"]
+
+
+class TestLengthAndTrim:
+    async def test_what_all_groups_have_done_goes_and_nothing_else(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 6, "fast", "slow")
+        await drain(broker, stream, "fast", "a")
+        await broker.ack(stream, "fast", ids)
+        await broker.read(stream, "slow", "a", max_entries=4, block_s=0)
+        await broker.ack(stream, "slow", [ids[0], ids[1], ids[3]])
+        # slow still works on 2, has done 3 beyond it, and has not seen 4 and 5.
+        assert await broker.trim(stream) == 2
+        assert await broker.length(stream) == 4
+        assert payloads(await reclaim_all(broker, stream, "slow", "b")) == ["2"]
+        assert payloads(await drain(broker, stream, "slow", "b")) == ["4", "5"]
+
+    async def test_a_pending_entry_outlives_any_number_of_trims(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 3)
+        await drain(broker, stream, G, "a")
+        await broker.ack(stream, G, ids[1:])
+        assert [await broker.trim(stream) for _ in range(3)] == [0, 0, 0]
+        assert payloads(await reclaim_all(broker, stream, G, "b")) == ["0"]
+        await broker.ack(stream, G, ids[:1])
+        assert await broker.trim(stream) == 3
+        assert await broker.length(stream) == 0
+
+    async def test_the_group_goes_on_after_everything_was_trimmed(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 3)
+        await drain(broker, stream, G, "a")
+        await broker.ack(stream, G, ids)
+        await broker.trim(stream)
+        await broker.append(messages(stream, ["next"]))
+        assert payloads(await drain(broker, stream, G, "a")) == ["next"]
+
+    async def test_what_nobody_has_read_stays(self, broker: Broker, stream: str) -> None:
+        await broker.append(messages(stream, ["0", "1"]))
+        assert await broker.trim(stream) == 0
+        await broker.ensure_group(stream, G)
+        assert await broker.trim(stream) == 0
+        assert await broker.length(stream) == 2
+
+    async def test_a_stream_that_is_not_there_has_no_entries(self, broker: Broker, stream: str) -> None:
+        assert await broker.length(stream) == 0
+        assert await broker.trim(stream) == 0
+
+
+class TestMissingStreams:
+    async def test_a_reader_whose_stream_is_deleted_runs_dry(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 1)
+        await drain(broker, stream, G, "a")
+        watch = Stopwatch()
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(broker.read(stream, G, "a", max_entries=1, block_s=0.5))
+            await asyncio.sleep(0.1)
+            await broker.delete_streams([stream])
+        assert reading.result() == []
+        assert watch.seconds > 0.4  # no busy loop
+        assert await broker.renew(stream, G, "a", ids) == []
+        assert await reclaim_all(broker, stream, G, "a") == []
+        await broker.release(stream, G, "a", ids)
+        await broker.ack(stream, G, ids)
+
+    async def test_a_stream_made_again_starts_empty(self, broker: Broker, stream: str) -> None:
+        await fill(broker, stream, 3)
+        await broker.delete_streams([stream, stream + "-never-there"])
+        assert await broker.length(stream) == 0
+        await fill(broker, stream, 1)
+        assert payloads(await drain(broker, stream, G, "a")) == ["0"]
+
+
+class TestBlobs:
+    async def test_values_come_in_the_order_of_the_keys(self, broker: Broker, prefix: str) -> None:
+        blobs = {f"{prefix}{number}": bytes([number]) * number for number in range(200)}
+        await broker.append([Outgoing(stream=prefix + "s", payload=b"", blobs=blobs)])
+        keys = sorted(blobs)
+        assert await broker.get_blobs(keys) == [blobs[key] for key in keys]
+
+    async def test_a_missing_blob_is_none(self, broker: Broker, prefix: str) -> None:
+        await broker.append([Outgoing(stream=prefix + "s", payload=b"", blobs={prefix + "k": b"v"})])
+        assert await broker.get_blobs([prefix + "nix", prefix + "k", prefix + "nix"]) == [None, b"v", None]
+        assert await broker.get_blobs([]) == []
+
+    async def test_deleting_removes_exactly_the_named(self, broker: Broker, prefix: str) -> None:
+        blobs = {prefix + "a": b"1", prefix + "b": b"2"}
+        await broker.append([Outgoing(stream=prefix + "s", payload=b"", blobs=blobs)])
+        await broker.delete_blobs([prefix + "a", prefix + "never"])
+        await broker.delete_blobs([])
+        assert await broker.get_blobs(sorted(blobs)) == [None, b"2"]
+
+    async def test_no_message_is_seen_before_its_blobs(
+        self, broker: Broker, prefix: str, stream: str
+    ) -> None:
+        await broker.ensure_group(stream, G)
+        batch = [
+            Outgoing(
+                stream=stream,
+                payload=f"{prefix}{number}".encode(),
+                blobs={f"{prefix}{number}": b"x" * 20_000},
+            )
+            for number in range(600)  # more than one portion of the writer's
+        ]
+        seen = 0
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(broker.append(batch))
+            while seen < len(batch):
+                entries = await broker.read(stream, G, "a", max_entries=50, block_s=5)
+                assert entries, f"only {seen} messages came"
+                values = await broker.get_blobs(payloads(entries))
+                assert [len(value or b"") for value in values] == [20_000] * len(entries)
+                seen += len(entries)
+
+
+class TestPurge:
+    async def test_removes_a_run_and_nothing_else(self, broker: Broker, prefix: str) -> None:
+        mine, other = prefix + "run[1]*:", prefix + "run1x:"
+        for run in (mine, other):
+            await broker.append([Outgoing(stream=run + "s", payload=b"", blobs={run + "b": b"v"})])
+        assert await broker.purge(mine) == 2
+        assert [await broker.length(mine + "s"), await broker.length(other + "s")] == [0, 1]
+        assert await broker.get_blobs([mine + "b", other + "b"]) == [None, b"v"]
+        assert await broker.purge(mine) == 0
+
+    async def test_does_not_empty_the_server(self, broker: Broker) -> None:
+        with pytest.raises(ValueError, match="prefix"):
+            await broker.purge("")
+
+
+async def test_waiting_readers_leave_room_for_other_commands(broker: Broker, prefix: str) -> None:
+    streams = [f"{prefix}{number}" for number in range(60)]
+    for stream in streams:
+        await broker.ensure_group(stream, G)
+    readers = [
+        asyncio.create_task(broker.read(stream, G, "a", max_entries=1, block_s=1)) for stream in streams
+    ]
+    await asyncio.sleep(0.1)
+    watch = Stopwatch()
+    await broker.ping()
+    await broker.append(messages(streams[0], ["hello"]))
+    assert watch.seconds < 0.5
+    results = await asyncio.gather(*readers)
+    assert payloads(results[0]) == ["hello"]
+    assert not any(results[1:])

@@ -1,0 +1,239 @@
+"""Mailboxes over both brokers: leases live while work goes on, and lapse when its worker dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.broker import Broker, Mailbox, append_when_room
+from paceline.core.errors import BrokerError, DeadlineError
+from support.streams import Stopwatch, messages, payloads, reclaim_all, soon
+
+G = "workers"
+LEASE_S = 0.3
+
+
+def mailbox(broker: Broker, stream: str, consumer: str, **options: float) -> Mailbox:
+    return Mailbox(
+        broker,
+        stream,
+        G,
+        consumer,
+        lease_s=LEASE_S,
+        max_entries=int(options.get("max_entries", 10)),
+        block_s=options.get("block_s", 0.1),
+    )
+
+
+async def test_takes_what_was_there_before_and_what_comes_after(broker: Broker, stream: str) -> None:
+    await broker.append(messages(stream, ["before"]))
+    async with mailbox(broker, stream, "a") as box:
+        assert payloads(await box.take()) == ["before"]
+        watch = Stopwatch()
+        assert await box.take() == []
+        assert 0.05 < watch.seconds < 1
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(soon(0.1, broker, messages(stream, ["after"])))
+            assert payloads(await box.take(block_s=5)) == ["after"]
+        assert payloads(box.held) == ["before", "after"]
+
+
+async def test_take_is_bounded(broker: Broker, stream: str) -> None:
+    await broker.append(messages(stream, map(str, range(6))))
+    async with mailbox(broker, stream, "a", max_entries=2) as box:
+        assert payloads(await box.take()) == ["0", "1"]
+        assert payloads(await box.take(3)) == ["2", "3", "4"]
+
+
+async def test_work_that_outlasts_its_lease_is_not_given_to_another(broker: Broker, stream: str) -> None:
+    await broker.append(messages(stream, ["long"]))
+    async with mailbox(broker, stream, "a") as slow, mailbox(broker, stream, "b") as idle:
+        entries = await slow.take()
+        assert await idle.take(block_s=5 * LEASE_S) == []
+        assert slow.holds(entries[0])
+        await slow.done(entries)
+        assert slow.held == []
+    assert await reclaim_all(broker, stream, G, "c") == []
+
+
+async def test_what_a_dead_worker_held_is_taken_by_another(broker: Broker, stream: str) -> None:
+    await broker.append(messages(stream, map(str, range(3))))
+    await broker.ensure_group(stream, G)
+    await broker.read(stream, G, "dead", max_entries=2, block_s=0)
+    async with mailbox(broker, stream, "b") as box:
+        assert payloads(await box.take(1)) == ["2"]
+        watch = Stopwatch()
+        entries = await box.take(block_s=10)  # a long wait does not delay the recovery
+        assert payloads(entries) == ["0", "1"]
+        assert [entry.deliveries for entry in entries] == [2, 2]
+        assert watch.seconds < 1.5 * LEASE_S + 0.5
+        await box.done(box.held)
+    assert await reclaim_all(broker, stream, G, "c") == []
+
+
+async def test_two_survivors_take_a_dead_workers_entries_once_each(broker: Broker, stream: str) -> None:
+    await broker.append(messages(stream, map(str, range(20))))
+    await broker.ensure_group(stream, G)
+    await broker.read(stream, G, "dead", max_entries=20, block_s=0)
+    taken: list[str] = []
+
+    async def survive(name: str) -> None:
+        async with mailbox(broker, stream, name, max_entries=3) as box:
+            while len(taken) < 20:
+                entries = await box.take()
+                taken.extend(payloads(entries))
+                await box.done(entries)
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        for name in ("b", "c"):
+            tasks.create_task(survive(name))
+    assert sorted(taken, key=int) == [str(number) for number in range(20)]
+
+
+async def test_a_lost_lease_is_noticed(broker: Broker, stream: str, caplog: pytest.LogCaptureFixture) -> None:
+    await broker.append(messages(stream, ["0", "1"]))
+    async with mailbox(broker, stream, "stalled") as box:
+        first, second = await box.take()
+        await broker.reclaim(stream, G, "thief", min_idle_s=0, max_entries=1)
+        with caplog.at_level(logging.WARNING):
+            await asyncio.sleep(LEASE_S)
+        assert [box.holds(first), box.holds(second)] == [False, True]
+        assert "1 entries of stalled have gone to another" in caplog.text
+
+
+async def test_what_a_mailbox_holds_does_not_come_to_it_again(broker: Broker, stream: str) -> None:
+    await broker.append(messages(stream, ["0"]))
+    async with mailbox(broker, stream, "a") as box:
+        entries = await box.take()
+        # As after a stall of the whole process: the lease has lapsed, and this mailbox is the first to see it.
+        await broker.release(stream, G, "a", [entries[0].entry_id])
+        await asyncio.sleep(0)
+        assert await box.take(block_s=LEASE_S) == []
+        assert payloads(box.held) == ["0"]
+
+
+async def test_leaving_gives_back_what_is_not_done(broker: Broker, stream: str) -> None:
+    await broker.append(messages(stream, ["done", "not done"]))
+    async with mailbox(broker, stream, "a") as box:
+        entries = await box.take()
+        await box.done(entries[:1])
+    assert payloads(await broker.reclaim(stream, G, "b", min_idle_s=60, max_entries=10)) == ["not done"]
+
+
+async def test_a_failing_worker_gives_back_too(broker: Broker, stream: str) -> None:
+    await broker.append(messages(stream, ["0"]))
+    with pytest.raises(ZeroDivisionError):
+        async with mailbox(broker, stream, "a") as box:
+            assert 1 / (len(await box.take()) - 1)
+    assert payloads(await broker.reclaim(stream, G, "b", min_idle_s=60, max_entries=10)) == ["0"]
+
+
+async def test_give_back_and_switch(broker: Broker, prefix: str) -> None:
+    old, new = prefix + "v1", prefix + "v2"
+    await broker.append(messages(old, ["0", "1"]) + messages(new, ["2"]))
+    async with mailbox(broker, old, "a") as box:
+        entries = await box.take()
+        await box.give_back(entries[:1])
+        assert payloads(await broker.reclaim(old, G, "b", min_idle_s=60, max_entries=10)) == ["0"]
+        await box.switch(new)
+        assert payloads(await box.take()) == ["2"]
+        assert payloads(box.held) == ["2"]
+    assert payloads(await broker.reclaim(old, G, "b", min_idle_s=60, max_entries=10)) == ["1"]
+
+
+async def test_a_mailbox_outlives_the_deletion_of_its_stream(broker: Broker, stream: str) -> None:
+    await broker.append(messages(stream, ["0"]))
+    async with mailbox(broker, stream, "a") as box:
+        entries = await box.take()
+        await broker.delete_streams([stream])
+        assert await box.take(block_s=LEASE_S) == []
+        await box.done(entries)
+
+
+async def test_a_failed_renewal_is_made_good(
+    broker: Broker, stream: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    renew, failures = broker.renew, [BrokerError("gone for a moment")]
+
+    async def failing_once(stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+        if failures:
+            raise failures.pop()
+        return await renew(stream, group, consumer, entry_ids)
+
+    monkeypatch.setattr(broker, "renew", failing_once)
+    await broker.append(messages(stream, ["0"]))
+    async with mailbox(broker, stream, "a") as box:
+        entries = await box.take()
+        await asyncio.sleep(2 * LEASE_S)
+        assert failures == []
+        assert await broker.reclaim(stream, G, "b", min_idle_s=LEASE_S, max_entries=1) == []
+        await box.done(entries)
+    assert "1 leases not renewed: gone for a moment" in caplog.text
+
+
+async def test_a_defect_in_the_renewal_reaches_the_worker(
+    broker: Broker, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> list[str]:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(broker, "renew", broken)
+    await broker.append(messages(stream, ["0"]))
+    async with mailbox(broker, stream, "a") as box:
+        await box.take()
+        await asyncio.sleep(LEASE_S)
+        with pytest.raises(KeyError, match="a defect"):
+            await box.take()
+
+
+async def test_a_mailbox_must_be_entered(broker: Broker, stream: str) -> None:
+    with pytest.raises(RuntimeError, match="async with"):
+        await mailbox(broker, stream, "a").take()
+
+
+class TestBackPressure:
+    async def test_writes_at_once_where_there_is_room(self, broker: Broker, stream: str) -> None:
+        ids = await append_when_room(broker, messages(stream, ["0"]), max_length=1, timeout_s=1)
+        assert len(ids) == 1
+        assert await broker.length(stream) == 1
+
+    async def test_what_is_done_makes_room(self, broker: Broker, stream: str) -> None:
+        await broker.ensure_group(stream, G)
+        await broker.append(messages(stream, map(str, range(4))))
+        entries = await broker.read(stream, G, "a", max_entries=2, block_s=0)
+        await broker.ack(stream, G, [entry.entry_id for entry in entries])
+        await append_when_room(broker, messages(stream, ["4"]), max_length=3, timeout_s=1)
+        assert await broker.length(stream) == 3
+
+    async def test_a_writer_waits_for_the_readers(self, broker: Broker, stream: str) -> None:
+        async def consume() -> None:
+            async with mailbox(broker, stream, "a", max_entries=1) as box:
+                for _ in range(12):
+                    entries = await box.take(block_s=5)
+                    seen.extend(payloads(entries))
+                    longest.append(await broker.length(stream))
+                    await box.done(entries)
+
+        seen: list[str] = []
+        longest: list[int] = []
+        await broker.ensure_group(stream, G)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(consume())
+            for number in range(12):
+                await append_when_room(broker, messages(stream, [str(number)]), max_length=3, timeout_s=5)
+        assert seen == [str(number) for number in range(12)]
+        assert max(longest) <= 3
+
+    async def test_gives_up_with_a_name_when_nobody_reads(self, broker: Broker, stream: str) -> None:
+        await broker.ensure_group(stream, G)
+        await broker.append(messages(stream, ["0"]))
+        watch = Stopwatch()
+        with pytest.raises(DeadlineError, match="max_stream_length") as caught:
+            await append_when_room(broker, messages(stream, ["1"]), max_length=1, timeout_s=0.2)
+        assert caught.value.seconds == 0.2
+        assert stream in caught.value.peer
+        assert 0.15 < watch.seconds < 2
+        assert await broker.length(stream) == 1

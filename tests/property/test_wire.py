@@ -1,0 +1,365 @@
+"""The wire: what is encoded comes back the same, and what is malformed is rejected with its reason, never a crash."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from paceline import wire
+from paceline.core.errors import InvalidMessageError
+from paceline.core.trajectory import PromptGroup, ScoredHeader, Trajectory, TrajectoryHeader
+from support import domain
+
+Message = PromptGroup | Trajectory | TrajectoryHeader | ScoredHeader
+
+CODECS: dict[type[Message], tuple[Callable[[Any], bytes], Callable[..., Message]]] = {
+    PromptGroup: (wire.encode_prompt_group, wire.decode_prompt_group),
+    Trajectory: (wire.encode_trajectory, wire.decode_trajectory),
+    TrajectoryHeader: (wire.encode_trajectory_header, wire.decode_trajectory_header),
+    ScoredHeader: (wire.encode_scored_header, wire.decode_scored_header),
+}
+ANY_MESSAGE = (
+    domain.prompt_groups | domain.trajectories() | domain.trajectory_headers | domain.scored_headers()
+)
+REASONS = {
+    "not_msgpack", "unknown_schema", "wrong_kind", "missing_field", "wrong_type", "out_of_range", "not_finite",
+    "too_large", "unequal_lengths", "unknown_value", "inconsistent",
+}  # fmt: skip
+
+
+def encode(message: Message) -> bytes:
+    return CODECS[type(message)][0](message)
+
+
+def decode(kind: type[Message], data: bytes, **options: Any) -> Message:
+    return CODECS[kind][1](data, **options)
+
+
+def same(one: object, other: object) -> bool:
+    """Equality that looks into arrays: dtype, shape and bits."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    return one == other
+
+
+def assert_same(one: Message, other: Message) -> None:
+    assert type(one) is type(other)
+    for field in dataclasses.fields(one):
+        assert same(getattr(one, field.name), getattr(other, field.name)), field.name
+
+
+def altered(message: Message, **fields: Any) -> bytes:
+    """The message's bytes with some of its packed fields replaced; None removes a field."""
+    content = msgpack.unpackb(encode(message))
+    content.update(fields)
+    return msgpack.packb({name: value for name, value in content.items() if value is not None})
+
+
+@given(ANY_MESSAGE)
+@settings(max_examples=200)
+def test_a_message_comes_back_as_it_was(message: Message) -> None:
+    assert_same(decode(type(message), encode(message)), message)
+
+
+@given(domain.trajectories())
+@settings(max_examples=25)
+def test_decoded_arrays_are_ones_own_and_writable(trajectory: Trajectory) -> None:
+    copy = wire.decode_trajectory(wire.encode_trajectory(trajectory))
+    for name in ("prompt_token_ids", "response_token_ids", "response_log_probs", "response_mask"):
+        array = getattr(copy, name)
+        assert array.flags.writeable
+        assert array.flags.c_contiguous
+        assert array.dtype.isnative
+
+
+@given(st.binary(max_size=200), st.sampled_from(sorted(CODECS, key=str)))
+@example(b"\x91" * 5000, Trajectory)
+@example(b"\xdf\xff\xff\xff\xff", Trajectory)
+@example(msgpack.packb(["schema", 1]), PromptGroup)
+@example(msgpack.packb({"schema": 1}) + b"\x00", PromptGroup)
+@example(msgpack.packb({b"schema": 1, "kind": "prompt_group"}), PromptGroup)
+@settings(max_examples=200)
+def test_any_bytes_are_a_message_or_a_typed_rejection(data: bytes, kind: type[Message]) -> None:
+    with pytest.raises(InvalidMessageError) as caught:
+        decode(kind, data)
+    assert caught.value.reason in REASONS
+
+
+JUNK = st.one_of(
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=9),
+    st.lists(st.integers() | st.text(max_size=3) | st.floats(), max_size=4).filter(
+        lambda items: all(not isinstance(item, int) or -(2**63) <= item < 2**64 for item in items)
+    ),
+    st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=2),
+    st.just(msgpack.ExtType(5, b"code")),
+)
+
+
+@given(ANY_MESSAGE, st.data())
+@settings(max_examples=300)
+def test_a_field_of_any_content_is_accepted_or_rejected_with_a_reason(
+    message: Message, data: st.DataObject
+) -> None:
+    names = [name for name in msgpack.unpackb(encode(message)) if name not in ("schema", "kind")]
+    changed = altered(message, **{data.draw(st.sampled_from(names)): data.draw(JUNK)})
+    try:
+        decoded = decode(type(message), changed)
+    except InvalidMessageError as error:
+        assert error.reason in REASONS  # noqa: PT017  (either outcome is allowed)
+    else:
+        # What passes the door is a message in every respect: it survives another trip.
+        assert_same(decode(type(message), encode(decoded)), decoded)
+
+
+@given(ANY_MESSAGE, st.data())
+@settings(max_examples=60)
+def test_every_field_is_needed(message: Message, data: st.DataObject) -> None:
+    optional = {"reward", "reward_error"}
+    names = [name for name in msgpack.unpackb(encode(message)) if name not in optional]
+    name = data.draw(st.sampled_from(names))
+    with pytest.raises(InvalidMessageError) as caught:
+        decode(type(message), altered(message, **{name: None}))
+    expected = {"schema": "unknown_schema", "kind": "wrong_kind"}.get(name, "missing_field")
+    assert caught.value.reason in {expected, "wrong_type"}
+
+
+@given(
+    ANY_MESSAGE, st.integers(-5, 50).filter(lambda version: version != 1) | st.sampled_from(["1", 1.0, True])
+)
+@settings(max_examples=40)
+def test_other_schema_versions_are_rejected(message: Message, version: object) -> None:
+    with pytest.raises(InvalidMessageError, match="this build reads 1") as caught:
+        decode(type(message), altered(message, schema=version))
+    assert caught.value.reason == "unknown_schema"
+
+
+@given(ANY_MESSAGE, st.sampled_from(sorted(CODECS, key=str)))
+@settings(max_examples=40)
+def test_a_message_in_the_wrong_mailbox_is_rejected(message: Message, kind: type[Message]) -> None:
+    if kind is type(message):
+        return
+    with pytest.raises(InvalidMessageError) as caught:
+        decode(kind, encode(message))
+    assert caught.value.reason == "wrong_kind"
+
+
+@given(ANY_MESSAGE)
+@settings(max_examples=25)
+def test_unknown_fields_are_ignored(message: Message) -> None:
+    assert_same(decode(type(message), altered(message, something_new=[1, 2])), message)
+
+
+def rejected(message: Message, **fields: Any) -> str:
+    with pytest.raises(InvalidMessageError) as caught:
+        decode(type(message), altered(message, **fields))
+    return caught.value.reason
+
+
+@given(domain.trajectories(), st.data())
+def test_a_log_probability_is_finite_and_not_above_zero(trajectory: Trajectory, data: st.DataObject) -> None:
+    values = trajectory.response_log_probs.copy()
+    bad, reason = data.draw(
+        st.sampled_from(
+            [(np.nan, "not_finite"), (np.inf, "not_finite"), (-np.inf, "not_finite"), (0.5, "out_of_range")]
+        )
+    )
+    values[data.draw(st.integers(0, len(values) - 1))] = bad
+    assert rejected(trajectory, response_log_probs=values.tobytes()) == reason
+
+
+@given(domain.trajectories(), st.data())
+def test_token_ids_are_in_range(trajectory: Trajectory, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["prompt_token_ids", "response_token_ids"]))
+    ids = getattr(trajectory, name).copy()
+    at = data.draw(st.integers(0, len(ids) - 1))
+    ids[at] = data.draw(st.integers(-(2**31), -1))
+    assert rejected(trajectory, **{name: ids.tobytes()}) == "out_of_range"
+    ids %= 100
+    ids[at] = 100
+    in_range = altered(
+        trajectory, **{name: ids.tobytes(), _other(name): bytes(4 * _length(trajectory, name))}
+    )
+    assert decode(Trajectory, in_range, vocab_size=101)
+    with pytest.raises(InvalidMessageError, match=rf"{name} holds the id 100, allowed are 0 to 99"):
+        decode(Trajectory, in_range, vocab_size=100)
+
+
+def _other(name: str) -> str:
+    return "response_token_ids" if name == "prompt_token_ids" else "prompt_token_ids"
+
+
+def _length(trajectory: Trajectory, name: str) -> int:
+    return len(getattr(trajectory, _other(name)))
+
+
+@given(domain.trajectories(), st.sampled_from(["response_token_ids", "response_log_probs", "response_mask"]))
+def test_the_response_arrays_are_equally_long(trajectory: Trajectory, name: str) -> None:
+    array = getattr(trajectory, name)
+    assert rejected(trajectory, **{name: np.append(array, array[-1:]).tobytes()}) == "unequal_lengths"
+
+
+@given(domain.trajectories())
+@settings(max_examples=25)
+def test_empty_and_torn_arrays_and_masks_out_of_range(trajectory: Trajectory) -> None:
+    assert rejected(trajectory, prompt_token_ids=b"") == "out_of_range"
+    assert rejected(trajectory, response_token_ids=b"\0\0\0") == "unequal_lengths"
+    mask = trajectory.response_mask.copy()
+    mask[0] = 2
+    assert rejected(trajectory, response_mask=mask.tobytes()) == "out_of_range"
+    # Lists instead of packed bytes are not accepted: they would be forty times slower to read.
+    assert rejected(trajectory, response_token_ids=[1] * len(mask)) == "wrong_type"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"seeds": []}, "out_of_range"),
+        ({"seeds": [-1]}, "out_of_range"),
+        ({"seeds": [True]}, "wrong_type"),
+        ({"seeds": [0] * 5000}, "too_large"),
+        ({"step": -1}, "out_of_range"),
+        ({"step": 1.0}, "wrong_type"),
+        ({"purpose": "play"}, "unknown_value"),
+        ({"run_id": ""}, "out_of_range"),
+        ({"run_id": "x" * 600}, "too_large"),
+        ({"policy": [1]}, "unequal_lengths"),
+        ({"policy": [-1, "0" * 16]}, "out_of_range"),
+        ({"policy": [1, "0" * 15]}, "out_of_range"),
+        ({"policy": [1, "0" * 15 + "G"]}, "out_of_range"),
+        ({"policy": [1, b"0" * 16]}, "wrong_type"),
+    ],
+)
+@given(group=domain.prompt_groups)
+@settings(max_examples=3)
+def test_rejections_of_prompt_groups(group: PromptGroup, fields: dict[str, Any], reason: str) -> None:
+    assert rejected(group, **fields) == reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"temperature": float("nan")}, "not_finite"),
+        ({"temperature": -0.1}, "out_of_range"),
+        ({"top_p": 0.0}, "out_of_range"),
+        ({"top_p": 1.01}, "out_of_range"),
+        ({"max_tokens": 0}, "out_of_range"),
+        ({"top_k": -1}, "out_of_range"),
+        ({"stop_token_ids": [2**31]}, "out_of_range"),
+    ],
+)
+@given(group=domain.prompt_groups)
+@settings(max_examples=3)
+def test_rejections_of_sampling_parameters(group: PromptGroup, fields: dict[str, Any], reason: str) -> None:
+    sampling = msgpack.unpackb(encode(group))["sampling"]
+    assert rejected(group, sampling={**sampling, **fields}) == reason
+
+
+@pytest.mark.parametrize(
+    ("trajectory_id", "reason"),
+    [
+        (["train", 1, 2], "unequal_lengths"),
+        (["train", 1, 2, 3, 4], "too_large"),
+        (["play", 1, 2, 3], "unknown_value"),
+        (["train", 1, -2, 3], "out_of_range"),
+        (["train", 1, "2", 3], "wrong_type"),
+        ("train:1:2:3", "wrong_type"),
+    ],
+)
+@given(header=domain.trajectory_headers)
+@settings(max_examples=3)
+def test_rejections_of_trajectory_ids(header: TrajectoryHeader, trajectory_id: object, reason: str) -> None:
+    assert rejected(header, trajectory_id=trajectory_id) == reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"reward": 1.0, "reward_error": ["raised", "no"]}, "inconsistent"),
+        ({"reward": None, "reward_error": None}, "inconsistent"),
+        ({"reward": float("nan"), "reward_error": None}, "not_finite"),
+        ({"reward": float("-inf"), "reward_error": None}, "not_finite"),
+        ({"reward": "1.0", "reward_error": None}, "wrong_type"),
+        ({"reward": True, "reward_error": None}, "wrong_type"),
+        ({"reward": None, "reward_error": ["odd", "no"]}, "unknown_value"),
+        ({"reward": None, "reward_error": ["raised"]}, "wrong_type"),
+        ({"components": {"a": float("nan")}}, "not_finite"),
+        ({"components": {"a": "1"}}, "wrong_type"),
+        ({"num_response_tokens": 0}, "out_of_range"),
+        ({"finish_reason": "tired"}, "unknown_value"),
+        ({"generation_s": -1.0}, "out_of_range"),
+        ({"response_text": "x" * (2**20 + 1)}, "too_large"),
+    ],
+)
+@given(header=domain.scored_headers())
+@settings(max_examples=3)
+def test_rejections_of_scored_headers(header: ScoredHeader, fields: dict[str, Any], reason: str) -> None:
+    assert rejected(header, **fields) == reason
+
+
+@given(domain.trajectory_headers, st.sampled_from(["nested", "nan", "bytes"]))
+@settings(max_examples=20)
+def test_a_reward_context_is_plain_data_in_both_directions(header: TrajectoryHeader, which: str) -> None:
+    nested: Any = 0
+    for _ in range(9):
+        nested = [nested]
+    bad, reason = {
+        "nested": (nested, "too_large"),
+        "nan": (float("nan"), "not_finite"),
+        "bytes": (b"code", "wrong_type"),
+    }[which]
+    context = msgpack.unpackb(encode(header))["context"]
+    assert rejected(header, context={**context, "extra": {"key": bad}}) == reason
+    unsendable = dataclasses.replace(header, context=dataclasses.replace(header.context, extra={"key": bad}))
+    with pytest.raises(InvalidMessageError, match="reward context cannot be encoded"):
+        encode(unsendable)
+
+
+@given(domain.trajectories(), st.sampled_from([np.int64, np.float32, np.uint32]))
+@settings(max_examples=10)
+def test_arrays_of_another_dtype_are_not_encoded(trajectory: Trajectory, dtype: Any) -> None:
+    wrong = dataclasses.replace(trajectory, prompt_token_ids=trajectory.prompt_token_ids.astype(dtype))
+    with pytest.raises(InvalidMessageError, match=r"prompt_token_ids is an array of .* it must be int32"):
+        encode(wrong)
+
+
+@given(ANY_MESSAGE)
+@settings(max_examples=10)
+def test_messages_over_the_size_cap_are_not_even_opened(message: Message) -> None:
+    data = encode(message)
+    with pytest.raises(InvalidMessageError, match=rf"{len(data)} bytes, at most 10 are accepted") as caught:
+        decode(type(message), data, limits=wire.Limits(max_bytes=10))
+    assert caught.value.reason == "too_large"
+
+
+def test_the_bytes_of_a_schema_version_do_not_change() -> None:
+    """Version 1 as it was first written: a reader of another build must understand it."""
+    recorded = bytes.fromhex(
+        "8ca6736368656d6101a46b696e64ac70726f6d70745f67726f7570"
+        "a672756e5f6964a172a47374657003a7707572706f7365a5747261696ea970726f6d70745f696407"
+        "b070726f6d70745f746f6b656e5f696473c4080500000000010000"
+        "a873616d706c696e6785ab74656d7065726174757265cb3ff0000000000000aa6d61785f746f6b656e7304"
+        "a5746f705f70cb3ff0000000000000a5746f705f6b00ae73746f705f746f6b656e5f6964739102"
+        "a57365656473920b0c"
+        "a6706f6c696379920ab030313233343536373839616263646566"
+        "a7636f6e7465787484ac67726f756e645f7472757468a23432ab646174615f736f75726365a0"
+        "ab70726f6d70745f74657874a0a5657874726181a16b90"
+        "a7617474656d707401"
+    )
+    group = wire.decode_prompt_group(recorded)
+    assert encode(group) == recorded
+    assert group.prompt_token_ids.tolist() == [5, 256]
+    assert (group.run_id, group.step, group.prompt_id, group.attempt) == ("r", 3, 7, 1)
+    assert group.seeds == (11, 12)
+    assert (group.policy.version, group.policy.digest) == (10, "0123456789abcdef")
+    assert group.context.extra == {"k": []}

@@ -1,0 +1,151 @@
+"""Hypothesis strategies for everything that travels."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from paceline.core.errors import RewardErrorKind
+from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.policy import PolicyTag
+from paceline.core.trajectory import (
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    PromptGroup,
+    RewardContext,
+    SamplingSpec,
+    ScoredHeader,
+    Trajectory,
+    TrajectoryHeader,
+    UInt8Array,
+)
+
+counts = st.integers(0, 2**63 - 1)
+names = st.text(min_size=1, max_size=20)
+texts = st.text(max_size=60)
+seconds = st.floats(0, 1e9)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+digests = st.text("0123456789abcdef", min_size=16, max_size=16)
+policies = st.builds(PolicyTag, version=counts, digest=digests)
+trajectory_ids = st.builds(
+    TrajectoryId,
+    step=counts,
+    purpose=st.sampled_from([purpose.value for purpose in Purpose]),
+    prompt_id=counts,
+    sample_index=counts,
+)
+samplings = st.builds(
+    SamplingSpec,
+    temperature=st.floats(0, 100),
+    max_tokens=st.integers(1, 2**31),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=counts,
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple),
+)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | finite | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+contexts = st.builds(
+    RewardContext,
+    ground_truth=texts,
+    data_source=texts,
+    prompt_text=texts,
+    extra=st.dictionaries(texts, plain, max_size=3),
+)
+
+
+def token_ids(length: int | st.SearchStrategy[int]) -> st.SearchStrategy[Int32Array]:
+    """Arrays (length,) of any ids that the wire allows."""
+    return hnp.arrays(np.int32, length, elements=st.integers(0, 2**31 - 1))
+
+
+def log_probs(length: int) -> st.SearchStrategy[Float32Array]:
+    """Arrays (length,) of finite numbers up to 0."""
+    return hnp.arrays(np.float32, length, elements=st.floats(-(2.0**100), 0, width=32))
+
+
+def masks(length: int) -> st.SearchStrategy[UInt8Array]:
+    """Arrays (length,) of 0 and 1."""
+    return hnp.arrays(np.uint8, length, elements=st.integers(0, 1))
+
+
+prompt_groups = st.builds(
+    PromptGroup,
+    run_id=names,
+    step=counts,
+    purpose=st.sampled_from(Purpose),
+    prompt_id=counts,
+    prompt_token_ids=token_ids(st.integers(1, 20)),
+    sampling=samplings,
+    seeds=st.lists(counts, min_size=1, max_size=9).map(tuple),
+    policy=policies,
+    context=contexts,
+    attempt=counts,
+)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    """Samples whose three response arrays are equally long."""
+    length = draw(st.integers(1, 30))
+    return Trajectory(
+        run_id=draw(names),
+        trajectory_id=draw(trajectory_ids),
+        policy=draw(policies),
+        prompt_token_ids=draw(token_ids(st.integers(1, 20))),
+        response_token_ids=draw(token_ids(length)),
+        response_log_probs=draw(log_probs(length)),
+        response_mask=draw(masks(length)),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+        sampling=draw(samplings),
+        seed=draw(counts),
+        server_id=draw(names),
+        attempt=draw(counts),
+        seconds=draw(seconds),
+    )
+
+
+num_tokens = st.integers(1, 2**20)
+trajectory_headers = st.builds(
+    TrajectoryHeader,
+    run_id=names,
+    trajectory_id=trajectory_ids,
+    policy=policies,
+    blob_key=names,
+    num_prompt_tokens=num_tokens,
+    num_response_tokens=num_tokens,
+    finish_reason=st.sampled_from(FinishReason),
+    server_id=names,
+    attempt=counts,
+    seconds=seconds,
+    context=contexts,
+)
+reward_errors = st.tuples(st.sampled_from([kind.value for kind in RewardErrorKind]), texts)
+
+
+@st.composite
+def scored_headers(draw: st.DrawFn) -> ScoredHeader:
+    """Scored samples: a reward or the reason why there is none."""
+    error = draw(st.none() | reward_errors)
+    return ScoredHeader(
+        run_id=draw(names),
+        trajectory_id=draw(trajectory_ids),
+        policy=draw(policies),
+        blob_key=draw(names),
+        num_prompt_tokens=draw(num_tokens),
+        num_response_tokens=draw(num_tokens),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+        server_id=draw(names),
+        attempt=draw(counts),
+        generation_s=draw(seconds),
+        reward=draw(finite) if error is None else None,
+        components=draw(st.dictionaries(names, finite, max_size=4)),
+        reward_error=error,
+        scorer=draw(names),
+        reward_s=draw(seconds),
+        response_text=draw(texts),
+    )
