@@ -1,0 +1,203 @@
+"""The reward service as the process that it is: a fake controller, a real Redis, real worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.broker import Broker, Mailbox, names, open_broker
+from paceline.broker.redis_server import RedisServer
+from paceline.core.scoring import ScoreItem
+from paceline.core.trajectory import ScoredHeader
+from paceline.rpc.v1 import controller_pb2
+from paceline.sdk import RewardClient
+from paceline.wire import decode_scored_header
+from support.fake_controller import FakeController, serve
+from support.trajectories import finished_sample
+
+RUN = "run-1"
+TOKEN = "a secret of the run"
+WORDS = ["<pad>", "<|end|>", "####", "18", "19", "hang", "exit", "so"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer of eight words and nothing else."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    folder = tmp_path_factory.mktemp("model")
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<|end|>").save_pretrained(
+        folder
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer.start(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+async def broker(redis_server: RedisServer) -> AsyncIterator[Broker]:
+    broker = open_broker(redis_server.url)
+    yield broker
+    await broker.purge(names.prefix(RUN))
+    await broker.close()
+
+
+class Controller(FakeController):
+    """Hands out a broker and a run directory that are there."""
+
+    broker_url = run_dir = ""
+
+    async def Register(self, request: Any, context: Any) -> controller_pb2.RegisterResponse:
+        answer = await super().Register(request, context)
+        answer.broker_url, answer.run_dir = self.broker_url, self.run_dir
+        return answer
+
+    async def reported(self, state: str) -> controller_pb2.HeartbeatRequest:
+        async with asyncio.timeout(40):
+            while not any(beat.state == state for beat in self.heartbeats):
+                self.heard.clear()
+                await self.heard.wait()
+        return next(beat for beat in self.heartbeats if beat.state == state)
+
+
+@asynccontextmanager
+async def service(
+    tmp_path: Path, model: Path, broker_url: str, reward: dict[str, object]
+) -> AsyncIterator[tuple[Controller, asyncio.subprocess.Process]]:
+    config = {
+        "data": {"train_files": "none.jsonl"},
+        "model": {"path": str(model)},
+        "reward": reward,
+        "trainer": {"total_steps": 1},
+        "actor": {"ppo_mini_batch_size": 64},
+    }
+    controller = Controller(json.dumps(config), RUN)
+    controller.broker_url, controller.run_dir = broker_url, str(tmp_path)
+    server = await serve(controller, token=TOKEN)
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "paceline.reward",
+        "--controller",
+        server.address,
+        "--member-id",
+        "reward-0",
+        env={**os.environ, "PACELINE_TOKEN": TOKEN, "PYTHONPATH": path, "PACELINE_DIE_WITH_PARENT": "1"},
+    )
+    try:
+        yield controller, process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await server.stop(grace_s=0)
+
+
+async def scored(broker: Broker, count: int) -> list[ScoredHeader]:
+    headers: list[ScoredHeader] = []
+    async with Mailbox(broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
+        async with asyncio.timeout(20):
+            while len(headers) < count:
+                entries = await box.take()
+                headers += [decode_scored_header(entry.payload) for entry in entries]
+                await box.done(entries)
+    return sorted(headers, key=lambda header: header.trajectory_id)
+
+
+def tokens(text: str) -> list[int]:
+    return [WORDS.index(word) for word in text.split()]
+
+
+@pytest.mark.redis
+@pytest.mark.timeout(120)
+async def test_the_process_scores_survives_its_functions_and_leaves_in_order(
+    tmp_path: Path, model: Path, redis_server: RedisServer, broker: Broker
+) -> None:
+    reward: dict[str, object] = {
+        "functions": [{"name": "gsm8k"}, {"name": "support.reward_functions:obedient", "weight": 0.5}],
+        "timeout_s": 1.0,
+        "max_retries": 0,
+    }
+    samples = ["so #### 18 <|end|>", "#### 19", "hang", "exit", "18"]
+    await broker.append(
+        [
+            finished_sample(
+                RUN, index, tokens(text), ground_truth="18", traceparent=f"00-{1:032x}-{2:016x}-01"
+            )
+            for index, text in enumerate(samples)
+        ]
+    )
+    async with service(tmp_path, model, redis_server.url, reward) as (controller, process):
+        headers = await scored(broker, len(samples))
+        assert [header.reward for header in headers] == [1.5, 0.5, None, None, 0.5]
+        assert headers[0].components == {"gsm8k": 1.0, "obedient": 1.0}
+        assert headers[0].response_text == "so #### 18"
+        assert [header.reward_error and header.reward_error[0] for header in headers] == [
+            None,
+            None,
+            "timeout",
+            "crashed",
+            None,
+        ]
+        await controller.reported("serving")
+        registration = controller.registrations[0]
+        async with RewardClient(registration.address, token=TOKEN) as client:
+            item = ScoreItem(trajectory_id="t", prompt="", response="#### 18", ground_truth="18")
+            assert [result.reward for result in await client.score([item])] == [1.5]
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
+        assert controller.calls[-1] == "leave stopped"
+    spans = [json.loads(line) for line in (tmp_path / "spans.jsonl").read_text().splitlines()]
+    assert any(span["name"] == "reward.score" and f"{1:032x}" in json.dumps(span) for span in spans)
+    assert (
+        await broker.reclaim(
+            names.trajectories(RUN), names.REWARD_GROUP, "test", min_idle_s=0.0, max_entries=10
+        )
+        == []
+    )
+
+
+@pytest.mark.redis
+@pytest.mark.timeout(120)
+async def test_the_end_of_the_run_ends_the_process(
+    tmp_path: Path, model: Path, redis_server: RedisServer, broker: Broker
+) -> None:
+    reward: dict[str, object] = {"functions": [{"name": "exact_match"}]}
+    async with service(tmp_path, model, redis_server.url, reward) as (controller, process):
+        await controller.reported("serving")
+        controller.run_over = True
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
+
+
+@pytest.mark.redis
+@pytest.mark.timeout(120)
+async def test_a_function_that_is_not_there_is_told_to_the_controller(
+    tmp_path: Path, model: Path, redis_server: RedisServer, broker: Broker
+) -> None:
+    reward: dict[str, object] = {"functions": [{"name": "gsm9k"}]}
+    async with service(tmp_path, model, redis_server.url, reward) as (controller, process):
+        async with asyncio.timeout(40):
+            assert await process.wait() == 1
+        beat = await controller.reported("failed")
+        assert beat.failure.startswith("there is no built-in reward function 'gsm9k': write exact_match")
