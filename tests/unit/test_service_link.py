@@ -1,0 +1,219 @@
+"""A member's link against a controller of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from paceline.cli.machine import free_port
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError, DeadlineError, PeerLostError, ProtocolError
+from paceline.core.members import MemberKind
+from paceline.core.policy import PolicyTag
+from paceline.service.controller_link import ControllerLink, MemberReport
+from support.fake_controller import FakeController, serve
+
+CONFIG = {
+    "data": {"train_files": ["x.parquet"]},
+    "model": {"path": "m"},
+    "reward": {"functions": [{"name": "exact_match"}]},
+    "trainer": {"total_steps": 2},
+    "service": {"suspect_after_s": 0.2, "dead_after_s": 0.6, "heartbeat_s": 0.05},
+}
+
+
+@pytest.fixture
+async def controller() -> AsyncIterator[tuple[FakeController, Any]]:
+    fake = FakeController(config_json=parse(RunConfig, CONFIG).model_dump_json())
+    server = await serve(fake)
+    yield fake, server
+    await server.stop(0)
+
+
+def link_to(address: str) -> ControllerLink:
+    return ControllerLink(
+        address, kind=MemberKind.ROLLOUT, member_id="rollout-0", address="127.0.0.1:1", num_ranks=2
+    )
+
+
+async def test_registration_brings_everything(controller: tuple[FakeController, Any]) -> None:
+    fake, server = controller
+    link = link_to(server.address)
+    registration = await link.register(5)
+    assert (registration.run_id, registration.broker_url, registration.resume_from) == (
+        "run-1",
+        "memory://",
+        None,
+    )
+    assert registration.config == parse(RunConfig, CONFIG)
+    request = fake.registrations[0]
+    assert (request.kind, request.member_id, request.num_ranks) == (1, "rollout-0", 2)
+    assert request.incarnation == link.incarnation
+    await link.close()
+
+
+async def test_register_waits_for_a_controller_that_comes_late() -> None:
+    port = free_port()
+    link = link_to(f"127.0.0.1:{port}")
+    registering = asyncio.create_task(link.register(10))
+    await asyncio.sleep(0.4)
+    assert not registering.done()
+    fake = FakeController(config_json=json.dumps(CONFIG))
+    server = await serve(fake, port=port)
+    assert (await registering).run_id == "run-1"
+    await link.close()
+    await server.stop(0)
+
+
+async def test_register_gives_up_at_its_deadline() -> None:
+    link = link_to(f"127.0.0.1:{free_port()}")
+    with pytest.raises(DeadlineError, match=r"REGISTER: no answer from the controller at .* within 0.3 s"):
+        await link.register(0.3)
+    await link.close()
+
+
+async def test_a_configuration_of_another_version_is_refused(controller: tuple[FakeController, Any]) -> None:
+    fake, server = controller
+    fake.config_json = json.dumps({**CONFIG, "new_section": {}})
+    link = link_to(server.address)
+    with pytest.raises(ConfigError, match="unknown key new_section"):
+        await link.register(5)
+    await link.close()
+
+
+async def test_heartbeats_carry_the_report_until_the_run_is_over(
+    controller: tuple[FakeController, Any],
+) -> None:
+    fake, server = controller
+    link = link_to(server.address)
+    await link.register(5)
+    report = MemberReport(state="serving", policy=PolicyTag(version=3, digest="ab" * 8), in_flight=7)
+    running = asyncio.create_task(link.run(lambda: report))
+    await heard(fake, 3)
+    fake.run_over = True
+    await asyncio.wait_for(running, 5)
+    last = fake.heartbeats[-1]
+    assert (last.state, last.policy.version, last.policy.digest, last.in_flight) == (
+        "serving",
+        3,
+        "ab" * 8,
+        7,
+    )
+    await link.leave("run over")
+    assert fake.calls[-1] == "leave run over"
+    await link.close()
+
+
+async def test_a_poke_does_not_wait_for_the_next_beat(controller: tuple[FakeController, Any]) -> None:
+    fake, server = controller
+    fake.config_json = json.dumps(CONFIG)
+    link = link_to(server.address)
+    registration = await link.register(5)
+    object.__setattr__(registration, "heartbeat_s", 60.0)
+    states = iter(["loading", "ready"])
+    running = asyncio.create_task(link.run(lambda: MemberReport(state=next(states))))
+    await heard(fake, 1)
+    await asyncio.sleep(0.1)
+    assert [beat.state for beat in fake.heartbeats] == ["loading"]
+    link.poke()
+    await heard(fake, 2)
+    assert [beat.state for beat in fake.heartbeats] == ["loading", "ready"]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await link.close()
+
+
+async def test_a_forgotten_member_registers_again_and_is_told(controller: tuple[FakeController, Any]) -> None:
+    fake, server = controller
+    link = link_to(server.address)
+    await link.register(5)
+    fake.known = False
+    again = []
+    running = asyncio.create_task(
+        link.run(lambda: MemberReport(state="serving"), on_reregistered=again.append)
+    )
+    await heard(fake, 3)
+    assert fake.calls[:4] == ["register", "heartbeat", "register", "heartbeat"]
+    assert [one.run_id for one in again] == ["run-1"]
+    assert fake.registrations[0].incarnation == fake.registrations[1].incarnation
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await link.close()
+
+
+async def test_another_run_at_the_address_is_not_joined(controller: tuple[FakeController, Any]) -> None:
+    fake, server = controller
+    link = link_to(server.address)
+    await link.register(5)
+    fake.known, fake.run_id = False, "run-2"
+    with pytest.raises(ProtocolError, match="leads run run-2, this member belongs to run-1"):
+        await asyncio.wait_for(link.run(lambda: MemberReport(state="serving")), 5)
+    await link.close()
+
+
+async def test_a_short_silence_is_survived(controller: tuple[FakeController, Any]) -> None:
+    fake, server = controller
+    link = link_to(server.address)
+    await link.register(5)
+    running = asyncio.create_task(link.run(lambda: MemberReport(state="serving")))
+    await heard(fake, 1)
+    await server.stop(0)
+    await asyncio.sleep(0.2)
+    again = await serve(fake, port=server.port)
+    await heard(fake, len(fake.heartbeats) + 1)
+    assert not running.done()
+    fake.run_over = True
+    await asyncio.wait_for(running, 5)
+    await link.close()
+    await again.stop(0)
+
+
+async def test_a_long_silence_ends_the_member(controller: tuple[FakeController, Any]) -> None:
+    fake, server = controller
+    link = link_to(server.address)
+    await link.register(5)
+    running = asyncio.create_task(link.run(lambda: MemberReport(state="serving")))
+    await heard(fake, 1)
+    await server.stop(0)
+    with pytest.raises(
+        PeerLostError, match=r"has not answered for .* \(service.dead_after_s=0.6\)"
+    ) as caught:
+        await asyncio.wait_for(running, 10)
+    assert caught.value.peer == "controller"
+    await link.close()
+
+
+async def test_a_failure_is_reported_and_a_lost_controller_does_not_hide_it(
+    controller: tuple[FakeController, Any],
+) -> None:
+    fake, server = controller
+    link = link_to(server.address)
+    await link.register(5)
+    await link.fail("the engine died: out of memory")
+    assert (fake.heartbeats[-1].state, fake.heartbeats[-1].failure) == (
+        "failed",
+        "the engine died: out of memory",
+    )
+    await server.stop(0)
+    await link.fail("again")
+    await link.leave("gone")
+    await link.close()
+
+
+async def test_run_before_register_is_refused(controller: tuple[FakeController, Any]) -> None:
+    link = link_to("127.0.0.1:1")
+    with pytest.raises(ProtocolError, match=r"register\(\) comes before run\(\)"):
+        await link.run(lambda: MemberReport(state="x"))
+    await link.close()
+
+
+async def heard(fake: FakeController, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(fake.heartbeats) < count:
+            fake.heard.clear()
+            await fake.heard.wait()

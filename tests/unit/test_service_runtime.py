@@ -1,0 +1,123 @@
+"""Entry point, ordered shutdown, exit codes: as a process, since signals and exit codes belong to one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paceline.service.shutdown import ShutdownStack
+
+PROGRAM = """
+import asyncio, sys
+from paceline.core.errors import ModelError
+from paceline.service.runtime import run_service
+
+async def step(name):
+    print(name, flush=True)
+
+async def main(context):
+    context.defer("broker", lambda: step("close broker"))
+    context.defer("server", lambda: step("stop server"))
+    {body}
+
+sys.exit(run_service(main, name="demo-0", grace_s={grace_s}))
+"""
+
+ENDED = ["stop server", "close broker"]
+
+
+def start(body: str, *, grace_s: float = 5.0) -> subprocess.Popen[str]:
+    text = PROGRAM.format(body=body.replace("\n", "\n    "), grace_s=grace_s)
+    return subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
+    out, err = process.communicate(timeout=20)
+    return process.returncode, out.splitlines(), err
+
+
+def test_returning_ends_well_in_reverse_order() -> None:
+    code, out, err = end(start("context.spawn('beat', asyncio.sleep(100))"))
+    assert (code, out) == (0, ENDED)
+    assert "INFO demo-0 paceline.service.runtime: stopped" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_asks_main_to_stop(number: signal.Signals) -> None:
+    process = start("print('up', flush=True)\nawait context.stopping.wait()\nprint('asked', flush=True)")
+    assert read_line(process) == "up"
+    process.send_signal(number)
+    assert end(process)[:2] == (0, ["asked", *ENDED])
+
+
+def test_an_error_on_purpose_is_one_sentence() -> None:
+    code, out, err = end(start("raise ModelError('no tokenizer in m; save one there')"))
+    assert (code, out) == (1, ENDED)
+    assert err.splitlines()[-1].endswith(
+        "ERROR demo-0 paceline.service.runtime: fatal: no tokenizer in m; save one there"
+    )
+    assert "Traceback" not in err
+
+
+def test_a_bug_shows_its_traceback_above_the_sentence() -> None:
+    code, _, err = end(start("[][1]"))
+    assert code == 1
+    assert "Traceback" in err
+    assert err.splitlines()[-1].endswith("fatal: IndexError: list index out of range")
+
+
+def test_a_spawned_task_that_dies_takes_the_service_down() -> None:
+    body = "async def work():\n    raise ModelError('beat lost')\ncontext.spawn('beat', work())\nawait asyncio.sleep(100)"
+    code, out, err = end(start(body))
+    assert (code, out) == (1, ENDED)
+    assert "fatal: beat lost" in err
+
+
+def test_main_that_does_not_listen_is_cancelled_after_its_grace() -> None:
+    process = start("print('up', flush=True)\nawait asyncio.sleep(100)", grace_s=0.3)
+    assert read_line(process) == "up"
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    code, out, err = end(process)
+    assert (code, out) == (1, ENDED)
+    assert "not stopped within 0.3 s" in err
+    assert time.monotonic() - began < 5
+
+
+async def test_shutdown_steps_run_in_reverse_and_do_not_stop_at_a_failure() -> None:
+    stack, taken = ShutdownStack(), []
+
+    async def fine(name: str) -> None:
+        taken.append(name)
+
+    async def fails() -> None:
+        taken.append("fails")
+        raise ConnectionError("gone")
+
+    async def hangs() -> None:
+        taken.append("hangs")
+        await asyncio.sleep(100)
+
+    stack.defer("first", lambda: fine("first"))
+    stack.defer("second", fails)
+    stack.defer("third", hangs, budget_s=0.05)
+    outcomes = await stack.close()
+    assert taken == ["hangs", "fails", "first"]
+    assert [(one.name, one.error) for one in outcomes] == [
+        ("third", "not done within 0.05 s"),
+        ("second", "ConnectionError: gone"),
+        ("first", None),
+    ]
+    assert await stack.close() == []
