@@ -19,6 +19,7 @@ from paceline.broker import Broker, Entry, Mailbox, Outgoing, append_when_room, 
 from paceline.core.errors import InvalidMessageError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import ScoredHeader, TrajectoryHeader
+from paceline.reward.decoder import Decoder
 from paceline.reward.scoring import Verdict, failed
 from paceline.service.telemetry import current_traceparent, span
 from paceline.wire import DEFAULT_LIMITS, decode_trajectory, decode_trajectory_header, encode_scored_header
@@ -33,14 +34,6 @@ class Scorer(Protocol):
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str, step: int) -> list[Verdict]:
         """One verdict for each item, in the items' order."""
-        ...
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that is used."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of token ids."""
         ...
 
 
