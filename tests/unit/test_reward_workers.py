@@ -272,6 +272,20 @@ def test_workers_die_with_their_parent() -> None:
     assert not alive(worker)
 
 
+async def test_math_verify_works_in_a_worker_and_its_own_deadline_too() -> None:
+    spec = FunctionSpec(name="f", reference="math_verify", arguments={"timeout_s": 1})
+    undecided = "$9^{9^{9^{9}}}$"
+    tasks = [
+        ScoreItem(trajectory_id=text, prompt="", response=text, ground_truth="1/2")
+        for text in ("\\boxed{0.5}", undecided, "2")
+    ]
+    async with ScorerPool([spec], num_workers=1, timeout_s=10, max_retries=0) as pool:
+        results = await pool.score(tasks)
+        assert kinds(results) == ["1.0", "timeout", "0.0"]
+        assert message(results[1]) == "f raised TimeoutError: math_verify did not decide within 1 s"
+        assert pool.num_replaced == 0
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
