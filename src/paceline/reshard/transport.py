@@ -96,6 +96,7 @@ class WeightGroup:
     ) -> None:
         self.spec, self.rank, self.plan, self.device = spec, rank, plan, device
         self._process_group = process_group
+        self._pending: list[_Pending] = []
         self._rounds = self._layout_rounds()
         size = max((sum(n for _, n in messages) for messages in self._messages), default=0)
         num_slots = min(_NUM_SLOTS, plan.num_rounds)
@@ -172,7 +173,7 @@ class WeightGroup:
                     pending[number - _NUM_SLOTS].wait(deadline)
                 for piece, view in self._views(number, pieces):
                     view.copy_(shards[piece.source_param][piece.source_box.slices])
-                pending.append(self._post(self._slot_messages(number), [], _TAG_ROUND + number))
+                pending.append(self._post(self._slot_messages(number), [], _TAG_ROUND + number, deadline))
             if meanwhile is not None:
                 meanwhile()
             for work in pending[-_NUM_SLOTS:]:
@@ -185,12 +186,12 @@ class WeightGroup:
         The tensors are views of staging, of the piece's shape, and valid until the next item is asked for.
         """
         with self._aborting():
-            pending = self._post_receive(0) if self._rounds else None
+            pending = self._post_receive(0, deadline) if self._rounds else None
             for number, pieces in enumerate(self._rounds):
                 assert pending is not None
                 arriving, pending = pending, None
                 if number + 1 < len(self._rounds):
-                    pending = self._post_receive(number + 1)
+                    pending = self._post_receive(number + 1, deadline)
                 arriving.wait(deadline)
                 yield self._views(number, pieces)
             self._finish(deadline)
@@ -200,16 +201,19 @@ class WeightGroup:
         learners = range(1, self.spec.num_learners)
         with self._aborting():
             if self.rank != 0:
-                self._post([(values, 0)], [], _TAG_DIGESTS).wait(deadline)
+                self._post([(values, 0)], [], _TAG_DIGESTS, deadline).wait(deadline)
                 self._finish(deadline)
                 return values
             shares = [torch.empty_like(values) for _ in learners]
-            self._post([], list(zip(shares, learners, strict=True)), _TAG_DIGESTS).wait(deadline)
+            self._post([], list(zip(shares, learners, strict=True)), _TAG_DIGESTS, deadline).wait(deadline)
             self._finish(deadline)
         return torch.stack([values, *shares]).sum(dim=0)
 
     def abort(self) -> None:
         """Cuts all connections and frees staging; whoever waits for this rank gets an error. May be repeated."""
+        for pending in self._pending:
+            pending.drop()
+        self._pending = []
         if self._process_group is not None:
             self._process_group.abort()
         self._process_group = None
@@ -247,29 +251,36 @@ class WeightGroup:
             at += size
         return messages
 
-    def _post_receive(self, number: int) -> _Pending:
-        return self._post([], self._slot_messages(number), _TAG_ROUND + number)
+    def _post_receive(self, number: int, deadline: Deadline) -> _Pending:
+        return self._post([], self._slot_messages(number), _TAG_ROUND + number, deadline)
 
-    def _post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> _Pending:
-        group = self._process_group
-        if group is None:
+    def _post(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, deadline: Deadline
+    ) -> _Pending:
+        pending = _Pending(on_stream=self.spec.backend == "nccl")
+        self._pending = [other for other in self._pending if not other.done] + [pending]
+        calls = [("send", *message) for message in sends] + [("recv", *message) for message in receives]
+        if not calls:
+            return pending
+        if pending.on_stream:
+            # One NCCL group per round. Outside of a group each pair would get a communicator of its own.
+            self._live_group()._start_coalescing()
+        for call, tensor, peer in calls:
+            try:
+                pending.add(getattr(self._live_group(), call)([tensor], peer, tag), self.spec.rank_name(peer))
+            except RuntimeError as error:
+                raise deadline.translate(error, self.spec.rank_name(peer)) from error
+        if pending.on_stream:
+            pending.drop()
+            pending.add(self._live_group()._end_coalescing(), "some member of the weight group")
+        return pending
+
+    def _live_group(self) -> Any:
+        if self._process_group is None:
             raise WeightSyncError(
                 f"{self.spec.rank_name(self.rank)}: the weight group was aborted; form a new one"
             )
-        messages = [*sends, *receives]
-        peer = ", ".join(self.spec.rank_name(peer) for _, peer in messages) or "nobody"
-        if not messages:
-            return _Pending([])
-        if self.spec.backend == "nccl":
-            # One NCCL group per round. Outside of a group each pair would get a communicator of its own.
-            group._start_coalescing()
-        works = [(group.send([tensor], to, tag), self.spec.rank_name(to)) for tensor, to in sends]
-        works += [
-            (group.recv([tensor], source, tag), self.spec.rank_name(source)) for tensor, source in receives
-        ]
-        if self.spec.backend == "nccl":
-            return _Pending([(group._end_coalescing(), peer)], on_stream=True)
-        return _Pending(works)
+        return self._process_group
 
     def _greet(self, deadline: Deadline) -> None:
         """One small message per pair that will ever talk: makes the connections, compares the plans."""
@@ -282,7 +293,7 @@ class WeightGroup:
         origins = range(1, num_learners) if self.rank == 0 else range(0 if learner else num_learners)
         received = [(torch.empty_like(mine), origin) for origin in origins]
         with self._aborting():
-            self._post([(mine, to) for to in targets], received, _TAG_GREETING).wait(deadline)
+            self._post([(mine, to) for to in targets], received, _TAG_GREETING, deadline).wait(deadline)
             self._finish(deadline)
             for greeting, origin in received:
                 if not torch.equal(greeting, mine):
@@ -323,19 +334,33 @@ class _AbortOnError:
 class _Pending:
     """Transfers under way, each with its peer's name; waits for each exactly once (gloo hangs on a second)."""
 
-    def __init__(self, works: list[tuple[Any, str]], *, on_stream: bool = False) -> None:
-        self._works, self._on_stream = works, on_stream
+    def __init__(self, *, on_stream: bool) -> None:
+        self._works: list[tuple[Any, str]] = []
+        self.on_stream = on_stream
+
+    def add(self, work: Any, peer: str) -> None:
+        self._works.append((work, peer))
 
     def wait(self, deadline: Deadline) -> None:
-        works, self._works = self._works, []
-        for work, peer in works:
+        while self._works:
+            work, peer = self._works.pop(0)
             try:
-                if self._on_stream:
+                if self.on_stream:
                     work.wait()
                 else:
                     work.wait(deadline.remaining(peer))
             except RuntimeError as error:
                 raise deadline.translate(error, peer) from error
+            finally:
+                # The traceback of an error would keep it, and with it the connections, alive.
+                del work
+
+    @property
+    def done(self) -> bool:
+        return not self._works
+
+    def drop(self) -> None:
+        self._works = []
 
 
 def _make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> Any:

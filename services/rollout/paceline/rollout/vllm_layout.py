@@ -61,7 +61,7 @@ def split_parameters(model: nn.Module) -> tuple[list[TensorSlice], list[str]]:
             rule = _RULES.get(type(module).__name__)
             found = list(rule(module, path, kind, param, packed)) if rule else []
             if found and _fills(found, module, param):
-                slices += found
+                slices += [part for part in found if part.box.volume]
             else:
                 uncovered.append(f"{path}.{kind}" if path else kind)
     return slices, uncovered

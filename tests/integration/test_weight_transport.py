@@ -1,0 +1,309 @@
+"""Whole pushes over gloo between threads, into models that look like vLLM's: every way in, and every way to fail."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
+from paceline.learner.weight_publisher import PushResult, WeightPublisher
+from paceline.reshard.boxes import Box
+from paceline.reshard.digest import TensorDigester, digest_array
+from paceline.reshard.layout import RankLayout, fsdp_layout
+from paceline.reshard.spec import WeightGroupSpec
+from paceline.reshard.transport import Deadline, WeightGroup, open_store
+from paceline.reshard.verdict import digests_agree, model_digest
+from paceline.rollout.rank_receiver import RankReceipt, RankReceiver
+from support.fake_vllm import fake_qwen2
+from support.tp_layouts import DenseModel, tp_layout
+
+pytestmark = pytest.mark.torch
+CPU = torch.device("cpu")
+
+
+def dense(**changes: object) -> DenseModel:
+    sizes = {
+        "vocab_size": 199,
+        "hidden": 16,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_dim": 4,
+        "intermediate": 24,
+        "layers": 2,
+        "tied": False,
+        "bias": True,
+    }
+    return DenseModel(**{**sizes, **changes})
+
+
+class FlatModel(nn.Module):
+    """Holds every tensor of a checkpoint whole, under its state-dict name."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self._named = {
+            name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()
+        }
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._named.items()
+
+
+class Fleet:
+    """One unsharded learner and some rollout ranks, each in a thread of its own."""
+
+    def __init__(self, model: DenseModel, size: int, *, moe: bool = False, load: Any = None) -> None:
+        self.source = FlatModel(model.shapes(), seed=0)
+        self.publisher = WeightPublisher(self.source, CPU, "gloo")
+        self.models = [fake_qwen2(model, rank, size, moe=moe) for rank in range(size)]
+        self.receivers = [RankReceiver(m, CPU, load or refuse_full) for m in self.models]
+        self.epoch = 0
+
+    def spec(self, **changes: Any) -> WeightGroupSpec:
+        self.epoch += 1
+        host, port = self.publisher.open_store()
+        fields: dict[str, Any] = {
+            "epoch": self.epoch,
+            "backend": "gloo",
+            "store_host": host,
+            "store_port": port,
+            "learner_layouts": (self.publisher.layout(),),
+            "rollout_layouts": tuple(receiver.describe() for receiver in self.receivers),
+            "wire_dtype": "float32",
+            "round_bytes": 1000,
+            "timeout_s": 10.0,
+        }
+        return WeightGroupSpec(**{**fields, **changes})
+
+    def join(self, spec: WeightGroupSpec) -> None:
+        run_all(
+            lambda: self.publisher.join(spec),
+            *(
+                lambda r=rank, receiver=receiver: receiver.join(spec, 1 + r, spec.timeout_s)
+                for rank, receiver in enumerate(self.receivers)
+            ),
+        )
+
+    def push(self, version: int) -> tuple[PushResult, list[RankReceipt]]:
+        sent, *received = run_all(
+            lambda: self.publisher.publish(version),
+            *(lambda receiver=receiver: receiver.receive(version, 10.0) for receiver in self.receivers),
+        )
+        return sent, received
+
+
+def refuse_full(_: Iterator[tuple[str, torch.Tensor]]) -> None:
+    raise AssertionError("the general path was taken")
+
+
+def start_all(*calls: Callable[[], Any]) -> list[Future[Any]]:
+    pool = ThreadPoolExecutor(len(calls))
+    futures = [pool.submit(call) for call in calls]
+    pool.shutdown(wait=False)
+    return futures
+
+
+def run_all(*calls: Callable[[], Any]) -> list[Any]:
+    return [future.result(30) for future in start_all(*calls)]
+
+
+def check_parameters(fleet: Fleet, model: DenseModel, dtype: torch.dtype = torch.float32) -> None:
+    """Every element is where the hand-written layout says, and padding was not touched."""
+    named = dict(fleet.source.named_parameters())
+    size = len(fleet.models)
+    for rank, fake in enumerate(fleet.models):
+        layout, shapes = tp_layout(model, rank, size)
+        expected = {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in shapes.items()}
+        for part in layout.slices:
+            value = named[part.name].detach()[part.box.slices].to(dtype)
+            expected[part.param][part.local_box.slices] = value
+        for name, value in expected.items():
+            torch.testing.assert_close(fake.get_parameter(name), value, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "kv_heads", "tied"), [(1, 2, False), (2, 1, True), (4, 2, False), (8, 1, True)]
+)
+def test_a_push_fills_every_rank(size: int, kv_heads: int, tied: bool) -> None:
+    model = dense(kv_heads=kv_heads, tied=tied)
+    fleet = Fleet(model, size)
+    fleet.join(fleet.spec())
+    for version in (1, 2):
+        sent, received = fleet.push(version)
+        check_parameters(fleet, model)
+        reports = [receipt.digests for receipt in received]
+        digests_agree(sent.digests, reports)
+        named = {n: p.detach().numpy() for n, p in fleet.source.named_parameters()}
+        by_numpy = sum(digest_array(n, v.shape, Box.whole(v.shape), v) for n, v in named.items()) % 2**64
+        assert model_digest([sent.digests]) == model_digest(reports) == by_numpy
+        assert sent.bytes == sum(receipt.num_bytes for receipt in received)
+        assert sent.peak_extra_bytes <= 2 * size * 1000
+        assert all(receipt.peak_extra_bytes <= 2 * 1000 for receipt in received)
+        with torch.no_grad():
+            for param in fleet.source._named.values():
+                param.mul_(1.5).add_(0.25)
+
+
+def test_a_push_casts_to_the_wire_type() -> None:
+    model = dense()
+    fleet = Fleet(model, 2)
+    for fake in fleet.models:
+        fake.to(torch.bfloat16)
+    fleet.join(fleet.spec(wire_dtype="bfloat16"))
+    sent, received = fleet.push(1)
+    check_parameters(fleet, model, torch.bfloat16)
+    digests_agree(sent.digests, [receipt.digests for receipt in received])
+    assert sent.bytes * 2 == 4 * sum(part.box.volume for f in fleet.receivers for part in f.describe().slices)
+
+
+def test_the_general_path_loads_full_tensors() -> None:
+    """With a layer that no rule covers, each tensor arrives whole, once, in a memory of its own."""
+    loaded: list[tuple[str, torch.Tensor]] = []
+
+    def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        loaded.extend(tensors)
+
+    model = dense()
+    fleet = Fleet(model, 1, moe=True, load=load)
+    fleet.join(fleet.spec())
+    sent, received = fleet.push(1)
+    digests_agree(sent.digests, [received[0].digests])
+    assert [name for name, _ in loaded] == list(model.shapes())
+    named = dict(fleet.source.named_parameters())
+    for name, tensor in loaded:
+        assert torch.equal(tensor, named[name])
+
+
+def test_a_loader_that_stops_early_is_an_error() -> None:
+    fleet = Fleet(dense(), 1, moe=True, load=lambda tensors: next(tensors))
+    fleet.join(fleet.spec())
+    futures = start_all(
+        lambda: fleet.publisher.publish(1, timeout_s=5), lambda: fleet.receivers[0].receive(1, 5.0)
+    )
+    with pytest.raises(WeightSyncError, match=r"took 1 of \d+ tensors"):
+        futures[1].result(30)
+    assert isinstance(futures[0].exception(30), PeerLostError)
+
+
+def test_a_member_that_does_not_come_costs_its_deadline_and_the_rest_form_anew() -> None:
+    fleet = Fleet(dense(), 2)
+    spec = fleet.spec(timeout_s=2.0)
+    began = time.monotonic()
+    futures = start_all(lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, 2.0))
+    errors = [future.exception(30) for future in futures]
+    assert time.monotonic() - began < 8
+    for error in errors:
+        assert isinstance(error, DeadlineError | PeerLostError), error
+    fleet.receivers.pop()
+    fleet.models.pop()
+    whole = RankLayout.from_bytes(
+        RankReceiver(fake_qwen2(dense(), 0, 1), CPU, refuse_full).describe().to_bytes()
+    )
+    fleet.models = [fake_qwen2(dense(), 0, 1)]
+    fleet.receivers = [RankReceiver(fleet.models[0], CPU, refuse_full)]
+    fleet.join(fleet.spec(rollout_layouts=(whole,)))
+    sent, received = fleet.push(1)
+    digests_agree(sent.digests, [receipt.digests for receipt in received])
+
+
+def test_a_member_that_leaves_frees_the_others_at_once() -> None:
+    fleet = Fleet(dense(), 2)
+    fleet.join(fleet.spec(timeout_s=20.0))
+    leaving = threading.Timer(0.3, fleet.receivers[1].leave)
+    leaving.start()
+    began = time.monotonic()
+    futures = start_all(lambda: fleet.publisher.publish(1), lambda: fleet.receivers[0].receive(1, 20.0))
+    error = futures[0].exception(30)
+    assert isinstance(error, PeerLostError)
+    assert error.peer == "rollout rank 1"
+    assert isinstance(futures[1].exception(30), PeerLostError)
+    assert time.monotonic() - began < 5
+    leaving.join()
+    with pytest.raises(WeightSyncError, match="no weight group has been joined"):
+        fleet.publisher.publish(2)
+
+
+def test_a_learner_that_stalls_is_named_when_time_is_up() -> None:
+    fleet = Fleet(dense(), 1)
+    fleet.join(fleet.spec())
+    began = time.monotonic()
+    with pytest.raises(
+        DeadlineError, match=r"receiving weights of version 4: no answer from learner rank 0 within 1 s"
+    ):
+        fleet.receivers[0].receive(4, 1.0)
+    assert 0.9 < time.monotonic() - began < 5
+
+
+def test_a_spec_of_another_model_is_refused_before_anything_connects() -> None:
+    fleet = Fleet(dense(), 1)
+    other = fsdp_layout(dense(hidden=8).shapes(), rank=0, world_size=1, dtype="float32")
+    with pytest.raises(WeightSyncError, match="learner rank 0: the group spec describes other slices"):
+        fleet.publisher.join(fleet.spec(learner_layouts=(other,), rollout_layouts=(other,)))
+    with pytest.raises(WeightSyncError, match="group rank 0 is no rollout rank: those are 1..1"):
+        fleet.receivers[0].join(fleet.spec(), 0, 1.0)
+
+
+def test_several_learners_share_the_work_and_their_digests_add_up() -> None:
+    model = dense(kv_heads=1)
+    shapes, named = model.shapes(), dict(FlatModel(model.shapes(), seed=3).named_parameters())
+    sources = [fsdp_layout(shapes, rank=r, world_size=3, dtype="float32") for r in range(3)]
+    receivers = [RankReceiver(fake_qwen2(model, r, 2), CPU, refuse_full) for r in range(2)]
+    store = open_store("127.0.0.1", 10)
+    spec = WeightGroupSpec(
+        epoch=1,
+        backend="gloo",
+        store_host="127.0.0.1",
+        store_port=store.port,
+        learner_layouts=tuple(sources),
+        rollout_layouts=tuple(receiver.describe() for receiver in receivers),
+        wire_dtype="float32",
+        round_bytes=777,
+        timeout_s=10.0,
+    )
+
+    def learn(rank: int) -> torch.Tensor:
+        own = None if rank else store
+        group = WeightGroup.form(spec, rank=rank, layout=sources[rank], device=CPU, timeout_s=10, store=own)
+        shards = {part.param: named[part.name].detach()[part.box.slices] for part in sources[rank].slices}
+        group.send(shards, Deadline("push", 10))
+        total = group.sum_at_first(torch.tensor([rank + 1, -(2**62)]), Deadline("sum", 10))
+        group.abort()
+        return total
+
+    def roll(rank: int) -> RankReceipt:
+        receivers[rank].join(spec, 3 + rank, 10.0)
+        return receivers[rank].receive(1, 10.0)
+
+    *totals, first, second = run_all(
+        *(lambda r=r: learn(r) for r in range(3)), lambda: roll(0), lambda: roll(1)
+    )
+    assert totals[0].tolist() == [6, 2**62]  # -3 * 2^62 modulo 2^64
+    expected = sum(
+        digest_array(n, tuple(p.shape), Box.whole(tuple(p.shape)), p.detach().numpy())
+        for n, p in named.items()
+    )
+    assert model_digest([first.digests, second.digests]) == expected % 2**64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(301,), (70, 41), (5, 7, 11)])
+def test_torch_digests_equal_numpys_on_strided_views(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    box = Box(tuple(extent // 4 for extent in shape), tuple(extent - 1 for extent in shape))
+    view = tensor[box.slices]
+    pattern = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    bits = view.to(dtype).contiguous().view(pattern).numpy()
+    digester = TensorDigester(CPU)
+    total = digester.add("some.weight", shape, box, view, dtype)
+    assert digester.finish([total]) == [digest_array("some.weight", shape, box, bits)]
+    assert math.prod(view.shape) == np.size(bits)

@@ -1,0 +1,215 @@
+"""Boxes, chunks, covering and rounds on cases small enough to write down; what the readers refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgpack
+import numpy as np
+import pytest
+
+from paceline.core.errors import InvalidMessageError, WeightSyncError
+from paceline.reshard.boxes import Box
+from paceline.reshard.cover import Need, assign_sources
+from paceline.reshard.digest import digest_array, name_factor
+from paceline.reshard.layout import RankLayout, TensorSlice, chunk_rows, expand_whole, fsdp_layout
+from paceline.reshard.plan import build_plan, take_leading
+from paceline.reshard.spec import WeightGroupSpec
+from paceline.reshard.verdict import DigestReport, SliceDigest, digests_agree, format_digest, model_digest
+
+
+def whole(name: str, shape: tuple[int, ...]) -> RankLayout:
+    return expand_whole(RankLayout(dtype="float32", slices=(), whole=True), {name: shape})
+
+
+def test_chunks_are_torchs() -> None:
+    assert [chunk_rows(10, rank, 4) for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert [chunk_rows(3, rank, 4) for rank in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 3)]
+
+
+def test_column_slices_of_row_shards() -> None:
+    """Two row shards to two column halves: four pieces, each a quarter."""
+    sources = [fsdp_layout({"w": (4, 6)}, rank=r, world_size=2, dtype="float32") for r in range(2)]
+    halves = [
+        TensorSlice(name="w", global_shape=(4, 6), box=Box((0, c), (4, c + 3)), param="p", offset=(0, 0))
+        for c in (0, 3)
+    ]
+    destinations = [RankLayout(dtype="float32", slices=(half,)) for half in halves]
+    plan = build_plan(sources, destinations, item_bytes=2, round_bytes=1 << 20)
+    moves = [(p.source, p.destination, p.source_box, p.destination_box) for p in plan.pieces]
+    assert moves == [
+        (0, 0, Box((0, 0), (2, 3)), Box((0, 0), (2, 3))),
+        (0, 1, Box((0, 3), (2, 6)), Box((0, 0), (2, 3))),
+        (1, 0, Box((0, 0), (2, 3)), Box((2, 0), (4, 3))),
+        (1, 1, Box((0, 3), (2, 6)), Box((2, 0), (4, 3))),
+    ]
+    assert plan.num_rounds == 1
+    assert plan.sent_bytes(0) == plan.received_bytes(1) == 24
+
+
+def test_rounds_are_filled_with_whole_rows() -> None:
+    plan = build_plan([whole("w", (7, 4))], [whole("w", (7, 4))], item_bytes=4, round_bytes=4 * 10)
+    assert [(p.round, p.offset, p.box.start[0], p.box.stop[0]) for p in plan.pieces] == [
+        (0, 0, 0, 2),
+        (1, 0, 2, 4),
+        (2, 0, 4, 6),
+        (3, 0, 6, 7),
+    ]
+
+
+def test_a_row_larger_than_a_round_is_cut() -> None:
+    fit, rest = take_leading(Box((0, 0), (2, 10)), 4, can_wait=False)
+    assert fit == Box((0, 0), (1, 4))
+    assert rest == [Box((0, 4), (1, 10)), Box((1, 0), (2, 10))]
+    assert take_leading(Box((0, 0), (2, 10)), 4, can_wait=True) == (None, [Box((0, 0), (2, 10))])
+
+
+def test_a_large_replicated_tensor_leaves_from_all_its_holders() -> None:
+    needs = [Need(name="w", global_shape=(4096, 64), box=Box.whole((4096, 64)), label="rollout rank 0")]
+    supplies = assign_sources([whole("w", (4096, 64))] * 4, needs)
+    assert sorted((s.source, s.box.volume) for s in supplies) == [(r, 65536) for r in range(4)]
+
+
+def test_replicated_norms_leave_from_different_sources() -> None:
+    shapes = {f"norm{i}": (16,) for i in range(8)}
+    holder = expand_whole(RankLayout(dtype="float32", slices=(), whole=True), shapes)
+    plan = build_plan([holder] * 4, [holder] * 2, item_bytes=4, round_bytes=1 << 20)
+    assert [plan.sent_bytes(r) for r in range(4)] == [4 * 16 * 4] * 4
+    assert {(p.source, p.destination) for p in plan.pieces} == {(s, d) for s in range(4) for d in range(2)}
+
+
+def test_missing_parts_unused_tensors_and_other_models_are_named() -> None:
+    with pytest.raises(WeightSyncError, match=r"w: no learner holds \(2, 0\).*rollout rank 0 needs"):
+        upper = fsdp_layout({"w": (4, 2)}, rank=0, world_size=2, dtype="float32")
+        build_plan([upper], [whole("w", (4, 2))], item_bytes=4, round_bytes=64)
+    with pytest.raises(WeightSyncError, match="head: the learner holds it but no rollout rank takes it"):
+        both = fsdp_layout({"w": (4, 2), "head": (1, 2)}, rank=0, world_size=1, dtype="float32")
+        part = TensorSlice(name="w", global_shape=(4, 2), box=Box.whole((4, 2)), param="w", offset=(0, 0))
+        build_plan([both], [RankLayout(dtype="float32", slices=(part,))], item_bytes=4, round_bytes=64)
+    with pytest.raises(WeightSyncError, match=r"w: rank 1 gives shape \(4, 3\), another rank \(4, 2\)"):
+        build_plan([whole("w", (4, 2))], [whole("w", (4, 3))], item_bytes=4, round_bytes=64)
+    with pytest.raises(WeightSyncError, match="would both land in p"):
+        twice = tuple(
+            TensorSlice(name=n, global_shape=(2,), box=Box((0,), (2,)), param="p", offset=(o,))
+            for n, o in (("a", 0), ("b", 1))
+        )
+        source = fsdp_layout({"a": (2,), "b": (2,)}, rank=0, world_size=1, dtype="float32")
+        build_plan([source], [RankLayout(dtype="float32", slices=twice)], item_bytes=4, round_bytes=64)
+    with pytest.raises(WeightSyncError, match="round_bytes is 1"):
+        build_plan([whole("w", (4, 2))], [whole("w", (4, 2))], item_bytes=4, round_bytes=1)
+
+
+def test_the_digest_is_the_documented_sum() -> None:
+    """Against the definition in plain Python integers."""
+
+    def splitmix(seed: int, index: int) -> int:
+        x = (seed + index) * 0x9E3779B97F4A7C15 % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return (x ^ x >> 31) | 1
+
+    values = np.array([[[1.5, -2.0], [0.25, 3.0]]], np.float32)
+    box = Box((2, 1, 0), (3, 3, 2))  # of a tensor of shape (4, 3, 2)
+    expected = 0
+    for row, col, depth in np.ndindex(values.shape):
+        bits = int(values.view(np.int32)[row, col, depth])
+        column = (col + 1) * 2 + depth
+        expected += splitmix(0x506163656C696E65, row + 2) * splitmix(0x7765696768747321, column) * bits
+    expected = expected * name_factor("layer.w") % 2**64
+    assert digest_array("layer.w", (4, 3, 2), box, values) == expected
+
+
+def test_a_report_that_misses_elements_or_differs_in_version_is_no_agreement() -> None:
+    def report(rank: str, version: int, stop: int, value: int) -> DigestReport:
+        part = SliceDigest(name="w", global_shape=(4,), box=Box((0,), (stop,)), value=value)
+        return DigestReport(rank=rank, version=version, slices=(part,))
+
+    digests_agree(report("learner", 1, 4, 7), [report("rollout rank 0", 1, 4, 7)])
+    with pytest.raises(WeightSyncError, match="rollout rank 0 received version 1, the learner sent 2"):
+        digests_agree(report("learner", 2, 4, 7), [report("rollout rank 0", 1, 4, 7)])
+    with pytest.raises(WeightSyncError, match="w: the learner reported no digest for all of"):
+        digests_agree(report("learner", 1, 3, 7), [report("rollout rank 0", 1, 4, 7)])
+    with pytest.raises(WeightSyncError, match="w: 1 elements are on no rank"):
+        model_digest([report("learner", 1, 3, 7)])
+    with pytest.raises(WeightSyncError, match="w: rollout rank 1 and another rank hold different values"):
+        model_digest([report("rollout rank 0", 1, 4, 7), report("rollout rank 1", 1, 4, 8)])
+    assert format_digest(model_digest([report("a", 1, 4, 0xAB)])) == "00000000000000ab"
+    sent = report("learner", 1, 4, 2**64 - 1)
+    assert DigestReport.from_bytes(sent.to_bytes()) == sent
+
+
+def make_spec(**changes: object) -> WeightGroupSpec:
+    fields = {
+        "epoch": 3,
+        "backend": "gloo",
+        "store_host": "127.0.0.1",
+        "store_port": 4711,
+        "learner_layouts": (whole("w", (4, 2)),),
+        "rollout_layouts": (whole("w", (4, 2)), RankLayout(dtype="float32", slices=(), whole=True)),
+        "wire_dtype": "float32",
+        "timeout_s": 5,
+    }
+    return WeightGroupSpec(**{**fields, **changes})
+
+
+def test_the_group_spec_survives_the_wire() -> None:
+    spec = make_spec()
+    assert WeightGroupSpec.from_bytes(spec.to_bytes()) == spec
+    assert [spec.rank_name(r) for r in range(spec.world_size)] == [
+        "learner rank 0",
+        "rollout rank 0",
+        "rollout rank 1",
+    ]
+    assert [len(layout.slices) for layout in spec.expanded_rollout_layouts()] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("backend", "mpi", "none of gloo, nccl"),
+        ("wire_dtype", "int8", "none of float32"),
+        ("wire_dtype", "bfloat16", "keeps float32 parameters"),
+        ("store_port", 0, "must be positive"),
+        ("rollout_layouts", (), "at least one"),
+    ],
+)
+def test_a_spec_that_cannot_work_is_refused(field: str, value: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_spec(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda plain: plain.update(schema=2),
+        lambda plain: plain.update(dtype="int4"),
+        lambda plain: plain.update(slices=None),
+        lambda plain: plain["slices"][0].pop(),
+        lambda plain: plain["slices"][0].__setitem__(0, ""),
+        lambda plain: plain["slices"][0].__setitem__(3, [5, 2]),
+        lambda plain: plain["slices"][0].__setitem__(2, [-1, 0]),
+        lambda plain: plain["slices"][0].__setitem__(1, [4.0, 2]),
+        lambda plain: plain["slices"][0].__setitem__(5, [0]),
+    ],
+)
+def test_a_damaged_layout_is_a_typed_rejection(damage: object) -> None:
+    plain = whole("w", (4, 2)).to_dict()
+    assert RankLayout.from_dict(msgpack.unpackb(msgpack.packb(plain))) == whole("w", (4, 2))
+    damage(plain)
+    with pytest.raises(InvalidMessageError) as caught:
+        RankLayout.from_dict(plain)
+    assert caught.value.reason == "bad_layout"
+
+
+def test_bytes_that_are_no_message_are_rejected() -> None:
+    for read in (RankLayout.from_bytes, WeightGroupSpec.from_bytes, DigestReport.from_bytes):
+        for data in (b"", b"\xc1", msgpack.packb(7), msgpack.packb({"schema": 1})):
+            with pytest.raises(InvalidMessageError):
+                read(data)
+
+
+def test_plans_differ_where_the_rounds_do() -> None:
+    layouts = [whole("w", (7, 4))]
+    plans = [build_plan(layouts, layouts, item_bytes=4, round_bytes=size) for size in (40, 44, 48)]
+    assert plans[0].fingerprint == plans[1].fingerprint != plans[2].fingerprint
+    assert dataclasses.replace(plans[0]).fingerprint == plans[0].fingerprint
