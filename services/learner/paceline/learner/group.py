@@ -95,7 +95,7 @@ class Group:
 
     Args:
         ranks: the group.
-        handlers: commands by name; the same on every rank.
+        prepare: called first, on every rank; gives the commands by name, the same on every rank.
         commands: rank 0's queue; None elsewhere.
         keep_alive_s: how often an idle group exchanges a sign of life.
     """
@@ -103,28 +103,30 @@ class Group:
     def __init__(
         self,
         ranks: Ranks,
-        handlers: Mapping[str, Handler],
+        prepare: Callable[[], Mapping[str, Handler]],
         commands: CommandQueue | None = None,
         *,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
-        self._ranks, self._handlers, self._commands = ranks, dict(handlers), commands
+        self._ranks, self._prepare, self._commands = ranks, prepare, commands
+        self._handlers: Mapping[str, Handler] = {}
         self._keep_alive_s = keep_alive_s
 
     def run(self) -> None:
-        """Serves commands until STOP; on every rank, in the thread that trains.
+        """Prepares, then serves commands until STOP; on every rank, in the thread that trains.
 
         Raises:
             PeerLostError: another rank died or failed; says which and why, as far as is known.
             Exception: this rank failed. Its reason is in the store.
         """
         try:
+            self._handlers = self._prepare()
             while self._turn():
                 pass
         except Exception as error:
             raised = self._explain(error)
             if self._commands is not None:
-                self._commands.close(raised)
+                self._commands.close(_typed(raised))
             if raised is error:
                 raise
             raise raised from error

@@ -89,16 +89,30 @@ class Ranks:
         return largest
 
 
+def use_threads(wanted: int | None, environment: RankEnvironment) -> None:
+    """Sets torch's threads: `wanted`, else what OMP_NUM_THREADS says, else the cores shared out over this host's ranks."""
+    if wanted is None and "OMP_NUM_THREADS" in os.environ:
+        return
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", environment.world_size))
+    torch.set_num_threads(wanted or max(1, (os.cpu_count() or 1) // here))
+
+
 def choose_device(wanted: str, environment: RankEnvironment, devices: tuple[int, ...] | None) -> torch.device:
-    """The device of this rank: `wanted` is auto, cpu or cuda; `devices` lists GPU indices by local rank.
+    """The device of this rank.
+
+    Args:
+        wanted: auto, cpu or cuda.
+        environment: this rank's.
+        devices: GPU indices by local rank; not looked at where CUDA_VISIBLE_DEVICES has chosen them already.
 
     Raises:
-        EnvironmentLackError: cuda is wanted, and this rank has no GPU.
+        ConfigError: `devices` is too short.
+        EnvironmentLackError: this rank finds no GPU.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     index = environment.local_rank
-    if devices is not None:
+    if devices is not None and "CUDA_VISIBLE_DEVICES" not in os.environ:
         if index >= len(devices):
             raise ConfigError(
                 f"learner.devices lists {len(devices)} GPUs, local rank {index} finds none; add one"
@@ -107,33 +121,41 @@ def choose_device(wanted: str, environment: RankEnvironment, devices: tuple[int,
     count = torch.cuda.device_count()
     if index >= count:
         raise EnvironmentLackError(
-            f"local rank {environment.local_rank} wants GPU {index}, this machine shows {count}; lower "
+            f"local rank {environment.local_rank} wants GPU {index}, this process sees {count}; lower "
             "learner.world_size or set learner.device=cpu"
         )
     return torch.device("cuda", index)
 
 
-def form_group(environment: RankEnvironment, device: torch.device, timeout_s: float) -> Ranks:
+def open_store(environment: RankEnvironment, timeout_s: float) -> Store:
+    """The key-value store where the ranks meet; rank 0 serves it, unless torchrun's agent does.
+
+    Raises:
+        RuntimeError: rank 0 does not answer within `timeout_s`.
+    """
+    if environment.world_size == 1:
+        return HashStore()
+    # torchrun's agent serves a store at MASTER_PORT itself, unless told otherwise.
+    served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        environment.master_host,
+        environment.master_port,
+        environment.world_size,
+        is_master=environment.rank == 0 and not served_by_agent,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+
+
+def form_group(environment: RankEnvironment, store: Store, device: torch.device, timeout_s: float) -> Ranks:
     """Brings all ranks together; `timeout_s` bounds this and every later wait of one rank for another.
 
     Raises:
-        torch.distributed.DistError: not all ranks came in time.
+        RuntimeError: not all ranks came in time.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store: Store
-    if environment.world_size == 1:
-        store = HashStore()
-    else:
-        store = TCPStore(
-            environment.master_host,
-            environment.master_port,
-            environment.world_size,
-            is_master=environment.rank == 0 and not _torchrun_has_store(),
-            timeout=timeout,
-            wait_for_workers=False,
-        )
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=PrefixStore("paceline", store),
@@ -157,8 +179,3 @@ def leave_group() -> None:
     """Lets go of all process groups."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _torchrun_has_store() -> bool:
-    """torchrun's agent serves the store at MASTER_PORT itself, unless told otherwise."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

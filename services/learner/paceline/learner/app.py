@@ -1,0 +1,309 @@
+"""The learner's processes: rank 0 registers and serves gRPC beside the training thread, the others follow its commands.
+
+rank 0:  gRPC server -> register -> training thread: form the group, load, resume -> ready -> commands until the run is over
+others:  form the group -> load, resume -> commands until STOP
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+import torch
+from torch._C._distributed_c10d import Store
+
+from paceline.broker.blobs import BlobReader
+from paceline.config.run import RunConfig
+from paceline.core.errors import DeadlineError, PacelineError
+from paceline.core.members import MemberKind
+from paceline.learner import checkpoint
+from paceline.learner.commands import Commands
+from paceline.learner.group import STOP, CommandQueue, Group, Handler, broadcast_bytes
+from paceline.learner.learner import Learner
+from paceline.learner.ranks import (
+    RankEnvironment,
+    Ranks,
+    choose_device,
+    form_group,
+    leave_group,
+    open_store,
+    use_threads,
+)
+from paceline.learner.servicer import LearnerServicer
+from paceline.learner.weight_publisher import WeightPublisher
+from paceline.rpc.v1 import learner_pb2_grpc
+from paceline.service import telemetry
+from paceline.service.controller_link import ControllerLink, MemberReport
+from paceline.service.grpc_server import start_server
+from paceline.service.logs import set_level, setup_logging
+from paceline.service.process import die_with_parent, env_token
+from paceline.service.runtime import ServiceContext
+
+log = logging.getLogger(__name__)
+
+_REGISTER_S = 60.0
+_STOP_S = 5.0
+_FIRST_WAIT_S = 120.0
+_GROUP_KEY = "paceline/group"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The command line."""
+
+    controller: str
+    member_id: str
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """What a rank must know of the run."""
+
+    config: RunConfig
+    broker_url: str
+    resume_from: Path | None
+    publish_host: str
+
+    def to_bytes(self) -> bytes:
+        """For the other ranks. It carries the broker's password, so it goes over the group and not into its store."""
+        packed: bytes = msgpack.packb(
+            [
+                self.config.model_dump_json(),
+                self.broker_url,
+                str(self.resume_from) if self.resume_from else "",
+                self.publish_host,
+            ]
+        )
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Assignment:
+        """Reads what `to_bytes` wrote."""
+        config, broker_url, resume_from, publish_host = msgpack.unpackb(data)
+        return cls(
+            config=RunConfig.model_validate_json(config),
+            broker_url=broker_url,
+            resume_from=Path(resume_from) if resume_from else None,
+            publish_host=publish_host,
+        )
+
+
+class LearnerApp:
+    """Rank 0's process."""
+
+    def __init__(self, context: ServiceContext, options: Options, environment: RankEnvironment) -> None:
+        self._context, self._options, self._environment = context, options, environment
+        self._queue = CommandQueue()
+        self._link: ControllerLink | None = None
+        self._servicer = LearnerServicer(self._queue, self._changed)
+
+    async def run(self) -> None:
+        """Serves until the run is over or a signal comes.
+
+        Raises:
+            PacelineError: the group failed; the controller has been told.
+        """
+        context, options, token = self._context, self._options, env_token()
+        service = (learner_pb2_grpc.add_LearnerServiceServicer_to_server, self._servicer)
+        server = await start_server([service], host=options.host, port=options.port, token=token)
+        context.defer("gRPC server", server.stop)
+        link = ControllerLink(
+            options.controller,
+            kind=MemberKind.LEARNER,
+            member_id=options.member_id,
+            address=server.address,
+            num_ranks=self._environment.world_size,
+            token=token,
+        )
+        context.defer("connection to the controller", link.close)
+        registration = await link.register(_REGISTER_S)
+        self._link, config = link, registration.config
+        set_level(config.telemetry.log_level)
+        telemetry.setup(
+            "learner",
+            run_dir=registration.run_dir,
+            otlp_endpoint=config.telemetry.otlp_endpoint,
+            instance=options.member_id,
+        )
+        heartbeats = context.spawn("heartbeats", self._heartbeats(link))
+        context.defer("goodbye to the controller", lambda: link.leave("stopped"))
+        assignment = Assignment(
+            config=config,
+            broker_url=registration.broker_url,
+            resume_from=registration.resume_from,
+            publish_host=server.address.rpartition(":")[0],
+        )
+        training = self._start_training(assignment)
+        stopped = asyncio.create_task(context.stopping.wait(), name="stopping")
+        try:
+            await asyncio.wait({heartbeats, training, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if training.done():
+                await self._end_with(training, link)
+            else:
+                await self._stop(training)
+        finally:
+            stopped.cancel()
+
+    def _start_training(self, assignment: Assignment) -> asyncio.Future[None]:
+        """The thread that alone touches torch; a daemon, so that a collective which never ends cannot hold the process."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: BaseException | None) -> None:
+            if not done.done():
+                if error is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(error)
+
+        def ready(learner: Learner) -> None:
+            loop.call_soon_threadsafe(
+                self._servicer.ready, learner.version, assignment.config.learner.command_timeout_s
+            )
+
+        def work() -> None:
+            error: BaseException | None = None
+            try:
+                lead(self._environment, assignment, self._queue, ready)
+            except BaseException as raised:  # noqa: BLE001  handed to the event loop, which raises it
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
+                loop.call_soon_threadsafe(settle, error)
+
+        threading.Thread(target=work, name="training", daemon=True).start()
+        return done
+
+    async def _end_with(self, training: asyncio.Future[None], link: ControllerLink) -> None:
+        error = training.exception()
+        if error is None or self._context.stopping.is_set():
+            return
+        words = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        await link.fail(words)
+        raise error
+
+    async def _stop(self, training: asyncio.Future[None]) -> None:
+        self._queue.submit(STOP, {})
+        await asyncio.wait({training}, timeout=_STOP_S)
+        if not training.done():
+            log.warning("the group did not stop within %g s; its ranks end with this process", _STOP_S)
+
+    async def _heartbeats(self, link: ControllerLink) -> None:
+        await link.run(self._report)
+        self._context.stop("the run is over")
+
+    def _report(self) -> MemberReport:
+        return MemberReport(state=self._servicer.state.value, policy=self._servicer.policy)
+
+    def _changed(self) -> None:
+        if self._link is not None:
+            self._link.poke()
+
+
+def lead(
+    environment: RankEnvironment,
+    assignment: Assignment,
+    queue: CommandQueue,
+    ready: Callable[[Learner], None],
+) -> None:
+    """Rank 0's training thread: forms the group, tells the others, serves commands until STOP."""
+    settings = assignment.config.learner
+    store = open_store(environment, settings.collective_timeout_s)
+    # The others know only the store's address; what the group is made of must be there before the group.
+    store.set(
+        _GROUP_KEY,
+        msgpack.packb([settings.device, settings.devices, settings.threads, settings.collective_timeout_s]),
+    )
+    _serve(environment, store, assignment, queue, ready)
+
+
+def follow(environment: RankEnvironment) -> None:
+    """Every other rank's process: waits for rank 0, then serves its commands until STOP.
+
+    Raises:
+        DeadlineError: rank 0 did not come.
+        PeerLostError: another rank failed.
+    """
+    try:
+        store = open_store(environment, _FIRST_WAIT_S)
+        store.wait([_GROUP_KEY], datetime.timedelta(seconds=_FIRST_WAIT_S))
+    except RuntimeError as error:
+        raise DeadlineError(
+            phase="FORMING",
+            peer=f"learner rank 0 at {environment.master_host}:{environment.master_port}",
+            seconds=_FIRST_WAIT_S,
+            hint="its log says why",
+        ) from error
+    _serve(environment, store, None, None, lambda learner: None)
+
+
+def _serve(
+    environment: RankEnvironment,
+    store: Store,
+    assignment: Assignment | None,
+    queue: CommandQueue | None,
+    ready: Callable[[Learner], None],
+) -> None:
+    device_word, devices, threads, timeout_s = msgpack.unpackb(store.get(_GROUP_KEY))
+    use_threads(threads, environment)
+    device = choose_device(device_word, environment, tuple(devices) if devices else None)
+    ranks = form_group(environment, store, device, timeout_s)
+    if queue is None:
+        # From now on rank 0 decides when the group ends; a signal to all must not break it from below.
+        signal.signal(signal.SIGTERM, lambda number, frame: log.info("SIGTERM: rank 0 will end the group"))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.ExitStack() as stack:
+
+        def load() -> dict[str, Handler]:
+            known = Assignment.from_bytes(
+                broadcast_bytes(assignment.to_bytes() if assignment else b"", ranks)
+            )
+            learner = _build(known, ranks)
+            publisher = WeightPublisher(
+                learner.actor.network.lm, device, _backend(known.config, device), host=known.publish_host
+            )
+            blobs = stack.enter_context(BlobReader(known.broker_url))
+            ready(learner)
+            return Commands(learner, blobs, publisher).table
+
+        Group(ranks, load, queue).run()
+    leave_group()
+
+
+def _build(assignment: Assignment, ranks: Ranks) -> Learner:
+    learner = Learner.build(assignment.config, ranks)
+    log.info("rank %d of %d holds its shards on %s", ranks.rank, ranks.world_size, ranks.device)
+    if assignment.resume_from is not None:
+        checkpoint.load(learner, assignment.resume_from)
+        log.info("resumed from %s at version %d", assignment.resume_from, learner.version)
+    return learner
+
+
+def _backend(config: RunConfig, device: torch.device) -> str:
+    wanted = config.weights.backend
+    return wanted if wanted != "auto" else "nccl" if device.type == "cuda" else "gloo"
+
+
+def run_follower(environment: RankEnvironment, *, log_level: str = "INFO") -> int:
+    """The main function of every rank but 0; returns the exit code."""
+    die_with_parent()
+    setup_logging(f"learner-rank{environment.rank}", log_level)
+    try:
+        follow(environment)
+    except PacelineError as error:
+        log.error("fatal: %s", error)
+        return 1
+    except Exception:
+        log.exception("fatal")
+        return 1
+    log.info("stopped")
+    return 0

@@ -1,0 +1,182 @@
+"""Checkpoints: every rank writes its shards (torch.distributed.checkpoint), rank 0 writes the manifest last.
+
+    folder/__R_N.distcp, .metadata    sharded tensors: networks, optimizers, random state; loadable by any number of ranks
+    folder/manifest.json              what commits the whole: without it the folder is no checkpoint
+
+The metadata file is a pickle, as torch makes it: load checkpoints of your own runs only.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from paceline.core.errors import CheckpointError
+from paceline.learner.group import attempt
+from paceline.learner.learner import Learner
+from paceline.learner.loading import state_by_name
+from paceline.learner.trainable import Trainable
+from paceline.service.process import write_atomically
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+POLICY = "actor"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint says of itself. `controller_state` is the controller's own JSON; `kl` the KL controller's state."""
+
+    step: int
+    world_size: int
+    model_path: str
+    has_critic: bool
+    kl: Mapping[str, float]
+    controller_state: Any
+
+    def to_json(self) -> str:
+        """The file's text."""
+        learner = {
+            "version": self.step,
+            "world_size": self.world_size,
+            "model_path": self.model_path,
+            "has_critic": self.has_critic,
+            "kl": dict(self.kl),
+            "torch": torch.__version__,
+        }
+        tree = {
+            "schema": SCHEMA,
+            "step": self.step,
+            "learner": learner,
+            "controller_state": self.controller_state,
+        }
+        return json.dumps(tree, indent=1, sort_keys=True)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Of a checkpoint folder.
+
+        Raises:
+            CheckpointError: there is none, or it is of another kind.
+        """
+        path = folder / MANIFEST
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} is no complete checkpoint ({MANIFEST}: {error.strerror}); name one that has a manifest"
+            ) from error
+        except json.JSONDecodeError as error:
+            raise CheckpointError(f"{path} is not JSON: {error}; use another checkpoint") from error
+        if tree.get("schema") != SCHEMA:
+            raise CheckpointError(f"{path} has schema {tree.get('schema')!r}, this version reads {SCHEMA}")
+        try:
+            learner = tree["learner"]
+            return cls(
+                step=int(tree["step"]),
+                world_size=int(learner["world_size"]),
+                model_path=str(learner["model_path"]),
+                has_critic=bool(learner["has_critic"]),
+                kl=dict(learner["kl"]),
+                controller_state=tree["controller_state"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} lacks what a manifest has: {error!r}") from error
+
+
+def save(learner: Learner, folder: Path, *, step: int, controller_state: bytes) -> None:
+    """Writes a checkpoint; every rank calls it alike. A folder that holds this step already is left as it is.
+
+    Raises:
+        CommandError: of CheckpointError, where the step is not the learner's or writing failed; nothing has changed.
+    """
+    ranks = learner.ranks
+
+    def prepare() -> bool:
+        if step != learner.version:
+            raise CheckpointError(
+                f"a checkpoint of step {step} was asked for, the learner is at {learner.version}"
+            )
+        if not folder.is_absolute():
+            raise CheckpointError(
+                f"the checkpoint folder {folder} must be an absolute path, the same on every rank"
+            )
+        if (folder / MANIFEST).is_file():
+            return Manifest.read(folder).step == step
+        if ranks.rank == 0:
+            # What an attempt that was broken off has left would mix with the new files.
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        return False
+
+    if attempt(ranks, prepare):
+        return
+    manifest = Manifest(
+        step=step,
+        world_size=ranks.world_size,
+        model_path=learner.config.model.path,
+        has_critic=learner.critic is not None,
+        kl=learner.kl_controller.state_dict(),
+        controller_state=json.loads(controller_state or b"null"),
+    )
+
+    def write() -> None:
+        try:
+            save_shards(_state(learner), checkpoint_id=folder, process_group=ranks.control)
+        except (CheckpointException, OSError) as error:
+            raise CheckpointError(
+                f"writing {folder} failed: {error}; is the disk full or read-only?"
+            ) from error
+
+    def commit() -> None:
+        if ranks.rank == 0:
+            write_atomically(folder / MANIFEST, manifest.to_json())
+
+    attempt(ranks, write)
+    attempt(ranks, commit)
+
+
+def load(learner: Learner, folder: Path) -> Manifest:
+    """Fills a learner from a checkpoint of any number of ranks; every rank calls it alike.
+
+    Raises:
+        CheckpointError: it is incomplete or does not fit the run's configuration.
+    """
+    manifest = Manifest.read(folder)
+    if manifest.has_critic != (learner.critic is not None):
+        has, needs = ("a", "no") if manifest.has_critic else ("no", "a")
+        raise CheckpointError(
+            f"{folder} holds {has} critic, algorithm.adv_estimator={learner.config.algorithm.adv_estimator} needs {needs} critic; "
+            "resume with the configuration of the first run"
+        )
+    state = _state(learner)
+    try:
+        load_shards(state, checkpoint_id=folder, process_group=learner.ranks.control)
+    except (CheckpointException, OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
+    torch.set_rng_state(state["rng"]["cpu"])
+    learner.kl_controller.load_state_dict(manifest.kl)
+    learner.version = manifest.step
+    return manifest
+
+
+def _state(learner: Learner) -> dict[str, dict[str, Tensor]]:
+    """Everything that is saved; loading writes into these very tensors."""
+    trainables: dict[str, Trainable[Any]] = {POLICY: learner.actor}
+    if learner.critic is not None:
+        trainables["critic"] = learner.critic
+    state: dict[str, dict[str, Tensor]] = {"rng": {"cpu": torch.get_rng_state()}}
+    for name, trainable in trainables.items():
+        state[name] = dict(state_by_name(trainable.network))
+        state[f"{name}_optimizer"] = trainable.optimizer.state()
+    return state

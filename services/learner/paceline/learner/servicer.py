@@ -1,0 +1,197 @@
+"""LearnerService on rank 0: checks what comes in, hands it to the group, answers; a training step only once."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from typing import Any
+
+from paceline.core.errors import DeadlineError, ProtocolError
+from paceline.core.policy import PolicyTag
+from paceline.learner import commands
+from paceline.learner.commands import Description, Published, encode_order
+from paceline.learner.group import CommandQueue
+from paceline.learner.step import StepOrder, StepResult
+from paceline.reshard.verdict import format_digest, model_digest
+from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
+from paceline.service import telemetry
+from paceline.wire.protobuf import batch_row_from_proto
+
+
+class LearnerState(enum.Enum):
+    """What the learner says of itself in heartbeats."""
+
+    LOADING = "loading"
+    READY = "ready"
+    TRAINING = "training"
+    PUBLISHING = "publishing"
+    SAVING = "saving"
+
+
+class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
+    """The service's methods.
+
+    Args:
+        queue: of the group.
+        on_change: called when the state changes.
+    """
+
+    def __init__(self, queue: CommandQueue, on_change: Callable[[], None]) -> None:
+        self._queue, self._on_change = queue, on_change
+        self._state = LearnerState.LOADING
+        self._command_timeout_s = 60.0
+        self._policy: PolicyTag | None = None
+        self._step: int | None = None
+        self._training: asyncio.Task[StepResult] | None = None
+
+    @property
+    def state(self) -> LearnerState:
+        """What it is doing."""
+        return self._state
+
+    @property
+    def policy(self) -> PolicyTag | None:
+        """The policy that it holds; the digest is empty until it has been published."""
+        return self._policy
+
+    def ready(self, version: int, command_timeout_s: float) -> None:
+        """The group is loaded, at `version`."""
+        self._policy = PolicyTag(version=version, digest="")
+        self._command_timeout_s = command_timeout_s
+        self._enter(LearnerState.READY)
+
+    async def DescribeWeights(
+        self, request: learner_pb2.DescribeLearnerWeightsRequest, context: Any
+    ) -> learner_pb2.DescribeLearnerWeightsResponse:
+        """Layouts of the ranks and the rendezvous."""
+        found: Description = await self._run(commands.DESCRIBE, {})
+        return learner_pb2.DescribeLearnerWeightsResponse(
+            rank_layouts=found.rank_layouts,
+            store_host=found.store_host,
+            store_port=found.store_port,
+            version=found.version,
+            device=found.device,
+        )
+
+    async def JoinWeightGroup(
+        self, request: learner_pb2.JoinLearnerGroupRequest, context: Any
+    ) -> learner_pb2.JoinLearnerGroupResponse:
+        """Forms the weight group with the rollout servers."""
+        await self._run(commands.JOIN, {"spec": request.spec})
+        return learner_pb2.JoinLearnerGroupResponse()
+
+    async def PublishWeights(
+        self, request: learner_pb2.PublishWeightsRequest, context: Any
+    ) -> learner_pb2.PublishWeightsResponse:
+        """Sends the weights that the learner holds."""
+        pushed: Published = await self._run(
+            commands.PUBLISH, {"version": request.version}, LearnerState.PUBLISHING
+        )
+        result = pushed.result
+        digest = format_digest(model_digest([result.digests]))
+        self._policy = PolicyTag(version=result.version, digest=digest)
+        return learner_pb2.PublishWeightsResponse(
+            digests=result.digests.to_bytes(),
+            digest=digest,
+            bytes_sent=pushed.bytes_sent,
+            transfer_ms=result.transfer_ms,
+            digest_ms=result.digest_ms,
+        )
+
+    async def LeaveWeightGroup(
+        self, request: learner_pb2.LeaveLearnerGroupRequest, context: Any
+    ) -> learner_pb2.LeaveLearnerGroupResponse:
+        """Cuts the weight group."""
+        await self._run(commands.LEAVE, {})
+        return learner_pb2.LeaveLearnerGroupResponse()
+
+    async def TrainStep(
+        self, request: learner_pb2.TrainStepRequest, context: Any
+    ) -> learner_pb2.TrainStepResponse:
+        """One training step. The same step again gets the first call's result, finished or still under way."""
+        self._require_ready()
+        if self._training is not None and self._step == request.step:
+            result = await asyncio.shield(self._training)
+        else:
+            order = StepOrder(
+                step=request.step,
+                policy=PolicyTag(version=request.policy_version, digest=request.weights_digest),
+                rows=tuple(batch_row_from_proto(row) for row in request.rows),
+            )
+            if self._training is not None and not self._training.done():
+                raise ProtocolError(
+                    f"step {request.step} was asked for while step {self._step} is still training"
+                )
+            self._step = request.step
+            # The step goes on when the caller gives up: it will ask again.
+            self._training = asyncio.create_task(self._train(order), name=f"train step {request.step}")
+            result = await asyncio.shield(self._training)
+        return learner_pb2.TrainStepResponse(
+            step=result.step,
+            policy_version=result.step,
+            metrics=result.metrics,
+            update_skipped=bool(result.skip_reasons),
+            skip_reason="; ".join(result.skip_reasons),
+        )
+
+    async def SaveCheckpoint(
+        self, request: learner_pb2.SaveCheckpointRequest, context: Any
+    ) -> learner_pb2.SaveCheckpointResponse:
+        """Writes a checkpoint into the folder."""
+        arguments = {
+            "step": request.step,
+            "folder": request.folder,
+            "controller_state": request.controller_state,
+        }
+        seconds = await self._run(commands.SAVE, arguments, LearnerState.SAVING)
+        return learner_pb2.SaveCheckpointResponse(seconds=seconds)
+
+    async def _train(self, order: StepOrder) -> StepResult:
+        with telemetry.span(
+            "learner.train_step", attributes={"step": order.step, "rows": len(order.rows)}
+        ) as span:
+            try:
+                result: StepResult = await self._run(
+                    commands.TRAIN, encode_order(order), LearnerState.TRAINING
+                )
+            except BaseException:
+                # Nothing was trained: the same step may be asked for again.
+                self._training = self._step = None
+                raise
+            for name, value in result.metrics.items():
+                telemetry.record(name, value, {"step": order.step})
+                if name.startswith("timing_s/"):
+                    span.set_attribute(name, value)
+        self._policy = PolicyTag(version=result.step, digest="")
+        return result
+
+    async def _run(self, name: str, arguments: dict[str, object], state: LearnerState | None = None) -> Any:
+        self._require_ready()
+        if state is not None:
+            self._enter(state)
+        future = asyncio.wrap_future(self._queue.submit(name, arguments))
+        try:
+            async with asyncio.timeout(self._command_timeout_s):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            if future.done():
+                raise
+            raise DeadlineError(
+                phase=name.upper(),
+                peer="the learner's ranks",
+                seconds=self._command_timeout_s,
+                hint="raise learner.command_timeout_s if the work is that large",
+            ) from None
+        finally:
+            if state is not None:
+                self._enter(LearnerState.READY)
+
+    def _require_ready(self) -> None:
+        if self._policy is None:
+            raise ProtocolError("the learner is still loading; wait until its state is ready")
+
+    def _enter(self, state: LearnerState) -> None:
+        if state is not self._state:
+            self._state = state
+            self._on_change()
