@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,33 +10,7 @@ import pytest
 
 from paceline.core.errors import ModelError
 from paceline.reward.decoder import load_decoder
-
-TEXTS = [
-    "so #### 18",
-    "caf\u00e9 \U0001f600 'tis, isn't it ?",
-    "a  b\n\n c",
-    "<|end|>in<|end|>",
-    " lead and trail ",
-]
-
-
-def save_tokenizer(folder: Path) -> Path:
-    """A byte-level tokenizer as a Qwen2 model has one."""
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: index for index, letter in enumerate(["<pad>", "<|end|>", *alphabet])}
-    backend = Tokenizer(BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<|end|>").save_pretrained(
-        folder
-    )
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": "Qwen2Tokenizer"}))
-    return folder
+from support.byte_tokenizer import TEXTS, save_tokenizer
 
 
 def test_text_comes_back_without_special_tokens(tmp_path: Path) -> None:
@@ -48,17 +21,6 @@ def test_text_comes_back_without_special_tokens(tmp_path: Path) -> None:
     assert decoder.decode([5, 1, 0], skip_special_tokens=True) == decoder.decode(
         [5], skip_special_tokens=False
     )
-
-
-@pytest.mark.torch
-def test_the_models_own_tokenizer_class_decodes_the_same(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    decoder, own = load_decoder(save_tokenizer(tmp_path)), AutoTokenizer.from_pretrained(str(tmp_path))
-    assert type(own) is not type(decoder)
-    for text in TEXTS:
-        ids = own(text, add_special_tokens=False)["input_ids"]
-        assert decoder.decode(ids, skip_special_tokens=True) == own.decode(ids, skip_special_tokens=True)
 
 
 def test_the_service_imports_no_torch(tmp_path: Path) -> None:
