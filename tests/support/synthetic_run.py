@@ -1,0 +1,115 @@
+"""A run directory with invented numbers, in the shape that a run leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+
+def write_run(folder: Path, *, num_steps: int) -> Path:
+    """Writes metrics, journal, trajectories and configuration; returns the folder."""
+    draw = random.Random(5)
+    folder.mkdir(parents=True)
+    lines: list[dict[str, float | int | None]] = [{"step": 0, "val/reward/mean": 0.31}]
+    lines += [_metrics(step, num_steps, draw) for step in range(1, num_steps + 1)]
+    lines[-1]["val/reward/mean"] = 0.92
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in _events()))
+    (folder / "config.resolved.yaml").write_text(
+        "trainer:\n  total_steps: 60\nbroker:\n  url: redis://:hunter2@10.0.0.1:6379/0\n"
+    )
+    for name, step in (("step", 1), ("step", num_steps), ("val", num_steps)):
+        _trajectories(folder / "trajectories", name, step, draw)
+    return folder
+
+
+def _metrics(step: int, num_steps: int, draw: random.Random) -> dict[str, float | int | None]:
+    done = step / num_steps
+    seconds = {
+        "gen": 1.4 + draw.random() * 0.3,
+        "reward": 0.05,
+        "old_log_prob": 0.25,
+        "ref": 0.22,
+        "values": 0.2,
+    }
+    seconds |= {"adv": 0.01, "update_critic": 0.8, "update_actor": 0.9, "update_weights": 0.06}
+    metrics: dict[str, float | int | None] = {"step": step}
+    metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
+    metrics |= {
+        "timing_s/learn": 2.4,
+        "timing_s/step": sum(seconds.values()) + 0.2,
+        "critic/score/mean": 0.35 + 0.6 * (1 - math.exp(-3 * done)) + draw.gauss(0, 0.03),
+        "critic/vf_loss": 0.2 * math.exp(-2 * done) + draw.random() * 0.02,
+        "critic/vf_clipfrac": draw.random() * 0.05,
+        "critic/vf_explained_var": 1 - math.exp(-3 * done),
+        "critic/grad_norm": 1 + draw.random(),
+        "actor/entropy": 1.3 * math.exp(-done),
+        "actor/pg_loss": draw.gauss(0, 0.01),
+        "actor/pg_clipfrac": 0.03 + draw.random() * 0.02,
+        "actor/pg_clipfrac_lower": 0.0,
+        "actor/ppo_kl": draw.random() * 0.002,
+        "actor/grad_norm": 0.5 + draw.random() * 0.4,
+        "actor/lr": 1e-4 * (1 - done),
+        "algorithm/reference_kl": 0.02 * done + draw.random() * 0.002,
+        "algorithm/kl_coef": 0.01 * (1 + done),
+        "rollout/mismatch_kl": draw.random() * 1e-9,
+        "rollout/logprob_diff_max": 2e-6 + draw.random() * 1e-6,
+        "response_length/mean": 4 + draw.random(),
+        "response_length/max": 9,
+        "response_length/clip_ratio": None if step == 2 else 0.01,
+        "perf/tokens_per_s": 5200 + draw.gauss(0, 150),
+        "weights/transfer_ms": 8 + draw.random(),
+        "weights/pause_ms": 20 + draw.random(),
+        "barrier/wait_s": 0.9 + draw.random() * 0.2,
+    }
+    if step % 10 == 0:
+        metrics["val/reward/mean"] = 0.31 + 0.6 * (1 - math.exp(-3 * done))
+    return metrics
+
+
+def _events() -> list[dict[str, object]]:
+    events: list[dict[str, object]] = [{"event": "run", "run_id": "demo-1", "step": 0}]
+    events += [{"event": "phase", "step": 0, "source": "starting", "to": "forming"}]
+    events += [{"event": "trajectory", "id": f"train:1:{i}:0", "verdict": "admitted"} for i in range(512)]
+    events += [{"event": "trajectory", "id": "train:1:0:0", "verdict": "duplicate"}] * 3
+    events += [
+        {
+            "event": "group_dropped",
+            "step": 7,
+            "prompt": 311,
+            "reason": "timeout",
+            "message": "reward function took longer than 10 s <script>alert(1)</script>",
+        },
+        {"event": "checkpoint", "step": 50, "folder": "checkpoints/step_000050"},
+        {"event": "end", "ok": True, "message": "60 steps done", "step": 60},
+    ]
+    return [{"n": n, "time": 1_700_000_000.0 + 0.5 * n, **event} for n, event in enumerate(events)]
+
+
+def _trajectories(folder: Path, name: str, step: int, draw: random.Random) -> None:
+    folder.mkdir(exist_ok=True)
+    rows = []
+    for prompt in range(16):
+        left, right = draw.randrange(100), draw.randrange(100)
+        for sample in range(4):
+            right_answer = draw.random() < 0.6
+            rows.append(
+                {
+                    "step": step,
+                    "prompt_id": prompt,
+                    "sample_index": sample,
+                    "prompt": f"What is {left} + {right}? <b>Answer:</b>",
+                    "response": str(left + right + (0 if right_answer else 10)),
+                    "ground_truth": str(left + right),
+                    "reward": float(right_answer),
+                    "components": json.dumps({"exact_match": float(right_answer), "brevity": 0.5}),
+                    "num_response_tokens": 4,
+                    "finish_reason": "stop",
+                }
+            )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}_{step:06d}.parquet")
