@@ -1,0 +1,99 @@
+"""`python -m paceline.learner.export RUN STEP OUT`: a checkpoint's policy as a folder that transformers and vLLM load.
+
+One process, no GPU: the shards are put together in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+from paceline.config.load import load
+from paceline.config.run import RunConfig
+from paceline.core.errors import CheckpointError, PacelineError
+from paceline.learner.checkpoint import POLICY, Manifest
+from paceline.learner.folder import write_folder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = None) -> Path:
+    """Writes the policy of a checkpoint.
+
+    Args:
+        run_dir: of the run; its config.resolved.yaml names the model that the run started from.
+        step: of a complete checkpoint.
+        out: new or empty folder.
+        dtype: of the weights written; None: model.dtype of the run.
+
+    Returns:
+        `out`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        ModelError: the starting model is gone, or `out` is not empty.
+    """
+    folder = run_dir / "checkpoints" / f"step_{step:06d}"
+    manifest = Manifest.read(folder)
+    config = load(RunConfig, run_dir / "config.resolved.yaml")
+    source = Path(manifest.model_path)
+    if not (source / "config.json").is_file():
+        raise CheckpointError(
+            f"the checkpoint's model started from {source}, which is gone; put that folder back for its config and tokenizer"
+        )
+    tokenizer = Path(config.model.tokenizer_path) if config.model.tokenizer_path else None
+    write_folder(
+        out,
+        read_policy(folder),
+        source=source,
+        tokenizer_source=tokenizer,
+        dtype=dtype or DTYPES[config.model.dtype],
+    )
+    return out
+
+
+def read_policy(folder: Path) -> dict[str, Tensor]:
+    """The policy's whole tensors, by Hugging Face name, out of a checkpoint folder."""
+    entries: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    prefix = f"{POLICY}."
+    whole: dict[str, Tensor] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    if not whole:
+        raise CheckpointError(f"{folder} holds no policy")
+    load_shards(whole, checkpoint_id=folder, no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in whole.items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Reads the command line and exports; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.learner.export", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("step", type=int, metavar="STEP", help="step of the checkpoint")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty")
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), help="of the weights; default: the run's model.dtype"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        dtype = DTYPES[arguments.dtype] if arguments.dtype else None
+        out = export(arguments.run, arguments.step, arguments.out, dtype=dtype)
+    except PacelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"model: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
