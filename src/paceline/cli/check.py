@@ -12,7 +12,7 @@ from paceline.cli import plan
 from paceline.cli.plan import Machine
 from paceline.config.load import load
 from paceline.config.run import RunConfig
-from paceline.core.errors import ConfigError, DataError, ModelError, PacelineError
+from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError, PacelineError
 
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 
@@ -29,13 +29,18 @@ def run(args: argparse.Namespace) -> int:
     """Prints a line per part; returns 2 where a part is at fault."""
     config = load(RunConfig, args.config, args.overrides)
     print(f"ok    configuration: {args.config}")
-    num_faults = 0
+    num_faults, model_is_bad = 0, False
     for name, part in PARTS:
         try:
             print(f"ok    {name}: {part(config)}")
         except PacelineError as error:
+            if isinstance(error, ModelError) and model_is_bad:
+                print(f"-     {name}: not looked at, as the model is at fault")
+                continue
+            model_is_bad |= isinstance(error, ModelError)
             num_faults += 1
             print(f"FAULT {name}: {error}")
+    print(_devices(config))
     if num_faults:
         print(f"{num_faults} fault(s); nothing was started")
         return 2
@@ -49,13 +54,14 @@ def quick_check(config: RunConfig) -> None:
     Raises:
         DataError: a data file is missing.
         ModelError: the model's folder is missing or lacks a part.
-        ConfigError: the machine's GPUs do not suffice.
+        ConfigError: too few GPUs for what is asked.
+        EnvironmentLackError: a GPU that is named is not there.
     """
     for file in (*config.data.train_files, *config.data.val_files):
         if not Path(file).is_file():
             raise DataError(f"data file {file} does not exist; correct data.train_files or data.val_files")
     model_config(config)
-    plan.share_gpus(config, Machine.here().gpus)
+    _require_gpus(config, Machine.here())
 
 
 def model_config(config: RunConfig) -> dict[str, Any]:
@@ -109,12 +115,17 @@ def _tokenizer(config: RunConfig) -> str:
 
 def _prompts(config: RunConfig, split: str) -> str:
     from paceline.data.prompts import PromptSet, load_tokenizer
+    from paceline.data.rows import read_rows
 
-    if split == "val" and not config.data.val_files:
+    data = config.data
+    files = data.train_files if split == "train" else data.val_files
+    if split == "val" and not files:
         return "none (data.val_files is empty: no validation)"
+    # Before the tokenizer: a missing file or column is told also where the model is not there yet.
+    read_rows(files, [data.prompt_key, data.ground_truth_key, *data.extra_keys])
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
-    prompts = PromptSet.load(config.data, tokenizer, split=split)
-    kept, batch = len(prompts.prompts), config.data.train_batch_size
+    prompts = PromptSet.load(data, tokenizer, split=split)
+    kept, batch = len(prompts.prompts), data.train_batch_size
     if split == "train" and kept < batch:
         raise DataError(
             f"{kept} training prompts do not fill one batch of data.train_batch_size={batch}; lower it or add prompts"
@@ -135,11 +146,26 @@ def _rewards(config: RunConfig) -> str:
 
 
 def _devices(config: RunConfig) -> str:
+    """A line on this machine's share in it; a configuration may well be checked on another than it runs on."""
     machine = Machine.here()
-    learner, rollout = plan.share_gpus(config, machine.gpus)
+    try:
+        learner, rollout = plan.share_gpus(config, machine.gpus)
+        _require_gpus(config, machine)
+    except PacelineError as error:
+        return f"note  devices: not on this machine: {error}"
     if not learner:
-        return f"CPU, {machine.num_cores} cores"
-    return f"learner on GPUs {list(learner)}, rollout on {[list(one) for one in rollout]}"
+        return f"ok    devices: CPU, {machine.num_cores} cores"
+    return f"ok    devices: learner on GPUs {list(learner)}, rollout on {[list(one) for one in rollout]}"
+
+
+def _require_gpus(config: RunConfig, machine: Machine) -> None:
+    learner, rollout = plan.share_gpus(config, machine.gpus)
+    absent = sorted({*learner, *(gpu for one in rollout for gpu in one)} - set(machine.gpus))
+    if absent:
+        raise EnvironmentLackError(
+            f"there are no GPUs {', '.join(map(str, absent))} here (found: {list(machine.gpus) or 'none'}); correct "
+            "learner.devices and rollout.devices, or set learner.device: cpu"
+        )
 
 
 PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
@@ -148,5 +174,4 @@ PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("training prompts", lambda config: _prompts(config, "train")),
     ("validation prompts", lambda config: _prompts(config, "val")),
     ("reward", _rewards),
-    ("devices", _devices),
 )

@@ -26,24 +26,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a sub-command and returns its exit code: 0 well, 1 failed, 2 what the user gave cannot be used."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
-        prog="paceline", description="Post-training of language models with reinforcement learning."
+        prog="paceline",
+        description="Post-training of language models with reinforcement learning.",
+        epilog="\n".join(["commands:", *(f"  {name:8} {told}" for name, (_, told) in COMMANDS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    chosen = next((word for word in words if not word.startswith("-")), None)
-    for name, (module, help_text) in COMMANDS.items():
-        sub = commands.add_parser(name, help=help_text, description=help_text)
-        if name == chosen:
-            command = importlib.import_module(f"paceline.cli.{module}")
-            command.add_arguments(sub)
-            sub.set_defaults(run=command.run)
-    args = parser.parse_args(words)
+    parser.add_argument(
+        "command", choices=COMMANDS, metavar="COMMAND", help="what to do; COMMAND --help tells more"
+    )
+    name = parser.parse_args(words[:1]).command
+    module, told = COMMANDS[name]
+    command = importlib.import_module(f"paceline.cli.{module}")
+    command_parser = argparse.ArgumentParser(prog=f"paceline {name}", description=told)
+    command.add_arguments(command_parser)
+    # Intermixed: overrides may stand before and after options.
+    options = command_parser.parse_intermixed_args(words[1:])
     try:
-        code: int = args.run(args)
+        code: int = command.run(options)
     except (ConfigError, DataError, ModelError) as error:
-        print(f"paceline {args.command}: {error}", file=sys.stderr)
+        print(f"paceline {name}: {error}", file=sys.stderr)
         return 2
     except PacelineError as error:
-        print(f"paceline {args.command}: {error}", file=sys.stderr)
+        print(f"paceline {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
