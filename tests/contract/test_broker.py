@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from paceline.broker import Broker, Outgoing
+from paceline.broker import Ack, Broker, Outgoing
 from support.streams import Stopwatch, drain, messages, payloads, reclaim_all, soon
 
 G = "workers"
@@ -145,6 +145,20 @@ class TestAcknowledgement:
         assert payloads(await drain(broker, stream, G, "a")) == [
             "0"
         ]  # not delivered yet: nothing to acknowledge
+
+    async def test_results_and_the_acknowledgement_of_their_cause_go_together(
+        self, broker: Broker, prefix: str, stream: str
+    ) -> None:
+        ids = await fill(broker, stream, 3)
+        await drain(broker, stream, G, "a")
+        results = messages(prefix + "results", map(str, range(600)))
+        new_ids = await broker.append(results, ack=Ack(stream=stream, group=G, entry_ids=ids[:2]))
+        assert len(new_ids) == await broker.length(prefix + "results") == 600
+        assert payloads(await reclaim_all(broker, stream, G, "b")) == ["2"]
+        # Without results it is a plain acknowledgement; without entries a plain append.
+        assert await broker.append([], ack=Ack(stream=stream, group=G, entry_ids=ids[2:])) == []
+        assert await reclaim_all(broker, stream, G, "b") == []
+        assert len(await broker.append(results[:1], ack=Ack(stream=stream, group=G, entry_ids=[]))) == 1
 
 
 class TestLeases:

@@ -115,6 +115,33 @@ async def test_what_a_mailbox_holds_does_not_come_to_it_again(broker: Broker, st
         assert payloads(box.held) == ["0"]
 
 
+async def test_results_leave_with_the_work_that_they_came_of(broker: Broker, stream: str) -> None:
+    await broker.append(messages(stream, ["0", "1"]))
+    async with mailbox(broker, stream, "a") as box, mailbox(broker, stream + "-out", "a") as out:
+        entries = await box.take()
+        await box.done(entries[:1], messages(stream + "-out", ["0 squared"]))
+        assert payloads(await out.take()) == ["0 squared"]
+        assert payloads(box.held) == ["1"]
+        assert payloads(await reclaim_all(broker, stream, G, "b")) == ["1"]
+
+
+async def test_what_could_not_be_acknowledged_is_still_held(
+    broker: Broker, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failing(*_: object, **__: object) -> list[str]:
+        raise BrokerError("gone")
+
+    await broker.append(messages(stream, ["0"]))
+    async with mailbox(broker, stream, "a") as box:
+        entries = await box.take()
+        with monkeypatch.context() as patch, pytest.raises(BrokerError):
+            patch.setattr(broker, "append", failing)
+            await box.done(entries)
+        assert box.held == entries
+        await box.done(entries)
+        assert box.held == []
+
+
 async def test_leaving_gives_back_what_is_not_done(broker: Broker, stream: str) -> None:
     await broker.append(messages(stream, ["done", "not done"]))
     async with mailbox(broker, stream, "a") as box:

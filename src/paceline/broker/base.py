@@ -38,6 +38,15 @@ class Outgoing:
     blobs: Mapping[str, bytes] | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ack:
+    """The end of deliveries: these entries of the group are done."""
+
+    stream: str
+    group: str
+    entry_ids: Sequence[str]
+
+
 class Broker(Protocol):
     """Streams with consumer groups, and blobs."""
 
@@ -45,11 +54,15 @@ class Broker(Protocol):
         """Makes stream and group where they are missing; the group sees the stream from its first entry."""
         ...
 
-    async def append(self, messages: Sequence[Outgoing]) -> list[str]:
+    async def append(self, messages: Sequence[Outgoing], *, ack: Ack | None = None) -> list[str]:
         """Stores messages in order, each with its blobs before it; returns entry ids.
 
         Nobody sees a message whose blobs are not there. A command repeated after a lost connection may store a message
         twice: readers drop repeats by the message's own id.
+
+        Args:
+            messages: results, say, of the entries in `ack`.
+            ack: is acknowledged together with the last message: work whose results are all there is never done again.
         """
         ...
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
-from paceline.broker.base import Broker, Entry
+from paceline.broker.base import Ack, Broker, Entry, Outgoing
 from paceline.core.errors import BrokerError, DeadlineError
 
 log = logging.getLogger(__name__)
@@ -91,13 +91,25 @@ class Mailbox:
                 self._held.update((entry.entry_id, entry) for entry in entries)
                 return entries
 
-    async def done(self, entries: Iterable[Entry]) -> None:
-        """Acknowledges entries: they will not be delivered again."""
+    async def done(self, entries: Iterable[Entry], results: Sequence[Outgoing] = ()) -> None:
+        """Acknowledges entries: they will not be delivered again.
+
+        Args:
+            entries: what was taken and is finished.
+            results: messages that came of them, appended in the same breath: a crash can then neither lose them nor
+                leave their cause to be worked on a second time.
+        """
         self._check_renewing()
         entry_ids = [entry.entry_id for entry in entries]
-        await self._broker.ack(self.stream, self.group, entry_ids)
-        for entry_id in entry_ids:
-            self._held.pop(entry_id, None)
+        # Let go of first, or a renewal under way would miss them at the broker and report them as lost.
+        held = {entry_id: entry for entry_id in entry_ids if (entry := self._held.pop(entry_id, None))}
+        try:
+            await self._broker.append(
+                results, ack=Ack(stream=self.stream, group=self.group, entry_ids=entry_ids)
+            )
+        except BaseException:
+            self._held.update(held)
+            raise
 
     async def give_back(self, entries: Iterable[Entry]) -> None:
         """Lets go of entries undone: another consumer gets them soon."""

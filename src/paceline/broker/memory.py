@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from paceline.broker.base import Entry, Outgoing
+from paceline.broker.base import Ack, Entry, Outgoing
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import BrokerError
 
@@ -83,8 +83,8 @@ class MemoryBroker:
         self._check_open()
         self._store.streams.setdefault(stream, _Stream()).groups.setdefault(group, _Group())
 
-    async def append(self, messages: Sequence[Outgoing]) -> list[str]:
-        """Stores messages in order, each with its blobs before it; returns entry ids."""
+    async def append(self, messages: Sequence[Outgoing], *, ack: Ack | None = None) -> list[str]:
+        """Stores messages in order, each with its blobs before it; acknowledges with the last; returns entry ids."""
         self._check_open()
         ids = []
         for message in messages:
@@ -93,6 +93,8 @@ class MemoryBroker:
             stream = self._store.streams.setdefault(message.stream, _Stream())
             stream.entries[self._store.last_number] = message
             ids.append(_entry_id(self._store.last_number))
+        if ack:
+            await self.ack(ack.stream, ack.group, ack.entry_ids)
         async with self._store.changed:
             self._store.changed.notify_all()
         return ids

@@ -16,7 +16,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from paceline.broker import scripts
-from paceline.broker.base import Entry, Outgoing
+from paceline.broker.base import Ack, Entry, Outgoing
 from paceline.broker.redis_errors import is_missing, translate
 
 log = logging.getLogger(__name__)
@@ -79,21 +79,27 @@ class RedisStreamsBroker:
         except _GroupExistsError:
             return
 
-    async def append(self, messages: Sequence[Outgoing]) -> list[str]:
-        """Stores messages in order, each with its blobs before it; returns entry ids."""
+    async def append(self, messages: Sequence[Outgoing], *, ack: Ack | None = None) -> list[str]:
+        """Stores messages in order, each with its blobs before it; acknowledges with the last; returns entry ids."""
         ids: list[str] = []
-        for batch in _batches(messages):
-            ids += await self._append_batch(batch)
+        batches = list(_batches(messages))
+        for number, batch in enumerate(batches, start=1):
+            ids += await self._append_batch(batch, ack if number == len(batches) else None)
+        if ack and not batches:
+            await self.ack(ack.stream, ack.group, ack.entry_ids)
         return ids
 
-    async def _append_batch(self, messages: Sequence[Outgoing]) -> list[str]:
+    async def _append_batch(self, messages: Sequence[Outgoing], ack: Ack | None) -> list[str]:
         blobs = [item for message in messages if message.blobs for item in message.blobs.items()]
         keys = [key for key, _ in blobs]
         keys += [message.stream for message in messages]
-        arguments: list[Any] = [len(blobs)]
+        arguments: list[Any] = [len(blobs), len(messages)]
         arguments += [value for _, value in blobs]
         for message in messages:
             arguments += (message.payload, message.traceparent)
+        if ack and ack.entry_ids:
+            keys.append(ack.stream)
+            arguments += (ack.group, *ack.entry_ids)
         return [entry_id.decode() for entry_id in await self._script(scripts.APPEND, keys, arguments)]
 
     async def read(

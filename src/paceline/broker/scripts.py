@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-# KEYS: the blobs' keys, then one stream per message. ARGV: the number of blobs, their values, then payload and traceparent
-# of each message. A script that fails stops where it is: blobs come first, so no message can be there without them.
+# KEYS: the blobs' keys, one stream per message, and the stream to acknowledge in, if any. ARGV: the numbers of blobs and of
+# messages, the blobs' values, payload and traceparent of each message, the group and the entry ids to acknowledge.
+# A script that fails stops where it is: blobs come first, so no message can be there without them, and the
+# acknowledgement comes last.
 APPEND = """
-local blobs = tonumber(ARGV[1])
+local blobs, messages = tonumber(ARGV[1]), tonumber(ARGV[2])
 for i = 1, blobs do
-  redis.call('SET', KEYS[i], ARGV[1 + i])
+  redis.call('SET', KEYS[i], ARGV[2 + i])
 end
 local ids = {}
-for i = 1, #KEYS - blobs do
-  local at = 2 * i + blobs
+local at = 3 + blobs
+for i = 1, messages do
   local payload, trace = ARGV[at], ARGV[at + 1]
   if trace == '' then
     ids[i] = redis.call('XADD', KEYS[blobs + i], '*', 'p', payload)
   else
     ids[i] = redis.call('XADD', KEYS[blobs + i], '*', 'p', payload, 't', trace)
   end
+  at = at + 2
+end
+for i = at + 1, #ARGV do
+  redis.call('XACK', KEYS[#KEYS], ARGV[at], ARGV[i])
 end
 return ids
 """

@@ -185,7 +185,7 @@ class Fields:
         value = self._get(name)
         if type(value) is not bytes:
             self._wrong_type(name, value, "bytes")
-        packed = np.dtype(dtype)
+        packed, native = _DTYPES[dtype]
         num_items, rest = divmod(len(value), packed.itemsize)
         if rest:
             self.reject("unequal_lengths", f"{name} has {len(value)} bytes, no multiple of {packed.itemsize}")
@@ -195,14 +195,14 @@ class Fields:
             )
         if num_items < min_items:
             self.reject("out_of_range", f"{name} has {num_items} items, at least {min_items} are needed")
-        return np.frombuffer(value, dtype=packed).astype(packed.newbyteorder("="))
+        return np.frombuffer(value, dtype=packed).astype(native)
 
     def token_ids(self, name: str, vocab_size: int | None) -> npt.NDArray[np.int32]:
         """Token ids (n,), n >= 1, all in [0, 2**31) and below `vocab_size` where it is given."""
         ids: npt.NDArray[np.int32] = self.array(name, "<i4", min_items=1)
         # Seen as unsigned, a negative id is larger than any that is allowed: one pass checks both ends.
         limit = 2**31 if vocab_size is None else vocab_size
-        largest = int(ids.view(np.uint32).max())
+        largest = int(np.maximum.reduce(ids.view(np.uint32)))
         if largest >= limit:
             worst = largest if largest < 2**31 else largest - 2**32
             self.reject("out_of_range", f"{name} holds the id {worst}, allowed are 0 to {limit - 1}")
@@ -230,10 +230,14 @@ def plain_problem(value: object, depth: int) -> tuple[str, str] | None:
     return next(filter(None, (plain_problem(child, depth - 1) for child in children)), None)
 
 
+_DTYPES = {name: (np.dtype(name), np.dtype(name).newbyteorder("=")) for name in ("<i4", "<f4", "|u1")}
+"""Of arrays on the wire, and the machine's own for each."""
+
+
 def pack_array(name: str, array: npt.NDArray[Any], dtype: str) -> bytes:
     """An array of shape (n,) as little-endian bytes; its dtype must already be the one on the wire."""
-    wanted = np.dtype(dtype)
-    if array.ndim != 1 or array.dtype != wanted.newbyteorder("="):
+    wanted, native = _DTYPES[dtype]
+    if array.ndim != 1 or array.dtype != native:
         raise InvalidMessageError(
             f"{name} is an array of {array.dtype} with shape {array.shape}; it must be {wanted.name} of shape (n,)",
             reason="wrong_type",
