@@ -16,7 +16,15 @@ from paceline.core.trajectory import Int32Array, RewardContext
 from paceline.data.rows import Row, read_rows
 
 
-class Tokenizer(Protocol):
+class Decoder(Protocol):
+    """From the token ids of a response to its text."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+        ...
+
+
+class Tokenizer(Decoder, Protocol):
     """The part of a Hugging Face tokenizer that is used."""
 
     eos_token_id: int | None
@@ -30,10 +38,6 @@ class Tokenizer(Protocol):
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
     ) -> Any:
         """The conversation as one text."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of token ids."""
         ...
 
 
@@ -55,13 +59,22 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise ModelError(
             f"model folder {path} has no tokenizer (tokenizer.json); save one there, or set model.tokenizer_path"
         )
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer: Tokenizer = _tokenizer_class(path).from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"the tokenizer in {path} does not load: {error}") from error
     return tokenizer
+
+
+def _tokenizer_class(path: Path) -> Any:
+    if (path / "tokenizer.json").is_file():
+        # It says all there is to say; looking up the model's own class would make transformers import torch, ten seconds of a core.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def stop_token_ids(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:

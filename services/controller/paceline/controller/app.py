@@ -39,8 +39,8 @@ from paceline.service.runtime import ServiceContext
 
 log = logging.getLogger(__name__)
 
-# How long watchers and members have to hear of the end before the server goes.
-_FAREWELL_S = 1.0
+# How long members have to hear of the end and leave before the server goes; a rollout server takes some seconds to end its engine.
+_FAREWELL_S = 8.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +209,7 @@ async def _run_to_the_end(
         await journal.record("end", ok=ok, message=message, step=sequencer.progress.step)
         servicer.end()
         hub.end(ok=ok, message=message)
-        await asyncio.sleep(_FAREWELL_S)
+        await fleet.all_gone(timeout_s=_FAREWELL_S)
         if failure is not None:
             raise failure
     finally:

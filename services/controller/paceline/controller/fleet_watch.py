@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 
 from paceline.controller.journal import Journal
@@ -24,6 +25,7 @@ class FleetWatch:
         self.fleet = fleet
         self._journal, self._hub = journal, hub
         self._changed = asyncio.Condition()
+        self._ready: set[tuple[str, str]] = set()
 
     async def apply(self, changes: Sequence[FleetChange]) -> None:
         """Journals changes, tells watchers what matters to people, wakes who waits."""
@@ -48,6 +50,25 @@ class FleetWatch:
                 self._hub.notice(f"{change.member.member_id} is {change.what.removeprefix('state:')}{reason}")
         async with self._changed:
             self._changed.notify_all()
+
+    def _tell(self, change: FleetChange) -> None:
+        """People hear of comings and goings, and once of every incarnation that it is ready for work."""
+        member, what = change.member, change.what
+        if what in ("state:stale", "state:ready", "state:serving"):
+            key = (member.member_id, member.incarnation)
+            if key in self._ready:
+                return
+            self._ready.add(key)
+            what = "ready"
+        elif what.startswith("state:"):
+            return
+        self._hub.notice(f"{member.member_id} is {what}{f': {change.reason}' if change.reason else ''}")
+
+    async def all_gone(self, *, timeout_s: float) -> None:
+        """Waits until every member has left or died, at most `timeout_s`: who is slow is the supervisor's affair."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: not any(m.usable for m in self.fleet.members()))
 
     async def expel(self, member: Member, reason: str) -> None:
         """Puts a member out of the fleet for good."""

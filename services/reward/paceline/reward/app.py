@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from paceline.broker import open_broker
 from paceline.core.errors import PacelineError
 from paceline.core.members import MemberKind
+from paceline.data.prompts import load_tokenizer
 from paceline.reward.consumer import Consumer, ConsumerOptions
-from paceline.reward.decoder import load_decoder
 from paceline.reward.gateway import Gateway, check_extra_keys
 from paceline.reward.servicer import RewardServicer
 from paceline.rpc.v1 import reward_pb2_grpc
@@ -113,7 +113,7 @@ class RewardService:
         self._context.defer("scorers", gateway.close)
         folder = config.model.tokenizer_path or config.model.path
         # Importing the tokenizer library takes seconds, in which heartbeats must go on.
-        tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_decoder, folder), gateway.start())
+        tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_tokenizer, folder), gateway.start())
         broker = open_broker(registration.broker_url)
         self._context.defer("broker", broker.close)
         self._consumer = Consumer(

@@ -19,7 +19,7 @@ from paceline.broker import Broker, Entry, Mailbox, Outgoing, append_when_room, 
 from paceline.core.errors import InvalidMessageError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import ScoredHeader, TrajectoryHeader
-from paceline.reward.decoder import Decoder
+from paceline.data.prompts import Decoder
 from paceline.reward.scoring import Verdict, failed
 from paceline.service.telemetry import current_traceparent, span
 from paceline.wire import DEFAULT_LIMITS, decode_trajectory, decode_trajectory_header, encode_scored_header

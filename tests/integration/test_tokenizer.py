@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.reward.decoder import load_decoder
+from paceline.data.prompts import load_tokenizer
 from support.byte_tokenizer import TEXTS, save_tokenizer
 
 
@@ -14,7 +14,7 @@ from support.byte_tokenizer import TEXTS, save_tokenizer
 def test_the_models_own_tokenizer_class_decodes_the_same(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    decoder, own = load_decoder(save_tokenizer(tmp_path)), AutoTokenizer.from_pretrained(str(tmp_path))
+    decoder, own = load_tokenizer(save_tokenizer(tmp_path)), AutoTokenizer.from_pretrained(str(tmp_path))
     assert type(own) is not type(decoder)
     for text in TEXTS:
         ids = own(text, add_special_tokens=False)["input_ids"]
