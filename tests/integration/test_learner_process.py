@@ -1,0 +1,231 @@
+"""The learner as the processes that it is: two ranks over gloo, a fake controller, a real Redis, gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import redis
+
+from paceline.broker.redis_server import RedisServer
+from paceline.core.batch import BatchRow
+from paceline.core.errors import IllegalTransitionError, VersionMismatchError
+from paceline.core.policy import PolicyTag
+from paceline.reshard.layout import RankLayout, tensor_shapes
+from paceline.rpc.v1 import controller_pb2, learner_pb2, learner_pb2_grpc
+from paceline.service.channels import call, connect
+from paceline.wire.protobuf import batch_row_to_proto
+from support.fake_controller import FakeController, serve
+from support.learner_fakes import POLICY, make_batch, run_config, write_model
+
+pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(150)]
+
+TOKEN = "a secret of the run"
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer.start(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+class Controller(FakeController):
+    """Hands out a broker, a run directory and a checkpoint to resume from."""
+
+    broker_url = run_dir = resume_from = ""
+
+    async def Register(self, request: Any, context: Any) -> controller_pb2.RegisterResponse:
+        answer = await super().Register(request, context)
+        answer.broker_url, answer.run_dir, answer.resume_from = (
+            self.broker_url,
+            self.run_dir,
+            self.resume_from,
+        )
+        return answer
+
+    async def until(self, state: str) -> None:
+        """Waits for a heartbeat that says `state` (or a failure)."""
+        async with asyncio.timeout(90):
+            while not any(beat.state == state for beat in self.heartbeats):
+                self.heard.clear()
+                await self.heard.wait()
+
+
+class Learner:
+    """Two running ranks and a channel to rank 0."""
+
+    def __init__(self, controller: Controller, ranks: list[asyncio.subprocess.Process], channel: Any) -> None:
+        self.controller, self.ranks = controller, ranks
+        self.stub = learner_pb2_grpc.LearnerServiceStub(channel)
+
+    async def train(
+        self, step: int, rows: tuple[BatchRow, ...], policy: PolicyTag
+    ) -> learner_pb2.TrainStepResponse:
+        request = learner_pb2.TrainStepRequest(
+            step=step,
+            policy_version=policy.version,
+            weights_digest=policy.digest,
+            rows=[batch_row_to_proto(row) for row in rows],
+        )
+        reply: learner_pb2.TrainStepResponse = await self.call(self.stub.TrainStep, request)
+        return reply
+
+    async def call(self, method: Any, request: Any) -> Any:
+        return await call(method, request, timeout_s=60, phase="TEST", peer="learner-0")
+
+
+@asynccontextmanager
+async def running(
+    model: Path, redis_server: RedisServer, folder: Path, *, resume_from: str = ""
+) -> AsyncIterator[Learner]:
+    controller = Controller(run_config(model).model_dump_json())
+    controller.broker_url, controller.run_dir, controller.resume_from = (
+        redis_server.url,
+        str(folder),
+        resume_from,
+    )
+    server = await serve(controller, token=TOKEN)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        env = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PACELINE_TOKEN": TOKEN,
+            "OMP_NUM_THREADS": "1",
+        }
+        with (folder / f"rank{rank}.log").open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "paceline.learner"),
+                *("--controller", server.address, "--member-id", "learner-0"),
+                env=env,
+                stdout=output,
+                stderr=output,
+            )
+        ranks.append(process)
+    channel: grpc.aio.Channel | None = None
+    try:
+        await controller.until("ready")
+        channel = connect(controller.registrations[0].address, token=TOKEN)
+        yield Learner(controller, ranks, channel)
+    finally:
+        if channel is not None:
+            await channel.close(grace=None)
+        for process in ranks:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        await server.stop(0.2)
+        print((folder / "rank0.log").read_text(), (folder / "rank1.log").read_text())
+
+
+def put(redis_server: RedisServer, blobs: dict[str, bytes]) -> None:
+    client = redis.Redis.from_url(redis_server.url, protocol=2)
+    client.mset(blobs)
+    client.close()
+
+
+def numbers(reply: learner_pb2.TrainStepResponse) -> dict[str, float]:
+    return {name: value for name, value in reply.metrics.items() if not name.startswith("timing_s/")}
+
+
+async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_path: Path) -> None:
+    batches = {}
+    for step in (1, 2, 3):
+        policy = PolicyTag(version=step - 1, digest=POLICY.digest)
+        batches[step] = (*make_batch(step=step, policy=policy), policy)
+        put(redis_server, batches[step][1])
+    folder = tmp_path / "checkpoints" / "step_000002"
+
+    async with running(model, redis_server, tmp_path) as learner:
+        assert learner.controller.registrations[0].num_ranks == 2
+        described = await learner.call(
+            learner.stub.DescribeWeights, learner_pb2.DescribeLearnerWeightsRequest()
+        )
+        layouts = [RankLayout.from_bytes(data) for data in described.rank_layouts]
+        held = sum(part.box.volume for layout in layouts for part in layout.slices)
+        shapes = tensor_shapes(layouts)
+        assert shapes["model.layers.1.mlp.down_proj.weight"] == (24, 41)
+        assert "value_head.weight" not in shapes
+        assert held == sum(_volume(shape) for shape in shapes.values())
+        assert (described.version, described.device) == (0, "cpu")
+
+        rows, _, policy = batches[1]
+        stale = PolicyTag(version=0, digest="f" * 16)
+        with pytest.raises(
+            VersionMismatchError, match="v0@0123456789abcdef, the step trains on v0@ffffffffffffffff"
+        ):
+            await learner.train(1, rows, stale)
+        with pytest.raises(
+            IllegalTransitionError, match="holds version 0 and can train step 1 next; asked for step 2"
+        ):
+            await learner.train(2, rows, policy)
+
+        first = await learner.train(1, rows, policy)
+        again = await learner.train(1, rows, policy)
+        assert dict(again.metrics) == dict(first.metrics)
+        assert first.policy_version == 1
+        assert not first.update_skipped
+        assert first.metrics["actor/first_ppo_kl"] == pytest.approx(0, abs=1e-6)
+        assert first.metrics["critic/grad_norm"] > 0
+        await learner.train(2, *_order(batches[2]))
+
+        save = learner_pb2.SaveCheckpointRequest(
+            step=2, folder=str(folder), controller_state=b'{"cursor": 7}'
+        )
+        await learner.call(learner.stub.SaveCheckpoint, save)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        assert manifest["controller_state"] == {"cursor": 7}
+        assert manifest["learner"]["version"] == 2
+        third = await learner.train(3, *_order(batches[3]))
+        states = [beat.state for beat in learner.controller.heartbeats]
+        assert {"loading", "ready", "training"} <= set(states)
+
+        learner.controller.run_over = True
+        codes = await asyncio.wait_for(asyncio.gather(*(rank.wait() for rank in learner.ranks)), 20)
+        assert codes == [0, 0]
+
+    async with running(model, redis_server, tmp_path, resume_from=str(folder)) as learner:
+        resumed = await learner.train(3, *_order(batches[3]))
+        assert numbers(resumed) == numbers(third)
+
+        os.kill(learner.ranks[1].pid, signal.SIGKILL)
+        began = time.monotonic()
+        assert await asyncio.wait_for(learner.ranks[0].wait(), 20) == 1
+        assert time.monotonic() - began < 15
+        failure = learner.controller.heartbeats[-1].failure
+        assert "lost another rank" in failure
+
+
+def _order(
+    batch: tuple[tuple[BatchRow, ...], dict[str, bytes], PolicyTag],
+) -> tuple[tuple[BatchRow, ...], PolicyTag]:
+    return batch[0], batch[2]
+
+
+def _volume(shape: tuple[int, ...]) -> int:
+    volume = 1
+    for extent in shape:
+        volume *= extent
+    return volume
