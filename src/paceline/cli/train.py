@@ -16,6 +16,7 @@ from paceline.cli.summary import closing_lines
 from paceline.cli.view import PlainView, View
 from paceline.config.load import load
 from paceline.config.run import RunConfig
+from paceline.service.grpc_server import check_port
 from paceline.service.logs import LineFormatter
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         print(dry_run.describe(config))
         return 0
     quick_check(config)
+    check_port(config.service.host, config.service.controller_port, "service.controller_port")
     config, run_dir = run_dirs.prepare(config)
     _log_to(run_dir / "logs" / "launcher.log")
     view = _view(config, run_dir, plain=args.plain)

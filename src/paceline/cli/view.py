@@ -131,9 +131,9 @@ def step_line(step: int, total_steps: int, metrics: Metrics) -> str:
         _part("entropy", row.entropy, ".3f"),
         _part("tokens/s", row.tokens_per_s, ",.0f"),
         _part("gen", row.gen_s, ".2f", " s"),
-        _part("reward", row.reward_s, ".2f", " s"),
+        _part("score", row.reward_s, ".2f", " s"),
         _part("learn", row.learn_s, ".2f", " s"),
-        _part("weights", row.weights_s, ".2f", " s"),
+        _part("push", row.weights_s, ".2f", " s"),
         _part("step", row.step_s, ".2f", " s"),
         _part("wait", row.wait_s, ".2f", " s"),
     ]

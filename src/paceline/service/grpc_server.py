@@ -89,7 +89,7 @@ async def start_server(
             f"refusing to listen on {host} without a token: set PACELINE_TOKEN to the same secret for every service, "
             "or bind to 127.0.0.1"
         )
-    _check_port(host, port, port_key)
+    check_port(host, port, port_key)
     server = grpc.aio.server(
         interceptors=[_Door(token)],
         options=[
@@ -113,8 +113,12 @@ async def start_server(
     return RunningServer(host=host, port=bound, _server=server, _health=health)
 
 
-def _check_port(host: str, port: int, port_key: str) -> None:
-    """Binds once by hand: the system's own word for what is wrong reads better than gRPC's."""
+def check_port(host: str, port: int, port_key: str) -> None:
+    """Binds once by hand: the system's own word for what is wrong reads better than gRPC's.
+
+    Raises:
+        EnvironmentLackError: the port is taken or the address is not this machine's; says to change `port_key`.
+    """
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
