@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import os
 import platform
 import statistics
@@ -19,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import redis
@@ -45,6 +47,13 @@ POLICY = PolicyTag(version=1, digest="0123456789abcdef")
 NUM_PROMPT_TOKENS = 64
 URL_VARIABLE = "PACELINE_BROKER_URL"
 STALL_S = 60.0
+
+
+class Timing(NamedTuple):
+    """One run: seconds on the clock, and CPU seconds of the services and the server together."""
+
+    seconds: float
+    cpu_s: float
 
 
 def prompt_group(prompt_id: int, num_samples: int, num_tokens: int) -> bytes:
@@ -186,26 +195,43 @@ async def control(broker: Broker, num_groups: int, num_samples: int, num_tokens:
         return time.perf_counter() - started
 
 
-async def in_one_process(url: str, arguments: argparse.Namespace) -> float:
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU time that the processes have taken so far: what other work on the machine does not distort."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def timed(broker: Broker, pids: Sequence[int], arguments: argparse.Namespace) -> Timing:
+    """The controller's part, with the CPU time that all processes spend on it."""
+    before = cpu_seconds(pids)
+    seconds = await control(broker, arguments.groups, arguments.samples, arguments.tokens)
+    return Timing(seconds=seconds, cpu_s=cpu_seconds(pids) - before)
+
+
+async def in_one_process(server: RedisServer, arguments: argparse.Namespace) -> Timing:
     """Rollout, reward and controller as tasks of one event loop."""
-    broker = open_broker(url)
+    broker = open_broker(server.url)
     workers = []
     for work in (rollout, reward):
         ready = asyncio.Event()
         workers.append(asyncio.create_task(work(broker, ready), name=work.__name__))
         await asyncio.wait_for(ready.wait(), STALL_S)
-    seconds = await control(broker, arguments.groups, arguments.samples, arguments.tokens)
+    timing = await timed(broker, [os.getpid(), server.pid], arguments)
     for worker in workers:
         worker.cancel()
     await asyncio.wait(workers)
     await broker.purge(names.prefix(RUN_ID))
     await broker.close()
-    return seconds
+    return timing
 
 
-async def in_processes(url: str, arguments: argparse.Namespace) -> float:
+async def in_processes(server: RedisServer, arguments: argparse.Namespace) -> Timing:
     """Rollout and reward each a process of its own; the controller is this one."""
-    broker = open_broker(url)
+    broker = open_broker(server.url)
+    pids = [os.getpid(), server.pid]
     async with AsyncExitStack() as stack:
         for role in ("rollout", "reward"):
             process = await asyncio.create_subprocess_exec(
@@ -213,17 +239,18 @@ async def in_processes(url: str, arguments: argparse.Namespace) -> float:
                 __file__,
                 "--role",
                 role,
-                env={**os.environ, URL_VARIABLE: url},
+                env={**os.environ, URL_VARIABLE: server.url},
                 stdout=asyncio.subprocess.PIPE,
             )
             stack.push_async_callback(process.wait)
             stack.callback(process.terminate)
             assert process.stdout is not None
             await asyncio.wait_for(process.stdout.readline(), STALL_S)
-        seconds = await control(broker, arguments.groups, arguments.samples, arguments.tokens)
+            pids.append(process.pid)
+        timing = await timed(broker, pids, arguments)
     await broker.purge(names.prefix(RUN_ID))
     await broker.close()
-    return seconds
+    return timing
 
 
 async def worker(role: str) -> None:
@@ -240,6 +267,7 @@ def machine(url: str) -> str:
     """The machine in a line."""
     with redis.Redis.from_url(url) as client:
         info = client.info("server")
+    parser = "with hiredis" if importlib.util.find_spec("hiredis") else "without hiredis"
     model = next(
         (
             line.split(":")[1].strip()
@@ -251,18 +279,28 @@ def machine(url: str) -> str:
     load = os.getloadavg()[0]
     return (
         f"{model}, {os.cpu_count()} cores, load {load:.1f} at the start, Python {platform.python_version()}, "
-        f"Redis {info['redis_version']}, AOF everysec"
+        f"Redis {info['redis_version']}, AOF everysec, redis-py {redis.__version__} {parser}"
     )
 
 
-def report(arguments: argparse.Namespace, where: str, results: Mapping[str, Sequence[float]]) -> None:
+def report(arguments: argparse.Namespace, where: str, results: Mapping[str, Sequence[Timing]]) -> None:
     """Prints the table."""
     num_trajectories = arguments.groups * arguments.samples
     table = Table(title="Broker path: prompt out, trajectory in, header scored", title_justify="left")
-    for column in ("layout", "median s", "runs s", "trajectories/s", "microseconds each", "MB/s of tokens"):
+    for column in (
+        "layout",
+        "median s",
+        "runs s",
+        "trajectories/s",
+        "us each",
+        "CPU us each",
+        "MB/s of tokens",
+    ):
         table.add_column(column, justify="left" if column == "layout" else "right")
-    for layout, seconds in results.items():
+    for layout, runs in results.items():
+        seconds = [run.seconds for run in runs]
         median = statistics.median(seconds)
+        cpu = statistics.median(run.cpu_s for run in runs)
         num_bytes = num_trajectories * arguments.tokens * 9
         table.add_row(
             layout,
@@ -270,6 +308,7 @@ def report(arguments: argparse.Namespace, where: str, results: Mapping[str, Sequ
             " ".join(f"{value:.2f}" for value in sorted(seconds)),
             f"{num_trajectories / median:,.0f}",
             f"{1e6 * median / num_trajectories:.0f}",
+            f"{1e6 * cpu / num_trajectories:.0f}",
             f"{num_bytes / median / 1e6:.0f}",
         )
     console = Console(width=130)
@@ -298,7 +337,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, RedisServer.start(Path(folder)) as server:
         where = machine(server.url)
         results = {
-            layout: [asyncio.run(run(server.url, arguments)) for _ in range(arguments.repeats)]
+            layout: [asyncio.run(run(server, arguments)) for _ in range(arguments.repeats)]
             for layout, run in layouts.items()
         }
     report(arguments, where, results)

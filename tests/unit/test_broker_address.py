@@ -73,3 +73,24 @@ async def test_a_lease_is_measured_by_the_clock_given() -> None:
     assert await broker.reclaim("s", "g", "b", min_idle_s=5, max_entries=1) == []
     clock.advance(0.001)
     assert payloads(await broker.reclaim("s", "g", "b", min_idle_s=5, max_entries=1)) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted"), [("6.0.16", False), ("6.2.14", True), ("7.0.15", True), ("10.0", True)]
+)
+async def test_a_server_that_is_too_old_is_refused(
+    version: str, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def info(*_: object) -> dict[str, str]:
+        return {"redis_version": version}
+
+    broker = RedisStreamsBroker("redis://:secret@host:1/0")
+    monkeypatch.setattr(broker, "_run", info)
+    if accepted:
+        await broker.ping()
+    else:
+        with pytest.raises(
+            BrokerError, match=r"redis://\*\*\*@host:1/0 is Redis 6\.0\.16: 6\.2 is the first"
+        ):
+            await broker.ping()
+    await broker.close()

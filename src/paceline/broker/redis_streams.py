@@ -16,8 +16,10 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from paceline.broker import scripts
+from paceline.broker.address import redact
 from paceline.broker.base import Ack, Entry, Outgoing
 from paceline.broker.redis_errors import is_missing, translate
+from paceline.core.errors import BrokerError
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ _MESSAGES_PER_APPEND: Final = 256
 _BYTES_PER_APPEND: Final = 8 * 2**20
 _KEYS_PER_FETCH: Final = 64
 _KEYS_PER_DELETE: Final = 1000
+_OLDEST_SERVER: Final = (6, 2)
 _RAW_COMMANDS: Final = ("XREADGROUP", "XAUTOCLAIM", "XPENDING", "XINFO GROUPS")
 
 
@@ -256,8 +259,13 @@ class RedisStreamsBroker:
                 return len(removed)
 
     async def ping(self) -> None:
-        """Raises BrokerError where the broker does not answer."""
-        await self._run("PING")
+        """Raises BrokerError where the broker does not answer, or is too old for what Paceline asks of it."""
+        version = str((await self._run("INFO", "server"))["redis_version"])
+        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_SERVER:
+            raise BrokerError(
+                f"broker {redact(self._url)} is Redis {version}: 6.2 is the first that can reclaim and trim as "
+                "Paceline needs it; install a newer one"
+            )
 
     async def close(self) -> None:
         """Lets go of connections. The broker is unusable afterwards."""
