@@ -17,6 +17,9 @@ from itertools import groupby
 
 from paceline.core.errors import ConfigError, DataError
 
+CPU_TOKEN_BUDGET = 3072
+"""On a CPU larger micro-batches are slower: their activations leave the caches (a fifth of the time at 8 k tokens)."""
+
 Bin = tuple[int, ...]
 """Indices of rows."""
 
@@ -106,6 +109,11 @@ def plan_batch(
         members = [index for group in groups[first : first + width] for index in group]
         chunks.append(_cut(members, lengths, world_size, token_budget))
     return BatchPlan(chunks=tuple(chunks), prompts_per_chunk=width)
+
+
+def effective_budget(token_budget: int, device_type: str, longest: int) -> int:
+    """The budget to cut by: on a CPU less than what is configured, where that runs faster and holds the longest row."""
+    return min(token_budget, max(longest, CPU_TOKEN_BUDGET)) if device_type == "cpu" else token_budget
 
 
 def spread(members: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[Bin]:

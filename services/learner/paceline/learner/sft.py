@@ -24,7 +24,7 @@ from paceline.core.errors import DataError, ModelError, NumericsError, PacelineE
 from paceline.core.trajectory import Int32Array
 from paceline.data.prompts import encode_prompt, load_tokenizer
 from paceline.data.rows import read_rows
-from paceline.learner.batching import RowLength, plan_batch
+from paceline.learner.batching import RowLength, effective_budget, plan_batch
 from paceline.learner.folder import gather_whole, write_folder
 from paceline.learner.learner import DTYPES
 from paceline.learner.loading import Precision, load_policy
@@ -161,11 +161,10 @@ class SftTrainer:
             RowLength(prompt_id=i, num_prompt_tokens=len(pair.prompt), num_response_tokens=len(pair.answer))
             for i, pair in enumerate(pairs)
         ]
+        longest = max(one.num_tokens for one in lengths)
+        budget = effective_budget(self._config.sft.max_token_len_per_gpu, ranks.device.type, longest)
         plan = plan_batch(
-            lengths,
-            mini_batch_sizes=[len(pairs)],
-            world_size=ranks.world_size,
-            token_budget=self._config.sft.max_token_len_per_gpu,
+            lengths, mini_batch_sizes=[len(pairs)], world_size=ranks.world_size, token_budget=budget
         )
         num_tokens = sum(len(pair.answer) for pair in pairs)
         (chunk,) = plan.chunks

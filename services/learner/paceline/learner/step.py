@@ -19,7 +19,7 @@ from paceline.core.batch import BatchRow
 from paceline.core.policy import PolicyTag
 from paceline.learner.advantage_step import Prepared, Scored, compute_advantages
 from paceline.learner.algorithms.statistics import keep
-from paceline.learner.batching import BatchPlan, RowLength, plan_batch
+from paceline.learner.batching import BatchPlan, RowLength, effective_budget, plan_batch
 from paceline.learner.learner import Learner
 from paceline.learner.packing import MicroBatch, PackedRow, pack
 from paceline.learner.ranks import Ranks
@@ -66,7 +66,7 @@ Fetch = Callable[[Sequence[int]], dict[int, PackedRow]]
 """Rows by their index in the batch; raises on every rank if any rank's rows are unusable."""
 
 
-def plan_of(config: RunConfig, rows: Sequence[BatchRow], world_size: int) -> BatchPlan:
+def plan_of(config: RunConfig, rows: Sequence[BatchRow], ranks: Ranks) -> BatchPlan:
     """How the step's rows are cut."""
     sizes = [config.actor.ppo_mini_batch_size]
     if config.needs_critic and config.critic.ppo_mini_batch_size is not None:
@@ -82,8 +82,12 @@ def plan_of(config: RunConfig, rows: Sequence[BatchRow], world_size: int) -> Bat
     return plan_batch(
         lengths,
         mini_batch_sizes=sizes,
-        world_size=world_size,
-        token_budget=config.actor.ppo_max_token_len_per_gpu,
+        world_size=ranks.world_size,
+        token_budget=effective_budget(
+            config.actor.ppo_max_token_len_per_gpu,
+            ranks.device.type,
+            max((one.num_tokens for one in lengths), default=0),
+        ),
     )
 
 
@@ -95,7 +99,7 @@ def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
         NumericsError: the numbers make no sense.
     """
     config, ranks, watch = learner.config, learner.ranks, Stopwatch(learner.ranks.device)
-    plan = plan_of(config, order.rows, ranks.world_size)
+    plan = plan_of(config, order.rows, ranks)
     with watch.phase("fetch"):
         found = fetch(plan.rows_of(ranks.rank))
         by_chunk = [
