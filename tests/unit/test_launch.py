@@ -47,6 +47,10 @@ print("OUTCOME", json.dumps([outcome.ok, outcome.exit_code, outcome.message]), f
 
 MARK = "import os, pathlib; pathlib.Path({folder!r}, f'{{os.getpid()}}.pid').touch();"
 WELL = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
+NOTES = (
+    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.05), "
+    "print({name!r}, file=open({order!r}, 'a')), sys.exit(0))); open({order!r} + {name!r} + '.ready', 'w'); signal.pause()"
+)
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)"
 # A child in a session of its own, as an engine's: its parent's group does not hold it, and its parent leaves it behind.
 LEAVES = (
@@ -79,10 +83,10 @@ class Run:
             text=True,
         )
 
-    def wait_for_pids(self, count: int) -> None:
+    def wait_for_pids(self, count: int, *, suffix: str = ".pid", folder: Path | None = None) -> None:
         """Waits until so many fake services are up."""
         deadline = time.monotonic() + 15
-        while len(list(self.pids_dir.iterdir())) < count:
+        while len(list((folder or self.pids_dir).glob(f"*{suffix}"))) < count:
             assert time.monotonic() < deadline, self.process.communicate(timeout=1)
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.02)
@@ -104,7 +108,19 @@ class Run:
         return ok, code, message
 
 
-def test_success_stops_everything_in_order(tmp_path: Path) -> None:
+def test_everything_ends_in_order(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    names = ("rollout-0", "learner-0", "reward")
+    run = Run(tmp_path, "wait", {name: NOTES.format(name=name, order=str(order)) for name in names})
+    run.wait_for_pids(3, suffix=".ready", folder=tmp_path)
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+    assert order.read_text().split() == [*names]
+    last = run.run_dir / "controller.calls"
+    assert last.stat().st_mtime_ns > order.stat().st_mtime_ns, "the controller is the last"
+
+
+def test_success(tmp_path: Path) -> None:
     run = Run(tmp_path, "steps", {"rollout-0": WELL, "learner-0": WELL, "reward": WELL})
     assert run.finish() == (True, 0, "2 steps done")
     assert [line for line in run.output.splitlines() if line.startswith("step")] == [

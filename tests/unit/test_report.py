@@ -164,6 +164,16 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
     assert ticks_between(low, high) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    "values", [[3e-14, 5e-14], [2.0, 2.0], [0.0, 0.0], [1e9, 1e9 + 1e-3], [-1e-300, 1e-300]]
+)
+def test_any_range_can_be_drawn(values: list[float]) -> None:
+    chart = svg(line_chart([Series(label="x", points=list(enumerate(values)))]))
+    points = chart.find(".//polyline").get("points")  # type: ignore[union-attr]
+    ys = [float(pair.split(",")[1]) for pair in str(points).split()]
+    assert all(12 <= y <= CARD.height - 26 for y in ys)
+
+
 def test_axis_numbers_are_short() -> None:
     assert [short(x) for x in (0, 0.25, 5200, 52_000, 3_200_000, 1e-4, 2.5e-6, -2e-10)] == [
         "0", "0.25", "5200", "52k", "3.2M", "1e-4", "2.5e-6", "-2e-10",

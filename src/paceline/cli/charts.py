@@ -108,7 +108,7 @@ def ticks_between(low: float, high: float, count: int = 5) -> list[float]:
     spacing = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first = math.floor(low / spacing + 1e-9)
     last = math.ceil(high / spacing - 1e-9)
-    return [round(k * spacing, 12) for k in range(first, last + 1)]
+    return [float(f"{k * spacing:.9g}") for k in range(first, last + 1)]
 
 
 def short(value: float) -> str:
@@ -132,7 +132,7 @@ def _x_scale(xs: Sequence[float], canvas: Canvas) -> _Scale:
 
 def _y_scale(ys: Sequence[float], canvas: Canvas, *, from_zero: bool) -> tuple[_Scale, list[float]]:
     low, high = (0.0 if from_zero else min(ys)), max(ys)
-    if high - low < 1e-12 * max(1.0, abs(high)):
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
         pad = abs(high) * 0.1 or 1.0
         low, high = (low, high + pad) if from_zero else (low - pad, high + pad)
     ticks = ticks_between(low, high)

@@ -105,7 +105,7 @@ def _events(journal: Sequence[Row]) -> list[Event]:
     found = []
     for event in journal:
         name = str(event.get("event", ""))
-        if not name or name in _ROUTINE:
+        if not name or name in _ROUTINE or str(event.get("what", "")).startswith("state:"):
             continue
         details = {k: v for k, v in event.items() if k not in ("n", "time", "event") and v not in (None, "")}
         text = ", ".join(f"{key} {_word(value)}" for key, value in details.items())

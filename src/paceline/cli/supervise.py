@@ -59,12 +59,16 @@ class Supervisor:
         self._hurry.set()
 
     async def stop(self, *, budget_s: float, order: Sequence[Role] = STOP_ORDER) -> list[str]:
-        """Ends all processes, role by role, within about `budget_s` seconds; returns the names of those that were killed."""
+        """Ends all processes, role by role, within about `budget_s` seconds; returns the names of those that were killed.
+
+        A role may use what the ones before it left over; a tenth of the budget is kept for each that follows.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + budget_s
         killed: list[str] = []
         for position, role in enumerate(order):
-            share_s = max(0.0, deadline - loop.time()) / (len(order) - position)
+            kept_s = 0.1 * budget_s * (len(order) - position - 1)
+            share_s = max(0.0, deadline - loop.time() - kept_s)
             group = [p for p in self._processes if p.spec.role is role]
             killed += await self._stop_group(group, share_s)
         return killed

@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         outcome = asyncio.run(launch.launch(config, run_dir, view))
     finally:
         view.close()
+    if outcome.ok:
+        print(outcome.message)
     for line in closing_lines(run_dir):
         print(line)
     if not outcome.ok:
