@@ -42,12 +42,15 @@ class VllmEngine:
 
     def __init__(self, llm: Any) -> None:
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._llm = llm
         self._params, self._tokens_input = SamplingParams, tokens_input
+        # In 0.24 the first is a kind of the second, in 0.32 it is not.
+        self._invalid = (VLLMValidationError, ValueError)
         self._final_only, self._dead = RequestOutputKind.FINAL_ONLY, EngineDeadError
 
     @classmethod
@@ -67,9 +70,13 @@ class VllmEngine:
         """
         environment.prepare(config)
         started = time.monotonic()
-        building = asyncio.ensure_future(asyncio.to_thread(_build, config, load_format, worker_extension))
+        # Handed over in a list: the thread's frame would hold a returned engine to the interpreter's end, when its finalizer fails.
+        built: list[Any] = []
+        building = asyncio.ensure_future(
+            asyncio.to_thread(lambda: built.append(_build(config, load_format, worker_extension)))
+        )
         try:
-            llm = await asyncio.shield(building)
+            await asyncio.shield(building)
         except asyncio.CancelledError:
             # A thread cannot be cancelled; without its processes it fails at once.
             _end(psutil.Process().children(recursive=True))
@@ -79,7 +86,7 @@ class VllmEngine:
         # What exists now stays: later collections need not look at it.
         gc.collect()
         gc.freeze()
-        return cls(llm)
+        return cls(built.pop())
 
     @property
     def vocab_size(self) -> int:
@@ -120,7 +127,7 @@ class VllmEngine:
         prompt = self._tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
         try:
             return await self._llm.add_request(request.request_id, prompt, params)
-        except ValueError as error:
+        except self._invalid as error:
             raise InvalidMessageError(
                 f"the engine refuses request {request.request_id}: {error}", reason="refused_by_engine"
             ) from error
@@ -162,7 +169,6 @@ class VllmEngine:
             llm.output_handler.cancel()
         await asyncio.to_thread(llm.shutdown, timeout=_SHUTDOWN_S)
         await asyncio.to_thread(_end, processes)
-        # Collected while vLLM's modules are whole: its finalizer fails at the interpreter's end.
         del llm
         gc.unfreeze()
         gc.collect()

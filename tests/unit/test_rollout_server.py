@@ -1,0 +1,414 @@
+"""A rollout server's whole sequences, over the memory broker and an engine that records what is asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.broker import names
+from paceline.broker.base import Outgoing
+from paceline.broker.memory import MemoryBroker
+from paceline.core.errors import (
+    DeadlineError,
+    NumericsError,
+    PeerLostError,
+    ProtocolError,
+    VersionMismatchError,
+    WeightSyncError,
+)
+from paceline.core.ids import Purpose, sample_seed
+from paceline.core.policy import PolicyTag
+from paceline.core.trajectory import PromptGroup, RewardContext, SamplingSpec, Trajectory
+from paceline.rollout.sampler import Sampler, SamplerLimits
+from paceline.rollout.server import Parts, RolloutServer
+from paceline.rollout.states import RolloutState
+from paceline.rollout.weight_receiver import WeightReceiver
+from paceline.wire import decode_trajectory, decode_trajectory_header, encode_prompt_group
+from support.fake_engine import FakeEngine
+
+RUN = "run-1"
+V0 = PolicyTag(version=0, digest="0" * 16)
+V1 = PolicyTag(version=1, digest="1" * 16)
+LIMITS = SamplerLimits(
+    num_samples=16,
+    num_groups=100,
+    group_size=4,
+    group_timeout_s=5.0,
+    lease_s=5.0,
+    max_stream_length=1000,
+    append_timeout_s=5.0,
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class Bench:
+    """A server that is STALE, with all it works with."""
+
+    broker: MemoryBroker
+    engine: FakeEngine
+    server: RolloutServer
+    sampler: Sampler
+    changes: list[str]
+
+    async def push(self, policy: PolicyTag, *, epoch: int = 1) -> None:
+        await self.server.receive(epoch, policy.version)
+        await self.server.commit(policy)
+
+    async def ask(self, *groups: PromptGroup, version: int | None = None) -> None:
+        for group in groups:
+            stream = names.prompts(RUN, group.policy.version if version is None else version)
+            await self.broker.append([Outgoing(stream=stream, payload=encode_prompt_group(group))])
+
+    async def headers(self, wanted: int) -> list[Any]:
+        """The next trajectory headers, in order of arrival; fails where there are not so many within 5 s."""
+        stream = names.trajectories(RUN)
+        await self.broker.ensure_group(stream, "test")
+        found: list[Any] = []
+        async with asyncio.timeout(5):
+            while len(found) < wanted:
+                entries = await self.broker.read(stream, "test", "me", max_entries=100, block_s=0.5)
+                await self.broker.ack(stream, "test", [entry.entry_id for entry in entries])
+                found += [decode_trajectory_header(entry.payload) for entry in entries]
+        return found
+
+    async def blob(self, header: Any) -> Trajectory:
+        [data] = await self.broker.get_blobs([header.blob_key])
+        assert data is not None
+        return decode_trajectory(data)
+
+    async def left_over(self, version: int) -> int:
+        """Prompt groups of a version that nobody has acknowledged; takes them away."""
+        stream = names.prompts(RUN, version)
+        await self.broker.ensure_group(stream, names.ROLLOUT_GROUP)
+        where = (stream, names.ROLLOUT_GROUP, "inspector")
+        pending = await self.broker.reclaim(*where, min_idle_s=0, max_entries=100)
+        return len(pending) + len(await self.broker.read(*where, max_entries=100, block_s=0))
+
+    async def quiet(self, count: int) -> None:
+        """Returns when the engine has begun with `count` groups."""
+        async with asyncio.timeout(5):
+            while len(self.engine.named("generate")) < count:  # noqa: ASYNC110 - the engine has no event for it
+                await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def bench(
+    *, limits: SamplerLimits = LIMITS, joined: bool = True, num_ranks: int = 1
+) -> AsyncIterator[Bench]:
+    broker, engine = MemoryBroker(), FakeEngine(num_ranks=num_ranks)
+    changes: list[str] = []
+    try:
+        async with asyncio.TaskGroup() as tasks:
+
+            def spawn(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+                return tasks.create_task(work, name=name)
+
+            server = RolloutServer(lambda: changes.append(server.standing.state.value))
+            sampler = Sampler(
+                engine=engine,
+                broker=broker,
+                run_id=RUN,
+                server_id="rollout-0",
+                consumer="rollout-0/x",
+                limits=limits,
+                spawn=spawn,
+            )
+            receiver = WeightReceiver(engine)
+            server.start(
+                Parts(engine=engine, receiver=receiver, sampler=sampler, join_timeout_s=1, push_timeout_s=1)
+            )
+            if joined:
+                await server.join(1, b"spec", 2)
+            yield Bench(broker=broker, engine=engine, server=server, sampler=sampler, changes=changes)
+            await sampler.close()
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+def group(prompt_id: int, policy: PolicyTag = V0, *, samples: int = 4, **changes: Any) -> PromptGroup:
+    made = PromptGroup(
+        run_id=RUN,
+        step=policy.version + 1,
+        purpose=Purpose.TRAIN,
+        prompt_id=prompt_id,
+        prompt_token_ids=np.array([5, prompt_id], np.int32),
+        sampling=SamplingSpec(temperature=1.0, max_tokens=6, stop_token_ids=(1,)),
+        seeds=tuple(
+            sample_seed(run_seed=0, step=1, prompt_id=prompt_id, sample_index=i) for i in range(samples)
+        ),
+        policy=policy,
+        context=RewardContext(ground_truth=str(prompt_id)),
+    )
+    return replace(made, **changes)
+
+
+async def test_nothing_is_taken_before_a_push_and_everything_of_its_version_after() -> None:
+    async with bench() as b:
+        await b.ask(group(1), group(2), group(3, V1))
+        await asyncio.sleep(0.05)
+        assert b.engine.named("generate") == []
+        await b.push(V0)
+        headers = await b.headers(8)
+        assert sorted((h.trajectory_id.prompt_id, h.trajectory_id.sample_index) for h in headers) == [
+            (p, i) for p in (1, 2) for i in range(4)
+        ]
+        assert {h.policy for h in headers} == {V0}
+        assert b.engine.named("generate") == [(5, 1), (5, 2)]
+        assert await b.left_over(0) == 0
+        assert await b.left_over(1) == 1
+        assert b.changes == ["stale", "syncing", "syncing", "serving"]
+
+
+async def test_headers_and_blobs_carry_what_was_drawn() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        await b.ask(group(7, samples=3))
+        for header in await b.headers(3):
+            blob = await b.blob(header)
+            index = header.trajectory_id.sample_index
+            expected = b.engine._sample(
+                _request(seed=group(7).seeds[index], prompt=(5, 7), sampling=group(7).sampling)
+            )
+            assert blob.trajectory_id == header.trajectory_id
+            assert blob.response_token_ids.tolist() == expected.token_ids.tolist()
+            assert blob.response_log_probs.tolist() == [-1.0] * len(expected.token_ids)
+            assert blob.response_mask.tolist() == [1] * len(expected.token_ids)
+            assert blob.seed == group(7).seeds[index]
+            assert (blob.policy, blob.server_id, blob.finish_reason) == (
+                V0,
+                "rollout-0",
+                expected.finish_reason,
+            )
+            assert (header.num_prompt_tokens, header.num_response_tokens) == (2, len(expected.token_ids))
+            assert header.context.ground_truth == "7"
+
+
+def _request(*, seed: int, prompt: tuple[int, ...], sampling: SamplingSpec) -> Any:
+    from paceline.rollout.engine import SampleRequest
+
+    return SampleRequest(request_id="x", prompt_token_ids=prompt, sampling=sampling, seed=seed)
+
+
+async def test_a_push_aborts_what_is_under_way_before_it_receives() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        b.engine.hold()
+        await b.ask(group(1), group(2))
+        await b.quiet(2)
+        assert b.server.in_flight == 8
+        b.engine.events.clear()
+        await b.push(V1)
+        assert sorted(b.engine.events[:2]) == [("abort", (5, 1)), ("abort", (5, 2))]
+        assert b.engine.events[2:] == [
+            ("rpc", "paceline_receive"),
+            ("reset", None),  # by the receiver, which must find nothing under way
+            ("reset", None),  # by the commit
+        ]
+        assert b.server.in_flight == 0
+        assert await b.left_over(0) == 2  # unacknowledged: they go to another server, or the step is over
+        b.engine.release()
+        await b.ask(group(3, V1))
+        assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {3}
+
+
+async def test_what_was_aborted_goes_to_another_server_at_once() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        b.engine.hold()
+        await b.ask(group(1))
+        await b.quiet(1)
+        await b.server.receive(1, 1)
+        stream = names.prompts(RUN, 0)
+        taken = await b.broker.reclaim(stream, names.ROLLOUT_GROUP, "other", min_idle_s=5.0, max_entries=9)
+        assert [entry.deliveries for entry in taken] == [2]
+
+
+async def test_a_group_of_another_digest_is_refused_and_not_acknowledged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with bench() as b:
+        await b.push(V0)
+        stranger = replace(V0, digest="f" * 16)
+        await b.ask(group(1, stranger), group(2))
+        assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {2}
+        assert await b.left_over(0) == 1
+        assert "reason=wrong_policy" in caplog.text
+        assert "prompt 1 wants v0@ffffffffffffffff, this server holds v0@0000000000000000" in caplog.text
+
+
+async def test_what_cannot_be_read_is_refused_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    async with bench() as b:
+        await b.push(V0)
+        await b.broker.append([Outgoing(stream=names.prompts(RUN, 0), payload=b"nonsense")])
+        await b.ask(group(1, prompt_token_ids=np.array([64], np.int32)))  # the vocabulary ends at 63
+        await b.ask(group(2, run_id="run-2"), version=0)
+        await b.ask(group(3))
+        assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {3}
+        assert await b.left_over(0) == 3
+        assert [r.message.split()[1] for r in caplog.records if r.message.startswith("refused")][1:] == [
+            "reason=out_of_range",
+            "reason=wrong_run",
+        ]
+
+
+async def test_groups_are_taken_until_the_engine_is_full_and_again_as_they_end() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        b.engine.hold()
+        await b.ask(*(group(p) for p in range(10)))
+        await b.quiet(4)
+        await asyncio.sleep(0.05)
+        assert b.server.in_flight == 16
+        assert len(b.engine.named("generate")) == 4
+        b.engine.release()
+        await b.headers(40)
+        assert b.engine.max_under_way == 16
+        assert await b.left_over(0) == 0
+
+
+async def test_at_most_so_many_groups_as_configured() -> None:
+    async with bench(limits=replace(LIMITS, num_groups=2)) as b:
+        await b.push(V0)
+        b.engine.hold()
+        await b.ask(*(group(p, samples=1) for p in range(5)))
+        await b.quiet(2)
+        await asyncio.sleep(0.05)
+        assert b.server.in_flight == 2
+        b.engine.release()
+        await b.headers(5)
+
+
+async def test_a_group_delivered_twice_is_drawn_twice_with_the_same_tokens() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        await b.ask(group(1), group(1))
+        headers = await b.headers(8)
+        drawn = [(await b.blob(h)).response_token_ids.tolist() for h in headers]
+        ids = [h.trajectory_id.sample_index for h in headers]
+        assert ids == [0, 1, 2, 3, 0, 1, 2, 3]
+        assert drawn[:4] == drawn[4:]
+
+
+async def test_drain_finishes_what_is_under_way_and_takes_no_more() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        b.engine.hold()
+        await b.ask(group(1))
+        await b.quiet(1)
+        draining = asyncio.create_task(b.server.drain())
+        await asyncio.sleep(0.02)
+        assert b.server.standing.state is RolloutState.DRAINING
+        await b.ask(group(2))
+        await asyncio.sleep(0.02)
+        assert not draining.done()
+        b.engine.release()
+        await asyncio.wait_for(draining, 5)
+        assert b.server.standing.state is RolloutState.LEFT
+        assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {1}
+        assert await b.left_over(0) == 1
+        assert b.engine.named("abort") == []
+        await b.server.drain()  # may be repeated
+
+
+async def test_a_push_of_another_group_or_before_joining_is_refused() -> None:
+    async with bench(joined=False) as b:
+        with pytest.raises(VersionMismatchError, match="weight group None, the push is for group 1"):
+            await b.server.receive(1, 0)
+        assert b.server.standing.state is RolloutState.STALE
+        await b.server.join(2, b"", 1)
+        with pytest.raises(VersionMismatchError, match="weight group 2, the push is for group 1"):
+            await b.server.receive(1, 0)
+        await b.push(V0, epoch=2)
+        assert b.server.standing.policy == V0
+
+
+async def test_a_failed_push_leaves_the_server_stale_and_out_of_the_group() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        b.engine.rpc_failure = {"kind": "WeightSyncError", "message": "shapes differ"}
+        with pytest.raises(WeightSyncError, match="shapes differ"):
+            await b.server.receive(1, 1)
+        assert b.server.standing.state is RolloutState.STALE
+        assert b.server.standing.policy is None
+        b.engine.rpc_failure = None
+        await b.ask(group(1))
+        await asyncio.sleep(0.05)
+        assert b.engine.named("generate") == []
+        with pytest.raises(VersionMismatchError):
+            await b.server.receive(1, 1)
+        await b.server.join(2, b"", 1)
+        await b.push(V0, epoch=2)
+        await b.headers(4)
+
+
+async def test_a_repeated_commit_does_not_open_the_sampler_twice() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        await b.server.commit(V0)
+        await b.ask(group(1))
+        await b.headers(4)
+        assert b.engine.named("generate") == [(5, 1)]
+        assert b.changes[-1] == "serving"
+
+
+async def test_a_forgotten_server_stops_until_the_next_push() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        await b.server.forget()
+        assert b.server.standing.state is RolloutState.STALE
+        await b.ask(group(1))
+        await asyncio.sleep(0.05)
+        assert b.engine.named("generate") == []
+        await b.push(V0)
+        await b.headers(4)
+
+
+async def test_describe_and_receive_answer_per_rank() -> None:
+    async with bench(num_ranks=2) as b:
+        layouts = await b.server.describe()
+        assert [layout.slices[0].box.start for layout in layouts] == [(0,), (1,)]
+        result = await b.server.receive(1, 9)
+        assert [report.slices[0].value for report in result.digests] == [9, 9]
+        assert (result.bytes, result.transfer_ms) == (8, 2.0)
+
+
+async def test_orders_are_refused_while_the_engine_loads() -> None:
+    server = RolloutServer(lambda: None)
+    with pytest.raises(ProtocolError, match="still loading"):
+        await server.describe()
+    await server.drain()
+    assert server.standing.state is RolloutState.LEFT
+
+
+async def test_the_death_of_the_engine_ends_the_service() -> None:
+    with pytest.raises(PeerLostError, match="gone"):
+        async with bench() as b:
+            await b.push(V0)
+            b.engine.failure = PeerLostError("gone", peer="engine")
+            await b.ask(group(1))
+            await asyncio.sleep(5)
+
+
+async def test_a_group_that_takes_too_long_ends_the_service_with_its_name() -> None:
+    with pytest.raises(DeadlineError, match=r"GENERATE prompt 3: no answer from engine within 0.05 s"):
+        async with bench(limits=replace(LIMITS, group_timeout_s=0.05)) as b:
+            await b.push(V0)
+            b.engine.hold()
+            await b.ask(group(3))
+            await asyncio.sleep(5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+async def test_log_probabilities_that_are_no_numbers_never_leave(value: float) -> None:
+    with pytest.raises(NumericsError, match=r"prompt 3: .*v0@0000000000000000 are unusable"):
+        async with bench() as b:
+            await b.push(V0)
+            b.engine.log_prob = value
+            await b.ask(group(3))
+            await asyncio.sleep(5)
