@@ -9,7 +9,7 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, exit_code
 from paceline.service import telemetry
 from paceline.service.logs import setup_logging
 from paceline.service.process import die_with_parent
@@ -57,7 +57,7 @@ Main = Callable[[ServiceContext], Awaitable[None]]
 
 
 def run_service(main: Main, *, name: str, log_level: str = "INFO", grace_s: float = 15.0) -> int:
-    """Runs `main` to its end and returns the process's exit code: 0, or 1 after an error, which is logged.
+    """Runs `main` to its end and returns the process's exit code: 0, or after an error, which is logged, that of `core.errors.exit_code`.
 
     SIGTERM and SIGINT set `context.stopping`; main should then return. After `grace_s` seconds, or at a second signal, it is
     cancelled. The deferred steps run in every case.
@@ -68,7 +68,7 @@ def run_service(main: Main, *, name: str, log_level: str = "INFO", grace_s: floa
         asyncio.run(_serve(main, name, grace_s))
     except BaseExceptionGroup as group:
         _report(group)
-        return 1
+        return exit_code(group)
     except asyncio.CancelledError:
         log.error("fatal: not stopped within %g s of being asked to, or asked twice", grace_s)
         return 1
