@@ -20,7 +20,7 @@ VOCAB_SIZE = 48
 POLICY = PolicyTag(version=0, digest="0123456789abcdef")
 
 
-def write_model(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
+def write_model(folder: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Path:
     """A Qwen2 model of some twenty thousand parameters with sizes that two ranks cannot share evenly."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -28,7 +28,7 @@ def write_model(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
 
     logging.disable_progress_bar()
     config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=24,
         intermediate_size=41,
         num_hidden_layers=2,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,10 @@ def read_policy(folder: Path) -> dict[str, Tensor]:
     }
     if not whole:
         raise CheckpointError(f"{folder} holds no policy")
-    load_shards(whole, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        # torch warns of loading in a single process even where it is asked to.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        load_shards(whole, checkpoint_id=folder, no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in whole.items()}
 
 

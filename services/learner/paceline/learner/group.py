@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -233,7 +234,7 @@ def broadcast_bytes(data: bytes, ranks: Ranks) -> bytes:
     dist.broadcast(length, 0, group=ranks.control)
     payload = torch.empty(int(length.item()), dtype=torch.uint8)
     if ranks.rank == 0:
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        payload = _tensor(data)
     dist.broadcast(payload, 0, group=ranks.control)
     return payload.numpy().tobytes()
 
@@ -248,10 +249,14 @@ def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     if not any(lengths):
         return [b""] * ranks.world_size
     mine = torch.zeros(max(lengths), dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+    mine[: len(data)] = _tensor(data)
     parts = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(parts, mine, group=ranks.control)
     return [part[:size].numpy().tobytes() for part, size in zip(parts, lengths, strict=True)]
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
 def leave_reason(ranks: Ranks, error: BaseException) -> None:

@@ -1,0 +1,246 @@
+"""The packed forward pass against Hugging Face's own, one sequence at a time, and the loading of weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.core.errors import ModelError
+from paceline.learner import loading, models
+from paceline.learner.attention import PackedSequences, packed_attention
+from paceline.learner.loading import Precision, as_fsdp, draw_normal, load_critic, load_policy
+from paceline.learner.packing import MicroBatch, PackedRow, pack
+from paceline.learner.ranks import Ranks
+from support.learner_fakes import VOCAB_SIZE, write_model
+from support.learner_ranks import alone
+
+pytestmark = pytest.mark.torch
+
+CPU = torch.device("cpu")
+FLOAT32 = Precision(compute=torch.float32)
+LENGTHS = [(3, 1), (1, 4), (9, 2), (5, 6), (5, 6), (12, 8)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[Ranks]:
+    with alone() as group:
+        yield group
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied head"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), tied=request.param, seed=5)
+
+
+def make_rows() -> list[PackedRow]:
+    rng = np.random.default_rng(4)
+    return [
+        PackedRow(
+            index=index,
+            prompt_token_ids=rng.integers(2, VOCAB_SIZE, prompt).astype(np.int32),
+            response_token_ids=rng.integers(2, VOCAB_SIZE, response).astype(np.int32),
+            response_mask=np.ones(response, np.uint8),
+            response_log_probs=np.full(response, -index, np.float32),
+        )
+        for index, (prompt, response) in enumerate(LENGTHS)
+    ]
+
+
+def reference(folder: Path, rows: list[PackedRow], temperature: float) -> tuple[list[Tensor], Any]:
+    """Log-probs of the responses by an eager forward pass of each sequence alone, and the model."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    found = []
+    for row in rows:
+        ids = torch.from_numpy(
+            np.concatenate([row.prompt_token_ids, row.response_token_ids]).astype(np.int64)
+        )
+        logits = model(ids[None]).logits[0] / temperature
+        start = len(row.prompt_token_ids)
+        scores = logits[start - 1 : -1].log_softmax(-1)
+        found.append(scores.gather(-1, ids[start:, None]).squeeze(-1))
+    return found, model
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    "max_elements", [models.MAX_LOGITS_ELEMENTS, 5 * VOCAB_SIZE], ids=["whole", "chunked"]
+)
+def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
+    folder: Path, ranks: Ranks, temperature: float, max_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "MAX_LOGITS_ELEMENTS", max_elements)
+    rows = make_rows()
+    expected, hugging_face = reference(folder, rows, temperature)
+    batch = pack(rows, CPU)
+    network = load_policy(folder, ranks, FLOAT32)
+    log_probs, entropy = network(batch, temperature, True)
+    assert log_probs.tolist() == pytest.approx(torch.cat(expected).tolist(), abs=1e-5)
+    assert entropy is not None
+    uncertainty = entropy.detach()
+    assert 0 < float(uncertainty.min()) < float(uncertainty.max()) <= float(np.log(VOCAB_SIZE))
+
+    weights = torch.linspace(-1, 1, len(log_probs))
+    (log_probs * weights).sum().backward()
+    (torch.cat(expected) * weights).sum().backward()
+    theirs = dict(hugging_face.named_parameters())
+    mine = dict(loading.hugging_face_names(network))
+    assert mine.keys() == theirs.keys()
+    for name, parameter in mine.items():
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(parameter.grad.full_tensor(), theirs[name].grad, atol=2e-5, rtol=1e-4)
+
+
+def test_gradient_checkpointing_changes_no_gradient(folder: Path, ranks: Ranks) -> None:
+    batch = pack(make_rows(), CPU)
+    gradients = []
+    for checkpointing in (False, True):
+        network = load_policy(folder, ranks, FLOAT32, gradient_checkpointing=checkpointing)
+        network(batch)[0].sum().backward()
+        gradients.append([parameter.grad.full_tensor() for parameter in network.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed, atol=1e-6, rtol=1e-6)
+
+
+def test_values_are_the_head_of_the_state_before_each_token(folder: Path, ranks: Ranks) -> None:
+    from transformers import AutoModel
+
+    rows = make_rows()
+    critic = load_critic(folder, ranks, FLOAT32, seed=7)
+    values = critic(pack(rows, CPU))
+    body = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    head = draw_normal(torch.Size([1, 24]), loading.VALUE_HEAD_STD, 7, "value_head.weight")
+    expected = []
+    for row in rows:
+        ids = torch.from_numpy(
+            np.concatenate([row.prompt_token_ids, row.response_token_ids]).astype(np.int64)
+        )
+        states = body(ids[None]).last_hidden_state[0][len(row.prompt_token_ids) - 1 : -1]
+        expected.append((states @ head.t()).squeeze(-1))
+    assert values.tolist() == pytest.approx(torch.cat(expected).tolist(), abs=1e-6)
+    assert max(map(abs, values.tolist())) > 1e-3
+    with torch.no_grad():
+        other = load_critic(folder, ranks, FLOAT32, seed=8)(pack(rows, CPU))
+    assert not torch.equal(other, values)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_sees_its_own_sequence_only(window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [2, 5, 5, 7]
+    query = torch.randn(1, 4, sum(lengths), 8, generator=generator)
+    key, value = (torch.randn(1, 2, sum(lengths), 8, generator=generator) for _ in range(2))
+    packed = PackedSequences.of(lengths, CPU)
+    assert [(b.start, b.num_sequences, b.length) for b in packed.blocks] == [(0, 1, 2), (2, 2, 5), (12, 1, 7)]
+    out, weights = packed_attention(
+        torch.nn.Identity(), query, key, value, None, packed=packed, scaling=0.3, sliding_window=window
+    )
+    assert weights is None
+    expected, start = [], 0
+    for length in lengths:
+        q, k, v = (x[:, :, start : start + length] for x in (query, key, value))
+        k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+        seen = (distance >= 0) & (distance < (window or length))
+        scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~seen, -torch.inf)
+        expected.append((F.softmax(scores, -1) @ v).transpose(1, 2))
+        start += length
+    torch.testing.assert_close(out, torch.cat(expected, 1), atol=1e-6, rtol=1e-5)
+
+
+def test_attention_that_is_not_plain_is_refused() -> None:
+    x = torch.zeros(1, 2, 3, 4)
+    packed = PackedSequences.of([3], CPU)
+    with pytest.raises(ModelError, match="Identity asks for attention with softcap, dropout"):
+        packed_attention(torch.nn.Identity(), x, x, x, None, packed=packed, softcap=50.0, dropout=0.1)
+
+
+def test_a_micro_batch_by_hand() -> None:
+    rows = make_rows()[:2]
+    batch = pack(rows, CPU)
+    assert batch.input_ids.shape == (1, 9)
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
+    assert batch.packed.cu_seqlens.tolist() == [0, 4, 9]
+    # The first response token is scored at the prompt's last position.
+    assert batch.score_positions.tolist() == [2, 4, 5, 6, 7]
+    assert batch.targets.tolist() == [*rows[0].response_token_ids, *rows[1].response_token_ids]
+    assert batch.mask.tolist() == [[True, False, False, False], [True] * 4]
+    assert batch.table(torch.tensor([1.0, 2, 3, 4, 5])).tolist() == [[1, 0, 0, 0], [2, 3, 4, 5]]
+    assert batch.rollout_log_probs.tolist() == [[0, 0, 0, 0], [-1, -1, -1, -1]]
+
+
+def test_tool_tokens_are_scored_but_masked() -> None:
+    row = make_rows()[3]
+    holes = np.array([1, 0, 0, 1, 1, 1], np.uint8)
+    batch = pack([PackedRow(**{**fields(row), "response_mask": holes})], CPU)
+    assert batch.mask.tolist() == [[True, False, False, True, True, True]]
+    assert len(batch.targets) == 6
+
+
+def fields(row: PackedRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in PackedRow.__slots__}
+
+
+def test_a_filler_counts_for_nothing(folder: Path, ranks: Ranks) -> None:
+    batch: MicroBatch = pack([], CPU)
+    assert (batch.rows, batch.mask.tolist()) == ((), [[False]])
+    network = load_policy(folder, ranks, FLOAT32)
+    (batch.table(network(batch)[0]).where(batch.mask, 0.0).sum()).backward()
+    assert all(float(p.grad.full_tensor().abs().max()) == 0 for p in network.parameters())
+
+
+def test_random_weights_follow_from_seed_and_name_alone(folder: Path, ranks: Ranks) -> None:
+    first, again, other = (
+        {
+            n: p.full_tensor()
+            for n, p in loading.hugging_face_names(load_policy(folder, ranks, FLOAT32, random_seed=s))
+        }
+        for s in (1, 1, 2)
+    )
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(first[weight], again[weight])
+    assert not torch.equal(first[weight], other[weight])
+    assert float(first[weight].std()) == pytest.approx(0.2, rel=0.1)
+    assert float(first["model.norm.weight"].min()) == 1.0
+
+
+def test_half_precision_computes_in_bfloat16_over_float32_masters(folder: Path, ranks: Ranks) -> None:
+    rows = make_rows()
+    with torch.no_grad():
+        exact = load_policy(folder, ranks, FLOAT32)(pack(rows, CPU))[0]
+        half = load_policy(folder, ranks, Precision(compute=torch.bfloat16))
+        rough = half(pack(rows, CPU))[0]
+    as_fsdp(half).reshard()
+    assert rough.dtype == torch.float32
+    assert {p.dtype for p in half.parameters()} == {torch.float32}
+    assert 1e-5 < float((rough - exact).abs().max()) < 0.2
+
+
+def test_folders_that_do_not_fit_are_refused_with_the_reason(
+    folder: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=r"has no config.json; set model.path"):
+        load_policy(tmp_path, ranks, FLOAT32)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="has no safetensors weights"):
+        load_policy(tmp_path, ranks, FLOAT32)
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "layer_types": None}))
+    with pytest.raises(ModelError, match=r"no tensor 'model.layers.2.self_attn.q_proj.weight'"):
+        load_policy(tmp_path, ranks, FLOAT32)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    with pytest.raises(ModelError, match=r"shape \(41, 24\), the model needs \(40, 24\)"):
+        load_policy(tmp_path, ranks, FLOAT32)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    with pytest.raises(ModelError, match="attention_dropout=0.1; set it to 0"):
+        load_policy(tmp_path, ranks, FLOAT32)

@@ -1,0 +1,66 @@
+"""The same run on one rank and on two: equal losses, checkpoints that fit either, resuming that changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import learner_scenarios as scenarios
+from support.learner_fakes import write_model
+from support.learner_ranks import alone, run_ranks
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+    """What two processes made of all scenarios, by rank, and their checkpoint."""
+    folder = tmp_path_factory.mktemp("two") / "step_000002"
+    return run_ranks("support.learner_scenarios:everything", 2, str(model), str(folder)), folder
+
+
+def test_two_ranks_compute_what_one_does_and_their_checkpoint_fits_one(
+    model: Path, two_ranks: tuple[list[Any], Path], tmp_path: Path
+) -> None:
+    ((whole, resumed, _), (other_whole, other_resumed, _)), folder = two_ranks
+    assert (other_whole, other_resumed) == (whole, resumed)
+    assert resumed == whole[2:]  # to the last bit
+
+    with alone() as ranks:
+        single = scenarios.five_steps_with_a_checkpoint(ranks, str(model), str(tmp_path / "single"))
+        resharded = scenarios.resumed_steps(ranks, str(model), str(folder))
+    for mine, theirs in zip([*single, *resharded], [*whole, *whole[2:]], strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            assert value == pytest.approx(theirs[name], abs=2e-5, rel=1e-4), name
+    assert whole[4]["algorithm/kl_coef"] != whole[0]["algorithm/kl_coef"]
+    assert whole[4]["actor/pg_loss"] != whole[3]["actor/pg_loss"]
+
+
+def test_an_error_of_one_rank_is_every_ranks_and_nothing_has_changed(
+    two_ranks: tuple[list[Any], Path],
+) -> None:
+    (*_, first), (*_, second) = two_ranks[0]
+    assert first == ["VersionMismatchError: learner rank 1: a stale row", "0", "1"]
+    assert second == ["VersionMismatchError: a stale row", "0", "1"]
+
+
+def test_random_states_travel_with_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "step_000002")
+    with alone() as ranks, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        expected = scenarios.five_steps_with_a_checkpoint(ranks, str(model), folder)
+        torch.manual_seed(12)
+        assert scenarios.resumed_steps(ranks, str(model), folder) == expected[2:]
+        torch.manual_seed(11)
+        drawn = torch.rand(3)
+        scenarios.resumed_steps(ranks, str(model), folder)
+        assert torch.equal(torch.rand(3), drawn)

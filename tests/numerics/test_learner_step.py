@@ -1,0 +1,247 @@
+"""A whole training step on one rank: invariances, every estimator, skipped updates, export."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config.load import dump_yaml
+from paceline.config.run import RunConfig
+from paceline.core.errors import CheckpointError, ModelError, NumericsError
+from paceline.learner import batching, checkpoint, update
+from paceline.learner.export import export
+from paceline.learner.group import CommandError
+from paceline.learner.learner import Learner
+from paceline.learner.loading import as_fsdp, hugging_face_names
+from paceline.learner.ranks import Ranks
+from support.learner_fakes import run_config, write_model
+from support.learner_ranks import alone
+from support.learner_scenarios import numbers, take_step, train
+
+pytestmark = pytest.mark.torch
+
+WITHOUT_CRITIC = {"use_kl_in_reward": False, "kl_ctrl": {"type": "fixed", "kl_coef": 0.1}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[Ranks]:
+    with alone() as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    """Copies of the policy's parameters."""
+    as_fsdp(learner.actor.network).reshard()
+    return {
+        name: parameter.full_tensor().clone() for name, parameter in hugging_face_names(learner.actor.network)
+    }
+
+
+def test_the_first_mini_batch_is_exactly_on_policy_and_later_ones_are_not(model: Path, ranks: Ranks) -> None:
+    metrics = train(Learner.build(run_config(model), ranks), 1, 2)
+    for step in metrics:
+        assert abs(step["actor/first_ppo_kl"]) < 1e-6
+        assert step["actor/first_pg_clipfrac"] == 0.0
+        assert step["actor/ppo_kl"] != 0.0
+    assert metrics[0]["algorithm/reference_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics[1]["algorithm/reference_kl"] > 1e-4
+    # The coefficient of the first step's KL, 0: 0.05 (1 - 0.2 x 32 / 1000).
+    assert metrics[1]["algorithm/kl_coef"] == pytest.approx(0.05 * (1 - 0.2 * 32 / 1000))
+    assert metrics[0]["response_length/mean"] == pytest.approx(4.78125)
+
+
+def test_the_same_seed_gives_the_same_bits(model: Path, ranks: Ranks) -> None:
+    runs = [train(Learner.build(run_config(model), ranks), 1, 3) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+)
+def test_losses_and_gradients_do_not_depend_on_the_cut_into_micro_batches(
+    model: Path, ranks: Ranks, mode: str
+) -> None:
+    results, moved = [], []
+    for budget in (24, 4096):
+        actor = {"ppo_max_token_len_per_gpu": budget, "loss_agg_mode": mode, "entropy_coeff": 0.01}
+        learner = Learner.build(run_config(model, actor=actor), ranks)
+        results.append(numbers(take_step(learner, 1)))
+        moved.append(weights(learner))
+    for name, value in results[0].items():
+        assert value == pytest.approx(results[1][name], abs=1e-5, rel=1e-4), name
+    for name, value in moved[0].items():
+        # AdamW's first steps are lr x sign(gradient) where a gradient is as small as the rounding.
+        close = torch.isclose(value, moved[1][name], atol=1e-5)
+        assert float(close.float().mean()) > 0.99, name
+
+
+def test_the_first_gradient_norm_is_that_of_one_forward_pass_over_everything(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms = []
+    for budget in (24, 4096):
+        config = run_config(model, actor={"ppo_mini_batch_size": 8, "ppo_max_token_len_per_gpu": budget})
+        norms.append(numbers(take_step(Learner.build(config, ranks), 1))["actor/grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert norms[0] > 0.1
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+        "pass_at_k",
+    ],
+)
+def test_every_estimator_without_a_critic_trains(model: Path, ranks: Ranks, estimator: str) -> None:
+    config = run_config(model, algorithm={"adv_estimator": estimator, **WITHOUT_CRITIC})
+    learner = Learner.build(config, ranks)
+    assert learner.critic is None
+    assert learner.reference is None
+    before = weights(learner)
+    metrics = numbers(take_step(learner, 1))
+    assert metrics["actor/grad_norm"] > 0
+    assert "critic/vf_loss" not in metrics
+    assert any(not torch.equal(value, before[name]) for name, value in weights(learner).items())
+
+
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "gpg", "sapo", "geo_mean"])
+def test_every_policy_loss_trains_and_starts_on_policy(model: Path, ranks: Ranks, loss: str) -> None:
+    metrics = numbers(take_step(Learner.build(run_config(model, actor={"policy_loss": loss}), ranks), 1))
+    assert metrics["actor/first_ppo_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["actor/grad_norm"] > 0
+
+
+def test_grpo_advantages_by_hand_reach_the_loss(model: Path, ranks: Ranks) -> None:
+    # On policy the loss of a token is -A: with seq-mean-token-sum-norm over 8 tokens it is -mean(A len) / 8.
+    config = run_config(
+        model,
+        algorithm={"adv_estimator": "grpo", **WITHOUT_CRITIC},
+        actor={"loss_agg_mode": "seq-mean-token-sum-norm", "ppo_mini_batch_size": 8},
+    )
+    from support.learner_fakes import make_batch
+
+    rows, _ = make_batch(step=1, seed=1)
+    expected = 0.0
+    for prompt in range(8):
+        group = [row for row in rows if row.trajectory_id.prompt_id == prompt]
+        scores = torch.tensor([row.reward for row in group])
+        lengths = torch.tensor([float(row.num_response_tokens) for row in group])
+        advantages = (scores - scores.mean()) / (scores.std() + 1e-6)
+        expected -= float((advantages * lengths).sum()) / 8 / len(rows)
+    metrics = numbers(take_step(Learner.build(config, ranks), 1))
+    assert metrics["actor/pg_loss"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_critic_alone_learns_during_its_warm_up(model: Path, ranks: Ranks) -> None:
+    learner = Learner.build(run_config(model, critic={"warmup": 1, "ppo_mini_batch_size": 2}), ranks)
+    before = weights(learner)
+    first = numbers(take_step(learner, 1))
+    assert "actor/pg_loss" not in first
+    assert first["critic/grad_norm"] > 0
+    assert all(torch.equal(value, before[name]) for name, value in weights(learner).items())
+    assert "actor/pg_loss" in numbers(take_step(learner, 2))
+
+
+def test_an_update_that_is_not_finite_is_skipped_counted_and_reported(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner.build(run_config(model), ranks)
+    before = weights(learner)
+    honest = update.PolicyLoss.__call__
+
+    def poisoned(self: Any, part: Any, whole: Any) -> Any:
+        loss, sums = honest(self, part, whole)
+        sums[0] = math.nan
+        return loss * math.nan, sums
+
+    with monkeypatch.context() as patch:
+        patch.setattr(update.PolicyLoss, "__call__", poisoned)
+        result = take_step(learner, 1)
+    assert result.skip_reasons == ("actor: the loss is not finite",) * 2
+    assert result.metrics["actor/skipped_updates"] == 2
+    assert result.metrics["critic/skipped_updates"] == 0
+    assert all(torch.equal(value, before[name]) for name, value in weights(learner).items())
+    assert learner.version == 1
+    assert take_step(learner, 2).skip_reasons == ()
+
+
+def test_old_log_probs_of_other_weights_are_found_out(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner.build(run_config(model), ranks)
+    honest = update.update_critic
+
+    def meddling(*arguments: Any, **keywords: Any) -> Any:
+        with torch.no_grad():
+            learner.actor.network.lm.model.norm.weight.mul_(1.001)
+        return honest(*arguments, **keywords)
+
+    monkeypatch.setattr("paceline.learner.step.update_critic", meddling)
+    with pytest.raises(NumericsError, match="must be exactly on policy, but ppo_kl="):
+        take_step(learner, 1)
+
+
+def test_a_checkpoint_is_exported_to_a_folder_that_transformers_loads(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = run_config(model)
+    learner = Learner.build(config, ranks)
+    train(learner, 1, 2)
+    folder = tmp_path / "checkpoints" / "step_000002"
+    checkpoint.save(learner, folder, step=2, controller_state=b"{}")
+    (tmp_path / "config.resolved.yaml").write_text(dump_yaml(config))
+    out = export(tmp_path, 2, tmp_path / "out")
+
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype == torch.float32
+    mine = weights(learner)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, mine[name]), name
+    assert (out / "generation_config.json").is_file()
+    with pytest.raises(ModelError, match="is not empty"):
+        export(tmp_path, 2, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="step_000003 is no complete checkpoint"):
+        export(tmp_path, 3, tmp_path / "other")
+
+
+def test_a_checkpoint_of_another_step_or_kind_is_refused(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    learner = Learner.build(run_config(model), ranks)
+    with pytest.raises(CommandError, match="a checkpoint of step 3 was asked for, the learner is at 0"):
+        checkpoint.save(learner, tmp_path / "c", step=3, controller_state=b"{}")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "left over").write_text("of an attempt that was broken off")
+    checkpoint.save(learner, tmp_path / "c", step=0, controller_state=b'{"a": 1}')
+    assert not (tmp_path / "c" / "left over").exists()
+    assert checkpoint.Manifest.read(tmp_path / "c").controller_state == {"a": 1}
+    # The same step again is the same checkpoint.
+    checkpoint.save(learner, tmp_path / "c", step=0, controller_state=b'{"a": 2}')
+    assert checkpoint.Manifest.read(tmp_path / "c").controller_state == {"a": 1}
+    other = Learner.build(run_config(model, algorithm={"adv_estimator": "grpo", **WITHOUT_CRITIC}), ranks)
+    with pytest.raises(CheckpointError, match="holds a critic, algorithm.adv_estimator=grpo needs no critic"):
+        checkpoint.load(other, tmp_path / "c")
+
+
+def test_a_row_over_the_budget_is_named(model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    config: RunConfig = run_config(model, actor={"ppo_max_token_len_per_gpu": 24})
+    monkeypatch.setattr(batching, "CPU_TOKEN_BUDGET", 1)
+    # The CPU's own smaller budget never refuses what the configuration allows.
+    assert take_step(Learner.build(config, ranks), 1).step == 1

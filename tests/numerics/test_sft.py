@@ -1,0 +1,135 @@
+"""Supervised fine-tuning: the loss is that of the answers, and it falls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.config.load import parse
+from paceline.config.run import SftRunConfig
+from paceline.core.errors import DataError, ModelError
+from paceline.learner.loading import Precision, load_policy
+from paceline.learner.ranks import RankEnvironment, Ranks
+from paceline.learner.sft import Pair, SftTrainer, batch_indices, read_pairs, train
+from support.byte_tokenizer import save_tokenizer
+from support.learner_fakes import VOCAB_SIZE, write_model
+from support.learner_ranks import alone
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with alone() as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def config_of(model: Path, tmp_path: Path, **sft: object) -> SftRunConfig:
+    tree = {
+        "sft": {
+            "train_files": str(tmp_path / "pairs.jsonl"),
+            "output": str(tmp_path / "out"),
+            "steps": 30,
+            "batch_size": 8,
+            "lr": 1e-2,
+            **sft,
+        },
+        "data": {"max_prompt_length": 16, "max_response_length": 8},
+        "model": {"path": str(model)},
+        "learner": {"device": "cpu", "threads": 1},
+    }
+    return parse(SftRunConfig, tree)
+
+
+def copying_pairs(num: int) -> list[Pair]:
+    """The answer repeats the prompt's first token."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, VOCAB_SIZE, int(rng.integers(1, 4))).astype(np.int32) for _ in range(num)]
+    return [Pair(prompt=prompt, answer=np.array([prompt[0], 1], np.int32)) for prompt in prompts]
+
+
+def test_the_loss_is_the_answers_mean_negative_log_prob_and_falls(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    pairs = copying_pairs(8)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    losses = []
+    for pair in pairs:
+        ids = torch.from_numpy(np.concatenate([pair.prompt, pair.answer]).astype(np.int64))
+        log_probs = reference(ids[None]).logits[0].log_softmax(-1)[len(pair.prompt) - 1 : -1]
+        losses += (-log_probs.gather(-1, ids[len(pair.prompt) :, None])).flatten().tolist()
+    network = load_policy(model, ranks, Precision(compute=torch.float32))
+    trainer = SftTrainer(config_of(model, tmp_path), network, ranks)
+    seen = [trainer.step(step, pairs) for step in range(1, 31)]
+    assert seen[0].loss == pytest.approx(np.mean(losses), rel=1e-5)
+    assert seen[-1].loss < 0.1 * seen[0].loss
+    assert seen[0].lr == pytest.approx(1e-2 * 1 / 2)
+
+
+def test_batches_visit_every_pair_once_an_epoch_in_an_order_of_the_seed() -> None:
+    batches = list(islice(batch_indices(10, 3, seed=1), 6))
+    assert batches == list(islice(batch_indices(10, 3, seed=1), 6))
+    assert batches != list(islice(batch_indices(10, 3, seed=2), 6))
+    for epoch in (batches[:3], batches[3:]):
+        assert len({index for batch in epoch for index in batch}) == 9
+    with pytest.raises(DataError, match="2 pairs cannot fill sft.batch_size=3"):
+        next(batch_indices(2, 3, seed=1))
+
+
+def test_a_run_from_files_writes_a_model_folder_and_replaces_the_last_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    start = save_tokenizer(write_model(tmp_path / "start", vocab_size=260))
+    pairs = [{"prompt": letter * 2, "answer": letter} for letter in "abcdefgh"] + [
+        {"prompt": "x" * 17, "answer": "x"}
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    config = config_of(start, tmp_path, steps=12, batch_size=4)
+    found, left_out = read_pairs(config)
+    assert (len(found), left_out) == (8, 1)
+    assert (found[2].prompt.tolist(), found[2].answer.tolist()) == (
+        AutoTokenizer.from_pretrained(start)("cc")["input_ids"],
+        [*AutoTokenizer.from_pretrained(start)("c")["input_ids"], 1],
+    )
+    weights = []
+    for _ in range(2):
+        train(config, RankEnvironment.read({}))
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert all(torch.equal(p, weights[1][name]) for name, p in weights[0].items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|end|>"
+    lines = capfd.readouterr().out.splitlines()
+    assert "8 pairs (1 over-long left out), 12 steps of 4 on 1 cpu ranks" in lines[0]
+    losses = [float(line.split()[4]) for line in lines if " loss " in line]
+    assert losses[11] < 0.6 * losses[0]
+
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ModelError, match="holds thesis.tex, which no model folder does"):
+        train(config, RankEnvironment.read({}))
+    torch.distributed.destroy_process_group()
+
+
+def test_unusable_rows_are_named(tmp_path: Path) -> None:
+    start = save_tokenizer(write_model(tmp_path / "start", vocab_size=260))
+    config = config_of(start, tmp_path)
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "answer": 7}\n')
+    with pytest.raises(DataError, match="row 0: column 'answer' holds int, need text"):
+        read_pairs(config)
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "answer": "a rather long one"}\n')
+    with pytest.raises(DataError, match="none of the 1 pairs fits"):
+        read_pairs(config)

@@ -1,0 +1,79 @@
+"""Groups of learner ranks for tests: one in this process, or several processes that run a function of a support module."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+@contextmanager
+def alone() -> Iterator[Any]:
+    """A group of one in this process."""
+    import torch
+
+    from paceline.learner.ranks import RankEnvironment, form_group, leave_group, open_store
+
+    environment = RankEnvironment.read({})
+    ranks = form_group(environment, open_store(environment, 20), torch.device("cpu"), 20)
+    try:
+        yield ranks
+    finally:
+        leave_group()
+
+
+def run_ranks(function: str, world_size: int, *arguments: str, timeout_s: float = 50) -> list[Any]:
+    """Runs MODULE:FUNCTION(ranks, *arguments) in so many processes; returns what each printed, as JSON, by rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for rank in range(world_size):
+        env = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
+        }
+        command = [sys.executable, "-m", "support.learner_ranks", function, *arguments]
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    try:
+        outputs = [process.communicate(timeout=timeout_s)[0] for process in started]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    assert [process.returncode for process in started] == [0] * world_size
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def main() -> None:
+    """One rank."""
+    import torch
+
+    from paceline.learner.ranks import RankEnvironment, form_group, leave_group, open_store
+
+    module, _, name = sys.argv[1].partition(":")
+    environment = RankEnvironment.read()
+    ranks = form_group(environment, open_store(environment, 20), torch.device("cpu"), 20)
+    result = getattr(importlib.import_module(module), name)(ranks, *sys.argv[2:])
+    leave_group()
+    print(json.dumps(result), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What groups of learner ranks do in tests, with results that can be compared over numbers of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.config.run import RunConfig
+from paceline.core.errors import VersionMismatchError
+from paceline.learner import checkpoint
+from paceline.learner.group import CommandError, attempt
+from paceline.learner.learner import Learner
+from paceline.learner.ranks import Ranks
+from paceline.learner.step import StepOrder, StepResult, train_step
+from paceline.learner.trajectories import fetch_rows
+from support.learner_fakes import POLICY, DictBlobs, make_batch, run_config
+
+
+def take_step(learner: Learner, step: int, **batch: Any) -> StepResult:
+    """One training step on a made-up batch."""
+    rows, blobs = make_batch(step=step, seed=1, **batch)
+    order = StepOrder(step=step, policy=POLICY, rows=rows)
+    store = DictBlobs(blobs)
+    return train_step(
+        learner,
+        order,
+        lambda wanted: attempt(
+            learner.ranks,
+            lambda: fetch_rows(store, rows, wanted, policy=POLICY, vocab_size=learner.vocab_size),
+        ),
+    )
+
+
+def numbers(result: StepResult) -> dict[str, float]:
+    """The metrics but for times."""
+    return {name: value for name, value in result.metrics.items() if not name.startswith("timing_s/")}
+
+
+def train(learner: Learner, first: int, last: int) -> list[dict[str, float]]:
+    """Steps first..last."""
+    return [numbers(take_step(learner, step)) for step in range(first, last + 1)]
+
+
+def config_of(model: str) -> RunConfig:
+    """The run of all scenarios."""
+    return run_config(Path(model))
+
+
+def five_steps_with_a_checkpoint(ranks: Ranks, model: str, folder: str) -> list[dict[str, float]]:
+    """Trains five steps and saves after the second."""
+    learner = Learner.build(config_of(model), ranks)
+    metrics = train(learner, 1, 2)
+    checkpoint.save(learner, Path(folder), step=2, controller_state=b'{"cursor": 3}')
+    return metrics + train(learner, 3, 5)
+
+
+def resumed_steps(ranks: Ranks, model: str, folder: str) -> list[dict[str, float]]:
+    """Steps three to five from the checkpoint."""
+    learner = Learner.build(config_of(model), ranks)
+    checkpoint.load(learner, Path(folder))
+    return train(learner, 3, 5)
+
+
+def one_rank_has_bad_rows(ranks: Ranks, model: str) -> list[str]:
+    """Rank 1 finds a trajectory of another policy: every rank says so, nothing has changed, and the step can be repeated."""
+    learner = Learner.build(config_of(model), ranks)
+
+    def act() -> None:
+        if ranks.rank == 1:
+            raise VersionMismatchError("a stale row")
+
+    try:
+        attempt(ranks, act)
+    except CommandError as error:
+        said = f"{type(error.cause).__name__}: {error}"
+    else:
+        said = "nothing"
+    return [said, str(learner.version), str(take_step(learner, 1).step)]
+
+
+def everything(ranks: Ranks, model: str, folder: str) -> list[Any]:
+    """The uninterrupted run, the resumed one, and the error: starting processes takes longer than all of them."""
+    return [
+        five_steps_with_a_checkpoint(ranks, model, folder),
+        resumed_steps(ranks, model, folder),
+        one_rank_has_bad_rows(ranks, model),
+    ]

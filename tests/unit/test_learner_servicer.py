@@ -1,0 +1,167 @@
+"""LearnerService in front of a queue that answers by hand: idempotence, states, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import (
+    DataError,
+    DeadlineError,
+    IllegalTransitionError,
+    InvalidMessageError,
+    PeerLostError,
+    ProtocolError,
+)
+from paceline.learner import commands
+from paceline.learner.commands import decode_order
+from paceline.learner.group import CommandQueue
+from paceline.learner.servicer import LearnerServicer, LearnerState
+from paceline.learner.step import StepResult
+from paceline.rpc.v1 import learner_pb2
+from paceline.wire.protobuf import batch_row_to_proto
+from support.learner_fakes import make_batch
+
+pytestmark = pytest.mark.torch
+
+
+class Queue(CommandQueue):
+    """Keeps what is submitted for the test to answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submitted: list[tuple[str, dict[str, Any]]] = []
+        self.futures: list[Future[Any]] = []
+
+    def submit(self, name: str, arguments: Any) -> Future[Any]:
+        self.submitted.append((name, dict(arguments)))
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+class Bench:
+    """A servicer, its queue and the states it went through."""
+
+    def __init__(self, timeout_s: float = 5.0) -> None:
+        self.queue = Queue()
+        self.states: list[LearnerState] = []
+        self.servicer = LearnerServicer(self.queue, self._note)
+        self.servicer.ready(0, timeout_s)
+
+    def _note(self) -> None:
+        self.states.append(self.servicer.state)
+
+    async def train(self, step: int) -> learner_pb2.TrainStepResponse:
+        return await self.servicer.TrainStep(request(step), None)
+
+
+def request(step: int) -> learner_pb2.TrainStepRequest:
+    rows, _ = make_batch(step=step, num_prompts=2, num_samples=2)
+    return learner_pb2.TrainStepRequest(
+        step=step,
+        policy_version=step - 1,
+        weights_digest="0123456789abcdef",
+        rows=[batch_row_to_proto(row) for row in rows],
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(2):
+        while not condition():  # noqa: ASYNC110  the loop has nothing else to run
+            await asyncio.sleep(0)
+
+
+async def test_a_step_is_trained_once_however_often_it_is_asked_for() -> None:
+    bench = Bench()
+    first, second = (asyncio.create_task(bench.train(1)) for _ in range(2))
+    await until(lambda: len(bench.queue.futures) == 1)
+    assert bench.servicer.state is LearnerState.TRAINING
+    # A caller that gives up does not end the step.
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    third = asyncio.create_task(bench.train(1))
+    await asyncio.sleep(0)
+    bench.queue.futures[0].set_result(
+        StepResult(step=1, metrics={"actor/lr": 0.5}, skip_reasons=("actor: bad", "critic: worse"))
+    )
+    replies = [await first, await third, await bench.train(1)]
+    assert {reply.SerializeToString(deterministic=True) for reply in replies} == {
+        learner_pb2.TrainStepResponse(
+            step=1,
+            policy_version=1,
+            metrics={"actor/lr": 0.5},
+            update_skipped=True,
+            skip_reason="actor: bad; critic: worse",
+        ).SerializeToString(deterministic=True)
+    }
+    ((name, arguments),) = bench.queue.submitted
+    order = decode_order(arguments)
+    assert name == commands.TRAIN
+    assert (order.step, order.policy.version, order.rows) == (
+        1,
+        0,
+        make_batch(num_prompts=2, num_samples=2)[0],
+    )
+    assert bench.states == [LearnerState.READY, LearnerState.TRAINING, LearnerState.READY]
+    assert bench.servicer.policy is not None
+    assert (bench.servicer.policy.version, bench.servicer.policy.digest) == (1, "")
+
+
+async def test_a_step_that_failed_may_be_asked_for_again() -> None:
+    bench = Bench()
+    attempt = asyncio.create_task(bench.train(1))
+    await until(lambda: len(bench.queue.futures) == 1)
+    bench.queue.futures[0].set_exception(DataError("2 blobs are missing"))
+    with pytest.raises(DataError, match="2 blobs are missing"):
+        await attempt
+    again = asyncio.create_task(bench.train(1))
+    await until(lambda: len(bench.queue.futures) == 2)
+    bench.queue.futures[1].set_result(StepResult(step=1, metrics={}))
+    assert (await again).step == 1
+
+
+async def test_another_step_while_one_trains_is_refused() -> None:
+    bench = Bench()
+    running = asyncio.create_task(bench.train(1))
+    await until(lambda: len(bench.queue.futures) == 1)
+    with pytest.raises(ProtocolError, match="step 2 was asked for while step 1 is still training"):
+        await bench.train(2)
+    bench.queue.futures[0].set_exception(IllegalTransitionError("holds version 4"))
+    with pytest.raises(IllegalTransitionError, match="holds version 4"):
+        await running
+
+
+async def test_before_it_is_loaded_every_call_is_refused() -> None:
+    servicer = LearnerServicer(Queue(), lambda: None)
+    with pytest.raises(ProtocolError, match="still loading"):
+        await servicer.TrainStep(request(1), None)
+    with pytest.raises(ProtocolError, match="still loading"):
+        await servicer.DescribeWeights(learner_pb2.DescribeLearnerWeightsRequest(), None)
+
+
+async def test_a_row_that_makes_no_sense_is_refused_at_the_door() -> None:
+    bench, order = Bench(), request(1)
+    order.rows[1].reward = float("nan")
+    with pytest.raises(InvalidMessageError, match="has the reward nan"):
+        await bench.servicer.TrainStep(order, None)
+    assert bench.queue.submitted == []
+
+
+async def test_a_command_that_takes_too_long_ends_in_a_deadline_error() -> None:
+    bench = Bench(timeout_s=0.05)
+    with pytest.raises(DeadlineError, match=r"SAVE: no answer from the learner's ranks within 0.05 s"):
+        await bench.servicer.SaveCheckpoint(learner_pb2.SaveCheckpointRequest(step=1, folder="/x"), None)
+
+
+def test_a_closed_queue_fails_what_waits_and_what_comes() -> None:
+    queue = CommandQueue()
+    waiting = queue.submit("save", {})
+    queue.close(PeerLostError("rank 1 died", peer="learner rank 1"))
+    for future in (waiting, queue.submit("save", {})):
+        with pytest.raises(PeerLostError, match="rank 1 died"):
+            future.result(timeout=1)
+    assert queue.take(0.01) is None
