@@ -64,7 +64,7 @@ def test_a_signal_asks_main_to_stop(number: signal.Signals) -> None:
 
 def test_an_error_on_purpose_is_one_sentence() -> None:
     code, out, err = end(start("raise ModelError('no tokenizer in m; save one there')"))
-    assert (code, out) == (1, ENDED)
+    assert (code, out) == (2, ENDED)
     assert err.splitlines()[-1].endswith(
         "ERROR demo-0 paceline.service.runtime: fatal: no tokenizer in m; save one there"
     )
@@ -81,7 +81,7 @@ def test_a_bug_shows_its_traceback_above_the_sentence() -> None:
 def test_a_spawned_task_that_dies_takes_the_service_down() -> None:
     body = "async def work():\n    raise ModelError('beat lost')\ncontext.spawn('beat', work())\nawait asyncio.sleep(100)"
     code, out, err = end(start(body))
-    assert (code, out) == (1, ENDED)
+    assert (code, out) == (2, ENDED)
     assert "fatal: beat lost" in err
 
 

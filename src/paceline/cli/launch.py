@@ -27,7 +27,7 @@ from paceline.cli.processes import ManagedProcess
 from paceline.cli.supervise import Supervisor
 from paceline.cli.view import View
 from paceline.config.run import RunConfig
-from paceline.core.errors import DeadlineError, EnvironmentLackError, PacelineError, PeerLostError
+from paceline.core.errors import ConfigError, DeadlineError, PacelineError, PeerLostError, exit_code
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service import channels
 from paceline.service.process import BROKER_URL, TOKEN, adopt_orphans
@@ -54,6 +54,7 @@ class Plan:
     """What is started; tests put other processes here."""
 
     controller: Callable[[RunConfig, Path, Path], ProcessSpec] = plan.controller
+    checks: Callable[[Path], Sequence[ProcessSpec]] = plan.checks
     members: Callable[..., Sequence[ProcessSpec]] = plan.members
 
 
@@ -92,7 +93,7 @@ class _Launcher:
                 number = signal.Signals(self._signal.result())
                 outcome = Outcome(ok=False, message=f"stopped by {number.name}", exit_code=128 + number)
         except PacelineError as error:
-            outcome = Outcome(ok=False, message=str(error), exit_code=1)
+            outcome = Outcome(ok=False, message=str(error), exit_code=exit_code(error))
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -125,7 +126,15 @@ class _Launcher:
 
     async def _start_and_follow(self) -> Outcome:
         broker_url, redis_pid = self._start_broker()
-        controller = await self._start_controller(broker_url)
+        checks = [asyncio.create_task(self._check(spec)) for spec in self._what.checks(self._run_dir)]
+        try:
+            controller = await self._start_controller(broker_url)
+            for check in checks:
+                await check
+        finally:
+            for check in checks:
+                check.cancel()
+            await asyncio.gather(*checks, return_exceptions=True)
         self._note.controller, self._note.state = self._address, "running"
         specs = self._what.members(
             self._config, Machine.here(), controller_address=self._address, master_port=free_port()
@@ -156,6 +165,22 @@ class _Launcher:
         self._view.milestone(f"Redis answers on port {server.port}")
         return server.url, server.pid
 
+    async def _check(self, spec: ProcessSpec) -> None:
+        """Runs beside the controller's start; members, which cost more, come after both."""
+        timeout_s = self._config.service.startup_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                process = await self._supervisor.run(spec)
+        except TimeoutError as error:
+            raise DeadlineError(
+                phase="START",
+                peer=spec.name,
+                seconds=timeout_s,
+                hint="the module of a reward function does not return from its import",
+            ) from error
+        if process.exited.result() != 0:
+            raise _death_at_start(process)
+
     async def _start_controller(self, broker_url: str) -> ManagedProcess:
         address_file = self._run_dir / "controller.address"
         address_file.unlink(missing_ok=True)
@@ -167,7 +192,7 @@ class _Launcher:
                 # The file is looked for, not announced: the controller may as well be started by others, who read it too.
                 while not address_file.exists():
                     if not controller.running:
-                        raise EnvironmentLackError(_obituary(controller, "ended while starting"))
+                        raise _death_at_start(controller)
                     await asyncio.sleep(0.05)
         except TimeoutError as error:
             raise DeadlineError(
@@ -260,6 +285,14 @@ class _Launcher:
             log.info("the controller was not told to stop: %s", error)
         finally:
             await channel.close()
+
+
+def _death_at_start(process: ManagedProcess) -> PacelineError:
+    """Where it refused what it was given, its own sentence is all there is to say."""
+    said = process.last_error()
+    if process.exited.result() == 2 and said:
+        return ConfigError(said)
+    return PeerLostError(_obituary(process, "ended while starting"), peer=process.name)
 
 
 def _of(following: asyncio.Task[RunEnd]) -> Outcome:

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from paceline.core.errors import ConfigError, DataError, ModelError, PacelineError
+from paceline.core.errors import PacelineError, exit_code
 
 # name: (module, help)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a sub-command and returns its exit code: 0 well, 1 failed, 2 what the user gave cannot be used."""
+    """Runs a sub-command and returns its exit code: 0 well, 1 failed, 2 what the user gave or the machine has cannot be used."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="paceline",
@@ -43,12 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command_parser.parse_intermixed_args(words[1:])
     try:
         code: int = command.run(options)
-    except (ConfigError, DataError, ModelError) as error:
-        print(f"paceline {name}: {error}", file=sys.stderr)
-        return 2
     except PacelineError as error:
         print(f"paceline {name}: {error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     except KeyboardInterrupt:
         return 130
     return code

@@ -75,6 +75,14 @@ def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessS
     )
 
 
+def checks(run_dir: Path) -> list[ProcessSpec]:
+    """What looks for faults beside the starting controller, which itself checks data and model; each ends by itself."""
+    command = (*_module("reward.check"), str(run_dir / "config.resolved.yaml"))
+    return [
+        ProcessSpec(name="reward-check", role=Role.REWARD, command=command, env=_common(num_threads=1)),
+    ]
+
+
 def members(
     config: RunConfig, resources: Machine, *, controller_address: str, master_port: int
 ) -> list[ProcessSpec]:

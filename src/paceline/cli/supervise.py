@@ -50,6 +50,14 @@ class Supervisor:
                 raise ProtocolError("no process is left whose end could be waited for")
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
 
+    async def run(self, spec: ProcessSpec) -> ManagedProcess:
+        """Starts a process that ends by itself and waits for that; from then on it is none of the run's."""
+        process = await self.start(spec, {})
+        await asyncio.shield(process.exited)
+        process.signal_group(signal.SIGKILL)
+        self._processes.remove(process)
+        return process
+
     def running(self, role: Role) -> list[ManagedProcess]:
         """Those of a role that have not ended."""
         return [p for p in self._processes if p.spec.role is role and p.running]

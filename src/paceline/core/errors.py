@@ -43,6 +43,17 @@ class EnvironmentLackError(PacelineError, RuntimeError):
     """The machine lacks something that the run needs."""
 
 
+GIVEN_ERRORS = (ConfigError, DataError, ModelError, EnvironmentLackError)
+"""Errors of what a run was given, not of what happened in it: starting it again as it is leads to the same end."""
+
+
+def exit_code(error: BaseException) -> int:
+    """A process's exit code after an error: 2 where what it was given or finds on the machine cannot be used, else 1."""
+    if isinstance(error, BaseExceptionGroup):
+        return min(exit_code(part) for part in error.exceptions)
+    return 2 if isinstance(error, GIVEN_ERRORS) else 1
+
+
 class ProtocolError(PacelineError, RuntimeError):
     """A message, or the order of messages, breaks the protocol."""
 

@@ -1,0 +1,41 @@
+"""`python -m paceline.reward.check CONFIG`: whether the configured reward functions can be called, in a process of its own.
+
+Finding a function runs the module that it lives in, which is the user's: not in the launcher, and not first when everything else is up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.config.load import load
+from paceline.config.run import RunConfig
+from paceline.core.errors import PacelineError, exit_code
+from paceline.reward import registry
+from paceline.service.logs import setup_logging
+from paceline.service.process import die_with_parent
+
+_log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0, or the exit code of what is wrong, which is logged."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.reward.check", description=__doc__)
+    parser.add_argument("config", type=Path, help="resolved configuration of the run (YAML)")
+    path: Path = parser.parse_args(arguments).config
+    die_with_parent()
+    setup_logging("reward-check", "INFO")
+    try:
+        for function in load(RunConfig, path).reward.functions:
+            registry.load(function.name, function.kwargs)
+    except PacelineError as error:
+        _log.error("fatal: %s", error)
+        return exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
