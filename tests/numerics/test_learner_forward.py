@@ -201,7 +201,7 @@ def test_a_filler_counts_for_nothing(folder: Path, ranks: Ranks) -> None:
 def test_random_weights_follow_from_seed_and_name_alone(folder: Path, ranks: Ranks) -> None:
     first, again, other = (
         {
-            n: p.full_tensor()
+            n: p.full_tensor().detach()
             for n, p in loading.hugging_face_names(load_policy(folder, ranks, FLOAT32, random_seed=s))
         }
         for s in (1, 1, 2)

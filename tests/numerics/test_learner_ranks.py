@@ -30,7 +30,7 @@ def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[li
 def test_two_ranks_compute_what_one_does_and_their_checkpoint_fits_one(
     model: Path, two_ranks: tuple[list[Any], Path], tmp_path: Path
 ) -> None:
-    ((whole, resumed, _), (other_whole, other_resumed, _)), folder = two_ranks
+    ((whole, resumed, *_), (other_whole, other_resumed, *_)), folder = two_ranks
     assert (other_whole, other_resumed) == (whole, resumed)
     assert resumed == whole[2:]  # to the last bit
 
@@ -48,9 +48,18 @@ def test_two_ranks_compute_what_one_does_and_their_checkpoint_fits_one(
 def test_an_error_of_one_rank_is_every_ranks_and_nothing_has_changed(
     two_ranks: tuple[list[Any], Path],
 ) -> None:
-    (*_, first), (*_, second) = two_ranks[0]
+    (*_, first, _), (*_, second, _) = two_ranks[0]
     assert first == ["VersionMismatchError: learner rank 1: a stale row", "0", "1"]
     assert second == ["VersionMismatchError: a stale row", "0", "1"]
+
+
+def test_a_rank_that_fails_takes_the_others_out_of_their_wait_with_its_reason(
+    two_ranks: tuple[list[Any], Path],
+) -> None:
+    (*_, first), (*_, second) = two_ranks[0]
+    reason = "learner rank 1 failed: ZeroDivisionError: by nothing"
+    assert first == f"PeerLostError: {reason} / {reason}"
+    assert second == "ZeroDivisionError: by nothing"
 
 
 def test_random_states_travel_with_a_checkpoint(model: Path, tmp_path: Path) -> None:

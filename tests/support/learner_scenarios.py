@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.config.run import RunConfig
-from paceline.core.errors import VersionMismatchError
+from paceline.core.errors import PeerLostError, VersionMismatchError
 from paceline.learner import checkpoint
-from paceline.learner.group import CommandError, attempt
+from paceline.learner.group import CommandError, CommandQueue, Group, attempt
 from paceline.learner.learner import Learner
-from paceline.learner.ranks import Ranks
+from paceline.learner.ranks import Ranks, leave_group
 from paceline.learner.step import StepOrder, StepResult, train_step
 from paceline.learner.trajectories import fetch_rows
 from support.learner_fakes import POLICY, DictBlobs, make_batch, run_config
@@ -78,10 +80,30 @@ def one_rank_has_bad_rows(ranks: Ranks, model: str) -> list[str]:
     return [said, str(learner.version), str(take_step(learner, 1).step)]
 
 
+def one_rank_fails(ranks: Ranks) -> str:
+    """Rank 1 fails for good while rank 0 waits for it in a collective; what each rank's loop ends with."""
+
+    def fail(arguments: Any) -> float:
+        if ranks.rank == 1:
+            raise ZeroDivisionError("by nothing")
+        return float(ranks.all_sum(torch.ones(1)).item())
+
+    queue = CommandQueue() if ranks.rank == 0 else None
+    future = None if queue is None else queue.submit("fail", {})
+    try:
+        Group(ranks, lambda: {"fail": fail}, queue).run()
+    except (PeerLostError, ZeroDivisionError) as error:
+        leave_group()  # what the end of the process would do: the connections break
+        told = "" if future is None else f" / {future.exception(timeout=5)}"
+        return f"{type(error).__name__}: {error}{told}"
+    return "nothing"
+
+
 def everything(ranks: Ranks, model: str, folder: str) -> list[Any]:
-    """The uninterrupted run, the resumed one, and the error: starting processes takes longer than all of them."""
+    """The uninterrupted run, the resumed one, and errors: starting processes takes longer than all of them."""
     return [
         five_steps_with_a_checkpoint(ranks, model, folder),
         resumed_steps(ranks, model, folder),
         one_rank_has_bad_rows(ranks, model),
+        one_rank_fails(ranks),
     ]

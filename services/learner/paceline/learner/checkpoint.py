@@ -101,8 +101,14 @@ def save(learner: Learner, folder: Path, *, step: int, controller_state: bytes) 
         CommandError: of CheckpointError, where the step is not the learner's or writing failed; nothing has changed.
     """
     ranks = learner.ranks
+    plain_state: Any = None
 
     def prepare() -> bool:
+        nonlocal plain_state
+        try:
+            plain_state = json.loads(controller_state or b"null")
+        except ValueError as error:
+            raise CheckpointError(f"the controller's state is not JSON: {error}") from error
         if step != learner.version:
             raise CheckpointError(
                 f"a checkpoint of step {step} was asked for, the learner is at {learner.version}"
@@ -127,7 +133,7 @@ def save(learner: Learner, folder: Path, *, step: int, controller_state: bytes) 
         model_path=learner.config.model.path,
         has_critic=learner.critic is not None,
         kl=learner.kl_controller.state_dict(),
-        controller_state=json.loads(controller_state or b"null"),
+        controller_state=plain_state,
     )
 
     def write() -> None:

@@ -17,6 +17,7 @@ from paceline.core.policy import PolicyTag
 from paceline.learner import checkpoint
 from paceline.learner.group import Arguments, CommandError, Handler, attempt, gather_bytes
 from paceline.learner.learner import Learner
+from paceline.learner.loading import as_fsdp
 from paceline.learner.packing import PackedRow
 from paceline.learner.step import StepOrder, StepResult, train_step
 from paceline.learner.trajectories import Blobs, fetch_rows
@@ -97,6 +98,7 @@ class Commands:
 
     def _describe(self, arguments: Arguments) -> Description:
         ranks = self._learner.ranks
+        self._show_shards()
         layouts = gather_bytes(self._publisher.layout().to_bytes(), ranks)
         host, port = self._publisher.open_store() if ranks.rank == 0 else ("", 0)
         return Description(
@@ -121,11 +123,16 @@ class Commands:
                 )
             )
         timeout_s = learner.config.weights.push_timeout_s
+        self._show_shards()
         result: PushResult = attempt(
             learner.ranks, lambda: self._publisher.publish(version, timeout_s=timeout_s)
         )
         sizes = gather_bytes(result.bytes.to_bytes(8, "big"), learner.ranks)
         return Published(result=result, bytes_sent=sum(int.from_bytes(size, "big") for size in sizes))
+
+    def _show_shards(self) -> None:
+        """The publisher sees the language model, whose root tensors are gathered and let go of by the network around it."""
+        as_fsdp(self._learner.actor.network).reshard()
 
     def _leave(self, arguments: Arguments) -> None:
         attempt(self._learner.ranks, self._publisher.leave)
