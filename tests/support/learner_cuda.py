@@ -1,0 +1,70 @@
+"""The learner on a GPU against the same on the CPU; `python -m support.learner_cuda` prints one JSON line of findings."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.config.run import RunConfig
+from paceline.learner import checkpoint
+from paceline.learner.learner import Learner
+from paceline.learner.ranks import RankEnvironment, Ranks, form_group, leave_group, open_store
+from support.learner_fakes import run_config, write_model
+from support.learner_scenarios import take_step, train
+
+
+@contextmanager
+def group_on(device: str) -> Iterator[Ranks]:
+    """All processes of this environment on one kind of device."""
+    environment = RankEnvironment.read()
+    place = torch.device(device, environment.local_rank) if device == "cuda" else torch.device(device)
+    try:
+        yield form_group(environment, open_store(environment, 60), place, 60)
+    finally:
+        leave_group()
+
+
+def steps_on(device: str, config: RunConfig) -> list[dict[str, float]]:
+    """Three training steps."""
+    with group_on(device) as ranks:
+        return train(Learner.build(config, ranks), 1, 3)
+
+
+def findings(folder: Path) -> dict[str, Any]:
+    """Losses on both devices and in both precisions, a resumed run, and whether a repeat gives the same bits."""
+    model = write_model(folder / "model")
+    exact = run_config(model)
+    half = run_config(
+        model, model={"path": str(model), "dtype": "bfloat16", "enable_gradient_checkpointing": True}
+    )
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cpu": steps_on("cpu", exact),
+        "cuda": steps_on("cuda", exact),
+        "again": steps_on("cuda", exact),
+        "half": steps_on("cuda", half),
+    }
+    with group_on("cuda") as ranks:
+        learner = Learner.build(half, ranks)
+        train(learner, 1, 2)
+        checkpoint.save(learner, folder / "step", step=2, controller_state=b"{}")
+        third = train(learner, 3, 3)
+        resumed = Learner.build(half, ranks)
+        checkpoint.load(resumed, folder / "step")
+        found["resumed_equals"] = train(resumed, 3, 3) == third
+        began = time.monotonic()
+        take_step(resumed, 4)
+        found["step_s"] = time.monotonic() - began
+    return found
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        print(json.dumps(findings(Path(temporary))), flush=True)
