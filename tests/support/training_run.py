@@ -1,0 +1,245 @@
+"""Real runs of `paceline train` over a tiny model: inputs, configuration, the process, what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PACELINE = Path(sys.executable).with_name("paceline")
+REWARDS = Path(__file__).with_name("training_rewards.py")
+MARK = "PACELINE_TEST_RUN"
+
+Row = dict[str, Any]
+
+
+def prepare_inputs(folder: Path, *, num_train: int, num_val: int) -> Path:
+    """Writes the arithmetic example's data and random model, in small; returns the folder."""
+    command = [sys.executable, str(ROOT / "examples/arithmetic/prepare.py")]
+    command += ["--out", str(folder / "data"), "--model-out", str(folder / "model")]
+    command += ["--num-train", str(num_train), "--num-val", str(num_val), "--num-sft", "1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return folder
+
+
+def tiny_config(inputs: Path, **sections: Mapping[str, Any]) -> dict[str, Any]:
+    """PPO with all of its parts over `prepare_inputs`' folder, 16 prompts of 4 samples a step; `sections` are merged in."""
+    tree: dict[str, Any] = {
+        "data": {
+            "train_files": str(inputs / "data/train.parquet"),
+            "val_files": str(inputs / "data/val.parquet"),
+            "max_prompt_length": 32,
+            "max_response_length": 16,
+            "train_batch_size": 16,
+        },
+        "model": {"path": str(inputs / "model")},
+        "algorithm": {
+            "adv_estimator": "gae",
+            "use_kl_in_reward": True,
+            "kl_ctrl": {"type": "adaptive", "kl_coef": 0.01, "target_kl": 0.1, "horizon": 1000},
+        },
+        "actor": {"ppo_mini_batch_size": 8, "ppo_max_token_len_per_gpu": 2048, "optim": {"lr": 1e-3}},
+        "critic": {"optim": {"lr": 1e-3}},
+        "rollout": {"n": 4, "max_num_seqs": 16, "max_groups_in_flight": 2},
+        "reward": {"functions": [{"name": f"{REWARDS}:letters"}]},
+        "trainer": {"name": "tiny", "total_steps": 4, "save_freq": 1},
+        "learner": {"world_size": 2},
+    }
+    for name, section in sections.items():
+        tree[name] = tree.get(name, {}) | dict(section)
+    return tree
+
+
+@dataclass
+class TrainingRun:
+    """One launch of `paceline train`. `mark` is in the environment of every process below it."""
+
+    run_dir: Path
+    process: subprocess.Popen[str]
+    mark: str
+    began: float = field(default_factory=time.monotonic)
+    seen: dict[int, psutil.Process] = field(default_factory=dict)
+
+    # --- what it writes
+
+    @property
+    def metrics(self) -> list[Row]:
+        return read_jsonl(self.run_dir / "metrics.jsonl")
+
+    @property
+    def events(self) -> list[Row]:
+        return read_jsonl(self.run_dir / "events.jsonl")
+
+    @property
+    def spans(self) -> list[Row]:
+        return read_jsonl(self.run_dir / "spans.jsonl")
+
+    @property
+    def note(self) -> Row:
+        note: Row = json.loads((self.run_dir / "run.json").read_text())
+        return note
+
+    @property
+    def output(self) -> str:
+        return (self.run_dir.parent / f"{self.mark}.out").read_text()
+
+    # --- what it does
+
+    def wait_for(self, wanted: Callable[[Row], bool], *, timeout_s: float = 200) -> Row:
+        """The first event for which `wanted` holds among those of this launch, as soon as it is in the journal."""
+        deadline = time.monotonic() + timeout_s
+        path, position = self.run_dir / "events.jsonl", self._journal_start
+        while time.monotonic() < deadline:
+            if path.exists():
+                with path.open("rb") as file:
+                    file.seek(position)
+                    lines = file.readlines()
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        break
+                    position += len(line)
+                    event: Row = json.loads(line)
+                    if wanted(event):
+                        return event
+            assert self.process.poll() is None, f"ended early:\n{self.output}"
+            time.sleep(0.005)
+        raise AssertionError(f"no such event within {timeout_s} s:\n{self.output}\n{self.logs()}")
+
+    def wait_for_phase(self, phase: str, step: int) -> None:
+        self.wait_for(lambda e: e["event"] == "phase" and e["to"] == phase and e["step"] == step)
+
+    def pid_of(self, name: str) -> int:
+        return int(self.note["pids"][name])
+
+    def kill_group(self, name: str) -> None:
+        """SIGKILL to a service and whatever shares its process group, and to its children in other groups."""
+        self.look()
+        leader = psutil.Process(self.pid_of(name))
+        children = leader.children(recursive=True)
+        os.killpg(leader.pid, signal.SIGKILL)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+    def look(self) -> None:
+        """Remembers every process that is now below the launcher."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                self.seen.setdefault(child.pid, child)
+
+    def finish(self, *, timeout_s: float = 200) -> int:
+        """Waits for the end; returns the exit code once no process of the run is left."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not ended after {timeout_s} s:\n{self.output}\n{self.logs()}") from None
+        left = self.left()
+        assert left == [], f"left behind: {left}\n{self.output}"
+        return code
+
+    def left(self) -> list[str]:
+        """Processes of this launch that are still there: by the mark in their environment, and of those seen before."""
+        found = {p.pid: p for p in self.seen.values() if p.is_running()}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.environ().get(MARK) == self.mark:
+                    found[process.pid] = process
+        return [_describe(p) for p in found.values()]
+
+    def end(self) -> None:
+        """For a test that failed: nothing of the run survives it."""
+        self.look()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.left()
+        for process in [*self.seen.values(), *psutil.process_iter()]:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.pid in self.seen or process.environ().get(MARK) == self.mark:
+                    process.kill()
+
+    def logs(self) -> str:
+        """The ends of all logs."""
+        tails = []
+        for path in sorted((self.run_dir / "logs").glob("*.log")):
+            lines = path.read_text(errors="replace").splitlines()[-15:]
+            tails.append("\n".join([f"--- {path.name}", *lines]))
+        return "\n".join(tails)
+
+    _journal_start: int = 0
+
+
+@contextlib.contextmanager
+def training(config: Mapping[str, Any], run_dir: Path, *overrides: str) -> Iterator[TrainingRun]:
+    """A launch of `paceline train` in a session of its own, as a terminal would start it."""
+    mark = f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
+    path = run_dir.parent / f"{run_dir.name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(dict(config)))
+    journal = run_dir / "events.jsonl"
+    command = [str(PACELINE), "train", str(path), f"trainer.run_dir={run_dir}", *overrides]
+    with (run_dir.parent / f"{mark}.out").open("w") as out:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | {MARK: mark},
+            cwd=run_dir.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+        )
+    run = TrainingRun(run_dir=run_dir, process=process, mark=mark)
+    run._journal_start = journal.stat().st_size if journal.exists() else 0
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+def read_jsonl(path: Path) -> list[Row]:
+    """The objects of a file; a last line that is still being written is left out."""
+    if not path.exists():
+        return []
+    with path.open() as lines:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def is_time(name: str) -> bool:
+    """Whether a metric measures seconds, or a rate over them."""
+    return name.startswith(("timing_s/", "perf/")) or name.endswith(("_ms", "wait_s"))
+
+
+def assert_same_metrics(
+    rows: list[Row], expected: list[Row], *, without: tuple[str, ...] = (), tolerance: float = 0.0
+) -> None:
+    """Row by row equal but for times; the engine's log-probs, and so what is measured of them, may differ by 1e-6."""
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    differences = []
+    for row, other in zip(rows, expected, strict=True):
+        names = {name for name in row.keys() | other.keys() if not is_time(name)} - set(without)
+        for name in sorted(names):
+            mine, theirs = row.get(name), other.get(name)
+            limit = max(tolerance, 1e-6 if name.startswith("rollout/") else 0.0)
+            if mine is None or theirs is None or abs(mine - theirs) > limit:
+                differences.append(f"step {row['step']} {name}: {mine} != {theirs}")
+    assert differences == []
+
+
+def _describe(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:200]}"
+    return f"{process.pid} (gone by now)"
