@@ -47,7 +47,7 @@ test-fast: venv
 lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy -p paceline
+	$(BIN)/mypy src services
 	$(BIN)/lint-imports
 	tools/generate_rpc.sh --check
 	$(BIN)/python tools/generate_config_docs.py --check

@@ -28,7 +28,13 @@ A configuration is a YAML file. Unknown keys are errors. Any value can be given 
 
 def main() -> int:
     """Writes or checks the page; returns the exit code."""
-    parts = [HEAD, "## `paceline train`\n", *sections(RunConfig, ""), "## `paceline sft`\n", *sections(SftRunConfig, "")]
+    parts = [
+        HEAD,
+        "## `paceline train`\n",
+        *sections(RunConfig, ""),
+        "## `paceline sft`\n",
+        *sections(SftRunConfig, ""),
+    ]
     text = "\n".join(parts)
     if "--check" in sys.argv[1:]:
         if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
@@ -49,7 +55,9 @@ def sections(model: type[BaseModel], prefix: str) -> list[str]:
         if inner is not None:
             below.append((path + (".N" if many else ""), inner))
         if inner is None or many:
-            rows.append(f"| `{path}` | {kind(field.annotation)}{bounds(field)} | {default(field)} | {field.description or ''} |")
+            rows.append(
+                f"| `{path}` | {kind(field.annotation)}{bounds(field)} | {default(field)} | {field.description or ''} |"
+            )
     if rows:
         out += ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
     for path, inner in below:
@@ -88,7 +96,9 @@ def kind(annotation: Any) -> str:
 def bounds(field: FieldInfo) -> str:
     """The limits on a value."""
     words = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-    found = [f"{words[k]} {v:g}" for m in field.metadata for k in words if (v := getattr(m, k, None)) is not None]
+    found = [
+        f"{words[k]} {v:g}" for m in field.metadata for k in words if (v := getattr(m, k, None)) is not None
+    ]
     return f" ({', '.join(found)})" if found else ""
 
 

@@ -92,7 +92,7 @@ class Run:
                 broker=broker,
                 box=box,
                 journal=self.journal,
-                alive=lambda: None if self.fleet.require(MemberKind.ROLLOUT) else None,
+                alive=self._alive,
                 progress=lambda *_: None,
             ),
             peers=peers,
@@ -103,6 +103,9 @@ class Run:
             metrics_file=MetricsFile(folder / "metrics.jsonl", last_step=-1),
             progress=Progress(),
         )
+
+    def _alive(self) -> None:
+        self.fleet.require(MemberKind.ROLLOUT)
 
     async def enlist(self, member_id: str, kind: MemberKind, state: str) -> None:
         fleet = self.fleet.fleet
