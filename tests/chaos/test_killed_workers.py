@@ -1,0 +1,233 @@
+"""Rollout and reward workers killed at every kind of moment while a step is collected: the batch is what it would have been.
+
+Real sampler, reward consumer, collector, mailboxes and journal over a broker in memory; the engine computes nothing. A worker is killed at a
+call to its broker, before the call takes effect or after it did but before the worker hears of it; from then on the broker hears nothing of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.broker import Mailbox, names
+from paceline.broker.memory import MemoryBroker, MemoryStore
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+from paceline.controller.barrier import Verdict
+from paceline.controller.collect import Collected, Collector, Order
+from paceline.controller.journal import Journal
+from paceline.core.clock import SystemClock
+from paceline.core.errors import BrokerError
+from paceline.core.ids import Purpose
+from paceline.core.policy import PolicyTag
+from paceline.core.scoring import ScoreItem
+from paceline.core.trajectory import RewardContext, SamplingSpec
+from paceline.data.prompts import Prompt
+from paceline.reward.consumer import Consumer, ConsumerOptions
+from paceline.reward.scoring import Verdict as Score
+from paceline.rollout.sampler import Sampler, SamplerLimits
+from paceline.wire import decode_trajectory
+from support.fake_engine import FakeEngine
+
+RUN, STEP, NUM_SAMPLES, LEASE_S = "run-1", 3, 2, 0.06
+POLICY = PolicyTag(version=2, digest="2" * 16)
+PROMPTS = {
+    i: Prompt(
+        prompt_id=i,
+        token_ids=np.arange(1, 3 + i % 4, dtype=np.int32),
+        context=RewardContext(ground_truth=str(i)),
+    )
+    for i in range(10, 22)
+}
+LIMITS = SamplerLimits(
+    num_samples=8, num_groups=3, group_size=NUM_SAMPLES, group_timeout_s=5.0, lease_s=LEASE_S, max_stream_length=1000, append_timeout_s=5.0
+)  # fmt: skip
+
+
+class MortalBroker:
+    """A broker's client whose process dies at its `lifetime`-th call; `hears` tells whether that call still takes effect."""
+
+    def __init__(self, store: MemoryStore, lifetime: int | None, *, hears: bool) -> None:
+        self._broker, self._left, self._hears = MemoryBroker(store=store), lifetime, hears
+        self.dead = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        method = getattr(self._broker, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.dead.is_set() and self._left is not None:
+                self._left -= 1
+                if self._left < 0:
+                    self.dead.set()
+                    if self._hears:
+                        await method(*args, **kwargs)
+            if self.dead.is_set():
+                raise BrokerError("this worker was killed")
+            return await method(*args, **kwargs)
+
+        return call
+
+
+class Letters:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(32 + token) for token in token_ids)
+
+
+class Lengths:
+    async def score(self, items: Sequence[ScoreItem], *, run_id: str, step: int) -> list[Score]:
+        await asyncio.sleep(0.001)
+        return [
+            Score(trajectory_id=item.trajectory_id, reward=float(len(item.response)), components={})
+            for item in items
+        ]
+
+
+class SlowEngine(FakeEngine):
+    async def generate(self, requests: Sequence[Any]) -> Any:
+        await asyncio.sleep(0.001 * (1 + requests[0].seed % 4))
+        return await super().generate(requests)
+
+
+Work = Callable[[MortalBroker, str], Coroutine[Any, Any, None]]
+
+
+async def roll_out(broker: MortalBroker, name: str) -> None:
+    """A rollout process from its commit to its death."""
+    sessions: list[asyncio.Task[None]] = []
+
+    def spawn(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        sessions.append(asyncio.create_task(work, name=name))
+        return sessions[-1]
+
+    sampler = Sampler(
+        engine=SlowEngine(),
+        broker=broker,
+        run_id=RUN,
+        server_id=name.partition("/")[0],
+        consumer=name,
+        limits=LIMITS,
+        spawn=spawn,
+    )
+    sampler.open(POLICY)
+    await sessions[0]
+
+
+async def reward(broker: MortalBroker, name: str) -> None:
+    """A reward process from its start to its death."""
+    options = ConsumerOptions(run_id=RUN, member_id=name, lease_s=LEASE_S, max_entries=4)
+    await Consumer(broker=broker, scorer=Lengths(), tokenizer=Letters(), options=options).run()
+
+
+@dataclass
+class Fleet:
+    """Slots whose process is started anew whenever it was killed."""
+
+    store: MemoryStore
+    rng: np.random.Generator
+    num_deaths: int
+    deaths: list[str] = field(default_factory=list)
+
+    async def keep(self, slot: str, work: Work) -> None:
+        for incarnation in range(1000):
+            mortal = incarnation < self.num_deaths
+            lifetime = int(self.rng.integers(1, 14)) if mortal else None
+            broker = MortalBroker(self.store, lifetime, hears=bool(self.rng.integers(2)))
+            process = asyncio.create_task(work(broker, f"{slot}/{incarnation}"))
+            died = asyncio.create_task(broker.dead.wait())
+            try:
+                await asyncio.wait([process, died], return_when=asyncio.FIRST_COMPLETED)
+                assert broker.dead.is_set(), process
+                self.deaths.append(slot)
+            finally:
+                died.cancel()
+                process.cancel()
+                await asyncio.gather(process, died, return_exceptions=True)
+
+
+def config() -> RunConfig:
+    return parse(
+        RunConfig,
+        {
+            "data": {"train_files": "t.jsonl", "train_batch_size": len(PROMPTS)},
+            "model": {"path": "m"},
+            "actor": {"ppo_mini_batch_size": len(PROMPTS)},
+            "reward": {"functions": [{"name": "exact_match"}]},
+            "trainer": {"total_steps": 9},
+            "barrier": {"stall_timeout_s": 5.0, "collect_timeout_s": 10.0},
+        },
+    )
+
+
+async def collect(folder: Path, *, seed: int, num_deaths: int) -> tuple[Collected, MemoryBroker, Fleet]:
+    """One step over two rollout and two reward slots, each of which dies `num_deaths` times."""
+    store = MemoryStore()
+    broker, fleet = MemoryBroker(store=store), Fleet(store, np.random.default_rng(seed), num_deaths)
+    await broker.ensure_group(names.trajectories(RUN), names.REWARD_GROUP)
+    journal = Journal(folder / "events.jsonl", broker, RUN, SystemClock())
+    async with Mailbox(broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
+        collector = Collector(
+            config=config(),
+            run_id=RUN,
+            broker=broker,
+            box=box,
+            journal=journal,
+            alive=lambda: None,
+            progress=lambda *_: None,
+        )
+        order = Order(
+            step=STEP,
+            purpose=Purpose.TRAIN,
+            policy=POLICY,
+            prompts=PROMPTS,
+            num_samples=NUM_SAMPLES,
+            sampling=SamplingSpec(temperature=1.0, max_tokens=12, stop_token_ids=(0,)),
+        )
+        slots: list[tuple[str, Work]] = [("rollout-0", roll_out), ("rollout-1", roll_out)]
+        slots += [("reward-0", reward), ("reward-1", reward)]
+        working = [asyncio.create_task(fleet.keep(slot, work)) for slot, work in slots]
+        try:
+            await collector.dispatch(order)
+            collected = await collector.collect(order)
+        finally:
+            for task in working:
+                task.cancel()
+            ends = await asyncio.gather(*working, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+    return collected, broker, fleet
+
+
+async def content(collected: Collected, broker: MemoryBroker) -> list[tuple[Any, ...]]:
+    """What the learner would train on, row by row."""
+    rows: list[tuple[Any, ...]] = []
+    blobs = await broker.get_blobs([header.blob_key for header in collected.batch])
+    for header, blob in zip(collected.batch, blobs, strict=True):
+        assert blob is not None, f"the blob of {header.trajectory_id} is gone"
+        trajectory = decode_trajectory(blob)
+        assert trajectory.trajectory_id == header.trajectory_id
+        tokens = trajectory.response_token_ids.tolist()
+        rows.append((str(header.trajectory_id), header.policy, header.reward, tokens))
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_the_batch_does_not_depend_on_who_dies(seed: int, tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    (tmp_path / "wild").mkdir()
+    calm, calm_broker, _ = await collect(tmp_path / "calm", seed=seed, num_deaths=0)
+    wild, wild_broker, fleet = await collect(tmp_path / "wild", seed=seed, num_deaths=3)
+
+    assert len(fleet.deaths) >= 3, "nobody was killed: the test shows nothing"
+    assert await content(wild, wild_broker) == await content(calm, calm_broker)
+    assert calm.verdicts == {Verdict.ADMITTED: len(PROMPTS) * NUM_SAMPLES}
+    assert set(wild.verdicts) <= {Verdict.ADMITTED, Verdict.DUPLICATE}
+    assert wild.verdicts[Verdict.ADMITTED] == len(PROMPTS) * NUM_SAMPLES
+    with (tmp_path / "wild/events.jsonl").open() as lines:
+        admitted = [e["id"] for e in map(json.loads, lines) if e.get("verdict") == "admitted"]
+    assert len(admitted) == len(set(admitted)) == len(PROMPTS) * NUM_SAMPLES
