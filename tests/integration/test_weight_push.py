@@ -119,6 +119,11 @@ async def push(learners: LearnerGroup, receiver: Any, version: int) -> tuple[Any
     return report_of(sending.result()), receiving.result(), sending.result()
 
 
+def start_learners(config: Any) -> LearnerGroup:
+    plain = {key: value for key, value in config.to_dict().items() if key != "architectures"}
+    return LearnerGroup(plain, size=2)
+
+
 @pytest.mark.parametrize(("tp", "kv_heads", "tied"), [(1, 2, False), (2, 1, True)])
 async def test_a_push_makes_the_engine_the_learners_policy(
     tp: int, kv_heads: int, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,8 +133,7 @@ async def test_a_push_makes_the_engine_the_learners_policy(
 
     config = tiny_config(kv_heads=kv_heads, tied=tied)
     save_config(config, tmp_path)
-    plain = {key: value for key, value in config.to_dict().items() if key != "architectures"}
-    learners = LearnerGroup(plain, size=2)
+    learners = start_learners(config)
     try:
         async with running_engine(tmp_path, tp, monkeypatch) as engine:
             receiver = WeightReceiver(engine)
@@ -161,5 +165,32 @@ async def test_a_push_makes_the_engine_the_learners_policy(
             digests_agree(sent_3, received_3.digests)
             assert model_digest(received_3.digests) == model_digest([sent_2])
             await receiver.leave()
+    finally:
+        learners.close()
+
+
+async def test_a_model_without_rules_takes_the_general_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Mixture-of-Experts: full tensors, in rounds, through vLLM's own loader; twice."""
+    from paceline.rollout.weight_receiver import WeightReceiver
+    from support.push_models import save_config, tiny_moe_config
+
+    config = tiny_moe_config()
+    save_config(config, tmp_path)
+    learners = start_learners(config)
+    try:
+        async with running_engine(tmp_path, 1, monkeypatch) as engine:
+            receiver = WeightReceiver(engine)
+            spec = await join(learners, receiver, epoch=1, round_bytes=30_000)
+            assert [layout.whole for layout in spec.rollout_layouts] == [True]
+            for version in (1, 2):
+                learners.call("set_seed", version)
+                sent, received, _ = await push(learners, receiver, version)
+                digests_agree(sent, received.digests)
+                assert model_digest([sent]) == model_digest(received.digests)
+                await check_policy(engine, config, seed=version)
+            with pytest.raises(WeightSyncError, match="not covered by the layout rules"):
+                await receiver.digest(version=2)
     finally:
         learners.close()

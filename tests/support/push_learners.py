@@ -78,12 +78,12 @@ class _Learner:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
-        from transformers import Qwen2Config
+        from transformers import AutoConfig
 
         from paceline.learner.weight_publisher import WeightPublisher
         from support.push_models import seeded_model
 
-        self._config, self._rank = Qwen2Config(**config), rank
+        self._config, self._rank = AutoConfig.for_model(**config), rank
         self._model = seeded_model(self._config, seed=0)
         mesh = init_device_mesh("cpu", (size,))
         for layer in self._model.model.layers:

@@ -1,4 +1,4 @@
-"""Tiny Qwen2 models for weight pushes: the same seed gives the same weights in every process."""
+"""Tiny models for weight pushes: the same seed gives the same weights in every process."""
 
 from __future__ import annotations
 
@@ -26,6 +26,28 @@ def tiny_config(*, kv_heads: int, tied: bool) -> Any:
     )
 
 
+def tiny_moe_config() -> Any:
+    """Two layers of four experts."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=199,
+        hidden_size=128,
+        intermediate_size=160,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+    )
+
+
 def seeded_model(config: Any, seed: int) -> Any:
     """A float32 model; biases and norms are random too, so that a misplaced one shows."""
     from transformers import AutoModelForCausalLM
@@ -47,7 +69,7 @@ def randomize(model: Any, seed: int) -> None:
 
 def save_config(config: Any, folder: Path) -> None:
     """A model folder that holds the configuration only."""
-    config.architectures = ["Qwen2ForCausalLM"]
+    config.architectures = ["Qwen3MoeForCausalLM" if config.model_type == "qwen3_moe" else "Qwen2ForCausalLM"]
     config.save_pretrained(folder)
 
 

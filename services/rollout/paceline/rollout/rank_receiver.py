@@ -21,6 +21,7 @@ from paceline.reshard.plan import Piece
 from paceline.reshard.spec import WeightGroupSpec
 from paceline.reshard.transport import DTYPES, Deadline, WeightGroup
 from paceline.reshard.verdict import DigestReport, SliceDigest
+from paceline.rollout.checkpoint_form import checkpoint_form
 from paceline.rollout.vllm_layout import describe_model
 
 LoadFull = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
@@ -140,7 +141,7 @@ class RankReceiver:
                 part = parts[name]
                 total = self._digester.add(name, part.global_shape, part.box, tensor, dtype)
                 totals.append((part, total))
-                yield name, tensor
+                yield from checkpoint_form(name, tensor)
 
         self._load_full(tensors())
         if len(totals) != len(parts):

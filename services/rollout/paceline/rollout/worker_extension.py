@@ -43,6 +43,18 @@ def _keep_plain_cpu_linears() -> None:
     utils.dispatch_cpu_unquantized_gemm = plain
 
 
+def forget_cpu_moe_kernels(model: nn.Module) -> None:
+    """Makes vLLM set up its Mixture-of-Experts kernels again on the next load; for the CPU only.
+
+    vLLM 0.32 repacks expert weights for its CPU kernel only while it first builds that kernel; a later load
+    leaves them plain, and the kernel reads them wrongly without a word. CUDA kernels take them as they are.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
 def _answering(
     method: Callable[Concatenate[PacelineWorkerExtension, P], Reply],
 ) -> Callable[..., Reply]:
@@ -121,7 +133,10 @@ class PacelineWorkerExtension:
 
     def _paceline_load_full(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         from vllm.config import set_current_vllm_config
+        from vllm.platforms import current_platform
 
+        if current_platform.is_cpu():
+            forget_cpu_moe_kernels(self.get_model())
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             self.model_runner.reload_weights(weights_iterator=tensors, is_checkpoint_format=True)
 

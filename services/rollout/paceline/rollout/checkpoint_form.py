@@ -1,0 +1,30 @@
+"""From the tensors of a live Hugging Face model to those of its checkpoint, which vLLM's loader reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+
+
+def checkpoint_form(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Splits the experts that transformers stacks in memory into one tensor per expert and projection.
+
+    `...experts.gate_up_proj` of shape (E, 2 I, H) becomes `...experts.0.gate_proj.weight` (I, H) and so on,
+    `...experts.down_proj` (E, H, I) becomes `...experts.0.down_proj.weight` (H, I), as Qwen's
+    Mixture-of-Experts checkpoints have it. Everything else passes as it is.
+    """
+    if tensor.ndim == 3 and name.endswith(_GATE_UP):
+        prefix = name.removesuffix("gate_up_proj")
+        for expert, fused in enumerate(tensor):
+            gate, up = fused.chunk(2, dim=0)
+            yield f"{prefix}{expert}.gate_proj.weight", gate
+            yield f"{prefix}{expert}.up_proj.weight", up
+    elif tensor.ndim == 3 and name.endswith(_DOWN):
+        prefix = name.removesuffix("down_proj")
+        for expert, down in enumerate(tensor):
+            yield f"{prefix}{expert}.down_proj.weight", down
+    else:
+        yield name, tensor
