@@ -254,6 +254,7 @@ class _Launcher:
         if not outcome.ok and not self._signal.done():
             budget_s = min(budget_s, _FAILURE_BUDGET_S)
         try:
+            self._view.milestone("stopping the services")
             await self._ask_to_stop(outcome)
             killed = await self._supervisor.stop(budget_s=budget_s)
             if killed:

@@ -52,8 +52,10 @@ class LiveView:
         self._live.start()
 
     def milestone(self, text: str) -> None:
-        """Adds a line to the start-up's list."""
+        """Adds a line to the start-up's list; once there are rows, takes the status line."""
         self._milestones.append((time.monotonic() - self._began, text))
+        if self._rows:
+            self.phase(step=self._step, phase=text, admitted=0, wanted=0)
 
     def phase(self, *, step: int, phase: str, admitted: int, wanted: int) -> None:
         """Changes the status line."""

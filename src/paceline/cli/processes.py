@@ -65,13 +65,17 @@ class ManagedProcess:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def last_error(self) -> str:
-        """The last error that it logged since it was started, else its last line, else ""."""
+        """The last error that it logged since it was started, else its last line, else "".
+
+        A process that was killed had no last words: its last line tells nothing then.
+        """
         lines = self.tail(200)
         for line in reversed(lines):
             found = _ERROR.search(line)
             if found:
                 return found["text"].removeprefix("fatal: ")
-        return lines[-1] if lines else ""
+        killed = not self.running and self.exited.result() < 0
+        return lines[-1] if lines and not killed else ""
 
     def tail(self, num_lines: int) -> list[str]:
         """The last lines of its log, of this start only."""
