@@ -36,11 +36,12 @@ def report(rank: str, version: int, value: int) -> DigestReport:
 
 
 class FakePeers:
-    """Stands for the services' gRPC side. `lose` names a member whose next receive fails; `corrupt` one that reports a wrong digest."""
+    """Stands for the services' gRPC side. `lose` names a member whose next receive fails; `dead` one that answers nothing; `corrupt` one that reports a wrong digest."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.lose: set[str] = set()
+        self.dead: set[str] = set()
         self.corrupt: set[str] = set()
         self.batches: list[list[tuple[int, int]]] = []
         self.policies: list[PolicyTag] = []
@@ -49,6 +50,10 @@ class FakePeers:
 
     async def close(self) -> None:
         """Nothing to close."""
+
+    async def ping(self, member: Member) -> None:
+        if member.member_id in self.dead:
+            raise PeerLostError(f"{member.member_id} does not answer", peer=member.member_id)
 
     async def learner_weights(self, member: Member) -> LearnerWeights:
         self.calls.append(f"describe {member.member_id}")

@@ -206,6 +206,16 @@ async def test_a_lost_rollout_is_put_out_and_the_rest_go_on(tmp_path: Path) -> N
         assert violations(it.events(), num_samples=2) == []
 
 
+async def test_a_server_that_died_unnoticed_does_not_hold_up_a_push(tmp_path: Path) -> None:
+    async with run(tmp_path, trainer__val_before_train=False, trainer__total_steps=1) as it:
+        await it.enlist_all()
+        it.peers.dead = {"rollout-1"}
+        await it.go()
+        assert [c for c in it.peers.calls if c.startswith(("publish", "receive"))] == [
+            *("publish v0 e2", "receive rollout-0 v0 e2", "publish v1 e2", "receive rollout-0 v1 e2")
+        ]
+
+
 async def test_a_newcomer_gets_the_current_version_before_the_next_step(tmp_path: Path) -> None:
     async with run(tmp_path, rollout__replicas=1) as it:
         await it.enlist("learner", MemberKind.LEARNER, "ready")

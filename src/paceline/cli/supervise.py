@@ -39,11 +39,15 @@ class Supervisor:
         return process
 
     async def next_exit(self) -> ManagedProcess:
-        """Waits until a process has ended that was not told of yet."""
+        """Waits until a process has ended that was not told of yet.
+
+        What it left in its process group is killed: orphans hold connections on which others would wait.
+        """
         while True:
             for process in self._processes:
                 if not process.running and process.pid not in self._told:
                     self._told.add(process.pid)
+                    process.signal_group(signal.SIGKILL)
                     return process
             running = [process.exited for process in self._processes if process.running]
             if not running:

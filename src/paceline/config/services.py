@@ -87,8 +87,8 @@ class WeightsConfig(Section):
         "auto", description="auto: nccl between GPUs, else gloo."
     )
     round_mib: int = Field(256, gt=0, description="Staging per round and peer.")
-    push_timeout_s: float = Field(120.0, gt=0, description="Longest that one push may take.")
-    join_timeout_s: float = Field(120.0, gt=0, description="Longest that forming the group may take.")
+    push_timeout_s: float = Field(30.0, gt=0, description="Longest that one push may take.")
+    join_timeout_s: float = Field(60.0, gt=0, description="Longest that forming the group may take.")
 
 
 class ServiceConfig(Section):

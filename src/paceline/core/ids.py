@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import re
 import secrets
 import time
 from dataclasses import dataclass
@@ -56,3 +57,8 @@ def sample_seed(*, run_seed: int, step: int, prompt_id: int, sample_index: int) 
 def new_run_id(name: str = "run") -> str:
     """A run id that sorts by start time: NAME-YYYYMMDD-HHMMSS-xxxx (UTC)."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+
+
+def run_id_for(folder_name: str, name: str) -> str:
+    """The id of a run in a folder: the folder's own name where `new_run_id` made it, else a new id."""
+    return folder_name if re.fullmatch(r".+-\d{8}-\d{6}-[0-9a-f]{4}", folder_name) else new_run_id(name)

@@ -28,7 +28,7 @@ from paceline.controller.watch import EventHub
 from paceline.controller.weight_push import WeightPush
 from paceline.core.clock import SystemClock
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
-from paceline.core.ids import new_run_id
+from paceline.core.ids import run_id_for
 from paceline.core.members import MemberKind
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import PromptSet, load_tokenizer, stop_token_ids
@@ -81,7 +81,9 @@ async def serve(context: ServiceContext, options: Options) -> None:
     _log_inputs(inputs)
     resumed = checkpoints.newest(options.run_dir) if config.trainer.resume == "auto" else None
     progress = Progress()
-    run_id = _resume(config, inputs, progress, resumed) or new_run_id(config.trainer.name)
+    run_id = _resume(config, inputs, progress, resumed) or run_id_for(
+        options.run_dir.name, config.trainer.name
+    )
     telemetry.setup(
         "controller",
         run_dir=options.run_dir,

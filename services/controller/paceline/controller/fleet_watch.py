@@ -42,12 +42,7 @@ class FleetWatch:
             for change in changes
         )
         for change in changes:
-            if change.what in ("registered", "suspect", "dead", "alive") or change.what in (
-                "state:stale",
-                "state:ready",
-            ):
-                reason = f": {change.reason}" if change.reason else ""
-                self._hub.notice(f"{change.member.member_id} is {change.what.removeprefix('state:')}{reason}")
+            self._tell(change)
         async with self._changed:
             self._changed.notify_all()
 

@@ -27,7 +27,7 @@ from paceline.controller.checkpoints import ControllerState
 from paceline.controller.collect import Collected, Collector, Order
 from paceline.controller.fleet_watch import FleetWatch
 from paceline.controller.journal import Journal
-from paceline.controller.membership import Member
+from paceline.controller.membership import Health, Member
 from paceline.controller.peers import Peers
 from paceline.controller.phases import Phase
 from paceline.controller.records import MetricsFile, write_trajectories
@@ -314,7 +314,8 @@ class Sequencer:
 
     def _ready_rollouts(self) -> list[Member]:
         members = self._fleet.fleet.usable(MemberKind.ROLLOUT)
-        return [m for m in members if m.state in ("stale", "syncing", "serving")]
+        # A suspect one is left out of a push; if it comes back it is a newcomer, with weights to get.
+        return [m for m in members if m.health is Health.ALIVE and m.state in ("stale", "syncing", "serving")]
 
     @property
     def _learner(self) -> Member:

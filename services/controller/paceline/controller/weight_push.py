@@ -143,6 +143,10 @@ class WeightPush:
         if epoch is None:
             raise WeightSyncError("no weight group is formed; a push needs one")
         began = time.monotonic()
+        # A server that died since the last heartbeat would hold up the learner, which cannot know, for the whole deadline.
+        if not await self._all_answer(epoch.rollouts):
+            await self.dissolve()
+            return None
 
         async def receive(member: Member) -> Received:
             return await self._peers.receive(member, epoch=epoch.number, version=version)
@@ -171,6 +175,13 @@ class WeightPush:
             raise PeerLostError("no rollout server committed the new weights; none is left", peer="rollout")
         pause_ms = (time.monotonic() - began) * 1e3
         return PushOutcome(policy=policy, metrics=_metrics(published, received, pause_ms))
+
+    async def _all_answer(self, rollouts: list[Member]) -> bool:
+        async def ping(member: Member) -> bool:
+            await self._peers.ping(member)
+            return True
+
+        return len(await self._each(rollouts, ping)) == len(rollouts)
 
     async def dissolve(self) -> None:
         """Lets go of the epoch in being, as far as its members still answer."""
