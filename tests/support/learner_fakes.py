@@ -20,7 +20,9 @@ VOCAB_SIZE = 48
 POLICY = PolicyTag(version=0, digest="0123456789abcdef")
 
 
-def write_model(folder: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Path:
+def write_model(
+    folder: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = VOCAB_SIZE, hidden_size: int = 24
+) -> Path:
     """A Qwen2 model of some twenty thousand parameters with sizes that two ranks cannot share evenly."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -29,7 +31,7 @@ def write_model(folder: Path, *, tied: bool = False, seed: int = 0, vocab_size: 
     logging.disable_progress_bar()
     config = Qwen2Config(
         vocab_size=vocab_size,
-        hidden_size=24,
+        hidden_size=hidden_size,
         intermediate_size=41,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -50,7 +52,7 @@ def write_model(folder: Path, *, tied: bool = False, seed: int = 0, vocab_size: 
     return folder
 
 
-def run_config(model: Path, **sections: dict[str, Any]) -> RunConfig:
+def run_config(folder: Path, /, **sections: dict[str, Any]) -> RunConfig:
     """A run of 8 prompts x 4 samples in two mini-batches, with critic, reference and adaptive KL; sections are merged in."""
     tree: dict[str, dict[str, Any]] = {
         "data": {
@@ -59,7 +61,7 @@ def run_config(model: Path, **sections: dict[str, Any]) -> RunConfig:
             "max_prompt_length": 16,
             "max_response_length": 8,
         },
-        "model": {"path": str(model)},
+        "model": {"path": str(folder)},
         "actor": {"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 128, "optim": {"lr": 1e-3}},
         "critic": {"optim": {"lr": 1e-3}},
         "algorithm": {

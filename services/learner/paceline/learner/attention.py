@@ -117,7 +117,7 @@ def packed_attention(
             "set attention dropout to 0 in the model's config.json, or use another model"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
         out = _varlen(q, k, v, packed, scaling, sliding_window)
     else:
         out = _blockwise(q, k, v, packed, scaling, sliding_window)
