@@ -216,6 +216,50 @@ async def test_a_server_that_died_unnoticed_does_not_hold_up_a_push(tmp_path: Pa
         ]
 
 
+@pytest.mark.parametrize("known", [True, False])
+async def test_who_only_lost_a_peer_stays(known: bool, tmp_path: Path) -> None:
+    """A server that dies in a push takes its peers' connections along: all fail, one is put out. Where its own call is answered by nobody
+    that shows it; else the learner names its rank."""
+    async with run(tmp_path, trainer__val_before_train=False) as it:
+        await it.enlist_all()
+        receive, publish = it.peers.receive, it.peers.publish
+
+        async def failing_receive(member: Any, **kwargs: Any) -> Any:
+            if kwargs["version"] == 1 and kwargs["epoch"] == 1:
+                culprit = member.member_id == "rollout-1" and known
+                raise PeerLostError("connection closed", peer="rollout-1" if culprit else "learner rank 0")
+            return await receive(member, **kwargs)
+
+        async def failing_publish(member: Any, **kwargs: Any) -> Any:
+            if kwargs["version"] == 1 and kwargs["epoch"] == 1:
+                raise PeerLostError("connection closed", peer="rollout rank 1")
+            return await publish(member, **kwargs)
+
+        it.peers.receive, it.peers.publish = failing_receive, failing_publish  # type: ignore[method-assign]
+        await it.go()
+        assert [m.member_id for m in it.fleet.fleet.usable(MemberKind.ROLLOUT)] == ["rollout-0"]
+        assert [c for c in it.peers.calls if c.startswith("train")] == ["train 1", "train 2"]
+        assert violations(it.events(), num_samples=2) == []
+
+
+async def test_a_learner_that_is_lost_in_a_push_ends_the_run_and_nobody_else_is_blamed(
+    tmp_path: Path,
+) -> None:
+    async with run(tmp_path, trainer__val_before_train=False) as it:
+        await it.enlist_all()
+
+        async def receive(member: Any, **kwargs: Any) -> Any:
+            raise PeerLostError("connection closed", peer="learner rank 0")
+
+        async def publish(member: Any, **kwargs: Any) -> Any:
+            raise PeerLostError("the learner went away", peer="learner")
+
+        it.peers.receive, it.peers.publish = receive, publish  # type: ignore[method-assign]
+        with pytest.raises(PeerLostError, match="the learner went away"):
+            await it.go()
+        assert len(it.fleet.fleet.usable(MemberKind.ROLLOUT)) == 2
+
+
 async def test_a_newcomer_gets_the_current_version_before_the_next_step(tmp_path: Path) -> None:
     async with run(tmp_path, rollout__replicas=1) as it:
         await it.enlist("learner", MemberKind.LEARNER, "ready")

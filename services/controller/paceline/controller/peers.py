@@ -19,6 +19,9 @@ from paceline.reshard.verdict import DigestReport
 from paceline.rpc.v1 import common_pb2, learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from paceline.service.channels import call, connect
 
+# Beyond the time that a rank may wait for another within a join or a push: the rank's own word, which names the culprit, comes first.
+_SPREAD_S = 15.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerWeights:
@@ -234,11 +237,11 @@ class Peers:
 
     @property
     def _join_s(self) -> float:
-        return self._config.weights.join_timeout_s
+        return self._config.weights.join_timeout_s + _SPREAD_S
 
     @property
     def _push_s(self) -> float:
-        return self._config.weights.push_timeout_s
+        return self._config.weights.push_timeout_s + _SPREAD_S
 
 
 def _unpack_reports(data: bytes) -> tuple[DigestReport, ...]:

@@ -3,8 +3,9 @@
     form:  describe all -> one spec -> all join at once -> epoch e
     push:  learner publishes while every server of the epoch receives -> digests compared -> servers commit
 
-A server that fails in either is put out of the fleet; the rest form a new epoch and go on. Nobody serves a version whose digests were
-not compared.
+A server that fails in either is put out of the fleet; the rest form a new epoch and go on. A member that gives up cuts all of its
+connections, so that failures spread: who only reports that another went away is not to blame. Nobody serves a version whose digests
+were not compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 from paceline.config.run import RunConfig
 from paceline.controller.membership import Member
 from paceline.controller.peers import Peers, Published, Received
-from paceline.core.errors import PacelineError, PeerLostError, WeightSyncError
+from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, WeightSyncError
 from paceline.core.policy import PolicyTag
 from paceline.reshard.spec import WeightGroupSpec
 from paceline.reshard.verdict import digests_agree
@@ -29,11 +30,12 @@ Expel = Callable[[Member, str], Coroutine[Any, Any, None]]
 
 @dataclass(kw_only=True, slots=True)
 class Epoch:
-    """A formed weight group: its number and who is in it."""
+    """A formed weight group: its number, who is in it, and whose each rollout rank is."""
 
     number: int
     learner: Member
     rollouts: list[Member] = field(default_factory=list)
+    owners: list[Member] = field(default_factory=list)
 
     def holds(self, learner: Member, rollouts: list[Member]) -> bool:
         """Whether it is made of exactly these incarnations."""
@@ -101,10 +103,11 @@ class WeightPush:
                 round_bytes=self._config.weights.round_mib << 20,
                 timeout_s=self._config.weights.join_timeout_s,
             )
-            offsets, offset = {}, len(weights.layouts)
+            offsets: dict[str, int] = {}
+            owners: list[Member] = []
             for member in rollouts:
-                offsets[member.member_id] = offset
-                offset += len(layouts[member.member_id])
+                offsets[member.member_id] = len(weights.layouts) + len(owners)
+                owners += [member] * len(layouts[member.member_id])
             packed, number = spec.to_bytes(), self._last_number
 
             async def join(
@@ -118,15 +121,15 @@ class WeightPush:
                 )
                 return True
 
-            self._epoch = Epoch(number=number, learner=learner, rollouts=list(rollouts))
+            self._epoch = Epoch(number=number, learner=learner, rollouts=list(rollouts), owners=owners)
             joining = asyncio.create_task(
                 self._peers.join_learner(learner, epoch=number, spec=packed), name="join learner"
             )
-            joined = await self._each(rollouts, join)
-            outcome = (await asyncio.gather(joining, return_exceptions=True))[0]
+            joined = await self._each(rollouts, join, beside=joining)
+            outcome = joining.exception()
             if len(joined) == len(rollouts) and outcome is None:
                 return weights.version
-            if len(joined) == len(rollouts) and isinstance(outcome, BaseException):
+            if outcome is not None and (len(joined) == len(rollouts) or _is_lost(learner, outcome)):
                 raise outcome
             await self.dissolve()
             rollouts = [m for m in rollouts if m.usable]
@@ -154,15 +157,12 @@ class WeightPush:
         sending = asyncio.create_task(
             self._peers.publish(epoch.learner, epoch=epoch.number, version=version), name="publish weights"
         )
-        received = await self._each(epoch.rollouts, receive)
-        published = (await asyncio.gather(sending, return_exceptions=True))[0]
-        if len(received) < len(epoch.rollouts):
-            if isinstance(published, PeerLostError):
-                raise published
+        received = await self._each(epoch.rollouts, receive, beside=sending)
+        failure = sending.exception()
+        if len(received) < len(epoch.rollouts) and not (failure and _is_lost(epoch.learner, failure)):
             await self.dissolve()
             return None
-        if isinstance(published, BaseException):
-            raise published
+        published = sending.result()
         digests_agree(published.report, [report for mine in received.values() for report in mine.reports])
         policy = PolicyTag(version=version, digest=published.digest)
 
@@ -196,23 +196,61 @@ class WeightPush:
             raise outcomes[0]
 
     async def _each(
-        self, members: list[Member], act: Callable[[Member], Coroutine[Any, Any, T]]
+        self,
+        members: list[Member],
+        act: Callable[[Member], Coroutine[Any, Any, T]],
+        *,
+        beside: asyncio.Task[Any] | None = None,
     ) -> dict[str, T]:
-        """Calls all at once; who fails is expelled. Results by member id, in the members' order."""
+        """Calls all at once and waits for them and for what the learner does `beside`; who is to blame for a failure is expelled.
+
+        Returns results by member id, in the members' order, without those that failed.
+        """
         outcomes = await asyncio.gather(*(act(m) for m in members), return_exceptions=True)
+        if beside is not None:
+            await asyncio.wait([beside])
         good: dict[str, T] = {}
+        failed: list[tuple[Member, PacelineError]] = []
         for member, outcome in zip(members, outcomes, strict=True):
             if isinstance(outcome, PacelineError):
-                await self._expel(member, f"{type(outcome).__name__}: {outcome}")
+                failed.append((member, outcome))
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
                 good[member.member_id] = outcome
+        for member, error in self._to_blame(failed, beside.exception() if beside else None):
+            await self._expel(member, f"{type(error).__name__}: {error}")
         return good
+
+    def _to_blame(
+        self, failed: list[tuple[Member, PacelineError]], learners: BaseException | None
+    ) -> list[tuple[Member, PacelineError]]:
+        """Of those that failed: who did so by itself, else whom the learner names, else all, lest the same happen for ever."""
+        if self._epoch is not None and learners is not None and _is_lost(self._epoch.learner, learners):
+            return []
+        by_themselves = [(m, e) for m, e in failed if _peer(e) in (None, m.member_id)]
+        if by_themselves:
+            return by_themselves
+        owners = self._epoch.owners if self._epoch is not None else []
+        named = next(
+            (m for k, m in enumerate(owners) if learners and _peer(learners) == f"rollout rank {k}"), None
+        )
+        return [(m, e) for m, e in failed if m is named] or failed
 
     def _backend(self, learner_device: str) -> str:
         wanted = self._config.weights.backend
         return wanted if wanted != "auto" else "nccl" if learner_device == "cuda" else "gloo"
+
+
+def _peer(error: BaseException) -> str | None:
+    """Whom an error says to have waited for or lost; None for an error of another kind."""
+    return error.peer if isinstance(error, PeerLostError | DeadlineError) else None
+
+
+def _is_lost(learner: Member, error: BaseException) -> bool:
+    """Whether an error of a call to the learner means that it is gone or hangs itself, rather than somebody that it was to send to."""
+    peer = _peer(error)
+    return peer is not None and (peer == learner.member_id or peer.startswith("learner"))
 
 
 def _metrics(published: Published, received: dict[str, Received], pause_ms: float) -> dict[str, float]:
