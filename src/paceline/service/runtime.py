@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
@@ -18,6 +19,8 @@ from paceline.service.shutdown import ShutdownStack, Step
 log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A parent of several threads that is killed makes the kernel send its death signal more than once: that is not impatience.
+_SAME_SIGNAL_S = 0.5
 
 
 class ServiceContext:
@@ -96,11 +99,15 @@ async def _serve(main: Main, name: str, grace_s: float) -> None:
 def _signals(context: ServiceContext, grace_s: float) -> Iterator[None]:
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     timer: list[asyncio.TimerHandle] = []
+    asked_at = -math.inf
 
     def on_signal(number: int) -> None:
+        nonlocal asked_at
         if context.stopping.is_set() and timer:
-            _cancel(me)
+            if loop.time() - asked_at >= _SAME_SIGNAL_S:
+                _cancel(me)
             return
+        asked_at = loop.time()
         context.stop(signal.Signals(number).name)
         timer.append(loop.call_later(grace_s, _cancel, me))
 
