@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
 
 from paceline.rollout.app import Options, RolloutApp
+from paceline.rollout.vllm_engine import end_processes
 from paceline.service.runtime import ServiceContext, run_service
 
 
@@ -36,4 +39,9 @@ def main(argv: list[str] | None = None) -> int:
 
 # The engine's processes import this module again: without the guard each would start a service of its own.
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    end_processes()
+    logging.shutdown()
+    sys.stdout.flush()
+    # Not sys.exit: a thread that is still starting an engine which nobody wants any more would hold the interpreter's end.
+    os._exit(code)

@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import gc
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 PEER = "engine"
 _SHUTDOWN_S = 3
+_WORKER_END_S = 0.5
 
 
 class VllmEngine:
@@ -72,13 +74,12 @@ class VllmEngine:
         started = time.monotonic()
         # Handed over in a list: the thread's frame would hold a returned engine to the interpreter's end, when its finalizer fails.
         built: list[Any] = []
-        building = asyncio.ensure_future(
-            asyncio.to_thread(lambda: built.append(_build(config, load_format, worker_extension)))
-        )
+        building = _in_daemon(lambda: built.append(_build(config, load_format, worker_extension)))
         try:
             await asyncio.shield(building)
         except asyncio.CancelledError:
-            # A thread cannot be cancelled; without its processes it fails at once.
+            # A thread cannot be cancelled; without its processes it fails at once, or it is importing and has none yet: then the
+            # process ends under it (see `__main__`).
             _end(psutil.Process().children(recursive=True))
             await asyncio.wait([building], timeout=_SHUTDOWN_S)
             raise
@@ -163,23 +164,70 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is None:
             return
-        processes = psutil.Process().children(recursive=True)
+        me = psutil.Process()
+        processes, cores = me.children(recursive=True), me.children()
+        workers = [process for process in processes if process not in cores]
         # Else the task that reads the engine's outputs would report its end as a failure.
         if llm.output_handler is not None:
             llm.output_handler.cancel()
-        await asyncio.to_thread(llm.shutdown, timeout=_SHUTDOWN_S)
+        ending = asyncio.ensure_future(asyncio.to_thread(llm.shutdown, timeout=_SHUTDOWN_S))
+        # A worker holds nothing worth seconds of dismantling. Once it is gone, the engine core cleans up after both.
+        await asyncio.wait([ending], timeout=_WORKER_END_S)
+        _end(workers)
+        await ending
         await asyncio.to_thread(_end, processes)
         del llm
         gc.unfreeze()
         gc.collect()
 
 
+def _in_daemon(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Like `asyncio.to_thread`, but neither the loop's end nor the interpreter's waits for the thread."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            work()
+        except BaseException as raised:  # noqa: BLE001  handed to the event loop, which raises it
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            loop.call_soon_threadsafe(settle, error)
+
+    threading.Thread(target=run, name="engine start", daemon=True).start()
+    return done
+
+
+def end_processes() -> None:
+    """Kills whatever is below this process, also what another thread starts meanwhile."""
+    for _ in range(_SHUTDOWN_S):
+        children = [child for child in psutil.Process().children(recursive=True) if not _is_tracker(child)]
+        if not children:
+            return
+        _end(children)
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """multiprocessing's tracker goes by itself, and unlinks the shared memory of those that were killed."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "resource_tracker" in " ".join(process.cmdline())
+    return True
+
+
 def _end(processes: Sequence[psutil.Process]) -> None:
     """Kills what is left: an engine core that had to be killed itself leaves its workers behind."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            # multiprocessing's tracker goes by itself, and unlinks the shared memory of those that were killed.
-            if "resource_tracker" not in " ".join(process.cmdline()):
+            if not _is_tracker(process):
                 process.kill()
     psutil.wait_procs(processes, timeout=1.0)
 
