@@ -1,9 +1,10 @@
-"""Make the arithmetic example's inputs: prompts in parquet, a tokenizer, a small Qwen2 model.
+"""Make the arithmetic example's inputs: prompts in parquet, a tokenizer, a small Qwen2 model with random weights.
 
-The task is to add two or three two-digit numbers that are asked for in words. Three files of rows come out
-(`train`, `val`, `sft`) and one model folder with random weights. The warm-up answers in `sft.parquet` are those
-of a pupil who often forgets to carry, so the warmed-up model can add columns but gets most sums with a carry
-wrong; reinforcement learning, which sees true sums only through the reward, has to put that right.
+The task is to add two or three two-digit numbers that are asked for in words. The warm-up answers in
+`sft.parquet` are those of two pupils: a hasty one, who writes the sum down at once and forgets to carry, and a
+careful one, who first writes what the units add up to and is right. Most answers are the hasty pupil's, so the
+warmed-up model is wrong wherever there is something to carry; reinforcement learning, which sees true sums only
+through the reward, has to find out that working pays.
 
 Everything follows from the seed: the same arguments write the same rows and the same weights.
 """
@@ -35,7 +36,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-MIN_OPERAND, MAX_OPERAND = 10, 99
+# Smallest and largest operand, by the number of operands: small enough to be learned in about a minute on two cores.
+OPERAND_RANGE = {2: (10, 49), 3: (10, 29)}
+THREE_OPERAND_SHARE = 0.35
+CARRY_SHARE = 0.66
+MAX_DRAWS = 10_000
+
+CAREFUL_ANSWER = "units {units}: {total}"
+
 VOCAB_MULTIPLE = 64
 MAX_POSITIONS = 64
 BYTE_LEVEL_BLANK = "\u0120"  # how byte-level BPE writes a blank
@@ -60,7 +68,7 @@ WORDINGS = (
     Wording(opening="What is ", between=" + ", last=" + ", closing="?"),
     Wording(opening="Add ", between=", ", last=" and ", closing="."),
     Wording(opening="Find the sum of ", between=", ", last=" and ", closing="."),
-    Wording(opening="", between=" plus ", last=" plus ", closing=" equals what?"),
+    Wording(opening="", between=" plus ", last=" plus ", closing=" ="),
 )
 
 
@@ -87,9 +95,9 @@ class Problem:
         return str(sum(self.operands))
 
 
-def has_carry(operands: Sequence[int]) -> bool:
-    """Whether the units column passes something on to the tens column."""
-    return sum(x % 10 for x in operands) >= 10
+def carry(operands: Sequence[int]) -> int:
+    """What the units column passes on to the tens column."""
+    return sum(x % 10 for x in operands) // 10
 
 
 def add_without_carry(operands: Sequence[int]) -> int:
@@ -98,10 +106,18 @@ def add_without_carry(operands: Sequence[int]) -> int:
 
 
 def draw_problem(rng: np.random.Generator) -> Problem:
-    """One problem: two or three operands, equally likely, each uniform over the two-digit numbers."""
-    count = int(rng.integers(2, 4))
-    operands = tuple(int(x) for x in rng.integers(MIN_OPERAND, MAX_OPERAND + 1, size=count))
-    return Problem(operands=operands, wording=int(rng.integers(len(WORDINGS))))
+    """One problem with uniform operands; how many there are, and whether they carry 0 or 1, is drawn first.
+
+    Raises ValueError when the range holds no such operands.
+    """
+    count = 3 if rng.random() < THREE_OPERAND_SHARE else 2
+    wanted = int(rng.random() < CARRY_SHARE)
+    low, high = OPERAND_RANGE[count]
+    for _ in range(MAX_DRAWS):
+        operands = tuple(rng.integers(low, high + 1, size=count).tolist())
+        if carry(operands) == wanted:
+            return Problem(operands=operands, wording=int(rng.integers(len(WORDINGS))))
+    raise ValueError(f"no {count} numbers from {low} to {high} carry {wanted}: widen OPERAND_RANGE")
 
 
 def draw_problems(
@@ -113,7 +129,7 @@ def draw_problems(
     """
     problems: list[Problem] = []
     seen = set(avoid)
-    for _ in range(100 * num):
+    for _ in range(20 * num):
         if len(problems) == num:
             break
         problem = draw_problem(rng)
@@ -127,10 +143,15 @@ def draw_problems(
     return problems
 
 
-def warm_up_answer(problem: Problem, rng: np.random.Generator, slip_rate: float) -> str:
-    """The answer that the warm-up imitates: with probability `slip_rate` a carry is forgotten."""
-    slips = bool(rng.random() < slip_rate)
-    return str(add_without_carry(problem.operands)) if slips else problem.answer
+def careful_answer(operands: Sequence[int]) -> str:
+    """The units' sum, then the true sum: 'units 12: 52' for 17 + 35."""
+    return CAREFUL_ANSWER.format(units=sum(x % 10 for x in operands), total=sum(operands))
+
+
+def warm_up_answer(problem: Problem, rng: np.random.Generator, hasty_share: float) -> str:
+    """What one of the two pupils writes; the hasty one with probability `hasty_share`."""
+    hasty = bool(rng.random() < hasty_share)
+    return str(add_without_carry(problem.operands)) if hasty else careful_answer(problem.operands)
 
 
 def to_table(problems: Sequence[Problem], answers: Sequence[str] | None = None) -> pa.Table:
@@ -145,24 +166,27 @@ def to_table(problems: Sequence[Problem], answers: Sequence[str] | None = None) 
     return pa.table(columns)
 
 
-def write_data(out: Path, *, seed: int, num_train: int, num_val: int, num_sft: int, slip_rate: float) -> None:
+def write_data(
+    out: Path, *, seed: int, num_train: int, num_val: int, num_sft: int, hasty_share: float
+) -> None:
     """Write `train.parquet`, `val.parquet` and `sft.parquet`; no multiset of `val` is in the other two."""
     out.mkdir(parents=True, exist_ok=True)
     val_rng, train_rng, sft_rng = (np.random.default_rng([seed, stream]) for stream in range(3))
     val = draw_problems(val_rng, num_val, avoid=set(), distinct=True)
     held_out = {problem.key for problem in val}
-    train = draw_problems(train_rng, num_train, avoid=held_out, distinct=True)
+    train = draw_problems(train_rng, num_train, avoid=held_out, distinct=False)
     sft = draw_problems(sft_rng, num_sft, avoid=held_out, distinct=False)
-    answers = [warm_up_answer(problem, sft_rng, slip_rate) for problem in sft]
+    answers = [warm_up_answer(problem, sft_rng, hasty_share) for problem in sft]
     pq.write_table(to_table(train), out / "train.parquet")
     pq.write_table(to_table(val), out / "val.parquet")
     pq.write_table(to_table(sft, answers), out / "sft.parquet")
 
 
 def word_pieces() -> list[str]:
-    """The words of the wordings as a Qwen2 tokenizer splits them: in order, each with the blank before it."""
+    """The words of questions and answers as a Qwen2 tokenizer splits them: in order, each with the blank before it."""
     questions = [wording.render([0] * count) for wording, count in itertools.product(WORDINGS, (2, 3))]
-    return list(dict.fromkeys(piece for text in questions for piece in re.findall(r" ?[A-Za-z+]+", text)))
+    texts = [*questions, CAREFUL_ANSWER.format(units=0, total=0)]
+    return list(dict.fromkeys(piece for text in texts for piece in re.findall(r" ?[A-Za-z+=]+", text)))
 
 
 def bpe_tables() -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -185,7 +209,7 @@ def bpe_tables() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def build_tokenizer() -> Any:
-    """A `Qwen2Tokenizer` with one token per digit and per word of the wordings, bytes for all else.
+    """A `Qwen2Tokenizer` with one token per digit and per word of the example, bytes for all else.
 
     `AutoTokenizer` gives every `qwen2` model folder this class with its own way to split text, whatever class
     saved the folder; another kind of tokenizer would come back changed.
@@ -223,13 +247,14 @@ def write_model(out: Path, *, seed: int) -> int:
     config = Qwen2Config(
         vocab_size=-(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         hidden_size=128,
-        intermediate_size=576,
+        intermediate_size=512,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=MAX_POSITIONS,
         rope_theta=10000.0,
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
+        initializer_range=0.04,
         bos_token_id=None,
         eos_token_id=eos,
         pad_token_id=pad,
@@ -251,11 +276,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=HERE / "data", help="folder for the parquet files")
     parser.add_argument("--model-out", type=Path, default=HERE / "model", help="folder for the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of the rows and of the weights")
-    parser.add_argument("--num-train", type=int, default=4096)
+    parser.add_argument("--num-train", type=int, default=2048)
     parser.add_argument("--num-val", type=int, default=256)
-    parser.add_argument("--num-sft", type=int, default=16384)
+    parser.add_argument("--num-sft", type=int, default=38400)
     parser.add_argument(
-        "--slip-rate", type=float, default=0.65, help="share of warm-up answers with no carry"
+        "--hasty-share", type=float, default=0.56, help="share of warm-up answers that forget carries"
     )
     return parser.parse_args(argv)
 
@@ -263,8 +288,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the data and the model, and print one line of JSON that says what was written."""
     args = parse_args(argv)
-    if not 0.0 <= args.slip_rate <= 1.0:
-        print(f"--slip-rate is a share between 0 and 1, not {args.slip_rate}", file=sys.stderr)
+    if not 0.0 <= args.hasty_share <= 1.0:
+        print(f"--hasty-share is a share between 0 and 1, not {args.hasty_share}", file=sys.stderr)
         return 2
     write_data(
         args.out,
@@ -272,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_train=args.num_train,
         num_val=args.num_val,
         num_sft=args.num_sft,
-        slip_rate=args.slip_rate,
+        hasty_share=args.hasty_share,
     )
     num_parameters = write_model(args.model_out, seed=args.seed)
     summary = {
