@@ -21,7 +21,10 @@ def gpu_indices() -> list[int]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [int(word) for word in visible.split(",") if word.strip().isdigit()]
-    return list(range(len(list(_NVIDIA.iterdir())))) if _NVIDIA.is_dir() else []
+    if _NVIDIA.is_dir():
+        return list(range(len(list(_NVIDIA.iterdir()))))
+    # Some sandboxes show the devices alone.
+    return sorted(int(path.name.removeprefix("nvidia")) for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -84,7 +84,7 @@ class WeightsConfig(Section):
     """The weight push."""
 
     backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="auto: nccl between GPUs, else gloo."
+        "auto", description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU."
     )
     round_mib: int = Field(256, gt=0, description="Staging per round and peer.")
     push_timeout_s: float = Field(30.0, gt=0, description="Longest that one push may take.")

@@ -100,8 +100,12 @@ class TensorDigester:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._tables: dict[object, torch.Tensor] = {}
+
+    def factors(self, global_shape: tuple[int, ...], box: Box) -> tuple[torch.Tensor, torch.Tensor]:
+        """R of the box's rows and K of its columns, int64 on the device."""
+        return self._row_table(box.stop[0])[box.start[0] : box.stop[0]], self._column_table(global_shape, box)
 
     def add(
         self, name: str, global_shape: tuple[int, ...], box: Box, values: torch.Tensor, dtype: torch.dtype
@@ -115,24 +119,26 @@ class TensorDigester:
         if tuple(values.shape) != box.shape:
             raise ValueError(f"{name}: values of shape {tuple(values.shape)} for a box of shape {box.shape}")
         pattern = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-        columns = self._column_table(global_shape, box)
-        rows = self._row_table(box.stop[0])[box.start[0] : box.stop[0]]
-        total = torch.zeros((), dtype=torch.int64, device=self._device)
-        chunk = _CHUNK if self._device.type == "cpu" else _CHUNK << 9
+        rows, columns = self.factors(global_shape, box)
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        chunk = _CHUNK if self.device.type == "cpu" else _CHUNK << 9
         step = max(1, chunk // max(1, columns.numel()))
         for first in range(0, box.shape[0], step):
             part = values[first : first + step].to(dtype).view(pattern)
             bits = part.reshape(part.shape[0], -1).to(torch.int64)
             total += (bits.mul_(columns).sum(dim=1) * rows[first : first + step]).sum()
-        return total * (_signed(name_factor(name)))
+        return total * (signed(name_factor(name)))
 
     def finish(self, totals: list[torch.Tensor]) -> list[int]:
         """The digests as integers in 0..2^64-1, in one transfer to the host."""
         import torch
 
-        if not totals:
-            return []
-        return [int(value) & MASK for value in torch.stack(totals).tolist()]
+        return self.read(torch.stack(totals)) if totals else []
+
+    @staticmethod
+    def read(totals: torch.Tensor) -> list[int]:
+        """The same of one int64 vector."""
+        return [value & MASK for value in totals.tolist()]
 
     def _column_table(self, global_shape: tuple[int, ...], box: Box) -> torch.Tensor:
         key = (global_shape[1:], box.start[1:], box.stop[1:])
@@ -149,9 +155,9 @@ class TensorDigester:
     def _upload(self, table: npt.NDArray[np.uint64]) -> torch.Tensor:
         import torch
 
-        return torch.from_numpy(table.view(np.int64).copy()).to(self._device)
+        return torch.from_numpy(table.view(np.int64).copy()).to(self.device)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The int64 that has the same bits as this unsigned one."""
     return value - (1 << 64) if value >> 63 else value

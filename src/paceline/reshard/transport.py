@@ -7,7 +7,8 @@ engine nothing of the learner. A push goes round by round, with two staging slot
     rollout     post the receive of round k + 1, wait for round k, scatter it into the parameters
 
 On CUDA the caller's stream packs and scatters, NCCL's own stream transfers, and a `wait` makes one stream wait
-for the other: the same order of calls overlaps all three. With gloo a `wait` blocks the thread.
+for the other: the same order of calls overlaps all three. With gloo a `wait` blocks the thread; staging is then in
+host memory, also for parameters on a GPU, which is the way for two sides that share one (NCCL refuses them).
 """
 
 from __future__ import annotations
@@ -100,8 +101,11 @@ class WeightGroup:
         self._rounds = self._layout_rounds()
         size = max((sum(n for _, n in messages) for messages in self._messages), default=0)
         num_slots = min(_NUM_SLOTS, plan.num_rounds)
+        self._wire_device = device if spec.backend == "nccl" else torch.device("cpu")
+        pinned = device.type == "cuda" and self._wire_device.type == "cpu"
         self._slots = [
-            torch.empty(size, dtype=DTYPES[spec.wire_dtype], device=device) for _ in range(num_slots)
+            torch.empty(size, dtype=DTYPES[spec.wire_dtype], device=self._wire_device, pin_memory=pinned)
+            for _ in range(num_slots)
         ]
 
     @classmethod
@@ -199,6 +203,7 @@ class WeightGroup:
     def sum_at_first(self, values: torch.Tensor, deadline: Deadline) -> torch.Tensor:
         """Adds up int64 vectors of the learner ranks; learner rank 0 gets the sum, the others their own back."""
         learners = range(1, self.spec.num_learners)
+        values = values.to(self._wire_device)
         with self._aborting():
             if self.rank != 0:
                 self._post([(values, 0)], [], _TAG_DIGESTS, deadline).wait(deadline)
@@ -288,7 +293,7 @@ class WeightGroup:
         learner = self.rank < num_learners
         mine = torch.zeros(_GREETING_BYTES, dtype=torch.uint8)
         mine[:32] = torch.frombuffer(bytearray(self.plan.fingerprint), dtype=torch.uint8)
-        mine = mine.to(self.device)
+        mine = mine.to(self._wire_device)
         targets = [*range(num_learners, world), *([0] if self.rank else [])] if learner else []
         origins = range(1, num_learners) if self.rank == 0 else range(0 if learner else num_learners)
         received = [(torch.empty_like(mine), origin) for origin in origins]

@@ -239,6 +239,9 @@ class WeightPush:
 
     def _backend(self, learner_device: str) -> str:
         wanted = self._config.weights.backend
+        mine, theirs = self._config.learner.devices or (), self._config.rollout.devices or ()
+        if wanted == "auto" and set(mine) & set(theirs):
+            return "gloo"  # NCCL refuses two ranks on one GPU
         return wanted if wanted != "auto" else "nccl" if learner_device == "cuda" else "gloo"
 
 

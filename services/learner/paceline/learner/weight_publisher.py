@@ -17,6 +17,7 @@ from paceline.core.errors import ModelError, WeightSyncError
 from paceline.reshard.boxes import Box
 from paceline.reshard.cover import Need, Supply, assign_sources
 from paceline.reshard.digest import TensorDigester
+from paceline.reshard.digest_job import DigestJob, DigestPart
 from paceline.reshard.layout import RankLayout, TensorSlice, chunk_rows
 from paceline.reshard.spec import WeightGroupSpec
 from paceline.reshard.transport import DTYPES, Deadline, WeightGroup, open_store
@@ -35,7 +36,7 @@ class PushResult:
         digests: every atom of the policy, summed over the learner ranks; on learner rank 0. Empty elsewhere.
         bytes: bytes that this rank sent.
         transfer_ms: from the first pack until the last message has left; the digest runs within it.
-        digest_ms: host time of this rank's digest.
+        digest_ms: time of this rank's digest, on the device where there is one.
         peak_extra_bytes: staging beside the parameters.
     """
 
@@ -75,6 +76,7 @@ class WeightPublisher:
         self._digester = TensorDigester(device)
         self._atoms: list[Atom] = []
         self._supplies: list[Supply] = []
+        self._job: tuple[tuple[int, ...], DigestJob] | None = None
 
     def layout(self) -> RankLayout:
         """What this rank holds, under the names of the Hugging Face state dict.
@@ -126,6 +128,7 @@ class WeightPublisher:
         ]
         supplies = assign_sources(spec.learner_layouts, needs)
         self._supplies = [supply for supply in supplies if supply.source == self._rank]
+        self._job = None
         self._group = WeightGroup.form(
             spec,
             rank=self._rank,
@@ -148,26 +151,13 @@ class WeightPublisher:
             raise WeightSyncError(f"version {version} cannot be published: no weight group has been joined")
         deadline = Deadline(f"weight push of version {version}", timeout_s or group.spec.timeout_s)
         shards = {name: _local(param) for name, param in self._parameters().items()}
-        wire_dtype = DTYPES[group.spec.wire_dtype]
-        shares = torch.zeros(len(self._atoms), dtype=torch.int64, device=self._device)
-        digest_ms = 0.0
-
-        def digest() -> None:
-            nonlocal digest_ms
-            began = time.perf_counter()
-            for supply in self._supplies:
-                part, box = supply.held, supply.box
-                values = shards[part.param][part.to_local(box).slices]
-                shares[supply.need] += self._digester.add(
-                    part.name, part.global_shape, box, values, wire_dtype
-                )
-            digest_ms = 1e3 * (time.perf_counter() - began)
-
+        job = self._digest_job(shards, DTYPES[group.spec.wire_dtype])
+        shares: list[torch.Tensor] = []
         began = time.perf_counter()
         try:
-            group.send(shards, deadline, digest)
+            group.send(shards, deadline, lambda: shares.append(job.run()))
             transfer_ms = 1e3 * (time.perf_counter() - began)
-            totals = group.sum_at_first(shares, deadline)
+            totals = group.sum_at_first(shares[0], deadline)
         except BaseException:
             self.leave()
             raise
@@ -176,7 +166,7 @@ class WeightPublisher:
             digests=self._report(version, totals),
             bytes=group.plan.sent_bytes(self._rank),
             transfer_ms=transfer_ms,
-            digest_ms=digest_ms,
+            digest_ms=job.last_ms,
             peak_extra_bytes=group.staging_bytes,
         )
 
@@ -186,10 +176,27 @@ class WeightPublisher:
             self._group.abort()
         self._group = None
 
+    def _digest_job(self, shards: dict[str, torch.Tensor], wire_dtype: torch.dtype) -> DigestJob:
+        """Made once per group, and again where a shard's storage has moved."""
+        places = tuple(shard.data_ptr() for shard in shards.values())
+        if self._job is None or self._job[0] != places:
+            parts = [
+                DigestPart(
+                    name=supply.held.name,
+                    global_shape=supply.held.global_shape,
+                    box=supply.box,
+                    values=shards[supply.held.param][supply.held.to_local(supply.box).slices],
+                    output=supply.need,
+                )
+                for supply in self._supplies
+            ]
+            self._job = places, DigestJob(self._digester, parts, len(self._atoms), wire_dtype)
+        return self._job[1]
+
     def _report(self, version: int, totals: torch.Tensor) -> DigestReport:
         if self._rank != 0:
             return DigestReport(rank=f"learner rank {self._rank}", version=version, slices=())
-        values = self._digester.finish(list(totals))
+        values = self._digester.read(totals)
         slices = tuple(
             SliceDigest(name=atom.name, global_shape=atom.global_shape, box=atom.box, value=value)
             for atom, value in zip(self._atoms, values, strict=True)

@@ -16,6 +16,7 @@ from torch import nn
 
 from paceline.core.errors import WeightSyncError
 from paceline.reshard.digest import TensorDigester
+from paceline.reshard.digest_job import DigestJob, DigestPart
 from paceline.reshard.layout import RankLayout, TensorSlice
 from paceline.reshard.plan import Piece
 from paceline.reshard.spec import WeightGroupSpec
@@ -51,14 +52,20 @@ class RankReceiver:
         self._model, self._device, self._load_full = model, device, load_full
         self._digester = TensorDigester(device)
         self._group: WeightGroup | None = None
+        self._layout: RankLayout | None = None
+        self._job: tuple[tuple[int, ...], DigestJob] | None = None
 
     def describe(self) -> RankLayout:
         """The slices that this rank needs."""
-        return describe_model(self._model)
+        if self._layout is None:
+            self._layout = describe_model(self._model)
+        return self._layout
 
     def join(self, spec: WeightGroupSpec, rank: int, timeout_s: float) -> None:
         """Leaves the group it is in, if any, and joins the one described as group rank `rank`."""
         self.leave()
+        # An engine may repack its weights after it was asked first: look again, once per group.
+        self._layout = None
         if not spec.num_learners <= rank < spec.world_size:
             raise WeightSyncError(
                 f"group rank {rank} is no rollout rank: those are {spec.num_learners}..{spec.world_size - 1}"
@@ -109,13 +116,28 @@ class RankReceiver:
                 "compared with the checkpoint's tensors; digests are taken while they are received"
             )
         params = dict(self._model.named_parameters())
-        totals = []
-        for part in slices:
-            values = params[part.param][part.local_box.slices]
-            totals.append(self._digester.add(part.name, part.global_shape, part.box, values, values.dtype))
-        found = zip(slices, self._digester.finish(totals), strict=True)
+        totals = self._digest_job(slices, params).run()
+        found = zip(slices, self._digester.read(totals), strict=True)
         digests = tuple(_slice_digest(part, value) for part, value in found)
         return DigestReport(rank=rank_name, version=version, slices=digests)
+
+    def _digest_job(self, slices: tuple[TensorSlice, ...], params: dict[str, nn.Parameter]) -> DigestJob:
+        """Made once, and again where a parameter's storage has moved."""
+        places = tuple(param.data_ptr() for param in params.values())
+        if self._job is None or self._job[0] != places:
+            parts = [
+                DigestPart(
+                    name=part.name,
+                    global_shape=part.global_shape,
+                    box=part.box,
+                    values=params[part.param].detach()[part.local_box.slices],
+                    output=index,
+                )
+                for index, part in enumerate(slices)
+            ]
+            job = DigestJob(self._digester, parts, len(parts), parts[0].values.dtype)
+            self._job = places, job
+        return self._job[1]
 
     def leave(self) -> None:
         """Cuts the connections of the current group. May be repeated."""
