@@ -221,7 +221,9 @@ async def test_the_vocabulary_is_the_models(engine: VllmEngine) -> None:
 
 
 # Last: it takes the engine down.
-async def test_a_dead_worker_is_noticed_and_shutdown_leaves_no_process(engine: VllmEngine) -> None:
+async def test_a_dead_worker_is_noticed_and_shutdown_leaves_no_process(
+    engine: VllmEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     children = [
         process
         for process in psutil.Process().children(recursive=True)
@@ -240,3 +242,4 @@ async def test_a_dead_worker_is_noticed_and_shutdown_leaves_no_process(engine: V
     await engine.shutdown()
     _, alive = psutil.wait_procs(children, timeout=5)
     assert alive == []
+    caplog.clear()  # vLLM's record of the failure holds on to the whole engine

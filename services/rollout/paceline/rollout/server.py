@@ -146,9 +146,10 @@ class RolloutServer:
 
     def _move(self, event: states.Event) -> None:
         before, self._standing = self._standing, states.advance(self._standing, event)
-        if before != self._standing:
-            policy = self._standing.policy
-            log.info(
-                "%s -> %s%s", before.state.value, self._standing.state.value, f" {policy}" if policy else ""
-            )
-            self._on_change()
+        after = self._standing
+        if after == before:
+            return
+        if after.state is not before.state:
+            policy = f" {after.policy}" if after.policy else ""
+            log.info("%s -> %s%s", before.state.value, after.state.value, policy)
+        self._on_change()
