@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 
 
 def letters(response: str, ground_truth: str) -> dict[str, float]:
@@ -12,9 +13,9 @@ def letters(response: str, ground_truth: str) -> dict[str, float]:
     return {"score": share, "length": float(len(response))}
 
 
-def moody(response: str, ground_truth: str, *, faults: str) -> object:
-    """As `letters`, but for ground truths named in `faults` ("39=raise,108=nan"; "*=raise" means all)."""
-    table = dict(entry.split("=") for entry in faults.split(","))
+def moody(response: str, ground_truth: str, *, faults_file: str) -> object:
+    """As `letters`, but for ground truths that the file names now ("39=raise,108=nan"; "*=raise" means all)."""
+    table = dict(entry.split("=") for entry in Path(faults_file).read_text().split(","))
     match table.get(ground_truth, table.get("*")):
         case "raise":
             raise KeyError(f"no rubric for {ground_truth}")

@@ -59,7 +59,7 @@ def tiny_config(inputs: Path, **sections: Mapping[str, Any]) -> dict[str, Any]:
         "learner": {"world_size": 2},
     }
     for name, section in sections.items():
-        tree[name] = tree.get(name, {}) | dict(section)
+        tree[name] = {**tree.get(name, {}), **section}
     return tree
 
 
@@ -121,7 +121,11 @@ class TrainingRun:
     def wait_for_phase(self, phase: str, step: int) -> None:
         self.wait_for(lambda e: e["event"] == "phase" and e["to"] == phase and e["step"] == step)
 
+    def wait_for_member(self, name: str) -> None:
+        self.wait_for(lambda e: e["event"] == "member" and e["member"] == name)
+
     def pid_of(self, name: str) -> int:
+        """By the launcher's note; "launcher" is its own."""
         return int(self.note["pids"][name])
 
     def kill_group(self, name: str) -> None:
