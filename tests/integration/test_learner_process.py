@@ -29,7 +29,7 @@ from paceline.wire.protobuf import batch_row_to_proto
 from support.fake_controller import FakeController, serve
 from support.learner_fakes import POLICY, make_batch, run_config, write_model
 
-pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(240)]
 
 TOKEN = "a secret of the run"
 

@@ -31,7 +31,7 @@ def alone() -> Iterator[Any]:
         leave_group()
 
 
-def run_ranks(function: str, world_size: int, *arguments: str, timeout_s: float = 50) -> list[Any]:
+def run_ranks(function: str, world_size: int, *arguments: str, timeout_s: float = 150) -> list[Any]:
     """Runs MODULE:FUNCTION(ranks, *arguments) in so many processes; returns what each printed, as JSON, by rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -109,13 +109,19 @@ def compute_advantages(
         gather=gather,
         rows=index,
     )
-    reference_kl = None
-    if penalty is not None:
-        sums = torch.stack([masked_mean(penalty, mask, dim=-1).double().sum()])
-        reference_kl = float(ranks.all_sum(sums).item()) / len(scores)
     metrics = _metrics(scores, token_rewards, advantages, returns, values, mask, ranks)
     prepared = _split(scored, advantages, returns)
-    return prepared, AdvantageSummary(reference_kl=reference_kl, num_sequences=len(scores), metrics=metrics)
+    return prepared, AdvantageSummary(
+        reference_kl=None if penalty is None else _mean_over_sequences(penalty, mask, len(scores), ranks),
+        num_sequences=len(scores),
+        metrics=metrics,
+    )
+
+
+def _mean_over_sequences(table: Tensor, mask: Tensor, num_sequences: int, ranks: Ranks) -> float:
+    """Mean over all ranks' sequences of each one's masked mean."""
+    total = ranks.all_sum(masked_mean(table, mask, dim=-1).double().sum().reshape(1))
+    return float(total.item()) / num_sequences
 
 
 def _stack(tables: Sequence[Tensor], scored: Sequence[Scored], longest: int) -> Tensor:

@@ -267,6 +267,7 @@ def _serve(
             known = Assignment.from_bytes(
                 broadcast_bytes(assignment.to_bytes() if assignment else b"", ranks)
             )
+            set_level(known.config.telemetry.log_level)
             learner = _build(known, ranks)
             publisher = WeightPublisher(
                 learner.actor.network.lm, device, _backend(known.config, device), host=known.publish_host
