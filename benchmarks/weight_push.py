@@ -139,11 +139,11 @@ class Receiver:
             self.digester.add(p.name, p.global_shape, p.box, self.params[p.param], torch.float32)
             for p in self.own.slices
         ]
-        values = self.digester.finish(totals)
+        found = self.digester.finish(totals)
         digest_ms = 1e3 * (time.perf_counter() - began)
         slices = tuple(
             SliceDigest(name=p.name, global_shape=p.global_shape, box=p.box, value=value)
-            for p, value in zip(self.own.slices, values, strict=True)
+            for p, value in zip(self.own.slices, found, strict=True)
         )
         return digest_ms, DigestReport(
             rank=f"rollout rank {self.rank}", version=version, slices=slices
@@ -199,7 +199,9 @@ def measure(config: dict[str, int], num_receivers: int, repeats: int) -> dict[st
     context, pipes, processes = get_context("spawn"), [], []
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    jobs = [(Learner, (rank, port, config)) for rank in range(NUM_LEARNERS)]
+    jobs: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (Learner, (rank, port, config)) for rank in range(NUM_LEARNERS)
+    ]
     jobs += [(Receiver, (rank, num_receivers)) for rank in range(num_receivers)]
     for make, arguments in jobs:
         ours, theirs = context.Pipe()

@@ -77,7 +77,7 @@ def run_plan(
     return params, counts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     case=dense_models(),
     num_learners=st.integers(1, 16),
