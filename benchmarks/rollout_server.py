@@ -143,6 +143,8 @@ def baseline_side(pipe: Connection, config: RunConfig) -> None:
         seconds = time.perf_counter() - started
         tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
         pipe.send(Outcome(tokens=tokens, seconds=seconds))
+    # A spawned process ends without finalizers; the engine's own processes would stay.
+    llm.llm_engine.engine_core.shutdown(timeout=3)
 
 
 # --- the server
@@ -189,16 +191,16 @@ async def _round(broker: Broker, load: Load) -> Outcome:
     groups = [_group(load, prompt_id, ids) for prompt_id, ids in enumerate(load.prompts())]
     started = time.perf_counter()
     await broker.append([Outgoing(stream=prompts, payload=encode_prompt_group(group)) for group in groups])
-    keys: list[str] = []
-    tokens = 0
-    while len(keys) < load.num_prompts * load.num_samples:
+    payloads: list[bytes] = []
+    while len(payloads) < load.num_prompts * load.num_samples:
         entries = await broker.read(results, names.REWARD_GROUP, "reader", max_entries=512, block_s=5.0)
         await broker.ack(results, names.REWARD_GROUP, [entry.entry_id for entry in entries])
-        for entry in entries:
-            header = decode_trajectory_header(entry.payload)
-            keys.append(header.blob_key)
-            tokens += header.num_response_tokens
+        payloads += [entry.payload for entry in entries]
     seconds = time.perf_counter() - started
+    # What a scorer does with them is not this server's time.
+    headers = [decode_trajectory_header(payload) for payload in payloads]
+    keys = [header.blob_key for header in headers]
+    tokens = sum(header.num_response_tokens for header in headers)
     await broker.delete_blobs(keys)
     await broker.trim(results)
     return Outcome(tokens=tokens, seconds=seconds)
