@@ -1,0 +1,135 @@
+"""What `weights.py` compares a push with: the same bytes as plain messages, and the usual gather and broadcast."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from paceline.reshard.spec import WeightGroupSpec
+from paceline.reshard.transport import DTYPES, Deadline, WeightGroup, _make_process_group
+
+TIMEOUT_S = 120.0
+BUFFER_BYTES = 1 << 30
+_EPOCHS_ASIDE = 1_000_000
+
+
+def plain_messages(group: WeightGroup, repeats: int) -> list[float]:
+    """Milliseconds of each of `repeats` rounds, back to back: one message per pair, of as many bytes as a push moves."""
+    first, sizes = group.spec.num_learners, dict[int, int]()
+    for (source, destination, _), size in group.plan.message_sizes.items():
+        ends = (source, destination + first)
+        if group.rank in ends:
+            peer = ends[1 - ends.index(group.rank)]
+            sizes[peer] = sizes.get(peer, 0) + size
+    sending, dtype = group.rank < first, DTYPES[group.spec.wire_dtype]
+    if sending:
+        shared = torch.ones(max(sizes.values()), dtype=dtype, device=group.device)
+        messages = [(shared[:size], peer) for peer, size in sizes.items()]
+    else:
+        messages = [
+            (torch.empty(size, dtype=dtype, device=group.device), peer) for peer, size in sizes.items()
+        ]
+    deadline = Deadline("plain messages", TIMEOUT_S)
+    marks = [mark(group.device)]
+    for number in range(repeats + 1):
+        ends = (messages, []) if sending else ([], messages)
+        group._post(*ends, 1 << 16 | number, deadline).wait(deadline)
+        marks.append(mark(group.device))
+    group._finish(deadline)
+    # The first includes waiting for the others to begin.
+    return [milliseconds(a, b) for a, b in itertools.pairwise(marks[1:])]
+
+
+def mark(device: torch.device) -> Any:
+    """A moment on the device's queue."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event: Any = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(begin: Any, end: Any) -> float:
+    """Between two moments that have passed."""
+    return float(1e3 * (end - begin)) if isinstance(begin, float) else float(begin.elapsed_time(end))
+
+
+class Broadcast:
+    """Learner rank 0 and all rollout ranks, for the usual way: full tensors, packed into large buffers, sent to all."""
+
+    def __init__(
+        self, spec: WeightGroupSpec, rank: int, device: torch.device, store: TCPStore | None
+    ) -> None:
+        spec = dataclasses.replace(
+            spec, epoch=spec.epoch + _EPOCHS_ASIDE, learner_layouts=spec.learner_layouts[:1]
+        )
+        deadline = Deadline("usual way", TIMEOUT_S)
+        if store is None:
+            left = deadline.remaining("learner rank 0")
+            store = TCPStore(spec.store_host, spec.store_port, timeout=left, wait_for_workers=False)
+        self._group, self._device = _make_process_group(spec, rank, store, deadline), device
+        self._dtype = DTYPES[spec.wire_dtype]
+        self._room = BUFFER_BYTES // self._dtype.itemsize
+        self._buffers: list[torch.Tensor] = []
+        # Connections are made by the first message.
+        self._group.broadcast([torch.zeros(1, device=device)]).wait()
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Learner rank 0's part; the tensors are full and may die after the call."""
+        filled, number, works = 0, 0, list[Any]()
+        for _, tensor in tensors:
+            if filled and filled + tensor.numel() > self._room:
+                works.append(self._group.broadcast([self._buffer(number)[:filled]]))
+                filled, number = 0, number + 1
+                if number >= 2:
+                    works[number - 2].wait()
+            self._buffer(number, tensor.numel())[filled : filled + tensor.numel()].copy_(tensor.reshape(-1))
+            filled += tensor.numel()
+        works.append(self._group.broadcast([self._buffer(number)[:filled]]))
+        for work in works[-2:]:
+            work.wait()
+
+    def receive(
+        self, tensors: list[tuple[str, list[int]]], load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
+    ) -> None:
+        """A rollout rank's part: `load` gets every tensor in full."""
+        batches: list[list[tuple[str, list[int], int]]] = [[]]
+        filled = 0
+        for name, shape in tensors:
+            size = torch.Size(shape).numel()
+            if filled and filled + size > self._room:
+                batches.append([])
+                filled = 0
+            batches[-1].append((name, shape, filled))
+            filled += size
+        works = [self._take(batches, 0)]
+        for number, batch in enumerate(batches):
+            if number + 1 < len(batches):
+                works.append(self._take(batches, number + 1))
+            works[number].wait()
+            buffer = self._buffer(number)
+            load((name, buffer[at : at + torch.Size(shape).numel()].view(shape)) for name, shape, at in batch)
+
+    def _take(self, batches: list[list[tuple[str, list[int], int]]], number: int) -> Any:
+        _, shape, at = batches[number][-1]
+        size = at + torch.Size(shape).numel()
+        return self._group.broadcast([self._buffer(number, size)[:size]])
+
+    def _buffer(self, number: int, size: int = 0) -> torch.Tensor:
+        """One of two; larger than usual where a single tensor is."""
+        while len(self._buffers) < 2:
+            self._buffers.append(torch.empty(self._room, dtype=self._dtype, device=self._device))
+        if self._buffers[number % 2].numel() < size:
+            self._buffers[number % 2] = torch.empty(size, dtype=self._dtype, device=self._device)
+        return self._buffers[number % 2]
+
+    def close(self) -> None:
+        """Lets go of connections and buffers."""
+        self._group.abort()
+        self._buffers = []

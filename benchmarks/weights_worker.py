@@ -1,0 +1,59 @@
+"""The worker extension of `weights.py`: the real one, with times of day in its answers and the two comparisons."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from weights_exchange import Broadcast, plain_messages
+
+from paceline.reshard.spec import WeightGroupSpec
+from paceline.rollout.worker_extension import PacelineWorkerExtension
+
+
+class TimedExtension(PacelineWorkerExtension):
+    """All methods are called through `collective_rpc`."""
+
+    def paceline_receive(self, version: int, timeout_s: float) -> dict[str, Any]:
+        """The real one, and when it began and had scattered everything."""
+        began = time.perf_counter()
+        reply = super().paceline_receive(version, timeout_s)
+        received = began + reply.get("transfer_ms", 0.0) / 1e3
+        return reply | {"began": began, "received": received, "ended": time.perf_counter()}
+
+    def paceline_plain(self, repeats: int) -> dict[str, Any]:
+        """Plain messages of as many bytes."""
+        group = self._paceline_receiver()._group
+        assert group is not None
+        return {"ms": plain_messages(group, repeats)}
+
+    def paceline_usual_join(self, spec: bytes, rank_offset: int) -> dict[str, Any]:
+        """Joins the broadcast group; learner rank 0 is its first rank."""
+        group = WeightGroupSpec.from_bytes(spec)
+        rank = rank_offset + self.rank - group.num_learners + 1
+        self.__dict__["_paceline_usual"] = Broadcast(group, rank, torch.device(self.device), None)
+        return {}
+
+    def paceline_usual(self, tensors: list[Any]) -> dict[str, Any]:
+        """Receives full tensors and loads them."""
+        began = time.perf_counter()
+        with torch.no_grad():
+            self.__dict__["_paceline_usual"].receive(tensors, self.get_model().load_weights)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return {"began": began, "ended": time.perf_counter()}
+
+    def paceline_usual_leave(self) -> dict[str, Any]:
+        """Lets go of it."""
+        self.__dict__.pop("_paceline_usual").close()
+        return {}
+
+    def paceline_memory(self, reset: bool) -> dict[str, Any]:
+        """Bytes allocated now and at most since the last reset."""
+        if not torch.cuda.is_available():
+            return {"now": 0, "peak": 0}
+        found = {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return found

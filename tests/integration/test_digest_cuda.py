@@ -1,0 +1,91 @@
+"""The digest kernel gives the reference's digests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.reshard.boxes import Box
+from paceline.reshard.digest import MASK, TensorDigester, digest_array
+from paceline.reshard.digest_job import DigestJob, DigestPart
+
+CASES = [
+    # global shape, box, columns of the storage that the box lies in
+    ((7,), Box((2,), (7,)), 5),
+    ((4096,), Box((0,), (4096,)), 4096),
+    ((300, 896), Box((100, 0), (300, 896)), 896),
+    ((300, 896), Box((3, 128), (290, 640)), 700),
+    ((33, 17), Box((0, 3), (33, 14)), 13),
+    ((6, 5, 8), Box((1, 0, 0), (6, 5, 8)), 8),
+    ((6, 5, 8), Box((1, 2, 3), (6, 4, 7)), 9),
+]
+
+
+def parts_on(device: torch.device, dtype: torch.dtype) -> list[DigestPart]:
+    generator = torch.Generator().manual_seed(7)
+    parts = []
+    for index, (shape, box, room) in enumerate(CASES):
+        storage = torch.randn(*box.shape[:-1], room, generator=generator, dtype=torch.float32)
+        values = storage.to(dtype).to(device)[..., : box.shape[-1]]
+        parts.append(
+            DigestPart(name=f"tensor.{index}", global_shape=shape, box=box, values=values, output=index)
+        )
+    return parts
+
+
+def reference(part: DigestPart, wire: torch.dtype) -> int:
+    pattern = {2: torch.int16, 4: torch.int32}[wire.itemsize]
+    bits = part.values.cpu().to(wire).contiguous().view(pattern).numpy()
+    return digest_array(part.name, part.global_shape, part.box, np.asarray(bits))
+
+
+def check(device: torch.device, source: torch.dtype, wire: torch.dtype) -> None:
+    parts = parts_on(device, source)
+    digester = TensorDigester(device)
+    job = DigestJob(digester, parts, len(parts), wire)
+    expected = [reference(part, wire) for part in parts]
+    assert digester.read(job.run()) == expected
+    assert digester.read(job.run()) == expected, "a second run"
+    assert job.last_ms > 0
+    # Two parts that make up one: their sum is one output's.
+    whole = parts[2]
+    halves = [
+        DigestPart(
+            name=whole.name,
+            global_shape=whole.global_shape,
+            box=box,
+            values=whole.values[box.relative_to(whole.box.start).slices],
+            output=0,
+        )
+        for box in whole.box.split(0, 155)
+    ]
+    total = DigestJob(digester, halves, 1, wire).run()
+    assert digester.read(total) == [reference(whole, wire) & MASK]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("source", "wire"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
+def test_a_job_on_the_cpu(source: torch.dtype, wire: torch.dtype) -> None:
+    check(torch.device("cpu"), source, wire)
+
+
+@pytest.mark.torch
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device; test_a_job_on_the_cpu is the CPU twin"
+)
+@pytest.mark.parametrize(
+    ("source", "wire"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ],
+    ids=str,
+)
+def test_a_job_on_a_gpu(source: torch.dtype, wire: torch.dtype) -> None:
+    check(torch.device("cuda"), source, wire)
