@@ -144,8 +144,14 @@ def test_two_servers_give_the_same_and_one_of_them_may_die(
         dead = [e["member"] for e in only(run.events, "member") if e["what"] == "dead"]
         assert dead == ["rollout-1"]
         assert "rollout-1 ended unexpectedly (killed by SIGKILL)" in run.output
-        # Bytes sent depend on the number of servers; a repeat of what the dead server had delivered may come twice.
-        assert_same_metrics(run.metrics, undisturbed.metrics, without=("weights/bytes", "barrier/duplicates"))
+        # What the dead server had delivered but not acknowledged comes again, in time for its step or too late.
+        repeats = sum(row["barrier/duplicates"] + row["barrier/rejected"] for row in run.metrics[1:])
+        assert repeats <= config["rollout"]["max_groups_in_flight"] * NUM_SAMPLES
+        assert_same_metrics(
+            run.metrics,
+            undisturbed.metrics,
+            without=("weights/bytes", "barrier/duplicates", "barrier/rejected"),
+        )
 
 
 def test_one_rank_learns_what_two_learn_and_ctrl_c_ends_it(

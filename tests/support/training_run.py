@@ -240,7 +240,7 @@ def assert_same_metrics(
             limit = max(tolerance, 1e-6 if name.startswith("rollout/") else 0.0)
             if mine is None or theirs is None or abs(mine - theirs) > limit:
                 differences.append(f"step {row['step']} {name}: {mine} != {theirs}")
-    assert differences == []
+    assert not differences, "\n".join(differences)
 
 
 def _describe(process: psutil.Process) -> str:
