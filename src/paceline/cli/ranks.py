@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.cli import machine
-from paceline.cli.plan import ProcessSpec, Role, torchrun_env
+from paceline.cli.plan import KEEP_MEMORY, ProcessSpec, Role, torchrun_env
 from paceline.cli.processes import ManagedProcess
 from paceline.cli.supervise import Supervisor
 from paceline.core.errors import PeerLostError
@@ -39,7 +39,7 @@ async def _run(
     echo: asyncio.Task[None] | None = None
     try:
         for rank in range(world_size):
-            env = torchrun_env(rank=rank, world_size=world_size, master_port=port)
+            env = KEEP_MEMORY | torchrun_env(rank=rank, world_size=world_size, master_port=port)
             env |= {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
             spec = ProcessSpec(name=f"rank-{rank}", role=Role.LEARNER, command=command, env=env)
             started.append(await supervisor.start(spec, {}))
