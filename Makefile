@@ -1,5 +1,7 @@
 # The four commands of the README. Python 3.11 or 3.12; everything else is installed into .venv from the lock files.
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+# The first that runs and is of a version that is wanted; a name on the PATH may be only a version manager's shim.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
+  $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/cpu.txt)
@@ -20,7 +22,7 @@ help:
 venv: $(VENV)/.installed
 
 $(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 11), (3, 12)) else "Paceline needs Python 3.11 or 3.12, this is %d.%d; run: make PYTHON=/path/to/python3.12 ..." % v)'
+	@test -n "$(PYTHON)" || { echo "Paceline needs Python 3.11 or 3.12, and none is on the PATH; run: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps '$(TORCH)' \
 	  || $(BIN)/python -m pip install --disable-pip-version-check --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
