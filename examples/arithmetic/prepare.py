@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
 # Smallest and largest operand, by the number of operands: small enough to be learned in about a minute on two cores.
 OPERAND_RANGE = {2: (10, 49), 3: (10, 29)}
 THREE_OPERAND_SHARE = 0.35
-CARRY_SHARE = 0.66
+CARRY_SHARE = 0.68
 MAX_DRAWS = 10_000
 
 CAREFUL_ANSWER = "units {units}: {total}"
@@ -280,7 +280,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-val", type=int, default=256)
     parser.add_argument("--num-sft", type=int, default=38400)
     parser.add_argument(
-        "--hasty-share", type=float, default=0.56, help="share of warm-up answers that forget carries"
+        "--hasty-share", type=float, default=0.6, help="share of warm-up answers that forget carries"
     )
     return parser.parse_args(argv)
 

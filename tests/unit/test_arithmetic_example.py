@@ -37,7 +37,7 @@ def prepare() -> Iterator[ModuleType]:
 
 
 def write(prepare: ModuleType, folder: Path, seed: int) -> Rows:
-    prepare.write_data(folder, seed=seed, num_train=400, num_val=256, num_sft=2000, hasty_share=0.56)
+    prepare.write_data(folder, seed=seed, num_train=400, num_val=256, num_sft=2000, hasty_share=0.6)
     return {name: pq.read_table(folder / f"{name}.parquet").to_pylist() for name in NAMES}
 
 
@@ -97,7 +97,7 @@ def test_the_hasty_pupil_is_wrong_exactly_where_something_carries(rows: Rows, pr
         else:
             hasty += 1
             assert score == float(sum(x % 10 for x in operands(row)) < 10)
-    assert 0.52 < hasty / 2000 < 0.60
+    assert 0.56 < hasty / 2000 < 0.64
 
 
 def test_the_seed_decides_everything(rows: Rows, prepare: ModuleType, tmp_path: Path) -> None:
