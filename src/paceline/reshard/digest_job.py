@@ -71,6 +71,11 @@ class DigestJob:
         self._ended = time.perf_counter()
         return sums
 
+    def warm_up(self) -> None:
+        """Compiles the kernel, which takes a part of a second, before the first push needs it."""
+        if self._kernel is not None:
+            self.run()
+
     @property
     def last_ms(self) -> float:
         """Milliseconds that the last `run` took, on the device where there is one; it must have ended."""

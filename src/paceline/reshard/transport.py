@@ -99,7 +99,7 @@ class WeightGroup:
         self._process_group = process_group
         self._pending: list[_Pending] = []
         self._rounds = self._layout_rounds()
-        size = max((sum(n for _, n in messages) for messages in self._messages), default=0)
+        size = max((begin + n for messages in self._messages for _, begin, n in messages), default=0)
         num_slots = min(_NUM_SLOTS, plan.num_rounds)
         self._wire_device = device if spec.backend == "nccl" else torch.device("cpu")
         pinned = device.type == "cuda" and self._wire_device.type == "cpu"
@@ -157,6 +157,11 @@ class WeightGroup:
     def staging_bytes(self) -> int:
         """Memory held beside the parameters, from forming to abort."""
         return sum(slot.nbytes for slot in self._slots)
+
+    def rehearse(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Packs a learner's first round and sends nothing: loads the kernels, which else the first push would wait for."""
+        for piece, view in self._views(0, self._rounds[0]) if self._rounds else ():
+            view.copy_(shards[piece.source_param][piece.source_box.slices])
 
     def send(
         self,
@@ -225,24 +230,28 @@ class WeightGroup:
         self._slots = []
 
     def _layout_rounds(self) -> list[list[tuple[Piece, int]]]:
-        """Per round, this rank's pieces with their place in the staging slot, and the messages' sizes."""
+        """Per round, this rank's pieces with their place in the staging slot, and its messages: peer, place, size.
+
+        What a learner sends to several replicas alike is packed once.
+        """
         plan, first = self.plan, self.spec.num_learners
         sending = self.rank < first
-        own = plan.of_source(self.rank) if sending else plan.of_destination(self.rank - first)
-        self._messages: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_rounds)]
-        begins: dict[tuple[int, int], int] = {}
-        filled = [0] * plan.num_rounds
-        for (source, destination, number), size in plan.message_sizes.items():
-            if (source if sending else destination + first) != self.rank:
-                continue
-            peer = destination + first if sending else source
-            begins[peer, number] = filled[number]
-            filled[number] += size
-            self._messages[number].append((peer, size))
-        rounds: list[list[tuple[Piece, int]]] = [[] for _ in range(plan.num_rounds)]
-        for piece in own:
+        by_message: dict[tuple[int, int], list[Piece]] = {}
+        for piece in plan.of_source(self.rank) if sending else plan.of_destination(self.rank - first):
             peer = piece.destination + first if sending else piece.source
-            rounds[piece.round].append((piece, begins[peer, piece.round] + piece.offset))
+            by_message.setdefault((piece.round, peer), []).append(piece)
+        self._messages: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.num_rounds)]
+        rounds: list[list[tuple[Piece, int]]] = [[] for _ in range(plan.num_rounds)]
+        packed: dict[object, int] = {}
+        filled = [0] * plan.num_rounds
+        for (number, peer), pieces in by_message.items():
+            size = sum(piece.box.volume for piece in pieces)
+            content = tuple((piece.source_param, piece.source_box) for piece in pieces) if sending else peer
+            begin = packed.setdefault((number, content), filled[number])
+            self._messages[number].append((peer, begin, size))
+            if begin == filled[number]:
+                rounds[number] += [(piece, begin + piece.offset) for piece in pieces]
+                filled[number] += size
         return rounds
 
     def _views(self, number: int, pieces: Sequence[tuple[Piece, int]]) -> list[tuple[Piece, torch.Tensor]]:
@@ -250,11 +259,8 @@ class WeightGroup:
         return [(piece, slot[at : at + piece.box.volume].view(piece.box.shape)) for piece, at in pieces]
 
     def _slot_messages(self, number: int) -> list[Message]:
-        messages, at = [], 0
-        for peer, size in self._messages[number]:
-            messages.append((self._slots[number % _NUM_SLOTS][at : at + size], peer))
-            at += size
-        return messages
+        slot = self._slots[number % _NUM_SLOTS]
+        return [(slot[begin : begin + size], peer) for peer, begin, size in self._messages[number]]
 
     def _post_receive(self, number: int, deadline: Deadline) -> _Pending:
         return self._post([], self._slot_messages(number), _TAG_ROUND + number, deadline)
@@ -376,6 +382,8 @@ def _make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline
         from torch.distributed import ProcessGroupNCCL
 
         options: Any = ProcessGroupNCCL.Options()
+        # Transfers go before packing and scattering, which would take all of the device between two rounds.
+        options.is_high_priority_stream = True
         # The watchdog ends the whole process; our own deadlines come first.
         options._timeout = timedelta(seconds=10 * spec.timeout_s)
         return ProcessGroupNCCL(store, rank, spec.world_size, options)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgpack
 
@@ -14,7 +16,10 @@ from paceline.reshard.boxes import Box
 from paceline.reshard.digest import MASK
 from paceline.reshard.layout import RankLayout, read_ints
 
-REPORT_SCHEMA = 1
+REPORT_SCHEMA = 2
+
+Place = tuple[str, tuple[int, ...], Box]
+"""A tensor's name, its global shape, and a box of it"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +39,39 @@ class DigestReport:
     rank: str
     version: int
     slices: tuple[SliceDigest, ...]
+    _places: list[bytes] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def places(self) -> bytes:
+        """Everything of the slices but the values, packed: the same in every push of a weight group."""
+        if not self._places:
+            packed = msgpack.packb([[s.name, s.global_shape, s.box.start, s.box.stop] for s in self.slices])
+            self._places.append(packed)
+        return self._places[0]
 
     def to_bytes(self) -> bytes:
-        """The report as one msgpack message."""
-        slices = [[s.name, s.global_shape, s.box.start, s.box.stop, s.value] for s in self.slices]
-        packed: bytes = msgpack.packb([REPORT_SCHEMA, self.rank, self.version, slices])
+        """The report as one msgpack message; the values as packed little-endian numbers of 64 bits."""
+        values = struct.pack(f"<{len(self.slices)}Q", *(s.value for s in self.slices))
+        packed: bytes = msgpack.packb([REPORT_SCHEMA, self.rank, self.version, self.places, values])
         return packed
 
     @classmethod
     def from_bytes(cls, data: bytes) -> DigestReport:
         """Reads what `to_bytes` wrote; raises InvalidMessageError where anything is off."""
         try:
-            schema, rank, version, slices = msgpack.unpackb(data)
+            schema, rank, version, packed, raw = msgpack.unpackb(data)
             if schema != REPORT_SCHEMA or type(rank) is not str or type(version) is not int:
                 raise ValueError(f"need schema {REPORT_SCHEMA}, a rank's name and a version")
-            return cls(rank=rank, version=version, slices=tuple(map(_read_slice, slices)))
-        except (TypeError, ValueError, msgpack.UnpackException) as error:
+            places = _read_places(packed)
+            values = struct.unpack(f"<{len(places)}Q", raw)
+            slices = tuple(
+                SliceDigest(name=name, global_shape=shape, box=box, value=value)
+                for (name, shape, box), value in zip(places, values, strict=True)
+            )
+            report = cls(rank=rank, version=version, slices=slices)
+            report._places.append(packed)
+            return report
+        except (TypeError, ValueError, msgpack.UnpackException, struct.error) as error:
             raise InvalidMessageError(f"digest report: {error}", reason="bad_digests") from error
 
 
@@ -91,16 +113,14 @@ def digests_agree(learner: DigestReport, rollout: Sequence[DigestReport]) -> Non
         WeightSyncError: naming tensor and rank, where a version differs, a digest differs, or the learner
             has not reported all of a box.
     """
-    by_name: dict[str, list[SliceDigest]] = {}
-    for atom in learner.slices:
-        by_name.setdefault(atom.name, []).append(atom)
     for report in rollout:
         if report.version != learner.version:
             raise WeightSyncError(
                 f"{report.rank} received version {report.version}, the learner sent {learner.version}"
             )
-        for part in report.slices:
-            _check_slice(part, by_name.get(part.name, []), report.rank, learner.version)
+        inside = _atoms_inside(learner.places, report.places)
+        for part, atoms in zip(report.slices, inside, strict=True):
+            _check_slice(part, [learner.slices[atom] for atom in atoms], report.rank, learner.version)
 
 
 def model_digest(reports: Iterable[DigestReport]) -> int:
@@ -139,13 +159,12 @@ def format_digest(value: int) -> str:
 
 
 def _check_slice(part: SliceDigest, atoms: Sequence[SliceDigest], rank: str, version: int) -> None:
-    inside = [atom for atom in atoms if part.box.contains(atom.box)]
-    if sum(atom.box.volume for atom in inside) != part.box.volume:
+    if not atoms:
         raise WeightSyncError(
             f"{part.name}: the learner reported no digest for all of {part.box.start}..{part.box.stop}, "
             f"which {rank} holds"
         )
-    expected = sum(atom.value for atom in inside) & MASK
+    expected = sum(atom.value for atom in atoms) & MASK
     if expected != part.value:
         raise WeightSyncError(
             f"{part.name}: {rank} holds {part.box.start}..{part.box.stop} with digest {format_digest(part.value)}, "
@@ -153,11 +172,35 @@ def _check_slice(part: SliceDigest, atoms: Sequence[SliceDigest], rank: str, ver
         )
 
 
-def _read_slice(fields: object) -> SliceDigest:
-    if not isinstance(fields, list) or len(fields) != 5:
-        raise TypeError("a slice's digest is a list of five fields")
-    name, shape, start, stop, value = fields
-    if type(name) is not str or type(value) is not int or not 0 <= value <= MASK:
-        raise ValueError("a slice's digest needs a name and a value of 64 bits")
-    box = Box(read_ints(start), read_ints(stop))
-    return SliceDigest(name=name, global_shape=read_ints(shape), box=box, value=value)
+# Places stay the same from push to push, while every push waits for its verdict: what depends on them alone is kept.
+
+
+@lru_cache(maxsize=64)
+def _read_places(packed: bytes) -> tuple[Place, ...]:
+    places = msgpack.unpackb(packed)
+    if not isinstance(places, list):
+        raise TypeError("the places of a report are a list")
+    return tuple(map(_read_place, places))
+
+
+def _read_place(fields: object) -> Place:
+    if not isinstance(fields, list) or len(fields) != 4:
+        raise TypeError("a slice's place is a list of four fields")
+    name, shape, start, stop = fields
+    if type(name) is not str:
+        raise ValueError("a slice's place needs a name")
+    return name, read_ints(shape), Box(read_ints(start), read_ints(stop))
+
+
+@lru_cache(maxsize=64)
+def _atoms_inside(atoms: bytes, parts: bytes) -> tuple[tuple[int, ...], ...]:
+    """For each part the indices of the atoms that make it up; none where they do not cover it."""
+    by_name: dict[str, list[tuple[int, Box]]] = {}
+    for index, (name, _, box) in enumerate(_read_places(atoms)):
+        by_name.setdefault(name, []).append((index, box))
+    found = []
+    for name, _, whole in _read_places(parts):
+        inside = [(index, box) for index, box in by_name.get(name, []) if whole.contains(box)]
+        covered = sum(box.volume for _, box in inside) == whole.volume
+        found.append(tuple(index for index, _ in inside) if covered else ())
+    return tuple(found)

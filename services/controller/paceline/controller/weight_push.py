@@ -94,7 +94,7 @@ class WeightPush:
                 continue
             spec = WeightGroupSpec(
                 epoch=self._last_number,
-                backend=self._backend(weights.device),
+                backend=self._config.weight_backend(weights.device),
                 store_host=weights.store_host,
                 store_port=weights.store_port,
                 learner_layouts=weights.layouts,
@@ -236,13 +236,6 @@ class WeightPush:
             (m for k, m in enumerate(owners) if learners and _peer(learners) == f"rollout rank {k}"), None
         )
         return [(m, e) for m, e in failed if m is named] or failed
-
-    def _backend(self, learner_device: str) -> str:
-        wanted = self._config.weights.backend
-        mine, theirs = self._config.learner.devices or (), self._config.rollout.devices or ()
-        if wanted == "auto" and set(mine) & set(theirs):
-            return "gloo"  # NCCL refuses two ranks on one GPU
-        return wanted if wanted != "auto" else "nccl" if learner_device == "cuda" else "gloo"
 
 
 def _peer(error: BaseException) -> str | None:

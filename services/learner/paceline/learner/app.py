@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgpack
-import torch
 from torch._C._distributed_c10d import Store
 
 from paceline.broker.blobs import BlobReader
@@ -270,7 +269,10 @@ def _serve(
             set_level(known.config.telemetry.log_level)
             learner = _build(known, ranks)
             publisher = WeightPublisher(
-                learner.actor.network.lm, device, _backend(known.config, device), host=known.publish_host
+                learner.actor.network.lm,
+                device,
+                known.config.weight_backend(device.type),
+                host=known.publish_host,
             )
             blobs = stack.enter_context(BlobReader(known.broker_url))
             ready(learner)
@@ -287,11 +289,6 @@ def _build(assignment: Assignment, ranks: Ranks) -> Learner:
         checkpoint.load(learner, assignment.resume_from)
         log.info("resumed from %s at version %d", assignment.resume_from, learner.version)
     return learner
-
-
-def _backend(config: RunConfig, device: torch.device) -> str:
-    wanted = config.weights.backend
-    return wanted if wanted != "auto" else "nccl" if device.type == "cuda" else "gloo"
 
 
 def run_follower(environment: RankEnvironment, *, log_level: str = "INFO") -> int:

@@ -137,6 +137,13 @@ class WeightPublisher:
             timeout_s=spec.timeout_s,
             store=self._store,
         )
+        self._warm_up(self._group)
+
+    @torch.no_grad()
+    def _warm_up(self, group: WeightGroup) -> None:
+        shards = {name: _local(param) for name, param in self._parameters().items()}
+        group.rehearse(shards)
+        self._digest_job(shards, DTYPES[group.spec.wire_dtype]).warm_up()
 
     @torch.no_grad()
     def publish(self, version: int, *, timeout_s: float | None = None) -> PushResult:

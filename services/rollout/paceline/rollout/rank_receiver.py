@@ -73,6 +73,9 @@ class RankReceiver:
         self._group = WeightGroup.form(
             spec, rank=rank, layout=self.describe(), device=self._device, timeout_s=timeout_s
         )
+        slices = self.describe().slices
+        if slices:
+            self._digest_job(slices, dict(self._model.named_parameters())).warm_up()
 
     @torch.no_grad()
     def receive(self, version: int, timeout_s: float) -> RankReceipt:
