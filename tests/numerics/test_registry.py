@@ -79,6 +79,13 @@ def test_what_estimators_need():
     }
 
 
+def test_ranks_gather_in_the_same_order():
+    # Each rank is a process of its own, with its own order of sets.
+    order = registry.ESTIMATOR_TENSORS
+    for estimator in registry.ADV_ESTIMATORS.values():
+        assert list(estimator.needs) == sorted(estimator.needs, key=order.index)
+
+
 def test_options_are_taken_by_name_and_missed_by_name():
     available = {"clip_low": 0.1, "clip_high": 0.2, "dual_clip_c": 3.0, "gamma": 1.0}
     assert registry.select_options(registry.policy_loss("gspo"), available) == {

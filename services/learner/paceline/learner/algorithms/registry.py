@@ -51,9 +51,13 @@ class Estimator:
         return function
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Names of the tensors that it reads, of ESTIMATOR_TENSORS: "values" tells that it takes a critic."""
-        return frozenset(inspect.signature(self.function).parameters) & frozenset(ESTIMATOR_TENSORS)
+    def needs(self) -> tuple[str, ...]:
+        """Names of the tensors that it reads, in the order of ESTIMATOR_TENSORS: "values" tells that it takes a critic.
+
+        The order is the same in every process, as a set's is not: ranks gather these tensors one after the other.
+        """
+        parameters = inspect.signature(self.function).parameters
+        return tuple(name for name in ESTIMATOR_TENSORS if name in parameters)
 
 
 ADV_ESTIMATORS: Mapping[str, Estimator] = {
