@@ -105,6 +105,7 @@ def make_config(arguments: argparse.Namespace) -> RunConfig:
 def baseline_side(pipe: Connection, config: RunConfig) -> None:
     """A process with an LLM; answers (grouped, Load) with Outcome until None comes."""
     environment.prepare(config)
+    environment.prepare_cpu()
     from vllm import LLM, SamplingParams
 
     arguments = engine_arguments(config, on_cpu=True, load_format="auto", worker_extension=None)

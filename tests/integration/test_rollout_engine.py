@@ -20,6 +20,7 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import InvalidMessageError, PeerLostError
 from paceline.core.trajectory import FinishReason, Float32Array, SamplingSpec
+from paceline.reshard.layout import RankLayout
 from paceline.rollout.engine import Sample, SampleRequest
 from paceline.rollout.vllm_engine import VllmEngine
 
@@ -76,8 +77,11 @@ def config(folder: Path, **rollout: Any) -> RunConfig:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(folder: Path) -> AsyncIterator[VllmEngine]:
+async def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
     before = dict(os.environ)
+    # A machine without a C++ compiler, and no kernels left from another day.
+    os.environ["CXX"] = "/nonexistent/c++"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
     started = await VllmEngine.start(config(folder), load_format="auto", worker_extension=None)
     yield started
     await started.shutdown()
@@ -243,3 +247,31 @@ async def test_a_dead_worker_is_noticed_and_shutdown_leaves_no_process(
     _, alive = psutil.wait_procs(children, timeout=5)
     assert alive == []
     caplog.clear()  # vLLM's record of the failure holds on to the whole engine
+
+
+async def test_two_tensor_parallel_ranks_draw_from_the_same_distribution(folder: Path) -> None:
+    before = dict(os.environ)
+    # With the extension that real runs have: its layouts say that each rank holds a part.
+    engine = await VllmEngine.start(config(folder, tensor_model_parallel_size=2), load_format="auto")
+    try:
+        layouts = [
+            RankLayout.from_bytes(reply["layout"])
+            for reply in await engine.collective_rpc("paceline_describe", 60.0)
+        ]
+        heads = [part.box for layout in layouts for part in layout.slices if part.name == "lm_head.weight"]
+        assert [(box.start[0], box.stop[0]) for box in heads] == [(0, 64), (64, VOCAB)]
+        greedy = requests("greedy", replace(SPEC, temperature=0.0), count=4)
+        samples = await engine.generate([*greedy, *requests("drawn", count=4)])
+        for index, (request, sample) in enumerate(
+            zip([*greedy, *requests("", count=4)], samples, strict=True)
+        ):
+            full = reference(folder, request.prompt_token_ids, sample.token_ids.tolist(), 1.0)
+            expected = full[np.arange(len(sample.token_ids)), sample.token_ids]
+            np.testing.assert_allclose(sample.log_probs, expected, atol=1e-4)
+            if index < len(greedy):
+                assert full.argmax(axis=-1).tolist() == sample.token_ids.tolist()
+    finally:
+        await engine.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+        gc.collect()

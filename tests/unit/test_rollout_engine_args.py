@@ -78,6 +78,9 @@ def test_environment_keeps_what_the_user_has_set() -> None:
     assert environ["OMP_NUM_THREADS"] == "4"
     assert environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert environ["VLLM_LOGGING_LEVEL"] == "WARNING"
+    assert "TORCHDYNAMO_DISABLE" not in environ
+    environment.prepare_cpu(environ)
+    assert environ["TORCHDYNAMO_DISABLE"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,13 @@ _ALWAYS = {
 }
 
 
+_ON_CPU = {
+    # vLLM compiles two small functions whatever `enforce_eager` says. On a CPU that takes seconds in the first batch, and a
+    # C++ compiler, which a machine need not have.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
 def prepare(
     config: RunConfig, *, num_cores: int | None = None, environ: MutableMapping[str, str] = os.environ
 ) -> None:
@@ -47,6 +54,12 @@ def prepare(
         "VLLM_LOGGING_LEVEL": {"INFO": "WARNING"}.get(config.telemetry.log_level, config.telemetry.log_level),
     }
     for name, value in wanted.items():
+        environ.setdefault(name, value)
+
+
+def prepare_cpu(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets what concerns the engine's processes where vLLM has found no GPU; before they start."""
+    for name, value in _ON_CPU.items():
         environ.setdefault(name, value)
 
 

