@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from paceline.reshard.digest import TensorDigester
 from paceline.reshard.digest_job import DigestPart
-
-_ROWS, _COLUMNS = 8, 256
-_ALIGNMENT = 16
+from paceline.reshard.tables_cuda import ALIGNMENT, COLUMNS, ROWS, TRITON_TYPES, as_matrix, is_aligned, upload
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -62,59 +59,44 @@ def _sum_parts(  # type: ignore[no-untyped-def]
     tl.atomic_add(sums + output, tl.sum(by_row, axis=0))
 
 
-_TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _PATTERNS = {2: tl.int16, 4: tl.int32}
 
 
 def fits(part: DigestPart) -> bool:
     """Whether the part is a matrix in memory: rows at one stride, the elements of a row side by side."""
-    matrix = part.values.flatten(1) if part.values.ndim > 1 else part.values.unsqueeze(0)
-    return matrix.data_ptr() == part.values.data_ptr() and (matrix.shape[1] == 1 or matrix.stride(1) == 1)
+    return as_matrix(part.values) is not None
 
 
 class DigestKernel:
     """Tables on the device that describe the parts, and the launches over them."""
 
     def __init__(self, digester: TensorDigester, parts: Sequence[DigestPart], dtype: torch.dtype) -> None:
-        self._dtype = dtype
         self._tables: list[torch.Tensor] = []  # keeps alive what the addresses point to
         self._launches: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]] = []
         grouped: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
         for part in parts:
-            row = self._describe(digester, part)
-            per_vector = _ALIGNMENT // part.values.dtype.itemsize
-            aligned = row[0] % _ALIGNMENT == 0 and row[1] % per_vector == 0 and row[3] % per_vector == 0
-            grouped.setdefault((part.values.dtype, aligned), []).append(row)
-        for (source, aligned), rows in grouped.items():
-            table = np.asarray(rows, dtype=np.int64)
-            counts = -(-table[:, 2] // _ROWS)
-            which = np.repeat(np.arange(len(rows)), counts)
-            begins = np.repeat(np.cumsum(counts) - counts, counts)
-            tiles = np.stack([which, (np.arange(counts.sum()) - begins) * _ROWS], axis=1).astype(np.int64)
+            matrix = as_matrix(part.values)
+            assert matrix is not None
+            rows, columns = digester.factors(part.global_shape, part.box)
+            self._tables += [rows, columns]
+            if part.values.ndim == 1:
+                # A vector is one row, its row factors side by side.
+                rows, columns = columns, rows
+            row = [matrix.data_ptr(), matrix.stride(0), *matrix.shape, rows.data_ptr(), columns.data_ptr()]
+            grouped.setdefault((matrix.dtype, is_aligned([matrix])), []).append([*row, part.output])
+        for (source, aligned), table in grouped.items():
             options = {
-                "SOURCE": _TRITON_TYPES[source],
-                "WIRE": _TRITON_TYPES[dtype],
+                "SOURCE": TRITON_TYPES[source],
+                "WIRE": TRITON_TYPES[dtype],
                 "PATTERN": _PATTERNS[dtype.itemsize],
+                "ROWS": ROWS,
+                "COLUMNS": COLUMNS,
                 "ALIGNED": aligned,
-                "PER_VECTOR": _ALIGNMENT // source.itemsize,
+                "PER_VECTOR": ALIGNMENT // source.itemsize,
             }
-            device = digester.device
-            self._launches.append(
-                (options, torch.from_numpy(table).to(device), torch.from_numpy(tiles).to(device))
-            )
+            self._launches.append((options, *upload(table, 2, digester.device)))
 
     def launch(self, sums: torch.Tensor) -> None:
         """Adds every part's digest, without its name's factor, to its sum."""
         for options, table, tiles in self._launches:
-            _sum_parts[(len(tiles),)](table, tiles, sums, ROWS=_ROWS, COLUMNS=_COLUMNS, **options)
-
-    def _describe(self, digester: TensorDigester, part: DigestPart) -> list[int]:
-        rows, columns = digester.factors(part.global_shape, part.box)
-        self._tables += [rows, columns]
-        if part.values.ndim == 1:
-            # A vector is one row to the kernel, its row factors side by side.
-            matrix, rows, columns = part.values.unsqueeze(0), columns, rows
-        else:
-            matrix = part.values.flatten(1)
-        described = [matrix.data_ptr(), matrix.stride(0), *matrix.shape, rows.data_ptr(), columns.data_ptr()]
-        return [*described, part.output]
+            _sum_parts[(len(tiles),)](table, tiles, sums, **options)

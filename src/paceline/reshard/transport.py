@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 
 from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
 from paceline.reshard.layout import RankLayout
+from paceline.reshard.moves import Moves
 from paceline.reshard.plan import Piece, TransferPlan, build_plan
 from paceline.reshard.spec import WeightGroupSpec
 
@@ -34,6 +35,9 @@ _TAG_GREETING, _TAG_DIGESTS, _TAG_ROUND = 1, 2, 16
 
 Message = tuple[torch.Tensor, int]
 """A contiguous tensor and the group rank that it goes to or comes from"""
+
+Round = tuple[tuple[Piece, torch.Tensor], ...]
+"""Pieces of a round with their elements in staging, in the piece's shape"""
 
 
 class Deadline:
@@ -98,7 +102,7 @@ class WeightGroup:
         self.spec, self.rank, self.plan, self.device = spec, rank, plan, device
         self._process_group = process_group
         self._pending: list[_Pending] = []
-        self._rounds = self._layout_rounds()
+        placed = self._layout_rounds()
         size = max((begin + n for messages in self._messages for _, begin, n in messages), default=0)
         num_slots = min(_NUM_SLOTS, plan.num_rounds)
         self._wire_device = device if spec.backend == "nccl" else torch.device("cpu")
@@ -107,6 +111,14 @@ class WeightGroup:
             torch.empty(size, dtype=DTYPES[spec.wire_dtype], device=self._wire_device, pin_memory=pinned)
             for _ in range(num_slots)
         ]
+        self.rounds: tuple[Round, ...] = tuple(
+            tuple(
+                (piece, self._slots[number % _NUM_SLOTS][at : at + piece.box.volume].view(piece.box.shape))
+                for piece, at in pieces
+            )
+            for number, pieces in enumerate(placed)
+        )
+        self._packing: tuple[tuple[int, ...], list[Moves]] | None = None
 
     @classmethod
     def form(
@@ -158,10 +170,16 @@ class WeightGroup:
         """Memory held beside the parameters, from forming to abort."""
         return sum(slot.nbytes for slot in self._slots)
 
-    def rehearse(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Packs a learner's first round and sends nothing: loads the kernels, which else the first push would wait for."""
-        for piece, view in self._views(0, self._rounds[0]) if self._rounds else ():
-            view.copy_(shards[piece.source_param][piece.source_box.slices])
+    def prepare(self, shards: Mapping[str, torch.Tensor]) -> list[Moves]:
+        """How a learner packs each round; worked out once, and again where a shard's storage has moved."""
+        places = tuple(shard.data_ptr() for shard in shards.values())
+        if self._packing is None or self._packing[0] != places:
+            packing = [
+                Moves([(shards[piece.source_param][piece.source_box.slices], view) for piece, view in pieces])
+                for pieces in self.rounds
+            ]
+            self._packing = places, packing
+        return self._packing[1]
 
     def send(
         self,
@@ -177,11 +195,10 @@ class WeightGroup:
         """
         pending: list[_Pending] = []
         with self._aborting():
-            for number, pieces in enumerate(self._rounds):
+            for number, packing in enumerate(self.prepare(shards)):
                 if number >= _NUM_SLOTS:
                     pending[number - _NUM_SLOTS].wait(deadline)
-                for piece, view in self._views(number, pieces):
-                    view.copy_(shards[piece.source_param][piece.source_box.slices])
+                packing.run()
                 pending.append(self._post(self._slot_messages(number), [], _TAG_ROUND + number, deadline))
             if meanwhile is not None:
                 meanwhile()
@@ -189,20 +206,20 @@ class WeightGroup:
                 work.wait(deadline)
             self._finish(deadline)
 
-    def receive(self, deadline: Deadline) -> Iterator[list[tuple[Piece, torch.Tensor]]]:
-        """A rollout rank's part of a push: yields per round the pieces with their elements in staging.
+    def receive(self, deadline: Deadline) -> Iterator[Round]:
+        """A rollout rank's part of a push: yields each of `rounds` when its elements are in staging.
 
-        The tensors are views of staging, of the piece's shape, and valid until the next item is asked for.
+        They stay there until the next item is asked for.
         """
         with self._aborting():
-            pending = self._post_receive(0, deadline) if self._rounds else None
-            for number, pieces in enumerate(self._rounds):
+            pending = self._post_receive(0, deadline) if self.rounds else None
+            for number, pieces in enumerate(self.rounds):
                 assert pending is not None
                 arriving, pending = pending, None
-                if number + 1 < len(self._rounds):
+                if number + 1 < len(self.rounds):
                     pending = self._post_receive(number + 1, deadline)
                 arriving.wait(deadline)
-                yield self._views(number, pieces)
+                yield pieces
             self._finish(deadline)
 
     def sum_at_first(self, values: torch.Tensor, deadline: Deadline) -> torch.Tensor:
@@ -227,7 +244,7 @@ class WeightGroup:
         if self._process_group is not None:
             self._process_group.abort()
         self._process_group = None
-        self._slots = []
+        self._slots, self.rounds, self._packing = [], (), None
 
     def _layout_rounds(self) -> list[list[tuple[Piece, int]]]:
         """Per round, this rank's pieces with their place in the staging slot, and its messages: peer, place, size.
@@ -253,10 +270,6 @@ class WeightGroup:
                 rounds[number] += [(piece, begin + piece.offset) for piece in pieces]
                 filled[number] += size
         return rounds
-
-    def _views(self, number: int, pieces: Sequence[tuple[Piece, int]]) -> list[tuple[Piece, torch.Tensor]]:
-        slot = self._slots[number % _NUM_SLOTS]
-        return [(piece, slot[at : at + piece.box.volume].view(piece.box.shape)) for piece, at in pieces]
 
     def _slot_messages(self, number: int) -> list[Message]:
         slot = self._slots[number % _NUM_SLOTS]

@@ -18,6 +18,7 @@ from paceline.core.errors import WeightSyncError
 from paceline.reshard.digest import TensorDigester
 from paceline.reshard.digest_job import DigestJob, DigestPart
 from paceline.reshard.layout import RankLayout, TensorSlice
+from paceline.reshard.moves import Moves
 from paceline.reshard.plan import Piece
 from paceline.reshard.spec import WeightGroupSpec
 from paceline.reshard.transport import DTYPES, Deadline, WeightGroup
@@ -54,6 +55,7 @@ class RankReceiver:
         self._group: WeightGroup | None = None
         self._layout: RankLayout | None = None
         self._job: tuple[tuple[int, ...], DigestJob] | None = None
+        self._scatter: tuple[tuple[int, ...], list[Moves]] | None = None
 
     def describe(self) -> RankLayout:
         """The slices that this rank needs."""
@@ -65,7 +67,7 @@ class RankReceiver:
         """Leaves the group it is in, if any, and joins the one described as group rank `rank`."""
         self.leave()
         # An engine may repack its weights after it was asked first: look again, once per group.
-        self._layout = None
+        self._layout, self._scatter = None, None
         if not spec.num_learners <= rank < spec.world_size:
             raise WeightSyncError(
                 f"group rank {rank} is no rollout rank: those are {spec.num_learners}..{spec.world_size - 1}"
@@ -75,7 +77,7 @@ class RankReceiver:
         )
         slices = self.describe().slices
         if slices:
-            self._digest_job(slices, dict(self._model.named_parameters())).warm_up()
+            self._warm_up(self._group, slices)
 
     @torch.no_grad()
     def receive(self, version: int, timeout_s: float) -> RankReceipt:
@@ -146,13 +148,35 @@ class RankReceiver:
         """Cuts the connections of the current group. May be repeated."""
         if self._group is not None:
             self._group.abort()
-        self._group = None
+        self._group, self._scatter = None, None
 
     def _receive_direct(self, group: WeightGroup, deadline: Deadline) -> None:
+        moves = self._moves(group, dict(self._model.named_parameters()))
+        for number, _ in enumerate(group.receive(deadline)):
+            moves[number].run()
+
+    def _moves(self, group: WeightGroup, params: dict[str, nn.Parameter]) -> list[Moves]:
+        """From staging into the live parameters, by round; made as the digest job is."""
+        places = tuple(param.data_ptr() for param in params.values())
+        if self._scatter is None or self._scatter[0] != places:
+            rounds = [
+                Moves(
+                    [
+                        (values, params[piece.destination_param].detach()[piece.destination_box.slices])
+                        for piece, values in pieces
+                    ]
+                )
+                for pieces in group.rounds
+            ]
+            self._scatter = places, rounds
+        return self._scatter[1]
+
+    @torch.no_grad()
+    def _warm_up(self, group: WeightGroup, slices: tuple[TensorSlice, ...]) -> None:
         params = dict(self._model.named_parameters())
-        for pieces in group.receive(deadline):
-            for piece, values in pieces:
-                params[piece.destination_param][piece.destination_box.slices].copy_(values)
+        self._digest_job(slices, params).warm_up()
+        for moves in self._moves(group, params):
+            moves.warm_up()
 
     def _receive_full(self, group: WeightGroup, deadline: Deadline) -> list[SliceDigest]:
         """Loads full tensors as they become complete; their digests are taken before the loader gets them."""
