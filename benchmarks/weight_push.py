@@ -30,8 +30,9 @@ from rich.table import Table
 from paceline.reshard.boxes import Box
 from paceline.reshard.digest import TensorDigester
 from paceline.reshard.layout import RankLayout, TensorSlice, tensor_shapes
+from paceline.reshard.rendezvous import Deadline
 from paceline.reshard.spec import WeightGroupSpec
-from paceline.reshard.transport import Deadline, WeightGroup
+from paceline.reshard.transport import WeightGroup
 from paceline.reshard.verdict import DigestReport, SliceDigest, digests_agree
 
 NUM_LEARNERS = 2

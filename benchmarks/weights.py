@@ -9,7 +9,7 @@ weights are random and change before every push; the digests of every rank are c
 
 Columns, medians in milliseconds: `transfer` from the learners' first cast until the last receiver has scattered everything
 (receivers wait already); `pause` from the order to both sides until digests agree and prefix caches are reset; `digest` of the
-slowest rank on either side; `first` the transfer of the first push over a new group; `join` forming it. `plain` is the links'
+slowest rank on either side; `join` forming the group and forming it anew, `first` the transfer of the first push after each. `plain` is the links'
 limit: the same bytes per pair as one message in one grouped call, nothing else. `usual` is the usual way: every tensor gathered
 in full on all learner ranks in the wire's type, packed into 1 GiB buffers, broadcast from rank 0 to all rollout ranks, loaded
 there by the engine's own loader; without digests, from its beginning until the last rank has loaded.
@@ -273,8 +273,12 @@ class Server:
 
     async def push(self, version: int) -> dict[str, Any]:
         """Receives through the real path; with the ranks' own times of day."""
+        ordered = time.perf_counter()
         result = await self.receiver.receive(version, TIMEOUT_S)
+        ended = time.perf_counter()
         return {
+            "call_ms": 1e3 * (min(reply["began"] for reply in self.replies) - ordered),
+            "reset_ms": 1e3 * (ended - max(reply["ended"] for reply in self.replies)),
             "received": max(reply["received"] for reply in self.replies),
             "digests": [report.to_bytes() for report in result.digests],
             "digest_ms": result.digest_ms,
@@ -338,6 +342,7 @@ class Fleet:
     servers: list[Connection] = field(default_factory=list)
     processes: list[Any] = field(default_factory=list)
     epoch: int = 0
+    verdict_ms: float = 0.0
 
     def start(self, folder: str, gpus: Sequence[str]) -> None:
         """Starts all of them; returns before they are ready."""
@@ -416,9 +421,12 @@ class Fleet:
         time.sleep(head_start_s)
         order(self.learners, "push", version)
         sent, received = answers(self.learners), answers(self.servers)
+        answered = time.perf_counter()
         reports = [DigestReport.from_bytes(data) for one in received for data in one["digests"]]
         digests_agree(DigestReport.from_bytes(sent[0]["digests"]), reports)
-        pause_ms = 1e3 * (time.perf_counter() - began)
+        ended = time.perf_counter()
+        pause_ms = 1e3 * (ended - began)
+        self.verdict_ms = 1e3 * (ended - answered)
         transfer = max(one["received"] for one in received) - min(one["began"] for one in sent)
         return 1e3 * transfer, pause_ms, sent, received
 
@@ -472,20 +480,17 @@ def measure(fleet: Fleet, round_bytes: int, repeats: int, *, usual: bool) -> dic
     """All numbers of one case."""
     join_ms = fleet.form(round_bytes)
     fleet.all("memory", "paceline_memory", True)
-    version, transfers, pauses, digests_l, digests_r = (
-        0,
-        list[float](),
-        list[float](),
-        list[float](),
-        list[float](),
-    )
+    version, transfers, pauses, parts = 0, list[float](), list[float](), list[list[float]]()
+    digests_l, digests_r = list[float](), list[float]()
     for version in range(repeats + 1):
         transfer, _, sent, received = fleet.push(version, HEAD_START_S)
         transfers.append(transfer)
         digests_l.append(max(one["digest_ms"] for one in sent))
         digests_r.append(max(one["digest_ms"] for one in received))
     for again in range(repeats):
-        pauses.append(fleet.push(version + 1 + again, 0.0)[1])
+        _, pause, _, received = fleet.push(version + 1 + again, 0.0)
+        pauses.append(pause)
+        parts.append([max(one[k] for one in received) for k in ("call_ms", "reset_ms")] + [fleet.verdict_ms])
     grown = [one["peak"] - one["now"] for one in fleet.all("memory", "paceline_memory", True)[0]]
     ours, theirs = fleet.all("plain", "paceline_plain", repeats)
     slowest = [ms for replies in theirs for ms in [reply["ms"] for reply in replies]]
@@ -497,6 +502,9 @@ def measure(fleet: Fleet, round_bytes: int, repeats: int, *, usual: bool) -> dic
         "best": min(transfers[1:]),
         "worst": max(transfers[1:]),
         "pause": statistics.median(pauses),
+        "call": statistics.median(one[0] for one in parts),
+        "reset": statistics.median(one[1] for one in parts),
+        "verdict": statistics.median(one[2] for one in parts),
         "digest_learner": statistics.median(digests_l[1:]),
         "digest_rollout": statistics.median(digests_r[1:]),
         "plain": plain,
@@ -506,9 +514,11 @@ def measure(fleet: Fleet, round_bytes: int, repeats: int, *, usual: bool) -> dic
         "extra_learner": max(one["extra_bytes"] for one in sent),
         "extra_rollout": max(one["extra_bytes"] for one in received),
         "grown_learner": max(grown),
-        "pushes": 2 * repeats + 1,
+        "pushes": 3 * repeats + 2,
         "rejoin": fleet.form(round_bytes),
     }
+    again = [fleet.push(version + 1 + number, HEAD_START_S)[0] for number in range(repeats + 1)]
+    row |= {"first_again": again[0], "transfer_again": statistics.median(again[1:])}
     row["usual"] = fleet.usual(max(3, repeats // 3)) if usual else float("nan")
     return row
 
@@ -526,7 +536,7 @@ def cells(case: Case, round_mib: int, row: dict[str, float]) -> list[str]:
         case.name,
         str(round_mib),
         f"{row['join']:.0f}/{row['rejoin']:.0f}",
-        f"{row['first']:.1f}",
+        f"{row['first']:.1f}/{row['first_again']:.1f}",
         f"{row['transfer']:.1f}",
         f"{row['best']:.1f}..{row['worst']:.1f}",
         f"{row['digest_learner']:.1f}/{row['digest_rollout']:.1f}",
@@ -600,8 +610,9 @@ def main() -> None:
         for batch in [cases] if args.at_once else [[case] for case in cases]:
             with running(batch, gpus, Path(folder)) as fleets:
                 for fleet in fleets:
-                    for round_mib in map(int, args.round_mib.split(",")):
-                        row = measure(fleet, round_mib << 20, args.repeats, usual=not args.no_usual)
+                    for number, round_mib in enumerate(map(int, args.round_mib.split(","))):
+                        usual = not args.no_usual and number == 0
+                        row = measure(fleet, round_mib << 20, args.repeats, usual=usual)
                         table.add_row(*cells(fleet.case, round_mib, row))
                         found.append({"case": fleet.case.name, "round_mib": round_mib} | row)
                         print(json.dumps(found[-1]), flush=True)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+from paceline.reshard.rendezvous import Deadline, make_process_group
 from paceline.reshard.spec import WeightGroupSpec
-from paceline.reshard.transport import DTYPES, Deadline, WeightGroup, _make_process_group
+from paceline.reshard.transport import DTYPES, WeightGroup
 
 TIMEOUT_S = 120.0
 BUFFER_BYTES = 1 << 30
@@ -73,7 +74,7 @@ class Broadcast:
         if store is None:
             left = deadline.remaining("learner rank 0")
             store = TCPStore(spec.store_host, spec.store_port, timeout=left, wait_for_workers=False)
-        self._group, self._device = _make_process_group(spec, rank, store, deadline), device
+        self._group, self._device = make_process_group(spec, rank, store, deadline), device
         self._dtype = DTYPES[spec.wire_dtype]
         self._room = BUFFER_BYTES // self._dtype.itemsize
         self._buffers: list[torch.Tensor] = []

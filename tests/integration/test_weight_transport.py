@@ -19,8 +19,9 @@ from paceline.learner.weight_publisher import PushResult, WeightPublisher
 from paceline.reshard.boxes import Box
 from paceline.reshard.digest import TensorDigester, digest_array
 from paceline.reshard.layout import RankLayout, fsdp_layout
+from paceline.reshard.rendezvous import Deadline, open_store
 from paceline.reshard.spec import WeightGroupSpec
-from paceline.reshard.transport import Deadline, WeightGroup, open_store
+from paceline.reshard.transport import WeightGroup
 from paceline.reshard.verdict import digests_agree, model_digest
 from paceline.rollout.rank_receiver import RankReceipt, RankReceiver
 from support.fake_vllm import fake_qwen2

@@ -1,4 +1,4 @@
-"""The group that carries weights: forming it, one push over it, taking it down. The module that imports torch.
+"""The group that carries weights: forming it, one push over it, taking it down.
 
 The group lives outside torch's default one, so that the learner needs nothing of the inference engine and the
 engine nothing of the learner. A push goes round by round, with two staging slots on either side:
@@ -13,19 +13,18 @@ host memory, also for parameters on a GPU, which is the way for two sides that s
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
+from paceline.core.errors import WeightSyncError
 from paceline.reshard.layout import RankLayout
 from paceline.reshard.moves import Moves
 from paceline.reshard.plan import Piece, TransferPlan, build_plan
+from paceline.reshard.rendezvous import Deadline, make_process_group
 from paceline.reshard.spec import WeightGroupSpec
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,48 +37,6 @@ Message = tuple[torch.Tensor, int]
 
 Round = tuple[tuple[Piece, torch.Tensor], ...]
 """Pieces of a round with their elements in staging, in the piece's shape"""
-
-
-class Deadline:
-    """A moment by which a phase must be over, and the words for when it is not."""
-
-    def __init__(self, phase: str, seconds: float) -> None:
-        self.phase, self.seconds = phase, seconds
-        self._end = time.monotonic() + seconds
-
-    def remaining(self, peer: str) -> timedelta:
-        """Time left; raises DeadlineError naming `peer` where none is."""
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise self.error(peer)
-        return timedelta(seconds=max(left, 0.001))
-
-    def error(self, peer: str) -> DeadlineError:
-        """What to raise when `peer` did not come in time."""
-        hint = "see the peer's log; the weight group must be formed anew"
-        return DeadlineError(phase=self.phase, peer=peer, seconds=self.seconds, hint=hint)
-
-    def translate(self, error: RuntimeError, peer: str) -> DeadlineError | PeerLostError:
-        """torch reports time-outs and broken connections as RuntimeErrors that only their text tells apart."""
-        if self._end <= time.monotonic() or "timed out" in str(error).lower():
-            return self.error(peer)
-        text = str(error).splitlines()[0]
-        return PeerLostError(f"{self.phase}: lost the connection to {peer}: {text}", peer=peer)
-
-
-def open_store(host: str, timeout_s: float) -> TCPStore:
-    """A rendezvous store that listens on `host` only, on a free port (`store.port`)."""
-    with socket.create_server((host, 0), backlog=1024) as listener:
-        port = listener.getsockname()[1]
-        # Given only a host name, the store would listen on every interface.
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
 
 
 def plan_of(spec: WeightGroupSpec) -> TransferPlan:
@@ -158,7 +115,7 @@ class WeightGroup:
                     timeout=deadline.remaining("learner rank 0"),
                     wait_for_workers=False,
                 )
-            process_group = _make_process_group(spec, rank, store, deadline)
+            process_group = make_process_group(spec, rank, store, deadline)
         except RuntimeError as error:
             raise deadline.translate(error, "some member of the weight group") from error
         group = cls(spec, rank, plan, process_group, device)
@@ -385,30 +342,3 @@ class _Pending:
 
     def drop(self) -> None:
         self._works = []
-
-
-def _make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> Any:
-    members = "some member of the weight group"
-    store = PrefixStore(f"weights/{spec.epoch}", store)
-    store.set_timeout(deadline.remaining(members))
-    if spec.backend == "nccl":
-        from torch.distributed import ProcessGroupNCCL
-
-        options: Any = ProcessGroupNCCL.Options()
-        # Transfers go before packing and scattering, which would take all of the device between two rounds.
-        options.is_high_priority_stream = True
-        # The watchdog ends the whole process; our own deadlines come first.
-        options._timeout = timedelta(seconds=10 * spec.timeout_s)
-        return ProcessGroupNCCL(store, rank, spec.world_size, options)
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = deadline.remaining(members)
-    options._devices = [gloo.create_device(hostname=_own_address(spec.store_host, spec.store_port))]
-    return gloo(store, rank, spec.world_size, options)
-
-
-def _own_address(host: str, port: int) -> str:
-    """This machine's address on the way to `host`; a datagram socket finds it without sending anything."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])

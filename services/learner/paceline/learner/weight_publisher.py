@@ -19,8 +19,9 @@ from paceline.reshard.cover import Need, Supply, assign_sources
 from paceline.reshard.digest import TensorDigester
 from paceline.reshard.digest_job import DigestJob, DigestPart
 from paceline.reshard.layout import RankLayout, TensorSlice, chunk_rows
+from paceline.reshard.rendezvous import Deadline, open_store
 from paceline.reshard.spec import WeightGroupSpec
-from paceline.reshard.transport import DTYPES, Deadline, WeightGroup, open_store
+from paceline.reshard.transport import DTYPES, WeightGroup
 from paceline.reshard.verdict import Atom, DigestReport, SliceDigest, digest_atoms
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")

@@ -20,8 +20,9 @@ from paceline.reshard.digest_job import DigestJob, DigestPart
 from paceline.reshard.layout import RankLayout, TensorSlice
 from paceline.reshard.moves import Moves
 from paceline.reshard.plan import Piece
+from paceline.reshard.rendezvous import Deadline
 from paceline.reshard.spec import WeightGroupSpec
-from paceline.reshard.transport import DTYPES, Deadline, WeightGroup
+from paceline.reshard.transport import DTYPES, WeightGroup
 from paceline.reshard.verdict import DigestReport, SliceDigest
 from paceline.rollout.checkpoint_form import checkpoint_form
 from paceline.rollout.vllm_layout import describe_model
