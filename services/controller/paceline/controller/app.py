@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.broker import names, open_broker
+from paceline.broker import Broker, names, open_broker
 from paceline.broker.mailbox import Mailbox
 from paceline.config.load import load
 from paceline.config.run import RunConfig
@@ -92,17 +92,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     )
 
     clock = SystemClock()
-    broker = open_broker(broker_url)
-    context.defer("broker connection", broker.close)
-    await broker.ping()
-    # What an earlier process of this run left in flight is of no use: the step is dispatched anew.
-    await broker.purge(names.prefix(run_id))
-    for stream, group in (
-        (names.trajectories(run_id), names.REWARD_GROUP),
-        (names.scored(run_id), names.CONTROLLER_GROUP),
-    ):
-        await broker.ensure_group(stream, group)
-
+    broker = await _open_broker(context, broker_url, run_id)
     hub = EventHub()
     journal = Journal(options.run_dir / "events.jsonl", broker, run_id, clock)
     await journal.record(
@@ -129,18 +119,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
         hub=hub,
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
-    server = await start_server(
-        [(controller_pb2_grpc.add_ControllerServiceServicer_to_server, servicer)],
-        host=options.host,
-        port=config.service.controller_port if options.port is None else options.port,
-        token=token,
-        max_message_bytes=config.service.max_message_mib << 20,
-        port_key="service.controller_port",
-    )
-    context.defer("gRPC server", server.stop)
-    _announce(options.address_file, server.address)
-    log.info("controller of run %s listens on %s", run_id, server.address)
-
+    await _listen(context, options, config, servicer, token)
     async with Mailbox(
         broker,
         names.scored(run_id),
@@ -157,6 +136,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
             alive=lambda: _alive(fleet),
             progress=_teller(progress, hub),
         )
+        last_step = progress.step if resumed else -1
         sequencer = Sequencer(
             config=config,
             run_id=run_id,
@@ -169,12 +149,38 @@ async def serve(context: ServiceContext, options: Options) -> None:
             fleet=fleet,
             journal=journal,
             hub=hub,
-            metrics_file=MetricsFile(
-                options.run_dir / "metrics.jsonl", last_step=progress.step if resumed else -1
-            ),
+            metrics_file=MetricsFile(options.run_dir / "metrics.jsonl", last_step=last_step),
             progress=progress,
         )
         await _run_to_the_end(context, sequencer, fleet, servicer, hub, journal, stop)
+
+
+async def _open_broker(context: ServiceContext, url: str, run_id: str) -> Broker:
+    """Connects, and makes the run's mailboxes anew: what an earlier process of this run left in flight is of no use."""
+    broker = open_broker(url)
+    context.defer("broker connection", broker.close)
+    await broker.ping()
+    await broker.purge(names.prefix(run_id))
+    await broker.ensure_group(names.trajectories(run_id), names.REWARD_GROUP)
+    await broker.ensure_group(names.scored(run_id), names.CONTROLLER_GROUP)
+    return broker
+
+
+async def _listen(
+    context: ServiceContext, options: Options, config: RunConfig, servicer: ControllerServicer, token: str
+) -> None:
+    """Starts the gRPC server and tells where it listens."""
+    server = await start_server(
+        [(controller_pb2_grpc.add_ControllerServiceServicer_to_server, servicer)],
+        host=options.host,
+        port=config.service.controller_port if options.port is None else options.port,
+        token=token,
+        max_message_bytes=config.service.max_message_mib << 20,
+        port_key="service.controller_port",
+    )
+    context.defer("gRPC server", server.stop)
+    _announce(options.address_file, server.address)
+    log.info("listening on %s", server.address)
 
 
 async def _run_to_the_end(
