@@ -22,7 +22,7 @@ from paceline.controller.checkpoints import ControllerState
 from paceline.controller.collect import Collector
 from paceline.controller.fleet_watch import FleetWatch
 from paceline.controller.journal import Journal
-from paceline.controller.membership import Fleet
+from paceline.controller.membership import Fleet, Health
 from paceline.controller.records import MetricsFile
 from paceline.controller.sequencer import Inputs, Progress, Sequencer
 from paceline.controller.watch import EventHub
@@ -258,6 +258,21 @@ async def test_a_learner_that_is_lost_in_a_push_ends_the_run_and_nobody_else_is_
         with pytest.raises(PeerLostError, match="the learner went away"):
             await it.go()
         assert len(it.fleet.fleet.usable(MemberKind.ROLLOUT)) == 2
+
+
+async def test_the_last_server_is_tried_though_it_is_suspected(tmp_path: Path) -> None:
+    async with run(
+        tmp_path, trainer__val_before_train=False, trainer__total_steps=1, rollout__replicas=1
+    ) as it:
+        await it.enlist("learner", MemberKind.LEARNER, "ready")
+        await it.enlist("reward-0", MemberKind.REWARD, "serving")
+        await it.enlist("rollout-0", MemberKind.ROLLOUT, "stale")
+        it.fleet.fleet.members(MemberKind.ROLLOUT)[0].health = Health.SUSPECT
+        await it.go()
+        assert [c for c in it.peers.calls if c.startswith("commit")] == [
+            "commit rollout-0 0",
+            "commit rollout-0 1",
+        ]
 
 
 async def test_a_newcomer_gets_the_current_version_before_the_next_step(tmp_path: Path) -> None:

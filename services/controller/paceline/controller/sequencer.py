@@ -314,8 +314,10 @@ class Sequencer:
 
     def _ready_rollouts(self) -> list[Member]:
         members = self._fleet.fleet.usable(MemberKind.ROLLOUT)
-        # A suspect one is left out of a push; if it comes back it is a newcomer, with weights to get.
-        return [m for m in members if m.health is Health.ALIVE and m.state in ("stale", "syncing", "serving")]
+        ready = [m for m in members if m.state in ("stale", "syncing", "serving")]
+        # A suspect one is left out of a push while there are others; if it comes back it is a newcomer, with weights to get. The last
+        # one is tried all the same: on a machine with too much to do silence is no death.
+        return [m for m in ready if m.health is Health.ALIVE] or ready
 
     @property
     def _learner(self) -> Member:
