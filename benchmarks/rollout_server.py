@@ -245,7 +245,8 @@ def side(work: Callable[..., None], *arguments: Any) -> Iterator[Callable[[Any],
     try:
         yield ask
     finally:
-        ours.send(None)
+        with contextlib.suppress(BrokenPipeError):
+            ours.send(None)
         process.join(30)
         if process.is_alive():
             process.kill()
