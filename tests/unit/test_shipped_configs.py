@@ -18,7 +18,7 @@ SHIPPED = sorted(EXAMPLES.rglob("*.yaml"))
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_it_parses_and_survives_its_own_dump(path: Path) -> None:
     kind = SftRunConfig if "sft" in yaml.safe_load(path.read_text()) else RunConfig
-    config = load(kind, path)
+    config: RunConfig | SftRunConfig = load(kind, path)
     assert parse(kind, yaml.safe_load(dump_yaml(config))) == config
 
 
@@ -84,3 +84,29 @@ def test_a_missing_or_broken_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1")
     with pytest.raises(ConfigError, match="must hold a mapping of sections"):
         load(RunConfig, tmp_path / "list.yaml")
+
+
+def test_a_file_goes_over_the_one_that_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(MINIMAL | {"rollout": {"n": 4, "max_num_seqs": 32}}))
+    (tmp_path / "middle.yaml").write_text("extends: base.yaml\nrollout: {n: 6}\n")
+    top = tmp_path / "sub" / "top.yaml"
+    top.write_text(
+        "extends: ../middle.yaml\nrollout: {temperature: 0.7}\nreward: {functions: [{name: gsm8k}]}\n"
+    )
+    config = load(RunConfig, top, ["trainer.total_steps=9"])
+    assert (config.rollout.n, config.rollout.temperature, config.rollout.max_num_seqs) == (6, 0.7, 32)
+    assert [one.name for one in config.reward.functions] == ["gsm8k"]
+    assert config.trainer.total_steps == 9
+
+
+def test_a_file_that_extends_nothing_or_itself_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("extends: b.yaml")
+    with pytest.raises(ConfigError, match=r"cannot read configuration .*b.yaml, which .*a.yaml extends"):
+        load(RunConfig, tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_text("extends: a.yaml")
+    with pytest.raises(ConfigError, match=r"extends itself .* break the circle"):
+        load(RunConfig, tmp_path / "a.yaml")
+    (tmp_path / "c.yaml").write_text("extends: [a.yaml]")
+    with pytest.raises(ConfigError, match="must be the path of one YAML file"):
+        load(RunConfig, tmp_path / "c.yaml")

@@ -19,26 +19,14 @@ S = TypeVar("S", bound=Section)
 def load(kind: type[S], path: str | Path, overrides: Iterable[str] = ()) -> S:
     """Reads `path`, applies `dotted.key=value` overrides and checks the whole.
 
-    Relative paths inside the file stay relative to the working directory.
+    A file may begin with `extends: other.yaml`, a path relative to itself: its own keys then go over those of the other, section by
+    section; lists are replaced whole. All other paths in it stay relative to the working directory.
 
     Raises:
         ConfigError: the file is missing or not YAML, a key is unknown, or a value is not allowed; one line per fault.
     """
     source = Path(path)
-    try:
-        text = source.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read configuration {source}: {error.strerror}; give the path of a YAML file"
-        ) from error
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{source} must hold a mapping of sections (data:, model:, ...), found {type(tree).__name__}"
-        )
+    tree = _read(source)
     for override in overrides:
         _override(tree, override)
     return parse(kind, tree, origin=str(source))
@@ -56,6 +44,45 @@ def parse(kind: type[S], tree: Mapping[str, Any], origin: str = "configuration")
 def dump_yaml(config: Section) -> str:
     """The resolved configuration as YAML, every key with its value in force."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(source: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The file's tree, over that of the file which it extends; `below` are the files that led here."""
+    if source.resolve() in below:
+        raise ConfigError(f"{source} extends itself by way of {', '.join(map(str, below))}; break the circle")
+    try:
+        text = source.read_text(encoding="utf-8")
+    except OSError as error:
+        named = f", which {below[-1]} extends" if below else ""
+        raise ConfigError(
+            f"cannot read configuration {source}{named}: {error.strerror}; give the path of a YAML file"
+        ) from error
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{source} must hold a mapping of sections (data:, model:, ...), found {type(tree).__name__}"
+        )
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(
+            f"{source}: extends={base!r} must be the path of one YAML file, relative to this one"
+        )
+    return _over(_read(source.parent / base, (*below, source.resolve())), tree)
+
+
+def _over(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree` laid over `base`: mappings merge, anything else replaces."""
+    merged = dict(base)
+    for key, value in tree.items():
+        under = merged.get(key)
+        both = isinstance(under, dict) and isinstance(value, dict)
+        merged[key] = _over(under, value) if both else value  # type: ignore[arg-type]
+    return merged
 
 
 def _override(tree: dict[str, Any], override: str) -> None:

@@ -1,0 +1,207 @@
+"""What the recipes learn: every recipe of examples/recipes, with several seeds, as whole runs through the four services.
+
+    python benchmarks/recipes.py                                   # all of them, seeds 0, 1, 2: an hour and a half on two cores
+    python benchmarks/recipes.py --recipes grpo,dapo --seeds 0
+    python benchmarks/recipes.py --table-only                      # the table of what lies in --out
+
+A seed governs data, starting model, order of the prompts and sampling. Runs that are complete in --out are not run again. One
+line per run: validation reward (held-out prompts, greedy) before and after, training steps, wall seconds of the command
+(start-up of the services and validation included), the largest `actor/ppo_kl` of a step, and what the guard said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = ROOT / "examples" / "recipes"
+ARITHMETIC = ROOT / "examples" / "arithmetic"
+RUN_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One run. Rewards are means over the validation prompts; `failure` is empty where the run came to its end."""
+
+    recipe: str
+    seed: int
+    before: float
+    after: float
+    steps: int
+    seconds: float
+    ppo_kl_max: float
+    firings: int
+    failure: str = ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what is missing and prints the table."""
+    args = parse_args(argv)
+    out: Path = args.out.resolve()
+    wanted = [(recipe, seed) for seed in args.seeds for recipe in args.recipes]
+    for recipe, seed in wanted:
+        if not args.table_only and read_finding(out, recipe, seed) is None:
+            start = starting_model(out, seed)
+            run(out, start, recipe, seed, args.overrides)
+    found = {(recipe, seed): read_finding(out, recipe, seed) for recipe, seed in wanted}
+    print(f"\n{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
+    print(table([finding for finding in found.values() if finding is not None]))
+    return 0 if all(finding is not None and not finding.failure for finding in found.values()) else 1
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    known = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "base")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for every run")
+    parser.add_argument(
+        "--recipes", type=lambda text: text.split(","), default=known, help=f"of {', '.join(known)}"
+    )
+    parser.add_argument(
+        "--seeds", type=lambda text: [int(word) for word in text.split(",")], default=[0, 1, 2]
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "recipes", help="folder for the runs' directories"
+    )
+    parser.add_argument("--table-only", action="store_true", help="run nothing")
+    args = parser.parse_args(argv)
+    unknown = sorted(set(args.recipes) - set(known))
+    if unknown:
+        parser.error(f"no such recipe: {', '.join(unknown)}; there are {', '.join(known)}")
+    return args
+
+
+def starting_model(out: Path, seed: int) -> Path:
+    """The seed's data, tokenizer and warmed-up model; the folder that holds `data`, `model` and `start`."""
+    folder = out / f"seed-{seed}" / "start-model"
+    if (folder / "start" / "config.json").is_file():
+        return folder
+    prepare = [sys.executable, str(ARITHMETIC / "prepare.py"), "--seed", str(seed)]
+    subprocess.run(
+        [*prepare, "--out", str(folder / "data"), "--model-out", str(folder / "model")], check=True, cwd=ROOT
+    )
+    values = [
+        f"seed={seed}",
+        f"sft.train_files={folder}/data/sft.parquet",
+        f"sft.output={folder}/start",
+        f"model.path={folder}/model",
+    ]
+    subprocess.run([*paceline(), "sft", str(ARITHMETIC / "sft.yaml"), *values], check=True, cwd=ROOT)
+    return folder
+
+
+def run(out: Path, start: Path, recipe: str, seed: int, overrides: Sequence[str]) -> None:
+    """One run of `paceline train`; leaves `finding.json` in its directory whatever came of it."""
+    folder = run_folder(out, recipe, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    values = [
+        f"trainer.run_dir={folder}",
+        f"trainer.seed={seed}",
+        "trainer.resume=never",
+        f"model.path={start}/start",
+        f"data.train_files={start}/data/train.parquet",
+        f"data.val_files={start}/data/val.parquet",
+        *overrides,
+    ]
+    command = [*paceline(), "train", str(RECIPES / f"{recipe}.yaml"), "--plain", *values]
+    print(f"{time.strftime('%H:%M:%S')}  {recipe}, seed {seed}", flush=True)
+    began = time.monotonic()
+    with (folder / "command.log").open("w", encoding="utf-8") as log:
+        ended = subprocess.run(
+            command, check=False, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT_S
+        )
+    seconds = time.monotonic() - began
+    failure = "" if ended.returncode == 0 else last_line(folder / "command.log")
+    (folder / "finding.json").write_text(json.dumps({"seconds": seconds, "failure": failure}))
+    finding = read_finding(out, recipe, seed)
+    print(f"          {row(finding) if finding else 'no metrics'}", flush=True)
+
+
+def read_finding(out: Path, recipe: str, seed: int) -> Finding | None:
+    """What a run left; None where it is not there or did not come to its end."""
+    folder = run_folder(out, recipe, seed)
+    if not (folder / "finding.json").is_file():
+        return None
+    outcome = json.loads((folder / "finding.json").read_text())
+    metrics = json_lines(folder / "metrics.jsonl")
+    events = json_lines(folder / "events.jsonl")
+    rewards = [line["val/reward/mean"] for line in metrics if "val/reward/mean" in line]
+    trained = [line for line in metrics if line["step"] > 0]
+    return Finding(
+        recipe=recipe,
+        seed=seed,
+        before=rewards[0] if rewards else float("nan"),
+        after=rewards[-1] if len(rewards) > 1 else float("nan"),
+        steps=len(trained),
+        seconds=outcome["seconds"],
+        ppo_kl_max=max((line.get("actor/ppo_kl") or 0.0 for line in trained), default=float("nan")),
+        firings=sum(event.get("event") == "guard" for event in events),
+        failure=outcome["failure"],
+    )
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """Markdown: one line per run, and the mean over the seeds of each recipe."""
+    lines = [
+        "| recipe | seed | reward before | after | steps | seconds | ppo_kl max | guard firings |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for recipe in sorted({finding.recipe for finding in findings}):
+        runs = sorted((one for one in findings if one.recipe == recipe), key=lambda one: one.seed)
+        lines += [row(one) for one in runs]
+        before, after = fmean(one.before for one in runs), fmean(one.after for one in runs)
+        lines.append(f"| **{recipe}** | mean | **{before:.3f}** | **{after:.3f}** | | | | |")
+    return "\n".join(lines)
+
+
+def row(one: Finding) -> str:
+    """A run's line of the table."""
+    cells = [
+        one.recipe,
+        str(one.seed),
+        f"{one.before:.3f}",
+        f"{one.after:.3f}",
+        str(one.steps),
+        f"{one.seconds:.0f}",
+        f"{one.ppo_kl_max:.2g}",
+        str(one.firings),
+    ]
+    return f"| {' | '.join(cells)} |" + (f" {one.failure}" if one.failure else "")
+
+
+def run_folder(out: Path, recipe: str, seed: int) -> Path:
+    """Where a run's directory lies."""
+    return out / f"seed-{seed}" / recipe
+
+
+def paceline() -> list[str]:
+    """The command of this interpreter's installation."""
+    return [sys.executable, "-m", "paceline.cli.main"]
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; [] where there is none."""
+    return (
+        [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
+    )
+
+
+def last_line(path: Path) -> str:
+    """What a command said last."""
+    lines = path.read_text(errors="replace").splitlines()
+    return lines[-1] if lines else "no output"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
