@@ -10,8 +10,8 @@ from paceline.core.errors import ModelError
 from paceline.learner.algorithms.log_probs import chunked_log_probs, token_log_probs
 from paceline.learner.packing import MicroBatch
 
-MAX_LOGITS_ELEMENTS = 1 << 26
-"""Largest table of logits (tokens x vocabulary) that is made at once: 256 MiB in float32."""
+MAX_LOGITS_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
+"""Largest table of logits (tokens x vocabulary) that is made at once: 256 MiB in float32, 512 MiB in bfloat16."""
 
 
 class PolicyNetwork(nn.Module):
@@ -31,14 +31,16 @@ class PolicyNetwork(nn.Module):
         """Log-probs (n,) of the response tokens, in float32, and their entropies (n,) or None."""
         hidden = hidden_states(body_of(self.lm), batch)
         head = output_head(self.lm)
-        if hidden.shape[0] * head.out_features <= MAX_LOGITS_ELEMENTS:
+        most = MAX_LOGITS_ELEMENTS[hidden.device.type]
+        if hidden.device.type == "cpu" and hidden.shape[0] * head.out_features <= most:
+            # Autograd keeps the logits: no second product.
             return token_log_probs(head(hidden), batch.targets, temperature, with_entropy)
         log_probs, entropy = chunked_log_probs(
             hidden,
             head.weight,
             batch.targets,
             temperature,
-            max(1, MAX_LOGITS_ELEMENTS // head.out_features),
+            max(1, most // head.out_features),
             with_entropy,
         )
         # Copies, not views: see ValueNetwork.

@@ -9,11 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.core.errors import NumericsError
+from paceline.learner.algorithms import logits_rows
 from paceline.learner.algorithms.checks import require_range
 from paceline.learner.algorithms.statistics import full_precision
-
-# Far enough below the logsumexp that the probability is exactly 0, and still finite: 0 * -inf would be NaN.
-_FLOOR = 1e4
 
 
 def token_log_probs(
@@ -39,7 +37,7 @@ def token_log_probs(
     log_probs = z.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_norm
     if not with_entropy:
         return log_probs, None
-    finite = torch.maximum(z, (log_norm.detach() - _FLOOR).unsqueeze(-1))
+    finite = torch.maximum(z, (log_norm.detach() - logits_rows.FLOOR).unsqueeze(-1))
     return log_probs, log_norm - (torch.softmax(z, dim=-1) * finite).sum(-1)
 
 
@@ -88,13 +86,8 @@ def _check(rows: Tensor, targets: Tensor, temperature: float) -> None:
         )
 
 
-def _chunk_logits(rows: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    z = full_precision(rows @ weight.t())
-    return z.div_(temperature) if temperature != 1.0 else z
-
-
 class _ChunkedLogProbs(torch.autograd.Function):
-    """d log p_y / dz = onehot(y) - p and dH / dz = -p (log p + H), made chunk by chunk."""
+    """`logits_rows` chunk by chunk; nothing of a chunk but its few numbers a row outlives it."""
 
     @staticmethod
     def forward(
@@ -106,20 +99,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
         chunk_size: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        kind = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs = hidden.new_empty(targets.shape, dtype=kind)
-        log_norms = torch.empty_like(log_probs)
-        entropy = torch.empty_like(log_probs) if with_entropy else log_probs.new_empty(0)
-        for start in range(0, targets.numel(), chunk_size):
-            part = slice(start, start + chunk_size)
-            z = _chunk_logits(hidden[part], weight, temperature)
-            log_norm = torch.logsumexp(z, dim=-1)
-            log_norms[part] = log_norm
-            log_probs[part] = z.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1) - log_norm
-            if with_entropy:
-                log_p = z.sub_(log_norm.unsqueeze(-1)).clamp_(min=-_FLOOR)
-                entropy[part] = -(log_p.exp().mul_(log_p)).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, log_norms, entropy)
+        parts = [
+            logits_rows.score(rows @ weight.t(), wanted, temperature, with_entropy)
+            for rows, wanted in zip(
+                torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True
+            )
+        ]
+        log_probs = torch.cat([part.log_probs for part in parts])
+        log_norms = torch.cat([part.log_norms for part in parts])
+        entropies = [part.entropy for part in parts if part.entropy is not None]
+        entropy = torch.cat(entropies) if entropies else log_probs.new_empty(0)
+        ctx.save_for_backward(hidden, weight, targets, log_probs, log_norms, entropy)
         ctx.temperature, ctx.chunk_size, ctx.with_entropy = temperature, chunk_size, with_entropy
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -129,31 +119,38 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_norms, entropy = ctx.saved_tensors
+        hidden, weight, targets, log_probs, log_norms, entropy = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        if not ctx.with_entropy:
-            grad_entropy = None
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         # Chunks add up in at least float32: hundreds of bf16 additions would lose the small ones.
         kind = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=kind) if need_weight else None
         for start in range(0, targets.numel(), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
-            log_p = _chunk_logits(hidden[part], weight, ctx.temperature).sub_(log_norms[part].unsqueeze(-1))
-            probs = log_p.exp()
-            grad = torch.zeros_like(probs)
-            if grad_entropy is not None:
-                log_p = log_p.clamp_(min=-_FLOOR).add_(entropy[part].unsqueeze(-1))
-                grad -= log_p.mul_(probs).mul_(grad_entropy[part].unsqueeze(-1))
-            if grad_log_probs is not None:
-                row_grad = grad_log_probs[part].unsqueeze(-1)
-                grad -= probs.mul_(row_grad)
-                grad.scatter_add_(-1, targets[part].unsqueeze(-1), row_grad)
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            grad = logits_rows.gradient(
+                hidden[part] @ weight.t(),
+                targets[part],
+                ctx.temperature,
+                logits_rows.RowScores(
+                    log_probs=log_probs[part],
+                    log_norms=log_norms[part],
+                    entropy=entropy[part] if ctx.with_entropy else None,
+                ),
+                None if grad_log_probs is None else grad_log_probs[part],
+                grad_entropy[part] if ctx.with_entropy and grad_entropy is not None else None,
+            )
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[part]
+                _add_product(grad_weight, grad.t(), hidden[part])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b; of bf16 factors in one pass over a float32 total, where the device has that."""
+    if total.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
