@@ -20,6 +20,7 @@ from paceline.core.policy import PolicyTag
 from paceline.learner.advantage_step import Prepared, Scored, compute_advantages
 from paceline.learner.algorithms.statistics import keep
 from paceline.learner.batching import BatchPlan, RowLength, effective_budget, plan_batch
+from paceline.learner.flops import peak_flops, update_flops
 from paceline.learner.learner import Learner
 from paceline.learner.packing import MicroBatch, PackedRow, pack
 from paceline.learner.ranks import Ranks
@@ -71,14 +72,7 @@ def plan_of(config: RunConfig, rows: Sequence[BatchRow], ranks: Ranks) -> BatchP
     sizes = [config.actor.ppo_mini_batch_size]
     if config.needs_critic and config.critic.ppo_mini_batch_size is not None:
         sizes.append(config.critic.ppo_mini_batch_size)
-    lengths = [
-        RowLength(
-            prompt_id=row.trajectory_id.prompt_id,
-            num_prompt_tokens=row.num_prompt_tokens,
-            num_response_tokens=row.num_response_tokens,
-        )
-        for row in rows
-    ]
+    lengths = _lengths(rows)
     return plan_batch(
         lengths,
         mini_batch_sizes=sizes,
@@ -89,6 +83,17 @@ def plan_of(config: RunConfig, rows: Sequence[BatchRow], ranks: Ranks) -> BatchP
             max((one.num_tokens for one in lengths), default=0),
         ),
     )
+
+
+def _lengths(rows: Sequence[BatchRow]) -> list[RowLength]:
+    return [
+        RowLength(
+            prompt_id=row.trajectory_id.prompt_id,
+            num_prompt_tokens=row.num_prompt_tokens,
+            num_response_tokens=row.num_response_tokens,
+        )
+        for row in rows
+    ]
 
 
 def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
@@ -133,6 +138,7 @@ def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
         "algorithm/kl_coef": kl_coef,
         "algorithm/reference_kl": summary.reference_kl or 0.0,
         **watch.seconds,
+        **_utilisation(learner, order.rows, watch),
     }
     reasons = [f"{name}: {reason}" for name, report in reports.items() for reason in report.skipped]
     return StepResult(step=order.step, metrics=metrics, skip_reasons=tuple(reasons))
@@ -234,6 +240,15 @@ def _mismatch(scored: Sequence[Scored], ranks: Ranks) -> dict[str, float]:
         "rollout/mismatch_kl": sums[0] / sums[1],
         "rollout/logprob_diff_max": float(ranks.all_max(largest).item()),
     }
+
+
+def _utilisation(learner: Learner, rows: Sequence[BatchRow], watch: Stopwatch) -> dict[str, float]:
+    """`perf/mfu` of the policy's update, where the device's peak is known."""
+    seconds, peak = watch.seconds.get("timing_s/update_actor"), peak_flops(learner.ranks.device)
+    if not seconds or peak is None:
+        return {}
+    flops = learner.config.actor.ppo_epochs * update_flops(learner.actor.network, _lengths(rows))
+    return {"perf/mfu": flops / (seconds * learner.ranks.world_size * peak)}
 
 
 def _length_metrics(config: RunConfig, rows: Sequence[BatchRow]) -> dict[str, float]:

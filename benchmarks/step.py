@@ -1,0 +1,268 @@
+"""A whole training step phase by phase, with random weights of a known shape, through the four services; and what limits it.
+
+    python benchmarks/step.py --shape 7B --learners 4 --engines 4x1      # 8 GPUs
+    python benchmarks/step.py --shape 7B --learners 2 --engines 2x1      # 4 GPUs
+    python benchmarks/step.py --shape tiny --learners 1 --engines 1x1 --device cpu --prompts 8 --prompt-tokens 32 --response-tokens 16
+
+GRPO without a reference model, `paceline train` as anybody would start it; prompts of exactly so many random tokens, responses that end
+at the limit, the reward a cheap function of the text. `--engines 2x1` is two rollout servers of tensor-parallel size 1. Learner ranks
+take the first GPUs, engines those after them.
+
+Medians over the steps from the second on. tokens/s are prompts and responses over the whole step; MFU is the update's arithmetic (what
+checkpointing computes again left out) against the rate of an 8,192 x 8,192 x 8,192 bfloat16 product, measured beforehand, and against
+the vendor's peak. Per GPU: generation by the engines' GPUs, the update by the learner's. The last lines tell how long each side waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_WORDS = 1000
+REWARD = '''"""A cheap reward: the share of even words."""
+
+
+def even_words(response: str, ground_truth: str, **extra: object) -> float:
+    words = response.split()
+    return sum(hash(word) % 2 == 0 for word in words) / max(1, len(words))
+'''
+PHASES = (
+    ("generation", "timing_s/gen"),
+    ("reward, beyond generation", "timing_s/reward"),
+    ("fetch", "timing_s/fetch"),
+    ("old log-probs", "timing_s/old_log_prob"),
+    ("advantages", "timing_s/adv"),
+    ("actor update", "timing_s/update_actor"),
+    ("weights, pause", "timing_s/update_weights"),
+    ("cleanup and other", "timing_s/other"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs and prints."""
+    args = parse_args(argv)
+    work = Path(args.work or tempfile.mkdtemp(prefix="paceline-step-"))
+    config = write_inputs(args, work)
+    rate = measured_rate() if args.device == "cuda" else None
+    command = [sys.executable, "-m", "paceline.cli.main", "train", str(config), "--plain"]
+    ended = subprocess.run(command, check=False, cwd=ROOT)
+    metrics = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
+    warm = [line for line in metrics if line["step"] >= 2]
+    if ended.returncode or not warm:
+        print(
+            f"the run ended with {ended.returncode} after {len(metrics)} lines of metrics; its logs: {work}/run/logs"
+        )
+        return 1
+    report(args, medians(warm), len(warm), rate)
+    return 0
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shape", default="7B", help="of benchmarks/weights.py: tiny, 0.5B, 7B, 32B")
+    parser.add_argument("--learners", type=int, default=2)
+    parser.add_argument(
+        "--engines", type=lambda text: tuple(int(word) for word in text.split("x")), default=(2, 1)
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--mini-batches", type=int, default=2)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--response-tokens", type=int, default=1024)
+    parser.add_argument("--micro-batch-tokens", type=int, default=24576)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    parser.add_argument("--work", help="folder for inputs and the run; default: a temporary one")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
+    return parser.parse_args(argv)
+
+
+def write_inputs(args: argparse.Namespace, work: Path) -> Path:
+    """Model folder without weights, prompts, reward and configuration; returns the last."""
+    from weights import SHAPES
+
+    model = work / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    shape = SHAPES[args.shape] | {"torch_dtype": "bfloat16" if args.device == "cuda" else "float32"}
+    (model / "config.json").write_text(json.dumps(shape))
+    write_tokenizer(model)
+    (work / "reward.py").write_text(REWARD)
+    draw = random.Random(0)  # noqa: S311
+    words = [f"w{number}" for number in range(NUM_WORDS)]
+    with (work / "prompts.jsonl").open("w") as file:
+        for _ in range(args.prompts * args.steps):
+            prompt = " ".join(draw.choices(words, k=args.prompt_tokens))
+            file.write(json.dumps({"prompt": prompt, "answer": "0"}) + "\n")
+    tree = configuration(args, work)
+    for override in args.overrides:
+        key, _, value = override.partition("=")
+        node = tree
+        *parents, last = key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = yaml.safe_load(value)
+    path = work / "config.yaml"
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return path
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One word, one token."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {
+        word: index for index, word in enumerate(["<pad>", "<end>", *(f"w{n}" for n in range(NUM_WORDS))])
+    }
+    backend = Tokenizer(WordLevel(vocab=vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<end>")
+    tokenizer.save_pretrained(folder)
+
+
+def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """The run's."""
+    num_engines, parallel_size = args.engines
+    cuda = args.device == "cuda"
+    first = list(range(args.learners))
+    then = list(range(args.learners, args.learners + num_engines * parallel_size))
+    return {
+        "data": {
+            "train_files": str(work / "prompts.jsonl"),
+            "ground_truth_key": "answer",
+            "prompt_format": "text",
+            "max_prompt_length": args.prompt_tokens,
+            "max_response_length": args.response_tokens,
+            "train_batch_size": args.prompts,
+        },
+        "model": {
+            "path": str(work / "model"),
+            "dtype": "bfloat16" if cuda else "float32",
+            "load_format": "random",
+            "enable_gradient_checkpointing": not args.no_checkpointing,
+        },
+        "algorithm": {"adv_estimator": "grpo"},
+        "actor": {
+            "ppo_mini_batch_size": args.prompts // args.mini_batches,
+            "ppo_max_token_len_per_gpu": args.micro_batch_tokens,
+            "optim": {"lr": 1e-6},
+        },
+        "rollout": {
+            "replicas": num_engines,
+            "tensor_model_parallel_size": parallel_size,
+            "n": args.samples,
+            "max_num_seqs": args.max_num_seqs,
+            "gpu_memory_utilization": 0.85,
+            "devices": then if cuda else None,
+            "engine_kwargs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+            if cuda
+            else {},
+        },
+        "reward": {"functions": [{"name": f"{work}/reward.py:even_words"}], "num_workers": 4 if cuda else 1},
+        "trainer": {
+            "name": "step",
+            "run_dir": str(work / "run"),
+            "total_steps": args.steps,
+            "resume": "never",
+            "val_before_train": False,
+            "save_trajectories": False,
+        },
+        "learner": {"world_size": args.learners, "device": args.device, "devices": first if cuda else None},
+        "service": {"startup_timeout_s": 600.0},
+    }
+
+
+def measured_rate() -> float:
+    """Operations per second of a large bfloat16 product, in a process of its own that leaves nothing on the GPU."""
+    code = """
+import torch, time
+a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+times = []
+for _ in range(30):
+    torch.cuda.synchronize(); began = time.perf_counter(); a @ b; torch.cuda.synchronize()
+    times.append(time.perf_counter() - began)
+print(2 * 8192**3 / sorted(times)[len(times) // 2])
+"""
+    return float(
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    )
+
+
+def medians(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of every metric that all lines have."""
+    names = set.intersection(*(set(line) for line in lines))
+    return {
+        name: statistics.median(line[name] for line in lines if line[name] is not None)
+        for name in sorted(names)
+    }
+
+
+def report(args: argparse.Namespace, found: Mapping[str, float], num_steps: int, rate: float | None) -> None:
+    """Prints the tables."""
+    num_engines, parallel_size = args.engines
+    rollout_gpus = num_engines * parallel_size
+    num_gpus = args.learners + rollout_gpus
+    step_s, learn_s = found["timing_s/step"], found["timing_s/learn"]
+    samples = args.prompts * args.samples
+    response_tokens = samples * found["response_length/mean"]
+    all_tokens = samples * args.prompt_tokens + response_tokens
+    console = Console(width=130)
+    table = Table(
+        title=f"{args.shape}, {args.learners} learner ranks, {num_engines} x TP {parallel_size}, {args.prompts} prompts x {args.samples} samples, "
+        f"{args.prompt_tokens} + {args.response_tokens} tokens, medians of {num_steps} steps"
+    )
+    for column in ("phase", "s", "share of the step"):
+        table.add_column(column, justify="right")
+    for label, name in PHASES:
+        if name in found:
+            table.add_row(label, f"{found[name]:.3f}", f"{found[name] / step_s:.1%}")
+    table.add_row("whole step", f"{step_s:.3f}", "")
+    console.print(table)
+    update_s = found["timing_s/update_actor"]
+    lines = {
+        "tokens/s over the step": f"{all_tokens / step_s:,.0f}; per GPU {all_tokens / step_s / num_gpus:,.0f}",
+        "generation, new tokens/s": f"{response_tokens / found['timing_s/gen']:,.0f}; per rollout GPU {response_tokens / found['timing_s/gen'] / rollout_gpus:,.0f}",
+        "update, tokens/s": f"{all_tokens / update_s:,.0f}; per learner GPU {all_tokens / update_s / args.learners:,.0f}",
+        "old log-probs, tokens/s per learner GPU": f"{all_tokens / found['timing_s/old_log_prob'] / args.learners:,.0f}",
+        "learner waits": f"{1 - learn_s / step_s:.1%} of the step",
+        "rollout waits": f"{1 - found['timing_s/gen'] / step_s:.1%} of the step",
+    }
+    if rate is not None and "perf/mfu" in found:
+        peak = 989e12
+        lines["MFU of the update"] = (
+            f"{found['perf/mfu'] * peak / rate:.3f} of {rate / 1e12:.0f} TFLOP/s measured; {found['perf/mfu']:.3f} of the vendor's peak"
+        )
+    for name in (
+        "rollout/mismatch_kl",
+        "rollout/logprob_diff_max",
+        "weights/pause_ms",
+        "weights/transfer_ms",
+        "weights/digest_ms",
+    ):
+        if name in found:
+            lines[name] = f"{found[name]:.3g}"
+    for name, words in lines.items():
+        console.print(f"{name}: {words}")
+    console.print(f"{os.cpu_count()} cores")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
