@@ -45,6 +45,16 @@ def test_two_ranks_compute_what_one_does_and_their_checkpoint_fits_one(
     assert whole[4]["actor/pg_loss"] != whole[3]["actor/pg_loss"]
 
 
+def test_greedy_scores_give_the_same_on_two_ranks(model: Path, two_ranks: tuple[list[Any], Path]) -> None:
+    (_, _, first, *_), (_, _, second, *_) = two_ranks[0]
+    assert first == second
+    with alone() as ranks:
+        single = scenarios.remax_steps(ranks, str(model))
+    for mine, theirs in zip(single, first, strict=True):
+        for name, value in mine.items():
+            assert value == pytest.approx(theirs[name], abs=2e-5, rel=1e-4), name
+
+
 def test_an_error_of_one_rank_is_every_ranks_and_nothing_has_changed(
     two_ranks: tuple[list[Any], Path],
 ) -> None:

@@ -12,14 +12,14 @@ import torch
 
 from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
-from paceline.core.errors import CheckpointError, ModelError, NumericsError
+from paceline.core.errors import CheckpointError, ConfigError, ModelError, NumericsError
 from paceline.learner import batching, checkpoint, update
 from paceline.learner.export import export
 from paceline.learner.group import CommandError
 from paceline.learner.learner import Learner
 from paceline.learner.loading import as_fsdp, hugging_face_names
 from paceline.learner.ranks import Ranks
-from support.learner_fakes import run_config, write_model
+from support.learner_fakes import make_batch, run_config, write_model
 from support.learner_ranks import alone
 from support.learner_scenarios import numbers, take_step, train
 
@@ -119,6 +119,44 @@ def test_every_estimator_without_a_critic_trains(model: Path, ranks: Ranks, esti
     assert metrics["actor/grad_norm"] > 0
     assert "critic/vf_loss" not in metrics
     assert any(not torch.equal(value, before[name]) for name, value in weights(learner).items())
+
+
+def test_remax_learns_from_scores_beyond_the_greedy_ones(model: Path, ranks: Ranks) -> None:
+    config = run_config(model, algorithm={"adv_estimator": "remax", **WITHOUT_CRITIC})
+    metrics = numbers(take_step(Learner.build(config, ranks), 1, with_greedy=True))
+    rows, _ = make_batch(step=1, seed=1, with_greedy=True)
+    tokens = [row.num_response_tokens for row in rows]
+    beyond = [row.reward - row.trajectory_id.prompt_id / 4 for row in rows]
+    # A row's advantage is the same on each of its tokens.
+    mean = sum(a * n for a, n in zip(beyond, tokens, strict=True)) / sum(tokens)
+    assert metrics["critic/advantages/mean"] == pytest.approx(mean, rel=1e-5)
+    assert metrics["actor/grad_norm"] > 0
+
+
+def test_remax_without_greedy_scores_is_refused(model: Path, ranks: Ranks) -> None:
+    config = run_config(model, algorithm={"adv_estimator": "remax", **WITHOUT_CRITIC})
+    learner = Learner.build(config, ranks)
+    with pytest.raises(ConfigError, match="remax needs greedy_scores"):
+        take_step(learner, 1)
+    assert learner.version == 0
+
+
+def test_a_batch_that_is_short_is_trained_as_a_full_one_of_its_size(model: Path, ranks: Ranks) -> None:
+    results = []
+    for size in (8, 5):
+        config = run_config(
+            model,
+            data={"train_batch_size": size},
+            actor={"ppo_mini_batch_size": size},
+            algorithm={"adv_estimator": "grpo", **WITHOUT_CRITIC},
+        )
+        results.append(numbers(take_step(Learner.build(config, ranks), 1, num_prompts=5)))
+    assert results[0] == results[1]
+    # With mini-batches of four prompts the second has one.
+    config = run_config(model, algorithm={"adv_estimator": "grpo", **WITHOUT_CRITIC})
+    halves = numbers(take_step(Learner.build(config, ranks), 1, num_prompts=5))
+    assert halves["critic/advantages/mean"] == results[0]["critic/advantages/mean"]
+    assert halves["actor/ppo_kl"] != 0 == results[0]["actor/ppo_kl"]
 
 
 @pytest.mark.parametrize("loss", ["gspo", "cispo", "gpg", "sapo", "geo_mean"])

@@ -45,3 +45,33 @@ def test_too_few_prompts_and_foreign_states_are_errors() -> None:
     cursor = PromptCursor([1, 2, 3], batch_size=2, seed=0)
     with pytest.raises(CheckpointError, match="there are 3 prompts"):
         cursor.restore(CursorState(epoch=0, position=9))
+
+
+@given(st.integers(1, 30), st.data())
+@settings(max_examples=60, deadline=None)
+def test_further_ids_of_a_step_are_the_next_of_the_walk_and_none_comes_twice(
+    num_ids: int, data: st.DataObject
+) -> None:
+    batch, ids = data.draw(st.integers(1, num_ids)), [3 * i + 1 for i in range(num_ids)]
+    portions = data.draw(st.lists(st.integers(0, 12), max_size=4))
+    together, apart = (PromptCursor(ids, batch_size=batch, seed=2) for _ in range(2))
+    first = together.take()
+    assert apart.take() == first
+    whole = together.take_more(sum(portions), without=first)
+    asked = list(first)
+    for portion in portions:
+        asked += apart.take_more(portion, without=asked)
+    assert asked == first + whole
+    assert len(set(asked)) == len(asked) == min(num_ids, batch + sum(portions))
+    assert together.state == apart.state
+    # A walk that goes on from a checkpoint is the same walk.
+    again = PromptCursor(ids, batch_size=batch, seed=2)
+    again.restore(apart.state)
+    assert again.take() == apart.take()
+
+
+def test_an_epoch_that_ends_within_a_step_passes_its_ids_over() -> None:
+    cursor = PromptCursor(range(5), batch_size=3, seed=0, shuffle=False)
+    assert cursor.take() == [0, 1, 2]
+    assert cursor.take_more(3, without=[0, 1, 2]) == [3, 4]
+    assert cursor.take_more(1, without=[0, 1, 2, 3, 4]) == []

@@ -26,6 +26,7 @@ rows = st.builds(
     reward=domain.finite,
     num_prompt_tokens=int32_counts,
     num_response_tokens=int32_counts,
+    greedy_score=st.none() | domain.finite,
 )
 items = st.builds(
     ScoreItem,
@@ -75,6 +76,7 @@ def test_what_goes_comes_back(row: BatchRow, tag: PolicyTag, item: ScoreItem, re
         ({"blob_key": ""}, "missing_field"),
         ({"reward": float("nan")}, "not_finite"),
         ({"reward": float("inf")}, "not_finite"),
+        ({"greedy_score": float("nan")}, "not_finite"),
         ({"num_prompt_tokens": 0}, "out_of_range"),
         ({"num_response_tokens": -1}, "out_of_range"),
     ],

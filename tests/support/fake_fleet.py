@@ -14,6 +14,7 @@ from paceline.broker.base import Broker, Outgoing
 from paceline.broker.mailbox import Mailbox
 from paceline.controller.membership import Member
 from paceline.controller.peers import LearnerWeights, Published, Received
+from paceline.core.batch import BatchRow
 from paceline.core.errors import PeerLostError
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import FinishReason, PromptGroup, ScoredHeader
@@ -44,6 +45,7 @@ class FakePeers:
         self.dead: set[str] = set()
         self.corrupt: set[str] = set()
         self.batches: list[list[tuple[int, int]]] = []
+        self.rows: list[list[BatchRow]] = []
         self.policies: list[PolicyTag] = []
         self.saved: list[bytes] = []
         self.version = 0
@@ -97,12 +99,11 @@ class FakePeers:
     async def leave_rollout(self, member: Member, *, epoch: int) -> None:
         self.calls.append(f"leave {member.member_id} e{epoch}")
 
-    async def train(
-        self, member: Member, *, step: int, policy: PolicyTag, batch: Sequence[ScoredHeader]
-    ) -> Any:
+    async def train(self, member: Member, *, step: int, policy: PolicyTag, rows: Sequence[BatchRow]) -> Any:
         self.calls.append(f"train {step}")
-        self.batches.append([(h.trajectory_id.prompt_id, h.trajectory_id.sample_index) for h in batch])
-        self.policies += [h.policy for h in batch]
+        self.batches.append([(r.trajectory_id.prompt_id, r.trajectory_id.sample_index) for r in rows])
+        self.rows.append(list(rows))
+        self.policies.append(policy)
         self.version = step
         return SimpleNamespace(metrics={"actor/ppo_kl": 0.0}, update_skipped=False, skip_reason="")
 

@@ -87,8 +87,9 @@ def make_batch(
     num_prompts: int = 8,
     num_samples: int = 4,
     seed: int = 0,
+    with_greedy: bool = False,
 ) -> tuple[tuple[BatchRow, ...], dict[str, bytes]]:
-    """Rows in batch order and their blobs by key; lengths, tokens and rewards from the seed."""
+    """Rows in batch order and their blobs by key; lengths, tokens and rewards from the seed, greedy scores from the prompt id."""
     rng = np.random.default_rng([seed, step])
     rows, blobs = [], {}
     for prompt_id in range(num_prompts):
@@ -111,6 +112,7 @@ def make_batch(
                     reward=float(rng.normal()),
                     num_prompt_tokens=len(prompt),
                     num_response_tokens=length,
+                    greedy_score=prompt_id / 4 if with_greedy else None,
                 )
             )
     return tuple(rows), blobs

@@ -63,6 +63,13 @@ def resumed_steps(ranks: Ranks, model: str, folder: str) -> list[dict[str, float
     return train(learner, 3, 5)
 
 
+def remax_steps(ranks: Ranks, model: str) -> list[dict[str, float]]:
+    """Two steps against greedy scores."""
+    algorithm = {"adv_estimator": "remax", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}
+    learner = Learner.build(run_config(Path(model), algorithm=algorithm), ranks)
+    return [numbers(take_step(learner, step, with_greedy=True)) for step in (1, 2)]
+
+
 def one_rank_has_bad_rows(ranks: Ranks, model: str) -> list[str]:
     """Rank 1 finds a trajectory of another policy: every rank says so, nothing has changed, and the step can be repeated."""
     learner = Learner.build(config_of(model), ranks)
@@ -104,6 +111,7 @@ def everything(ranks: Ranks, model: str, folder: str) -> list[Any]:
     return [
         five_steps_with_a_checkpoint(ranks, model, folder),
         resumed_steps(ranks, model, folder),
+        remax_steps(ranks, model),
         one_rank_has_bad_rows(ranks, model),
         one_rank_fails(ranks),
     ]

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.core.batch import BatchRow
 from paceline.core.errors import ConfigError, DataError, ModelError, PacelineError, VersionMismatchError
+from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.learner.group import STOP, CommandError, CommandQueue, Group, broadcast_bytes, gather_bytes
 from paceline.learner.optimizer import Schedule
@@ -143,6 +144,9 @@ def test_rows_are_fetched_by_index_and_checked_once_more() -> None:
     short = (*rows[:2], BatchRow(**{**fields(rows[2]), "num_response_tokens": 99}), rows[3])
     with pytest.raises(DataError, match=r"tokens, its header says \d+ \+ 99"):
         fetch(short)
+    greedy = TrajectoryId(step=1, purpose="greedy", prompt_id=1, sample_index=0)
+    with pytest.raises(DataError, match=r"greedy:1:1:0 was not drawn to be trained on"):
+        fetch((*rows[:2], BatchRow(**{**fields(rows[2]), "trajectory_id": greedy}), rows[3]))
     with pytest.raises(PacelineError, match="token"):
         fetch_rows(store, rows, [2], policy=POLICY, vocab_size=3)
 

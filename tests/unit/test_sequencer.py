@@ -21,14 +21,16 @@ from paceline.controller.audit import read, violations
 from paceline.controller.checkpoints import ControllerState
 from paceline.controller.collect import Collector
 from paceline.controller.fleet_watch import FleetWatch
+from paceline.controller.inputs import Inputs
 from paceline.controller.journal import Journal
 from paceline.controller.membership import Fleet, Health
 from paceline.controller.records import MetricsFile
-from paceline.controller.sequencer import Inputs, Progress, Sequencer
+from paceline.controller.sequencer import Progress, Sequencer
 from paceline.controller.watch import EventHub
 from paceline.controller.weight_push import WeightPush
 from paceline.core.clock import SystemClock
-from paceline.core.errors import DeadlineError, PeerLostError, RewardError, WeightSyncError
+from paceline.core.errors import DataError, DeadlineError, PeerLostError, RewardError, WeightSyncError
+from paceline.core.ids import Purpose
 from paceline.core.members import MemberKind
 from paceline.core.trajectory import RewardContext
 from paceline.data.cursor import PromptCursor
@@ -327,6 +329,99 @@ async def test_too_many_groups_without_reward_end_the_run(tmp_path: Path) -> Non
             RewardError, match="3 of 3 prompt groups have no reward.*raised: boom.*max_dropped_share"
         ):
             await it.go(lambda *_: {"reward": None, "reward_error": ("raised", "boom")})
+
+
+SAMPLING = {"algorithm__dynamic_sampling": {"enable": True, "max_extra_factor": 1.0}}
+
+
+def only_some_teach(*teaching: int) -> Answer:
+    """All samples of a prompt are worth 1, but for these prompts'."""
+    return lambda group, index: {
+        "reward": 1.0 if group.prompt_id not in teaching else float(index),
+        "reward_error": None,
+    }
+
+
+async def test_groups_of_equal_scores_are_replaced_within_their_step(tmp_path: Path) -> None:
+    walk = PromptCursor(range(7), batch_size=7, seed=0).take()
+    async with run(tmp_path, trainer__val_before_train=False, **SAMPLING) as it:
+        await it.enlist_all()
+        await it.go(only_some_teach(walk[0], walk[2], walk[5], walk[6]))
+        first, second = it.peers.batches
+        # Step 1: 0 1 2 of the walk, 3 for 1, 4 for 3, 5 for 4. Step 2 has one prompt left of the epoch and begins the next one.
+        assert sorted({p for p, _ in first}) == sorted(walk[i] for i in (0, 2, 5))
+        assert len(first) == 6
+        refills = [e for e in it.events() if e["event"] == "refill" and e["step"] == 1]
+        assert [e["prompts"] for e in refills] == [[walk[3]], [walk[4]], [walk[5]]]
+        assert [e["set_aside"] for e in refills] == [[[walk[i], 1.0]] for i in (1, 3, 4)]
+        assert {e["reason"] for e in refills} == {"degenerate"}
+        assert {p for p, _ in second} < {walk[i] for i in (0, 2, 5, 6)}
+        metrics = it.lines()[1]
+        assert metrics["dynamic_sampling/extra_prompts"] == 3
+        assert metrics["dynamic_sampling/kept_share"] == 0.5
+        assert metrics["dynamic_sampling/reward_mean"] == 0.75
+        assert metrics["barrier/groups_dropped"] == 0
+        assert not [e for e in it.events() if e["event"] in ("group_dropped", "batch_short")]
+        assert violations(it.events(), num_samples=2) == []
+        # The checkpoint stands behind what the refill drew.
+        state = ControllerState.from_plain(json.loads(it.peers.saved[0]))
+        assert (state.cursor.epoch, state.cursor.position) == (0, 6)
+
+
+async def test_the_step_goes_on_with_fewer_groups_when_the_bound_is_spent(tmp_path: Path) -> None:
+    walk = PromptCursor(range(7), batch_size=7, seed=0).take()
+    async with run(tmp_path, trainer__val_before_train=False, trainer__total_steps=1, **SAMPLING) as it:
+        await it.enlist_all()
+        notices: list[str] = []
+        it.hub.notice = notices.append  # type: ignore[method-assign, assignment]
+        await it.go(only_some_teach(walk[4]))
+        assert {p for p, _ in it.peers.batches[0]} == {walk[4]}
+        (short,) = [e for e in it.events() if e["event"] == "batch_short"]
+        assert (short["groups"], short["wanted"], short["extra"]) == (1, 3, 3)
+        (notice,) = notices
+        assert notice.startswith(
+            "step 1: 1 of 3 prompt groups have scores that differ, after 3 further prompts"
+        )
+        assert violations(it.events(), num_samples=2) == []
+
+
+async def test_a_step_in_which_nothing_teaches_ends_the_run(tmp_path: Path) -> None:
+    async with run(tmp_path, trainer__val_before_train=False, **SAMPLING) as it:
+        await it.enlist_all()
+        with pytest.raises(
+            DataError, match="0 of 3 prompt groups.*nothing to learn from.*too hard or all too easy"
+        ):
+            await it.go(only_some_teach())
+
+
+async def test_a_greedy_answer_goes_with_each_prompt_and_is_never_a_row(tmp_path: Path) -> None:
+    def answer(group: Any, index: int) -> dict[str, Any]:
+        greedy = group.purpose is Purpose.GREEDY
+        if group.purpose is not Purpose.VALIDATE:
+            assert (group.sampling.temperature, group.num_samples) == ((0.0, 1) if greedy else (1.0, 2))
+        bad = greedy and group.prompt_id == lost
+        reward = 10.0 + group.prompt_id if greedy else float(index)
+        return {"reward": None if bad else reward, "reward_error": ("raised", "boom") if bad else None}
+
+    lost = min(PromptCursor(range(7), batch_size=3, seed=0).take())
+    async with run(
+        tmp_path,
+        trainer__val_before_train=False,
+        trainer__total_steps=2,
+        algorithm__adv_estimator="remax",
+    ) as it:
+        await it.enlist_all()
+        await it.go(answer)
+        for rows in it.peers.rows:
+            assert {row.trajectory_id.purpose for row in rows} == {"train"}
+            assert [row.greedy_score for row in rows] == [10.0 + row.trajectory_id.prompt_id for row in rows]
+            assert [row.reward for row in rows] == [0.0, 1.0] * (len(rows) // 2)
+        assert len(it.peers.rows[0]) == 4  # its greedy answer has no score, so the group is dropped
+        dropped = [e for e in it.events() if e["event"] == "group_dropped" and e["step"] == 1]
+        assert [(e["prompt"], e["reason"]) for e in dropped] == [(lost, "reward:raised")]
+        assert violations(it.events(), num_samples=2) == []
+        trained = {row.trajectory_id.prompt_id for row in it.peers.rows[0]}
+        assert it.lines()[1]["reward/greedy_answers/mean"] == 10.0 + sum(trained) / 2
 
 
 async def test_silence_ends_in_an_error_that_names_what_is_missing(tmp_path: Path) -> None:

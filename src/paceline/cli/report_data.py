@@ -26,7 +26,7 @@ PHASES = (
     "update_actor",
     "update_weights",
 )
-_ROUTINE = {"phase", "dispatch", "commit", "trajectory"}
+_ROUTINE = {"phase", "dispatch", "commit", "trajectory", "refill"}
 _MAX_EVENTS = 80
 _ADMITTED = "admitted"
 

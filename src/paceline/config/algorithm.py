@@ -15,6 +15,7 @@ AdvEstimator = Literal[
     "rloo",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "remax",
     "opo",
     "gpg",
     "pass_at_k",
@@ -33,6 +34,24 @@ class KLControlConfig(Section):
     )
 
 
+class DynamicSamplingConfig(Section):
+    """DAPO's dynamic sampling: a group whose scores are all equal is replaced by another prompt's within the step."""
+
+    enable: bool = Field(
+        False, description="Replace groups that teach nothing; rollout.n must be at least 2."
+    )
+    max_extra_factor: float = Field(
+        2.0,
+        gt=0,
+        description="Most prompts drawn in a step beyond data.train_batch_size, as a multiple of it; once they are spent, the step goes "
+        "on with the groups that it has.",
+    )
+    metric: str | None = Field(
+        None,
+        description="The reward component (a scorer's name, or name/key) whose values are compared; null: the reward.",
+    )
+
+
 class AlgorithmConfig(Section):
     """How rewards become advantages."""
 
@@ -46,3 +65,4 @@ class AlgorithmConfig(Section):
     )
     kl_penalty: KLKind = Field("k1", description="Estimator of the KL in the reward.")
     kl_ctrl: KLControlConfig = KLControlConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()

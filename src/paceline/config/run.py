@@ -49,6 +49,11 @@ class RunConfig(Section):
         return self.algorithm.adv_estimator == "gae"
 
     @property
+    def needs_greedy(self) -> bool:
+        """Whether advantages are made from the score of a greedy answer to each prompt."""
+        return self.algorithm.adv_estimator == "remax"
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a KL to the starting model enters reward or loss."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
@@ -83,6 +88,10 @@ class RunConfig(Section):
         if self.algorithm.adv_estimator == "pass_at_k" and self.rollout.n < 2:
             raise ValueError(
                 "algorithm.adv_estimator=pass_at_k compares a group's best two: rollout.n must be at least 2"
+            )
+        if self.algorithm.dynamic_sampling.enable and self.rollout.n < 2:
+            raise ValueError(
+                "algorithm.dynamic_sampling.enable compares the scores of a group: rollout.n must be at least 2"
             )
         if self.service.dead_after_s <= self.service.suspect_after_s:
             raise ValueError("service.dead_after_s must exceed service.suspect_after_s")

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 
 
 class Purpose(enum.Enum):
-    """What a prompt group is generated for."""
+    """What a prompt group is generated for.
+
+    TRAIN: to be trained on. GREEDY: one greedy answer to a training prompt, whose score is a baseline (ReMax); never trained on.
+    VALIDATE: to measure.
+    """
 
     TRAIN = "train"
+    GREEDY = "greedy"
     VALIDATE = "validate"
 
 

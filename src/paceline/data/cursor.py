@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,11 +61,34 @@ class PromptCursor:
     def take(self) -> list[int]:
         """The next batch of ids."""
         if self._position + self._batch_size > len(self._order):
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._epoch_order()
+            self._next_epoch()
         batch = self._order[self._position : self._position + self._batch_size]
         self._position += self._batch_size
         return batch
+
+    def take_more(self, count: int, *, without: Collection[int]) -> list[int]:
+        """The next `count` ids of the walk that are not in `without`, which are passed over; fewer where there are no others.
+
+        Taken one by one or together, the ids are the same.
+
+        Args:
+            without: ids of this data set, say those of the step: they come up again where an epoch ends within it.
+        """
+        taken: list[int] = []
+        passed = set(without)
+        while len(taken) < count and len(passed) < len(self._ids):
+            if self._position == len(self._order):
+                self._next_epoch()
+            candidate = self._order[self._position]
+            self._position += 1
+            if candidate not in passed:
+                passed.add(candidate)
+                taken.append(candidate)
+        return taken
+
+    def _next_epoch(self) -> None:
+        self._epoch, self._position = self._epoch + 1, 0
+        self._order = self._epoch_order()
 
     def _epoch_order(self) -> list[int]:
         if not self._shuffle:

@@ -14,6 +14,7 @@ from paceline.wire.fields import Fields, plain_problem
 from paceline.wire.limits import DEFAULT_LIMITS
 
 _DIGEST = re.compile(r"[0-9a-f]{16}")
+_PURPOSES = tuple(purpose.value for purpose in Purpose)
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 
 
@@ -33,7 +34,7 @@ def read_trajectory_id(fields: Fields) -> TrajectoryId:
     if len(items) != 4:
         fields.reject("unequal_lengths", f"trajectory_id has {len(items)} parts, wanted 4")
     purpose, *numbers = items
-    if purpose not in ("train", "validate"):
+    if purpose not in _PURPOSES:
         fields.reject("unknown_value", f"trajectory_id has the purpose {purpose!r}")
     for number in numbers:
         if type(number) is not int:

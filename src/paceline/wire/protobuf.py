@@ -45,6 +45,7 @@ def batch_row_to_proto(row: BatchRow) -> learner_pb2.BatchRow:
         num_prompt_tokens=row.num_prompt_tokens,
         num_response_tokens=row.num_response_tokens,
         prompt_id=row.trajectory_id.prompt_id,
+        greedy_score=row.greedy_score,
     )
 
 
@@ -52,7 +53,7 @@ def batch_row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
     """Reads a batch row.
 
     Raises:
-        InvalidMessageError: an id that is none, a reward that is not finite, a length below 1.
+        InvalidMessageError: an id that is none, a reward or greedy score that is not finite, a length below 1.
     """
     try:
         trajectory_id = TrajectoryId.parse(message.trajectory_id)
@@ -67,6 +68,9 @@ def batch_row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
         reject("BatchRow", "missing_field", f"{trajectory_id} has no blob_key")
     if not math.isfinite(message.reward):
         reject("BatchRow", "not_finite", f"{trajectory_id} has the reward {message.reward}")
+    greedy_score = message.greedy_score if message.HasField("greedy_score") else None
+    if greedy_score is not None and not math.isfinite(greedy_score):
+        reject("BatchRow", "not_finite", f"{trajectory_id} has the greedy score {greedy_score}")
     if message.num_prompt_tokens < 1 or message.num_response_tokens < 1:
         reject(
             "BatchRow",
@@ -79,6 +83,7 @@ def batch_row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
         reward=message.reward,
         num_prompt_tokens=message.num_prompt_tokens,
         num_response_tokens=message.num_response_tokens,
+        greedy_score=greedy_score,
     )
 
 

@@ -17,12 +17,13 @@ from paceline.config.run import RunConfig
 from paceline.controller import checkpoints
 from paceline.controller.collect import Collector
 from paceline.controller.fleet_watch import FleetWatch
+from paceline.controller.inputs import Inputs
 from paceline.controller.journal import Journal
 from paceline.controller.membership import Fleet
 from paceline.controller.peers import Peers
 from paceline.controller.phases import Phase
 from paceline.controller.records import MetricsFile
-from paceline.controller.sequencer import Inputs, Progress, Sequencer
+from paceline.controller.sequencer import Progress, Sequencer
 from paceline.controller.servicer import ControllerServicer
 from paceline.controller.watch import EventHub
 from paceline.controller.weight_push import WeightPush

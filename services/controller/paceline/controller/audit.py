@@ -1,7 +1,9 @@
 """The offline checker: reads a run's journal and says which invariant does not hold.
 
 I1  every trained token has the step's policy version and digest
-I2  every dispatched prompt of a finished step ends in exactly one of {trained once, dropped with a reason}
+I2  every prompt that a finished step asked for, at first or in a refill, is asked for once and ends in exactly one of {trained once,
+    dropped with a reason, set aside with a reason when all its samples were in}; where greedy answers are asked for, each trained
+    prompt has one
 I3  no trajectory is admitted twice in a step
 I4  a version is committed with one digest
 I5  phases follow each other as `phases.move` allows
@@ -50,9 +52,12 @@ class _Auditor:
         self._current: str = ""
         self._step = 0
         self._wanted: set[int] = set()
+        self._num_first = 0
+        self._num_greedy = 0
         self._policy = ""
         self._admitted = Counter[TrajectoryId]()
-        self._dropped: set[int] = set()
+        self._greedy = Counter[TrajectoryId]()
+        self._untrained: set[int] = set()
         self._collecting = False
 
     def see(self, event: Event) -> None:
@@ -89,7 +94,8 @@ class _Auditor:
     def _on_dispatch(self, event: Event) -> None:
         self._step, self._wanted = int(event["step"]), set(event["prompts"])
         self._policy = str(event["policy"])
-        self._admitted, self._dropped, self._collecting = Counter(), set(), True
+        self._num_first, self._num_greedy = len(self._wanted), int(bool(event.get("greedy")))
+        self._admitted, self._greedy, self._untrained, self._collecting = Counter(), Counter(), set(), True
         if self._policy != self._current:
             self.found.append(
                 f"I1: step {self._step} was dispatched for {self._policy}, but {self._current or 'nothing'} is committed"
@@ -97,33 +103,62 @@ class _Auditor:
 
     def _on_trajectory(self, event: Event) -> None:
         key = TrajectoryId.parse(event["id"])
-        if event["verdict"] != "admitted" or key.purpose != Purpose.TRAIN.value:
+        if event["verdict"] != "admitted" or key.purpose == Purpose.VALIDATE.value:
             return
         if event.get("policy", self._policy) != self._policy:
             self.found.append(f"I1: {key} of {event['policy']} was admitted in a step of {self._policy}")
         if key.step != self._step or not self._collecting:
             self.found.append(f"I1: {key} was admitted outside the collection of its step")
-        self._admitted[key] += 1
-        if self._admitted[key] == 2:
+        admitted = self._greedy if key.purpose == Purpose.GREEDY.value else self._admitted
+        admitted[key] += 1
+        if admitted[key] == 2:
             self.found.append(f"I3: {key} was admitted twice")
 
     def _on_group_dropped(self, event: Event) -> None:
-        self._dropped.add(int(event["prompt"]))
+        self._leave_out(int(event["prompt"]), "dropped", event)
+
+    def _on_refill(self, event: Event) -> None:
+        per_prompt = Counter(key.prompt_id for key in self._admitted)
+        for prompt, _ in event["set_aside"]:
+            self._leave_out(int(prompt), "set aside", event)
+            if per_prompt[prompt] != self._num_samples:
+                self.found.append(
+                    f"I2: prompt {prompt} of step {self._step} was set aside with {per_prompt[prompt]} of {self._num_samples} samples"
+                )
+        for prompt in event["prompts"]:
+            if prompt in self._wanted:
+                self.found.append(f"I2: prompt {prompt} was asked for twice in step {self._step}")
+            self._wanted.add(prompt)
+
+    def _leave_out(self, prompt: int, how: str, event: Event) -> None:
         if not event.get("reason"):
+            self.found.append(f"I2: prompt {prompt} of step {event['step']} was {how} without a reason")
+        if prompt not in self._wanted:
             self.found.append(
-                f"I2: prompt {event['prompt']} of step {event['step']} was dropped without a reason"
+                f"I2: prompt {prompt} was {how} in step {event['step']}, which did not ask for it"
             )
-        if int(event["prompt"]) not in self._wanted:
+        if prompt in self._untrained:
             self.found.append(
-                f"I2: prompt {event['prompt']} was dropped in step {event['step']}, which did not ask for it"
+                f"I2: prompt {prompt} of step {event['step']} was {how} though it was out already"
             )
+        self._untrained.add(prompt)
 
     def _close_step(self) -> None:
         per_prompt = Counter(key.prompt_id for key in self._admitted)
-        for prompt in sorted(self._wanted - self._dropped):
+        with_greedy = Counter(key.prompt_id for key in self._greedy)
+        trained = sorted(self._wanted - self._untrained)
+        if len(trained) > self._num_first:
+            self.found.append(
+                f"I2: step {self._step} trained {len(trained)} prompts, more than the {self._num_first} that it began with"
+            )
+        for prompt in trained:
             if per_prompt[prompt] != self._num_samples:
                 self.found.append(
                     f"I2: prompt {prompt} of step {self._step} ended with {per_prompt[prompt]} of {self._num_samples} samples and was not dropped"
+                )
+            if with_greedy[prompt] != self._num_greedy:
+                self.found.append(
+                    f"I2: prompt {prompt} of step {self._step} was trained with {with_greedy[prompt]} of {self._num_greedy} greedy answers"
                 )
         for prompt in sorted(set(per_prompt) - self._wanted):
             self.found.append(

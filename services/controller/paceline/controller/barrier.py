@@ -3,15 +3,16 @@
     scored headers -> judge -> admitted groups -> (closed) -> batch in (prompt id, sample index) order
 
 With v the step's policy and d its digest, a header is admitted only if its version is v and its digest is d; each trajectory id at most
-once. The barrier closes when every expected group is complete or dropped. Nothing in it depends on the order of arrival, but for which
-of several repeats of one trajectory is kept, and repeats carry the same tokens.
+once. The barrier closes when every expected group is complete or dropped; further groups may be expected while it is open. A complete
+group may be set aside: it is not trained, though nothing is wrong with it. Nothing here depends on the order of arrival, but for which of
+several repeats of one trajectory is kept, and repeats carry the same tokens.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from paceline.core.errors import ProtocolError
@@ -49,18 +50,35 @@ class Barrier:
         step, purpose: which collection this is; headers of another are UNKNOWN.
         policy: the only policy whose tokens are admitted.
         expected: samples wanted of each prompt id.
+        with_greedy: whether each group also wants one greedy answer, which is no row of the batch.
     """
 
     def __init__(
-        self, *, step: int, purpose: Purpose, policy: PolicyTag, expected: Mapping[int, int]
+        self,
+        *,
+        step: int,
+        purpose: Purpose,
+        policy: PolicyTag,
+        expected: Mapping[int, int],
+        with_greedy: bool = False,
     ) -> None:
         self.step, self.purpose, self.policy = step, purpose, policy
         self._expected = dict(expected)
+        self._num_greedy = int(with_greedy)
         self._admitted: dict[TrajectoryId, ScoredHeader] = {}
         self._num_admitted = Counter[int]()
         self._dropped: dict[int, DroppedGroup] = {}
+        self._aside: set[int] = set()
         self._open = set(self._expected)
         self.verdicts = Counter[Verdict]()
+
+    def expect(self, further: Mapping[int, int]) -> None:
+        """Wants further groups, samples by prompt id; raises ProtocolError for one that is already known."""
+        known = sorted(further.keys() & self._expected.keys())
+        if known:
+            raise ProtocolError(f"prompt {known[0]} is asked for twice in step {self.step}")
+        self._expected.update(further)
+        self._open.update(further)
 
     @property
     def closed(self) -> bool:
@@ -75,7 +93,12 @@ class Barrier:
     @property
     def num_wanted(self) -> int:
         """Trajectories that all groups together want."""
-        return sum(self._expected.values())
+        return sum(self._expected.values()) + self._num_greedy * len(self._expected)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups expected so far, those that came to nothing included."""
+        return len(self._expected)
 
     @property
     def missing(self) -> list[int]:
@@ -94,11 +117,9 @@ class Barrier:
             return Verdict.WRONG_VERSION
         if header.policy.digest != self.policy.digest:
             return Verdict.WRONG_DIGEST
-        wanted = self._expected.get(key.prompt_id)
-        mine = key.step == self.step and key.purpose == self.purpose.value
-        if not mine or wanted is None or not 0 <= key.sample_index < wanted:
+        if key.step != self.step or not 0 <= key.sample_index < self._num_wanted(key):
             return Verdict.UNKNOWN
-        if key.prompt_id in self._dropped:
+        if key.prompt_id in self._dropped or key.prompt_id in self._aside:
             return Verdict.GROUP_DROPPED
         if key in self._admitted:
             return Verdict.DUPLICATE
@@ -113,7 +134,7 @@ class Barrier:
         if verdict is Verdict.ADMITTED:
             self._admitted[header.trajectory_id] = header
             self._num_admitted[prompt_id] += 1
-            if self._num_admitted[prompt_id] == self._expected[prompt_id]:
+            if self._num_admitted[prompt_id] == self._expected[prompt_id] + self._num_greedy:
                 self._open.discard(prompt_id)
         elif verdict is Verdict.REWARD_ERROR and header.reward_error is not None:
             kind, message = header.reward_error
@@ -124,14 +145,70 @@ class Barrier:
         self._dropped.setdefault(prompt_id, DroppedGroup(prompt_id=prompt_id, reason=reason, message=message))
         self._open.discard(prompt_id)
 
+    def set_aside(self, prompt_id: int) -> None:
+        """Does not train a group that is complete; raises ProtocolError for any other."""
+        if not self.is_complete(prompt_id):
+            raise ProtocolError(
+                f"prompt {prompt_id} of step {self.step} is not complete: it cannot be set aside"
+            )
+        self._aside.add(prompt_id)
+
+    def is_complete(self, prompt_id: int) -> bool:
+        """Whether a group has all its samples, and is neither dropped nor set aside."""
+        settled = prompt_id in self._expected and prompt_id not in self._open
+        return settled and prompt_id not in self._dropped and prompt_id not in self._aside
+
+    def group(self, prompt_id: int) -> list[ScoredHeader]:
+        """What is admitted of a group, by sample index; a greedy answer comes first."""
+        keys = sorted(key for key in self._keys_of(prompt_id) if key in self._admitted)
+        return [self._admitted[key] for key in keys]
+
     def batch(self) -> list[ScoredHeader]:
-        """The complete groups' headers in (prompt id, sample index) order; raises ProtocolError while the barrier is open."""
+        """The headers of groups to train in (prompt id, sample index) order; raises ProtocolError while the barrier is open."""
         if not self.closed:
             raise ProtocolError(
                 f"the barrier of step {self.step} is still open for {len(self._open)} prompt groups"
             )
-        return [self._admitted[key] for key in sorted(self._admitted) if key.prompt_id not in self._dropped]
+        return self._samples(lambda prompt_id: prompt_id not in self._aside)
+
+    def aside(self) -> list[ScoredHeader]:
+        """The samples of groups that were set aside, in the same order."""
+        return self._samples(lambda prompt_id: prompt_id in self._aside)
+
+    def greedy(self) -> dict[int, ScoredHeader]:
+        """The greedy answers of groups that were not dropped, by prompt id."""
+        return {
+            key.prompt_id: self._admitted[key]
+            for key in sorted(self._admitted)
+            if key.purpose == Purpose.GREEDY.value and key.prompt_id not in self._dropped
+        }
 
     def leftovers(self) -> list[ScoredHeader]:
         """Admitted headers of groups that were dropped afterwards; their blobs serve nobody."""
         return [header for key, header in self._admitted.items() if key.prompt_id in self._dropped]
+
+    def _samples(self, wanted: Callable[[int], bool]) -> list[ScoredHeader]:
+        """Admitted headers of groups that were not dropped, but for greedy answers, in batch order."""
+        return [
+            self._admitted[key]
+            for key in sorted(self._admitted)
+            if key.purpose == self.purpose.value
+            and key.prompt_id not in self._dropped
+            and wanted(key.prompt_id)
+        ]
+
+    def _num_wanted(self, key: TrajectoryId) -> int:
+        """How many of a trajectory's kind its group wants."""
+        if key.prompt_id not in self._expected:
+            return 0
+        if key.purpose == self.purpose.value:
+            return self._expected[key.prompt_id]
+        return self._num_greedy if key.purpose == Purpose.GREEDY.value else 0
+
+    def _keys_of(self, prompt_id: int) -> list[TrajectoryId]:
+        counts = {self.purpose: self._expected[prompt_id], Purpose.GREEDY: self._num_greedy}
+        return [
+            TrajectoryId(step=self.step, purpose=purpose.value, prompt_id=prompt_id, sample_index=index)
+            for purpose, count in counts.items()
+            for index in range(count)
+        ]

@@ -1,6 +1,7 @@
 """DISPATCH and COLLECT: prompt groups out, scored trajectories in, until the barrier closes.
 
     prompt ids -> prompts:vN mailbox -> (rollout, reward) -> scored mailbox -> barrier -> batch
+                        ^-------------- refill <- groups that teach nothing ------'
 
 Unblocked by: a scored header, a change in the fleet. Deadlines: barrier.collect_timeout_s for the whole, barrier.stall_timeout_s without a
 single header.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.broker import names
 from paceline.broker.backpressure import append_when_room
@@ -20,6 +21,7 @@ from paceline.broker.mailbox import Mailbox
 from paceline.config.run import RunConfig
 from paceline.controller.barrier import Barrier, DroppedGroup, Verdict
 from paceline.controller.journal import Journal
+from paceline.controller.refill import DEGENERATE, Refill
 from paceline.core.errors import DeadlineError, InvalidMessageError
 from paceline.core.ids import Purpose, sample_seed
 from paceline.core.policy import PolicyTag
@@ -34,7 +36,7 @@ _BLOCK_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What is to be collected."""
+    """What is to be collected; `with_greedy` asks for one greedy answer to each prompt besides its samples."""
 
     step: int
     purpose: Purpose
@@ -42,19 +44,25 @@ class Order:
     prompts: Mapping[int, Prompt]
     num_samples: int
     sampling: SamplingSpec
+    with_greedy: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
 class Collected:
     """What came of an order.
 
-    `blob_keys` are all blobs that were seen, trained on or not; they go when the step commits. Seconds: `gen_s` until the last
-    sample was drawn, `reward_s` what its scoring took beyond that, `wait_s` between the first and the last arrival.
+    `greedy` are the greedy answers by prompt id, `set_aside` the samples of groups that a refill set aside, `num_groups` all
+    groups that were asked for, `num_extra` those of them that a refill asked for; None without a refill. `blob_keys` are all blobs that were seen, trained on or not; they go when the step commits. Seconds: `gen_s`
+    until the last sample was drawn, `reward_s` what its scoring took beyond that, `wait_s` between the first and the last arrival.
     """
 
     batch: list[ScoredHeader]
     dropped: list[DroppedGroup]
     verdicts: Counter[Verdict]
+    num_groups: int
+    greedy: Mapping[int, ScoredHeader] = field(default_factory=dict)
+    set_aside: Sequence[ScoredHeader] = ()
+    num_extra: int | None = None
     blob_keys: list[str] = field(default_factory=list)
     gen_s: float = 0.0
     reward_s: float = 0.0
@@ -90,17 +98,18 @@ class Collector:
         self._alive, self._progress = alive, progress
 
     async def dispatch(self, order: Order) -> None:
-        """Appends one message per prompt, in order of id."""
+        """Appends one message per prompt in the order's order, and one for its greedy answer."""
         stream = names.prompts(self._run_id, order.policy.version)
         await self._broker.ensure_group(stream, names.ROLLOUT_GROUP)
         traceparent = current_traceparent()
         messages = [
             Outgoing(
                 stream=stream,
-                payload=encode_prompt_group(self._group(order, prompt)),
+                payload=encode_prompt_group(group),
                 traceparent=traceparent,
             )
             for prompt in order.prompts.values()
+            for group in self._groups(order, prompt)
         ]
         await append_when_room(
             self._broker,
@@ -109,8 +118,8 @@ class Collector:
             timeout_s=self._config.barrier.stall_timeout_s,
         )
 
-    async def collect(self, order: Order) -> Collected:
-        """Waits for the barrier to close.
+    async def collect(self, order: Order, refill: Refill | None = None) -> Collected:
+        """Waits for the barrier to close; `refill` sets groups aside meanwhile and names prompts in their places.
 
         Raises:
             DeadlineError: nothing came for barrier.stall_timeout_s, or not all within barrier.collect_timeout_s.
@@ -120,6 +129,7 @@ class Collector:
             purpose=order.purpose,
             policy=order.policy,
             expected=dict.fromkeys(order.prompts, order.num_samples),
+            with_greedy=order.with_greedy,
         )
         blob_keys: list[str] = []
         limits = self._config.barrier
@@ -135,6 +145,8 @@ class Collector:
                 blob_keys += [header.blob_key for header in headers]
                 first, last_progress = first or now, now
                 last = headers[-1] if headers else last
+                if refill is not None:
+                    await self._refill(refill, order, barrier, headers)
                 self._progress(barrier.num_admitted, barrier.num_wanted)
                 continue
             self._alive()
@@ -147,6 +159,10 @@ class Collector:
             batch=barrier.batch(),
             dropped=barrier.dropped,
             verdicts=barrier.verdicts,
+            num_groups=barrier.num_groups,
+            greedy=barrier.greedy(),
+            set_aside=barrier.aside(),
+            num_extra=None if refill is None else refill.num_extra,
             blob_keys=blob_keys,
             gen_s=ended - began - reward_s,
             reward_s=reward_s,
@@ -172,7 +188,25 @@ class Collector:
         await self._box.done(entries)
         return headers
 
-    def _group(self, order: Order, prompt: Prompt) -> PromptGroup:
+    async def _refill(
+        self, refill: Refill, order: Order, barrier: Barrier, headers: Sequence[ScoredHeader]
+    ) -> None:
+        """Has the groups judged that `headers` may have completed, and asks for what takes the places of those set aside."""
+        replacement = refill.settle(barrier, (header.trajectory_id.prompt_id for header in headers))
+        if not replacement.set_aside:
+            return
+        await self._journal.record(
+            "refill",
+            step=order.step,
+            reason=DEGENERATE,
+            set_aside=sorted(replacement.set_aside.items()),
+            prompts=list(replacement.prompts),
+        )
+        if replacement.prompts:
+            await self.dispatch(replace(order, prompts=replacement.prompts))
+
+    def _groups(self, order: Order, prompt: Prompt) -> list[PromptGroup]:
+        """A prompt's orders: its samples, and its greedy answer where one is wanted."""
         seeds = tuple(
             sample_seed(
                 run_seed=self._config.trainer.seed,
@@ -182,7 +216,7 @@ class Collector:
             )
             for index in range(order.num_samples)
         )
-        return PromptGroup(
+        samples = PromptGroup(
             run_id=self._run_id,
             step=order.step,
             purpose=order.purpose,
@@ -193,6 +227,10 @@ class Collector:
             policy=order.policy,
             context=prompt.context,
         )
+        if not order.with_greedy:
+            return [samples]
+        greedy = replace(order.sampling, temperature=0.0)
+        return [samples, replace(samples, purpose=Purpose.GREEDY, sampling=greedy, seeds=seeds[:1])]
 
     def _overdue(self, barrier: Barrier, seconds: float) -> DeadlineError:
         missing = barrier.missing

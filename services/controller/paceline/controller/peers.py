@@ -11,13 +11,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.config.run import RunConfig
 from paceline.controller.membership import Member
+from paceline.core.batch import BatchRow
 from paceline.core.errors import InvalidMessageError
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import ScoredHeader
 from paceline.reshard.layout import RankLayout
 from paceline.reshard.verdict import DigestReport
 from paceline.rpc.v1 import common_pb2, learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from paceline.service.channels import call, connect
+from paceline.wire.protobuf import batch_row_to_proto
 
 # Beyond the time that a rank may wait for another within a join or a push: the rank's own word, which names the culprit, comes first.
 _SPREAD_S = 15.0
@@ -140,22 +141,14 @@ class Peers:
         )
 
     async def train(
-        self, member: Member, *, step: int, policy: PolicyTag, batch: Sequence[ScoredHeader]
+        self, member: Member, *, step: int, policy: PolicyTag, rows: Sequence[BatchRow]
     ) -> learner_pb2.TrainStepResponse:
-        """One training step over `batch`, which is in batch order."""
-        rows = [
-            learner_pb2.BatchRow(
-                trajectory_id=str(header.trajectory_id),
-                blob_key=header.blob_key,
-                reward=header.reward or 0.0,
-                num_prompt_tokens=header.num_prompt_tokens,
-                num_response_tokens=header.num_response_tokens,
-                prompt_id=header.trajectory_id.prompt_id,
-            )
-            for header in batch
-        ]
+        """One training step over `rows`, which are in batch order."""
         request = learner_pb2.TrainStepRequest(
-            step=step, policy_version=policy.version, weights_digest=policy.digest, rows=rows
+            step=step,
+            policy_version=policy.version,
+            weights_digest=policy.digest,
+            rows=[batch_row_to_proto(row) for row in rows],
         )
         stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
         reply: learner_pb2.TrainStepResponse = await call(

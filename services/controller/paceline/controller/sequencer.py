@@ -26,19 +26,19 @@ from paceline.controller import checkpoints, phases, step_metrics
 from paceline.controller.checkpoints import ControllerState
 from paceline.controller.collect import Collected, Collector, Order
 from paceline.controller.fleet_watch import FleetWatch
+from paceline.controller.inputs import Inputs
 from paceline.controller.journal import Journal
 from paceline.controller.membership import Health, Member
 from paceline.controller.peers import Peers
 from paceline.controller.phases import Phase
 from paceline.controller.records import MetricsFile, write_trajectories
+from paceline.controller.training_batch import TrainingBatches, rows
 from paceline.controller.watch import EventHub
 from paceline.controller.weight_push import WeightPush
-from paceline.core.errors import PeerLostError, RewardError, RewardErrorKind
+from paceline.core.errors import PeerLostError
 from paceline.core.ids import Purpose
 from paceline.core.members import MemberKind
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import SamplingSpec
-from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import PromptSet
 from paceline.service.telemetry import record, span
 
@@ -54,16 +54,6 @@ class Progress:
     admitted: int = 0
     wanted: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
-    """What the run works on."""
-
-    train: PromptSet
-    val: PromptSet | None
-    cursor: PromptCursor
-    stop_token_ids: tuple[int, ...]
 
 
 class Sequencer:
@@ -90,7 +80,9 @@ class Sequencer:
         self._broker, self._collector, self._peers, self._push = broker, collector, peers, push
         self._fleet, self._journal, self._hub, self._metrics_file = fleet, journal, hub, metrics_file
         self.progress = progress
-        self._first_step = progress.step
+        self._batches = TrainingBatches(
+            config=config, inputs=inputs, collector=collector, journal=journal, hub=hub, move=self._move
+        )
 
     async def run(self) -> None:
         """Runs from where `progress.step` stands to trainer.total_steps."""
@@ -119,21 +111,12 @@ class Sequencer:
         began = time.monotonic()
         await self._admit_newcomers()
         step, policy = self.progress.step, self._policy
-        order = Order(
-            step=step,
-            purpose=Purpose.TRAIN,
-            policy=policy,
-            prompts={i: self._inputs.train.prompts[i] for i in sorted(self._inputs.cursor.take())},
-            num_samples=self._config.rollout.n,
-            sampling=self._sampling(self._config.rollout.temperature),
-        )
-        collected = await self._collect(order)
-        await self._check_dropped(order, collected)
+        collected = await self._batches.make(step=step, policy=policy)
         await self._move(Phase.LEARN)
         with span("learn"), _timer() as learn:
             reply, _ = await asyncio.gather(
-                self._peers.train(self._learner, step=step, policy=policy, batch=collected.batch),
-                self._save_trajectories("step", order, collected),
+                self._peers.train(self._learner, step=step, policy=policy, rows=rows(collected)),
+                self._save_trajectories("step", collected, self._inputs.train),
             )
         if reply.update_skipped:
             await self._journal.record("update_skipped", step=step, reason=reply.skip_reason)
@@ -163,12 +146,12 @@ class Sequencer:
             policy=self._policy,
             prompts={i: self._inputs.val.prompts[i] for i in ids},
             num_samples=val.n,
-            sampling=self._sampling(val.temperature),
+            sampling=self._inputs.sampling(config, val.temperature),
         )
         with span("validate"):
             await self._collector.dispatch(order)
             collected = await self._collector.collect(order)
-        await self._save_trajectories("val", order, collected)
+        await self._save_trajectories("val", collected, self._inputs.val)
         await self._broker.delete_blobs(collected.blob_keys)
         for group in collected.dropped:
             await self._journal.record(
@@ -202,38 +185,6 @@ class Sequencer:
         return {"timing_s/checkpoint": seconds}
 
     # --- parts of a step
-
-    async def _collect(self, order: Order) -> Collected:
-        await self._journal.record(
-            "dispatch", step=order.step, policy=str(order.policy), prompts=list(order.prompts)
-        )
-        await self._move(Phase.DISPATCH)
-        with span("dispatch"):
-            await self._collector.dispatch(order)
-        await self._move(Phase.COLLECT)
-        with span("collect"):
-            return await self._collector.collect(order)
-
-    async def _check_dropped(self, order: Order, collected: Collected) -> None:
-        dropped = collected.dropped
-        for group in dropped:
-            await self._journal.record(
-                "group_dropped",
-                step=order.step,
-                prompt=group.prompt_id,
-                reason=group.reason,
-                message=group.message,
-            )
-            self._hub.notice(
-                f"step {order.step}: prompt {group.prompt_id} dropped ({group.reason}): {group.message}"
-            )
-        share, limit = len(dropped) / len(order.prompts), self._config.reward.max_dropped_share
-        if share > limit or not collected.batch:
-            raise RewardError(
-                f"step {order.step}: {len(dropped)} of {len(order.prompts)} prompt groups have no reward; the first, prompt {dropped[0].prompt_id}: "
-                f"{dropped[0].reason}: {dropped[0].message}. Correct the reward, or raise reward.max_dropped_share={limit}",
-                kind=RewardErrorKind.UNAVAILABLE,
-            )
 
     async def _publish(self, version: int) -> dict[str, float]:
         """PUBLISH and COMMIT, over a new group where the old one does not fit the fleet any more."""
@@ -273,15 +224,15 @@ class Sequencer:
         for stream in (names.trajectories(self._run_id), names.scored(self._run_id)):
             await self._broker.trim(stream)
 
-    async def _save_trajectories(self, name: str, order: Order, collected: Collected) -> None:
+    async def _save_trajectories(self, name: str, collected: Collected, prompts: PromptSet) -> None:
         if self._config.trainer.save_trajectories:
             await asyncio.to_thread(
                 write_trajectories,
                 self._run_dir / "trajectories",
-                order.step,
+                self.progress.step,
                 name,
                 collected.batch,
-                order.prompts,
+                prompts.prompts,
             )
 
     # --- the fleet
@@ -345,13 +296,6 @@ class Sequencer:
         for name, value in metrics.items():
             record(name, value)
         self._hub.step(self.progress.step, metrics)
-
-    def _sampling(self, temperature: float) -> SamplingSpec:
-        return SamplingSpec(
-            temperature=temperature,
-            max_tokens=self._config.data.max_response_length,
-            stop_token_ids=self._inputs.stop_token_ids,
-        )
 
 
 class _Timer:

@@ -44,7 +44,22 @@ def assemble(
     }
     for name, value in reward_components(collected.batch).items():
         metrics[f"reward/{name}/mean"] = value
+    if collected.num_extra is not None:
+        metrics |= _dynamic_sampling(collected, collected.num_extra)
+    if collected.greedy:
+        metrics["reward/greedy_answers/mean"] = fmean(h.reward or 0.0 for h in collected.greedy.values())
     return metrics
+
+
+def _dynamic_sampling(collected: Collected, num_extra: int) -> dict[str, float]:
+    """What refilling did; `reward_mean` is over all samples, those of groups that were set aside too."""
+    samples = [*collected.batch, *collected.set_aside]
+    num_kept = len({header.trajectory_id.prompt_id for header in collected.batch})
+    return {
+        "dynamic_sampling/extra_prompts": float(num_extra),
+        "dynamic_sampling/kept_share": num_kept / collected.num_groups,
+        "dynamic_sampling/reward_mean": fmean(header.reward or 0.0 for header in samples),
+    }
 
 
 def validation(collected: Collected, *, seconds: float) -> dict[str, float]:

@@ -57,6 +57,7 @@ def compute_advantages(
     *,
     scores: Sequence[float],
     group_ids: Sequence[int],
+    greedy_scores: Sequence[float | None] = (),
     kl_coef: float,
     ranks: Ranks,
 ) -> tuple[list[Prepared], AdvantageSummary]:
@@ -67,6 +68,7 @@ def compute_advantages(
         scored: this rank's micro-batches, fillers among them.
         scores: of all rows of the step, on every rank.
         group_ids: prompt of all rows of the step.
+        greedy_scores: of the greedy answer to each row's prompt; of no use where a row lacks it.
         kl_coef: the penalty's coefficient in this step.
         ranks: over which the batch's statistics are taken.
 
@@ -81,6 +83,8 @@ def compute_advantages(
     old = _stack([one.old_log_probs for one in scored], scored, longest)
     ref = _stack_known([one.ref_log_probs for one in scored], scored, longest)
     values = _stack_known([one.values for one in scored], scored, longest)
+    known = [score for score in greedy_scores if score is not None]
+    greedy = torch.tensor(known, dtype=torch.float32, device=device) if len(known) == len(scores) else None
     my_scores = torch.tensor(scores, dtype=torch.float32, device=device)[index]
 
     penalty = None if ref is None else kl.kl_estimate(old, ref, config.algorithm.kl_penalty)
@@ -105,6 +109,7 @@ def compute_advantages(
         mask=mask,
         group_ids=torch.tensor(group_ids, dtype=torch.int64, device=device)[index],
         values=values,
+        greedy_scores=None if greedy is None else greedy[index],
         all_reduce=ranks.all_sum,
         gather=gather,
         rows=index,

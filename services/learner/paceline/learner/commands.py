@@ -150,6 +150,7 @@ def encode_order(order: StepOrder) -> dict[str, object]:
                 row.reward,
                 row.num_prompt_tokens,
                 row.num_response_tokens,
+                row.greedy_score,
             ]
             for row in order.rows
         ],
@@ -169,7 +170,8 @@ def decode_order(arguments: Arguments) -> StepOrder:
                 reward=reward,
                 num_prompt_tokens=prompt,
                 num_response_tokens=response,
+                greedy_score=greedy_score,
             )
-            for name, key, reward, prompt, response in arguments["rows"]
+            for name, key, reward, prompt, response, greedy_score in arguments["rows"]
         ),
     )

@@ -120,6 +120,7 @@ def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
             scored,
             scores=[row.reward for row in order.rows],
             group_ids=[row.trajectory_id.prompt_id for row in order.rows],
+            greedy_scores=[row.greedy_score for row in order.rows],
             kl_coef=kl_coef,
             ranks=ranks,
         )

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from paceline.core.batch import BatchRow
 from paceline.core.errors import DataError, VersionMismatchError
+from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import Trajectory
 from paceline.learner.packing import PackedRow
@@ -29,7 +30,7 @@ def fetch_rows(
     Raises:
         InvalidMessageError: a blob is no trajectory.
         VersionMismatchError: a trajectory was drawn from another policy than `policy`.
-        DataError: a trajectory is not the one that its row names, or a blob is missing.
+        DataError: a trajectory is not the one that its row names, or was not drawn for training, or a blob is missing.
         BrokerError, DeadlineError: the broker is gone.
     """
     found = {}
@@ -47,8 +48,10 @@ def fetch_rows(
 
 
 def check_row(trajectory: Trajectory, row: BatchRow, policy: PolicyTag) -> None:
-    """The last door before training: policy, identity and lengths of one trajectory; raises as `fetch_rows`."""
+    """The last door before training: policy, purpose, identity and lengths of one trajectory; raises as `fetch_rows`."""
     name = str(row.trajectory_id)
+    if row.trajectory_id.purpose != Purpose.TRAIN.value:
+        raise DataError(f"trajectory {name} was not drawn to be trained on; it must not enter the batch")
     if trajectory.policy != policy:
         raise VersionMismatchError(
             f"trajectory {name} was drawn from {trajectory.policy}, the step trains on {policy}; it must not enter the batch"

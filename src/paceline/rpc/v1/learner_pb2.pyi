@@ -207,12 +207,15 @@ class BatchRow(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_ID_FIELD_NUMBER: _builtins.int
+    GREEDY_SCORE_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     blob_key: _builtins.str
     reward: _builtins.float
     num_prompt_tokens: _builtins.int
     num_response_tokens: _builtins.int
     prompt_id: _builtins.int
+    greedy_score: _builtins.float
+    """of the greedy answer to the same prompt, for estimators that take it as a baseline"""
     def __init__(
         self,
         *,
@@ -222,12 +225,15 @@ class BatchRow(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         num_response_tokens: _builtins.int = ...,
         prompt_id: _builtins.int = ...,
+        greedy_score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "greedy_score", b"greedy_score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob_key", b"blob_key", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "prompt_id", b"prompt_id", "reward", b"reward", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "blob_key", b"blob_key", "greedy_score", b"greedy_score", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "prompt_id", b"prompt_id", "reward", b"reward", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__greedy_score: _TypeAlias = _typing.Literal["greedy_score"]  # noqa: Y015
+    _WhichOneofArgType__greedy_score: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__greedy_score) -> _WhichOneofReturnType__greedy_score | None: ...
 
 Global___BatchRow: _TypeAlias = BatchRow  # noqa: Y015
 
