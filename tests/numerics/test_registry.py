@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
+from paceline.config.actor import PolicyLossName
+from paceline.config.algorithm import CRITIC_ESTIMATORS, AdvEstimator, KLKind
 from paceline.core.errors import ConfigError
-from paceline.learner.algorithms import advantages, registry
+from paceline.learner.algorithms import advantages, kl, registry
 from paceline.learner.algorithms.estimation import estimate_advantages
 
 pytestmark = pytest.mark.torch
@@ -65,6 +69,16 @@ def test_known_names():
     assert registry.policy_loss("gspo") is registry.POLICY_LOSSES["gspo"]
     assert registry.kl_kind("low_var_kl+") == "low_var_kl+"
     assert registry.loss_agg_mode("token-mean") == "token-mean"
+
+
+def test_the_configuration_names_what_the_tables_hold():
+    # It imports no torch, so it lists the names itself.
+    assert set(get_args(AdvEstimator)) == registry.ADV_ESTIMATORS.keys()
+    assert set(get_args(PolicyLossName)) == registry.POLICY_LOSSES.keys()
+    assert set(get_args(KLKind)) == {name + end for name in kl.KL_ESTIMATES for end in ("", "+")}
+    assert {
+        name for name, one in registry.ADV_ESTIMATORS.items() if "values" in one.needs
+    } == CRITIC_ESTIMATORS
 
 
 def test_what_estimators_need():

@@ -10,6 +10,7 @@ from paceline.config.base import Section
 
 AdvEstimator = Literal[
     "gae",
+    "vapo",
     "grpo",
     "dr_grpo",
     "rloo",
@@ -20,7 +21,25 @@ AdvEstimator = Literal[
     "gpg",
     "pass_at_k",
 ]
-KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "kl", "mse", "low_var_kl"]
+KLKind = Literal[
+    "k1",
+    "abs",
+    "k2",
+    "k3",
+    "k1+",
+    "abs+",
+    "k2+",
+    "k3+",
+    "kl",
+    "mse",
+    "low_var_kl",
+    "kl+",
+    "mse+",
+    "low_var_kl+",
+]
+
+CRITIC_ESTIMATORS: frozenset[str] = frozenset({"gae", "vapo"})
+"""The advantage estimators that read values; the learner's registry says the same, and a test compares the two."""
 
 
 class KLControlConfig(Section):
@@ -55,9 +74,16 @@ class DynamicSamplingConfig(Section):
 class AlgorithmConfig(Section):
     """How rewards become advantages."""
 
-    adv_estimator: AdvEstimator = Field("gae", description="gae needs a critic; the others do without.")
+    adv_estimator: AdvEstimator = Field(
+        "gae", description="gae and vapo need a critic; the others do without."
+    )
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
-    lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda.")
+    lam: float = Field(1.0, ge=0, le=1, description="gae: lambda.")
+    lam_policy: float | None = Field(
+        None, ge=0, le=1, description="vapo: the policy's lambda; null: 1 - 1 / (alpha x response length)."
+    )
+    lam_critic: float = Field(1.0, ge=0, le=1, description="vapo: lambda of the critic's targets.")
+    alpha: float = Field(0.05, gt=0, description="vapo: alpha of the length-adaptive lambda.")
     norm_adv_by_std_in_grpo: bool = Field(True, description="grpo: divide by the group's standard deviation.")
     use_kl_in_reward: bool = Field(
         False,

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from paceline.config.actor import ActorConfig, CriticConfig
-from paceline.config.algorithm import AlgorithmConfig
+from paceline.config.algorithm import CRITIC_ESTIMATORS, AlgorithmConfig
 from paceline.config.base import Section
 from paceline.config.data import DataConfig
 from paceline.config.model import ModelConfig
@@ -46,7 +46,7 @@ class RunConfig(Section):
     @property
     def needs_critic(self) -> bool:
         """Whether advantages are made from values."""
-        return self.algorithm.adv_estimator == "gae"
+        return self.algorithm.adv_estimator in CRITIC_ESTIMATORS
 
     @property
     def needs_greedy(self) -> bool:

@@ -32,7 +32,11 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prepared:
-    """A micro-batch ready for its updates."""
+    """A micro-batch ready for its updates.
+
+    Attributes:
+        selected: the tokens that a covariance loss treats apart, (B, R) booleans; None for the other losses.
+    """
 
     batch: MicroBatch
     old_log_probs: Tensor
@@ -40,6 +44,7 @@ class Prepared:
     values: Tensor | None
     advantages: Tensor
     returns: Tensor | None
+    selected: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +108,9 @@ def compute_advantages(
         {
             "gamma": config.algorithm.gamma,
             "lam": config.algorithm.lam,
+            "lam_policy": config.algorithm.lam_policy,
+            "lam_critic": config.algorithm.lam_critic,
+            "alpha": config.algorithm.alpha,
             "normalize_by_std": config.algorithm.norm_adv_by_std_in_grpo,
         },
         token_rewards=token_rewards,

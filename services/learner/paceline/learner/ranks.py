@@ -88,6 +88,12 @@ class Ranks:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest
 
+    def all_gather(self, values: Tensor) -> Tensor:
+        """The 1-D tensors of all ranks, of one length and type, one after the other in the order of ranks."""
+        parts = [torch.empty_like(values) for _ in range(self.world_size)]
+        dist.all_gather(parts, values.detach().contiguous())
+        return torch.cat(parts)
+
 
 def use_threads(wanted: int | None, environment: RankEnvironment) -> None:
     """Sets torch's threads: `wanted`, else what OMP_NUM_THREADS says, else the cores shared out over this host's ranks."""

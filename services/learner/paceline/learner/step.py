@@ -17,15 +17,16 @@ from torch import Tensor
 from paceline.config.run import RunConfig
 from paceline.core.batch import BatchRow
 from paceline.core.policy import PolicyTag
-from paceline.learner.advantage_step import Prepared, Scored, compute_advantages
+from paceline.learner.advantage_step import Scored, compute_advantages
 from paceline.learner.algorithms.statistics import keep
 from paceline.learner.batching import BatchPlan, RowLength, effective_budget, plan_batch
 from paceline.learner.flops import peak_flops, update_flops
 from paceline.learner.learner import Learner
+from paceline.learner.mini_batches import MiniBatch, cut_mini_batches
 from paceline.learner.packing import MicroBatch, PackedRow, pack
 from paceline.learner.ranks import Ranks
 from paceline.learner.trainable import without_gradient
-from paceline.learner.update import Denominators, MiniBatch, UpdateReport, update_critic, update_policy
+from paceline.learner.update import UpdateReport, update_critic, update_policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +126,7 @@ def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
             ranks=ranks,
         )
         mismatch = _mismatch(scored, ranks)
-    minis = _mini_batches(config, plan, by_chunk, prepared, ranks)
+    minis = cut_mini_batches(config, plan, prepared, ranks)
     reports = _update(learner, order.step, minis, watch)
     # A KL that is not finite comes with a skipped update; the coefficient then stays too.
     if summary.reference_kl is not None and math.isfinite(summary.reference_kl):
@@ -162,39 +163,6 @@ def _score(learner: Learner, batches: Sequence[MicroBatch], watch: Stopwatch) ->
         Scored(batch=batch, old_log_probs=o, ref_log_probs=r, values=v)
         for batch, o, r, v in zip(batches, old, ref, values, strict=True)
     ]
-
-
-def _mini_batches(
-    config: RunConfig,
-    plan: BatchPlan,
-    by_chunk: Sequence[Sequence[MicroBatch]],
-    prepared: Sequence[Prepared],
-    ranks: Ranks,
-) -> dict[str, list[MiniBatch]]:
-    """Mini-batches of "actor" and "critic" from the chunks' micro-batches, with denominators over all ranks."""
-    masks = [[batch.mask for batch in chunk] for chunk in by_chunk]
-    counts = [
-        torch.stack([torch.stack([mask.sum(), mask.any(-1).sum()]) for mask in chunk]).sum(0)
-        for chunk in masks
-    ]
-    per_chunk = ranks.all_sum(torch.stack(counts)).tolist()
-    pending = iter(prepared)
-    parts = [[next(pending) for _ in chunk] for chunk in by_chunk]
-
-    def cut(num_prompts: int) -> list[MiniBatch]:
-        return [
-            MiniBatch(
-                parts=tuple(part for chunk in chunks for part in parts[chunk]),
-                denominators=Denominators(
-                    num_tokens=sum(per_chunk[chunk][0] for chunk in chunks),
-                    num_sequences=sum(per_chunk[chunk][1] for chunk in chunks),
-                ),
-            )
-            for chunks in plan.mini_batches(num_prompts)
-        ]
-
-    size = config.actor.ppo_mini_batch_size
-    return {"actor": cut(size), "critic": cut(config.critic.ppo_mini_batch_size or size)}
 
 
 def _update(

@@ -1,0 +1,48 @@
+"""One run configuration for each algorithm of the learner, and what a group of ranks makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.learner.learner import Learner
+from paceline.learner.ranks import Ranks
+from support.learner_fakes import run_config
+from support.learner_scenarios import numbers, take_step
+
+NO_KL = {"use_kl_in_reward": False, "kl_ctrl": {"type": "fixed", "kl_coef": 0.1}}
+GROUPS = {"adv_estimator": "grpo", **NO_KL}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "vapo": {"algorithm": {"adv_estimator": "vapo", "alpha": 0.5, **NO_KL}},
+    "gspo": {
+        "algorithm": GROUPS,
+        "actor": {"policy_loss": "gspo", "clip_ratio": 4e-4, "loss_agg_mode": "seq-mean-token-mean"},
+    },
+    "geo_mean": {
+        "algorithm": GROUPS,
+        "actor": {"policy_loss": "geo_mean", "clip_ratio": 0.4, "loss_agg_mode": "seq-mean-token-mean"},
+    },
+    "cispo": {"algorithm": GROUPS, "actor": {"policy_loss": "cispo", "clip_ratio_low": 1.0}},
+    "gpg": {"algorithm": {**GROUPS, "adv_estimator": "gpg"}, "actor": {"policy_loss": "gpg"}},
+    "sapo": {"algorithm": GROUPS, "actor": {"policy_loss": "sapo", "tau_negative": 2.0}},
+    "kl_cov": {"algorithm": GROUPS, "actor": {"policy_loss": "kl_cov", "cov_fraction": 0.1}},
+    "clip_cov": {
+        "algorithm": GROUPS,
+        "actor": {"policy_loss": "clip_cov", "cov_fraction": 0.1, "cov_low": 0.0},
+    },
+}
+"""Sections over those of `run_config`."""
+
+
+def one_step(ranks: Ranks, model: str, name: str, **actor: Any) -> dict[str, float]:
+    """The metrics of a variant's first training step, of two mini-batches; `actor` goes over the variant's own."""
+    sections = dict(VARIANTS[name])
+    sections["actor"] = {**sections.get("actor", {}), **actor}
+    learner = Learner.build(run_config(Path(model), **sections), ranks)
+    return numbers(take_step(learner, 1))
+
+
+def all_variants(ranks: Ranks, model: str) -> dict[str, dict[str, float]]:
+    """A step of each."""
+    return {name: one_step(ranks, model, name) for name in VARIANTS}
