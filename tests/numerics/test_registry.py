@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.config.actor import PolicyLossName
-from paceline.config.algorithm import CRITIC_ESTIMATORS, AdvEstimator, KLKind
+from paceline.config.algorithm import CRITIC_ESTIMATORS, GREEDY_ESTIMATORS, AdvEstimator, KLKind
 from paceline.core.errors import ConfigError
 from paceline.learner.algorithms import advantages, kl, registry
 from paceline.learner.algorithms.estimation import estimate_advantages
@@ -79,6 +79,9 @@ def test_the_configuration_names_what_the_tables_hold():
     assert {
         name for name, one in registry.ADV_ESTIMATORS.items() if "values" in one.needs
     } == CRITIC_ESTIMATORS
+    assert {
+        name for name, one in registry.ADV_ESTIMATORS.items() if "greedy_scores" in one.needs
+    } == GREEDY_ESTIMATORS
 
 
 def test_what_estimators_need():

@@ -34,6 +34,7 @@ _CHARTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Returns and values", "means over tokens", (
         ("critic/returns/mean", "returns"), ("critic/values/mean", "values"), ("critic/advantages/mean", "advantages"),
     )),
+    ("Groups that teach", "share of all that dynamic sampling asked for", (("dynamic_sampling/kept_share", "share"),)),
     ("Mismatch of rollout and learner", "KL estimate per token", (("rollout/mismatch_kl", "mismatch KL"),)),
     ("Largest log-prob difference", "rollout against learner, any token", (
         ("rollout/logprob_diff_max", "largest difference"),
@@ -95,6 +96,8 @@ def _reward(data: RunData) -> str:
         Series(label="training", points=data.points(TRAIN_REWARD)),
         Series(label="validation", points=data.points(VAL_REWARD), dots=True),
     ]
+    if unfiltered := data.points("dynamic_sampling/reward_mean"):
+        series.append(Series(label="all samples, groups set aside too", points=unfiltered))
     components = sorted(
         {key for line in data.metrics for key in line if key.startswith("reward/") and key.endswith("/mean")}
     )

@@ -41,6 +41,9 @@ KLKind = Literal[
 CRITIC_ESTIMATORS: frozenset[str] = frozenset({"gae", "vapo"})
 """The advantage estimators that read values; the learner's registry says the same, and a test compares the two."""
 
+GREEDY_ESTIMATORS: frozenset[str] = frozenset({"remax"})
+"""Those that read the score of a greedy answer to each prompt; likewise."""
+
 
 class KLControlConfig(Section):
     """How the coefficient of the KL penalty in the reward moves."""

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from paceline.config.actor import ActorConfig, CriticConfig
-from paceline.config.algorithm import CRITIC_ESTIMATORS, AlgorithmConfig
+from paceline.config.algorithm import CRITIC_ESTIMATORS, GREEDY_ESTIMATORS, AlgorithmConfig
 from paceline.config.base import Section
 from paceline.config.data import DataConfig
 from paceline.config.model import ModelConfig
@@ -51,7 +51,7 @@ class RunConfig(Section):
     @property
     def needs_greedy(self) -> bool:
         """Whether advantages are made from the score of a greedy answer to each prompt."""
-        return self.algorithm.adv_estimator == "remax"
+        return self.algorithm.adv_estimator in GREEDY_ESTIMATORS
 
     @property
     def needs_reference(self) -> bool:
