@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.core.errors import WeightSyncError
-from paceline.reshard.spec import WeightGroupSpec
 from paceline.reshard.verdict import digests_agree, model_digest
-from support.push_learners import LearnerGroup, report_of
+from support.push_engines import NUM_TOKENS, generate, join, push, running_engine
+from support.push_learners import LearnerGroup
 
 pytestmark = [
     pytest.mark.vllm,
@@ -22,60 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's and its dependencies'
 ]
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 17, 102, 3], [198, 0, 64]]
-NUM_TOKENS = 12
-
-
-@asynccontextmanager
-async def running_engine(folder: Path, tp: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    paths = [ROOT / "src", *(ROOT / "services").glob("*"), ROOT / "tests"]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
-    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    args = AsyncEngineArgs(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        dtype="float32",
-        max_model_len=128,
-        tensor_parallel_size=tp,
-        enforce_eager=True,
-        logprobs_mode="processed_logprobs",
-        worker_extension_cls="support.corrupting_extension.CorruptingExtension",
-        disable_log_stats=True,
-        seed=0,
-    )
-    engine = AsyncLLM.from_engine_args(args)
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
-
-
-async def generate(engine: Any, prompt: list[int], request_id: str) -> tuple[list[int], list[float]]:
-    from vllm import SamplingParams
-    from vllm.inputs import tokens_input
-    from vllm.sampling_params import RequestOutputKind
-
-    sampling = SamplingParams(
-        temperature=0.0,
-        max_tokens=NUM_TOKENS,
-        logprobs=0,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-    async for output in engine.generate(tokens_input(prompt), sampling, request_id):
-        final = output.outputs[0]
-    tokens = list(final.token_ids)
-    return tokens, [row[token].logprob for row, token in zip(final.logprobs, tokens, strict=True)]
 
 
 async def check_policy(engine: Any, config: Any, seed: int) -> list[list[int]]:
@@ -91,32 +34,6 @@ async def check_policy(engine: Any, config: Any, seed: int) -> list[list[int]]:
         assert log_probs == pytest.approx(expected_log_probs, abs=1e-5)
         generated.append(tokens)
     return generated
-
-
-async def join(learners: LearnerGroup, receiver: Any, epoch: int, round_bytes: int) -> WeightGroupSpec:
-    host, port = learners.call("store")[0]
-    spec = WeightGroupSpec(
-        epoch=epoch,
-        backend="gloo",
-        store_host=host,
-        store_port=port,
-        learner_layouts=learners.layouts(),
-        rollout_layouts=tuple(await receiver.describe()),
-        wire_dtype="float32",
-        round_bytes=round_bytes,
-        timeout_s=30.0,
-    )
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(learners.call_async("join", spec.to_bytes()))
-        tasks.create_task(receiver.join(spec.to_bytes(), spec.num_learners, 30.0))
-    return spec
-
-
-async def push(learners: LearnerGroup, receiver: Any, version: int) -> tuple[Any, Any, list[Any]]:
-    async with asyncio.TaskGroup() as tasks:
-        sending = tasks.create_task(learners.call_async("publish", version))
-        receiving = tasks.create_task(receiver.receive(version, 30.0))
-    return report_of(sending.result()), receiving.result(), sending.result()
 
 
 def start_learners(config: Any) -> LearnerGroup:

@@ -18,9 +18,9 @@ _TIMEOUT_S = 60.0
 
 
 class LearnerGroup:
-    """Starts `size` processes; every call goes to all of them and returns their answers by rank."""
+    """Starts `size` processes, on "cuda" each on the GPU of its rank; every call goes to all of them and returns their answers by rank."""
 
-    def __init__(self, config: dict[str, Any], size: int) -> None:
+    def __init__(self, config: dict[str, Any], size: int, device: str = "cpu") -> None:
         context = get_context("spawn")
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -28,7 +28,7 @@ class LearnerGroup:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_learner_main, args=(theirs, config, rank, size, port), daemon=True
+                target=_learner_main, args=(theirs, config, rank, size, port, device), daemon=True
             )
             process.start()
             theirs.close()
@@ -74,7 +74,7 @@ class LearnerGroup:
 
 
 class _Learner:
-    def __init__(self, config: dict[str, Any], rank: int, size: int) -> None:
+    def __init__(self, config: dict[str, Any], rank: int, size: int, device: str) -> None:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -84,12 +84,13 @@ class _Learner:
         from support.push_models import seeded_model
 
         self._config, self._rank = AutoConfig.for_model(**config), rank
-        self._model = seeded_model(self._config, seed=0)
-        mesh = init_device_mesh("cpu", (size,))
+        self._device = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+        self._model = seeded_model(self._config, seed=0).to(self._device)
+        mesh = init_device_mesh(device, (size,))
         for layer in self._model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self._model, mesh=mesh)
-        self._publisher = WeightPublisher(self._model, torch.device("cpu"), "gloo")
+        self._publisher = WeightPublisher(self._model, self._device, "nccl" if device == "cuda" else "gloo")
 
     def layout(self) -> bytes:
         return self._publisher.layout().to_bytes()
@@ -119,17 +120,21 @@ class _Learner:
                 local = param.to_local()
                 rows = -(-param.shape[0] // param.device_mesh.size()) * self._rank
                 local.copy_(source[name][rows : rows + local.shape[0]])
-            self._model(torch.tensor([[1, 2, 3]]))
+            self._model(torch.tensor([[1, 2, 3]], device=self._device))
 
 
-def _learner_main(pipe: Connection, config: dict[str, Any], rank: int, size: int, port: int) -> None:
+def _learner_main(
+    pipe: Connection, config: dict[str, Any], rank: int, size: int, port: int, device: str
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group("gloo")
-    learner = _Learner(config, rank, size)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    learner = _Learner(config, rank, size, device)
     while True:
         try:
             method, args = pipe.recv()

@@ -1,0 +1,68 @@
+"""Over NCCL, from two GPUs to the engine on a third: what it then generates is what an engine that read the weights from disk does."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.reshard.verdict import digests_agree, model_digest
+from support.push_engines import generate, join, push, running_engine
+from support.push_learners import LearnerGroup
+from support.push_models import save_config, seeded_model, tiny_config, tiny_moe_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices"),
+]
+
+PROMPTS = [[5, 17, 102, 3], [198, 0, 64], [1], [77] * 20]
+NUM_PUSHES = 100
+ENGINE = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 28}
+
+
+@pytest.mark.parametrize("kind", ["dense", "mixture of experts"])
+def test_a_hundred_pushes_end_where_the_disk_would(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(kv_heads=2, tied=False) if kind == "dense" else tiny_moe_config()
+    num_pushes = NUM_PUSHES if kind == "dense" else 5
+    asyncio.run(_compare(config, num_pushes, tmp_path, monkeypatch))
+
+
+async def _compare(config: Any, num_pushes: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.rollout.weight_receiver import WeightReceiver
+
+    last = num_pushes % 3
+    written = folder / "written"
+    seeded_model(config, last).to(torch.bfloat16).save_pretrained(written)
+    save_config(config, written)
+    save_config(config, folder / "empty")
+    plain = {key: value for key, value in config.to_dict().items() if key != "architectures"}
+    learners = LearnerGroup(plain, size=2, device="cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    try:
+        async with running_engine(written, 1, monkeypatch, **ENGINE, load_format="auto") as engine:
+            expected = [await generate(engine, prompt, str(i)) for i, prompt in enumerate(PROMPTS)]
+        async with running_engine(folder / "empty", 1, monkeypatch, **ENGINE) as engine:
+            receiver = WeightReceiver(engine)
+            await join(learners, receiver, 1, 30_000, backend="nccl", wire_dtype="bfloat16")
+            digests = set()
+            for version in range(1, num_pushes + 1):
+                learners.call("set_seed", version % 3)
+                sent, received, _ = await push(learners, receiver, version)
+                digests_agree(sent, received.digests)
+                digests.add(model_digest(received.digests))
+            assert len(digests) == 3
+            found = [await generate(engine, prompt, str(i)) for i, prompt in enumerate(PROMPTS)]
+            await receiver.leave()
+    finally:
+        learners.close()
+    # The same bits in the same engine: tokens and log-probs are equal, not close.
+    assert found == expected

@@ -1,0 +1,108 @@
+"""A real vLLM engine beside learner processes: start it, generate greedily, form the group and push."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from paceline.reshard.spec import WeightGroupSpec
+from support.push_learners import LearnerGroup, report_of
+
+ROOT = Path(__file__).parents[2]
+NUM_TOKENS = 12
+
+
+@asynccontextmanager
+async def running_engine(
+    folder: Path, tp: int, monkeypatch: pytest.MonkeyPatch, **arguments: Any
+) -> AsyncIterator[Any]:
+    """The engine; `arguments` go over those of a float32 engine without weights."""
+    paths = [ROOT / "src", *(ROOT / "services").glob("*"), ROOT / "tests"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": "float32",
+        "max_model_len": 128,
+        "tensor_parallel_size": tp,
+        "enforce_eager": True,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "support.corrupting_extension.CorruptingExtension",
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **(options | arguments)))
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+async def generate(engine: Any, prompt: list[int], request_id: str) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their log-probs."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=NUM_TOKENS,
+        logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    async for output in engine.generate(tokens_input(prompt), sampling, request_id):
+        final = output.outputs[0]
+    tokens = list(final.token_ids)
+    return tokens, [row[token].logprob for row, token in zip(final.logprobs, tokens, strict=True)]
+
+
+async def join(
+    learners: LearnerGroup,
+    receiver: Any,
+    epoch: int,
+    round_bytes: int,
+    *,
+    backend: Literal["gloo", "nccl"] = "gloo",
+    wire_dtype: str = "float32",
+) -> WeightGroupSpec:
+    """Forms a group of all learners and the receiver's engine."""
+    host, port = learners.call("store")[0]
+    spec = WeightGroupSpec(
+        epoch=epoch,
+        backend=backend,
+        store_host=host,
+        store_port=port,
+        learner_layouts=learners.layouts(),
+        rollout_layouts=tuple(await receiver.describe()),
+        wire_dtype=wire_dtype,
+        round_bytes=round_bytes,
+        timeout_s=30.0,
+    )
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(learners.call_async("join", spec.to_bytes()))
+        tasks.create_task(receiver.join(spec.to_bytes(), spec.num_learners, 30.0))
+    return spec
+
+
+async def push(learners: LearnerGroup, receiver: Any, version: int) -> tuple[Any, Any, list[Any]]:
+    """What was sent, what was received, and each learner's answer."""
+    async with asyncio.TaskGroup() as tasks:
+        sending = tasks.create_task(learners.call_async("publish", version))
+        receiving = tasks.create_task(receiver.receive(version, 30.0))
+    return report_of(sending.result()), receiving.result(), sending.result()
