@@ -45,24 +45,52 @@ def main() -> int:
     return 0
 
 
-def sections(model: type[BaseModel], prefix: str) -> list[str]:
-    """A table for the model's own values, then one for each section below it."""
+def sections(
+    model: type[BaseModel], prefix: str, values: BaseModel | None = None, shown: dict[Any, str] | None = None
+) -> list[str]:
+    """A table for the model's own values, then one for each section below it; a model that has a table already is referred to.
+
+    Args:
+        values: an instance whose values are the defaults, where the section that holds it gives one.
+        shown: tables so far: the path of each model.
+    """
+    shown = {} if shown is None else shown
+    if model in shown:
+        return [f"Keys as `{shown[model]}`{differing(model, values)}.", ""]
+    if not any(section_of(field.annotation)[0] for field in model.model_fields.values()):
+        shown[model] = prefix.removesuffix(".")
     out: list[str] = []
     rows, below = [], []
     for name, field in model.model_fields.items():
         inner, many = section_of(field.annotation)
         path = f"{prefix}{name}"
         if inner is not None:
-            below.append((path + (".N" if many else ""), inner))
+            below.append((path + (".N" if many else ""), inner, field))
         if inner is None or many:
             rows.append(
-                f"| `{path}` | {kind(field.annotation)}{bounds(field)} | {default(field)} | {field.description or ''} |"
+                f"| `{path}` | {kind(field.annotation)}{bounds(field)} | {default(field, name, values)} | {field.description or ''} |"
             )
     if rows:
         out += ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
-    for path, inner in below:
-        out += [f"### `{path}`\n", f"{(inner.__doc__ or '').strip()}\n", *sections(inner, path + ".")]
+    for path, inner, field in below:
+        given = field.default if isinstance(field.default, BaseModel) else None
+        words = (
+            field.description if given is not None and field.description else (inner.__doc__ or "").strip()
+        )
+        out += [f"### `{path}`\n", f"{words}\n", *sections(inner, path + ".", given, shown)]
     return out
+
+
+def differing(model: type[BaseModel], values: BaseModel | None) -> str:
+    """The defaults that are another section's own."""
+    if values is None:
+        return ""
+    own = [
+        f"`{name}` {show(getattr(values, name))}"
+        for name, field in model.model_fields.items()
+        if getattr(values, name) != field.default
+    ]
+    return f"; defaults: {', '.join(own)}" if own else ""
 
 
 def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
@@ -102,11 +130,14 @@ def bounds(field: FieldInfo) -> str:
     return f" ({', '.join(found)})" if found else ""
 
 
-def default(field: FieldInfo) -> str:
+def default(field: FieldInfo, name: str, values: BaseModel | None) -> str:
     """The value in force where none is given."""
-    value = field.default
-    if value is PydanticUndefined:
-        return "*required*"
+    value = field.default if values is None else getattr(values, name)
+    return "*required*" if value is PydanticUndefined else show(value)
+
+
+def show(value: object) -> str:
+    """A value as it is written in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):

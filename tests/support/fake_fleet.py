@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,13 @@ from paceline.controller.membership import Member
 from paceline.controller.peers import LearnerWeights, Published, Received
 from paceline.core.batch import BatchRow
 from paceline.core.errors import PeerLostError
+from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import FinishReason, PromptGroup, ScoredHeader
 from paceline.reshard.boxes import Box
 from paceline.reshard.layout import RankLayout, TensorSlice
 from paceline.reshard.verdict import DigestReport, SliceDigest
+from paceline.rpc.v1 import learner_pb2
 from paceline.wire import decode_prompt_group, encode_scored_header
 
 
@@ -37,7 +40,8 @@ def report(rank: str, version: int, value: int) -> DigestReport:
 
 
 class FakePeers:
-    """Stands for the services' gRPC side. `lose` names a member whose next receive fails; `dead` one that answers nothing; `corrupt` one that reports a wrong digest."""
+    """Stands for the services' gRPC side. `lose` names a member whose next receive fails; `dead` one that answers nothing; `corrupt` one that reports a wrong digest.
+    `readings` are the guard's by step; with `writes` a checkpoint leaves its manifest."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -48,6 +52,9 @@ class FakePeers:
         self.rows: list[list[BatchRow]] = []
         self.policies: list[PolicyTag] = []
         self.saved: list[bytes] = []
+        self.adjustments: list[Adjustments] = []
+        self.readings: dict[int, list[learner_pb2.GuardReading]] = {}
+        self.writes = False
         self.version = 0
 
     async def close(self) -> None:
@@ -99,18 +106,43 @@ class FakePeers:
     async def leave_rollout(self, member: Member, *, epoch: int) -> None:
         self.calls.append(f"leave {member.member_id} e{epoch}")
 
-    async def train(self, member: Member, *, step: int, policy: PolicyTag, rows: Sequence[BatchRow]) -> Any:
+    async def train(
+        self,
+        member: Member,
+        *,
+        step: int,
+        policy: PolicyTag,
+        rows: Sequence[BatchRow],
+        adjustments: Adjustments,
+    ) -> learner_pb2.TrainStepResponse:
         self.calls.append(f"train {step}")
         self.batches.append([(r.trajectory_id.prompt_id, r.trajectory_id.sample_index) for r in rows])
         self.rows.append(list(rows))
         self.policies.append(policy)
         self.version = step
-        return SimpleNamespace(metrics={"actor/ppo_kl": 0.0}, update_skipped=False, skip_reason="")
+        self.adjustments.append(adjustments)
+        return learner_pb2.TrainStepResponse(
+            step=step,
+            policy_version=step,
+            metrics={"actor/ppo_kl": 0.0},
+            guard_readings=self.readings.get(step, ()),
+        )
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
         self.calls.append(f"save {step}")
         self.saved.append(controller_state)
+        if self.writes:
+            _write_manifest(Path(folder), controller_state)
         return 0.0
+
+    async def load(self, member: Member, *, folder: str, version: int) -> float:
+        self.calls.append(f"load {Path(folder).name} as {version}")
+        return 0.0
+
+
+def _write_manifest(folder: Path, controller_state: bytes) -> None:
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"controller_state": json.loads(controller_state)}))
 
 
 Answer = Callable[[PromptGroup, int], dict[str, Any]]

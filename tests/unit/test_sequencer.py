@@ -21,6 +21,7 @@ from paceline.controller.audit import read, violations
 from paceline.controller.checkpoints import ControllerState
 from paceline.controller.collect import Collector
 from paceline.controller.fleet_watch import FleetWatch
+from paceline.controller.guard_watch import GuardWatch
 from paceline.controller.inputs import Inputs
 from paceline.controller.journal import Journal
 from paceline.controller.membership import Fleet, Health
@@ -102,6 +103,7 @@ class Run:
             fleet=self.fleet,
             journal=self.journal,
             hub=self.hub,
+            guard=GuardWatch(cfg, self.journal, self.hub),
             metrics_file=MetricsFile(folder / "metrics.jsonl", last_step=-1),
             progress=Progress(),
         )

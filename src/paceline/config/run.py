@@ -10,6 +10,7 @@ from paceline.config.actor import ActorConfig, CriticConfig
 from paceline.config.algorithm import CRITIC_ESTIMATORS, GREEDY_ESTIMATORS, AlgorithmConfig
 from paceline.config.base import Section
 from paceline.config.data import DataConfig
+from paceline.config.guard import GuardConfig
 from paceline.config.model import ModelConfig
 from paceline.config.reward import RewardConfig
 from paceline.config.rollout import RolloutConfig
@@ -38,6 +39,7 @@ class RunConfig(Section):
     trainer: TrainerConfig
     learner: LearnerConfig = LearnerConfig()
     barrier: BarrierConfig = BarrierConfig()
+    guard: GuardConfig = GuardConfig()
     broker: BrokerConfig = BrokerConfig()
     weights: WeightsConfig = WeightsConfig()
     service: ServiceConfig = ServiceConfig()

@@ -15,7 +15,8 @@ PacelineError
 ├── RewardError(RuntimeError)        a reward could not be computed; carries a RewardErrorKind
 ├── WeightSyncError(RuntimeError)    a weight push failed, or its digests differ
 ├── CheckpointError(RuntimeError)    a checkpoint is missing, incomplete or does not fit
-└── NumericsError(ArithmeticError)   a loss, gradient or mask makes no sense
+├── NumericsError(ArithmeticError)   a loss, gradient or mask makes no sense
+└── GuardError(RuntimeError)         a guard rule ended the run
 """
 
 from __future__ import annotations
@@ -146,6 +147,10 @@ class CheckpointError(PacelineError, RuntimeError):
 
 class NumericsError(PacelineError, ArithmeticError):
     """A loss, gradient, mask or statistic makes no sense."""
+
+
+class GuardError(PacelineError, RuntimeError):
+    """A guard rule ended the run; the message says which number crossed which bound."""
 
 
 def _rebuild(

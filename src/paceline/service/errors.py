@@ -18,6 +18,7 @@ from paceline.core.errors import (
     DataError,
     DeadlineError,
     EnvironmentLackError,
+    GuardError,
     IllegalTransitionError,
     InvalidMessageError,
     ModelError,
@@ -52,6 +53,7 @@ STATUS_CODES: dict[type[PacelineError], grpc.StatusCode] = {
     WeightSyncError: grpc.StatusCode.ABORTED,
     CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
     NumericsError: grpc.StatusCode.INTERNAL,
+    GuardError: grpc.StatusCode.ABORTED,
     PacelineError: grpc.StatusCode.INTERNAL,
 }
 

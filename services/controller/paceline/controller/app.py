@@ -17,6 +17,7 @@ from paceline.config.run import RunConfig
 from paceline.controller import checkpoints
 from paceline.controller.collect import Collector
 from paceline.controller.fleet_watch import FleetWatch
+from paceline.controller.guard_watch import GuardWatch
 from paceline.controller.inputs import Inputs
 from paceline.controller.journal import Journal
 from paceline.controller.membership import Fleet
@@ -138,6 +139,9 @@ async def serve(context: ServiceContext, options: Options) -> None:
             progress=_teller(progress, hub),
         )
         last_step = progress.step if resumed else -1
+        guard = GuardWatch(config, journal, hub)
+        if resumed:
+            guard.load_state_dict(resumed[1].guard)
         sequencer = Sequencer(
             config=config,
             run_id=run_id,
@@ -150,6 +154,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
             fleet=fleet,
             journal=journal,
             hub=hub,
+            guard=guard,
             metrics_file=MetricsFile(options.run_dir / "metrics.jsonl", last_step=last_step),
             progress=progress,
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ MANIFEST = "manifest.json"
 class ControllerState:
     """Everything of the controller that a resumed run needs.
 
-    `journal_position` is the number of events that had been written; `num_prompts` tells whether the data changed.
+    `journal_position` is the number of events that had been written; `num_prompts` tells whether the data changed; `guard` is the warden's
+    state; `good` says that a rollback may go to these weights.
     """
 
     run_id: str
@@ -27,6 +29,8 @@ class ControllerState:
     journal_position: int
     num_prompts: int
     seed: int
+    guard: Mapping[str, Any] = field(default_factory=dict)
+    good: bool = True
 
     def to_bytes(self) -> bytes:
         """As JSON."""
@@ -49,7 +53,12 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 
 def newest(run_dir: Path) -> tuple[Path, ControllerState] | None:
-    """The newest checkpoint whose manifest is there, which is written last; None where there is none."""
+    """The newest complete checkpoint; None where there is none."""
+    return next(complete(run_dir), None)
+
+
+def complete(run_dir: Path) -> Iterator[tuple[Path, ControllerState]]:
+    """The checkpoints whose manifest is there, which is written last; the newest first."""
     for folder in sorted((run_dir / "checkpoints").glob("step_*"), reverse=True):
         manifest = folder / MANIFEST
         if manifest.is_file():
@@ -60,17 +69,19 @@ def newest(run_dir: Path) -> tuple[Path, ControllerState] | None:
                     f"{manifest} is not JSON: {error}; remove {folder} to resume from an older one"
                 ) from error
             state = plain.get("controller_state")
-            return folder, ControllerState.from_plain(json.loads(state) if isinstance(state, str) else state)
-    return None
+            yield folder, ControllerState.from_plain(json.loads(state) if isinstance(state, str) else state)
 
 
 def prune(run_dir: Path, keep: int) -> list[Path]:
-    """Removes all but the newest `keep` checkpoints, and incomplete ones older than the newest; returns what went."""
+    """Removes all but the newest `keep` checkpoints and the newest good one, and incomplete ones older than the newest; returns what went."""
     folders = sorted((run_dir / "checkpoints").glob("step_*"))
-    complete = [folder for folder in folders if (folder / MANIFEST).is_file()]
-    doomed = complete[:-keep]
-    if complete:
-        doomed += [folder for folder in folders if folder not in complete and folder < complete[-1]]
+    whole = [folder for folder in folders if (folder / MANIFEST).is_file()]
+    doomed = whole[:-keep]
+    if doomed:
+        good = next((folder for folder, state in complete(run_dir) if state.good), None)
+        doomed = [folder for folder in doomed if folder != good]
+    if whole:
+        doomed += [folder for folder in folders if folder not in whole and folder < whole[-1]]
     for folder in doomed:
         # The manifest goes first: a folder that is half removed must not look complete.
         (folder / MANIFEST).unlink(missing_ok=True)

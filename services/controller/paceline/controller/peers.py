@@ -13,11 +13,13 @@ from paceline.config.run import RunConfig
 from paceline.controller.membership import Member
 from paceline.core.batch import BatchRow
 from paceline.core.errors import InvalidMessageError
+from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
 from paceline.reshard.layout import RankLayout
 from paceline.reshard.verdict import DigestReport
 from paceline.rpc.v1 import common_pb2, learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from paceline.service.channels import call, connect
+from paceline.wire.guard import adjustments_to_proto
 from paceline.wire.protobuf import batch_row_to_proto
 
 # Beyond the time that a rank may wait for another within a join or a push: the rank's own word, which names the culprit, comes first.
@@ -141,7 +143,13 @@ class Peers:
         )
 
     async def train(
-        self, member: Member, *, step: int, policy: PolicyTag, rows: Sequence[BatchRow]
+        self,
+        member: Member,
+        *,
+        step: int,
+        policy: PolicyTag,
+        rows: Sequence[BatchRow],
+        adjustments: Adjustments,
     ) -> learner_pb2.TrainStepResponse:
         """One training step over `rows`, which are in batch order."""
         request = learner_pb2.TrainStepRequest(
@@ -149,6 +157,7 @@ class Peers:
             policy_version=policy.version,
             weights_digest=policy.digest,
             rows=[batch_row_to_proto(row) for row in rows],
+            adjustments=adjustments_to_proto(adjustments),
         )
         stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
         reply: learner_pb2.TrainStepResponse = await call(
@@ -171,6 +180,19 @@ class Peers:
             request,
             timeout_s=self._config.learner.command_timeout_s,
             phase="CHECKPOINT",
+            peer=member.member_id,
+        )
+        return float(reply.seconds)
+
+    async def load(self, member: Member, *, folder: str, version: int) -> float:
+        """Has the learner, which is at `version`, take the weights of a checkpoint; returns the seconds it took."""
+        stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
+        request = learner_pb2.LoadCheckpointRequest(folder=folder, version=version)
+        reply = await call(
+            stub.LoadCheckpoint,
+            request,
+            timeout_s=self._config.learner.command_timeout_s,
+            phase="ROLLBACK",
             peer=member.member_id,
         )
         return float(reply.seconds)

@@ -11,7 +11,7 @@ class Phase(enum.Enum):
     """What the sequencer is doing.
 
     FORMING: waiting for members and forming the weight group. DISPATCH: prompts go out. COLLECT: scored trajectories come in.
-    LEARN: the learner trains. PUBLISH: weights travel. COMMIT: every rollout server holds the same digest; the version becomes current.
+    LEARN: the learner trains. ROLLBACK: it takes the weights of the last good checkpoint instead. PUBLISH: weights travel. COMMIT: every rollout server holds the same digest; the version becomes current.
     VALIDATE: held-out prompts are answered and scored. CHECKPOINT: the learner writes. ENDED, FAILED: nothing follows.
     """
 
@@ -20,6 +20,7 @@ class Phase(enum.Enum):
     DISPATCH = "dispatch"
     COLLECT = "collect"
     LEARN = "learn"
+    ROLLBACK = "rollback"
     PUBLISH = "publish"
     COMMIT = "commit"
     VALIDATE = "validate"
@@ -35,7 +36,8 @@ _MOVES: dict[Phase, set[Phase]] = {
     Phase.FORMING: {Phase.PUBLISH},
     Phase.DISPATCH: {Phase.COLLECT},
     Phase.COLLECT: {Phase.LEARN},
-    Phase.LEARN: {Phase.PUBLISH, Phase.FORMING},
+    Phase.LEARN: {Phase.PUBLISH, Phase.FORMING, Phase.ROLLBACK},
+    Phase.ROLLBACK: {Phase.PUBLISH, Phase.FORMING},
     Phase.PUBLISH: {Phase.COMMIT, Phase.FORMING},
     Phase.COMMIT: _BETWEEN_STEPS,
     Phase.VALIDATE: _BETWEEN_STEPS - {Phase.VALIDATE},

@@ -22,17 +22,20 @@ from pathlib import Path
 from paceline.broker import names
 from paceline.broker.base import Broker
 from paceline.config.run import RunConfig
-from paceline.controller import checkpoints, phases, step_metrics
+from paceline.controller import phases, step_metrics
 from paceline.controller.checkpoints import ControllerState
 from paceline.controller.collect import Collected, Collector, Order
 from paceline.controller.fleet_watch import FleetWatch
+from paceline.controller.guard_watch import GuardWatch, Trained
 from paceline.controller.inputs import Inputs
 from paceline.controller.journal import Journal
+from paceline.controller.keeper import Keeper
 from paceline.controller.membership import Health, Member
 from paceline.controller.peers import Peers
 from paceline.controller.phases import Phase
 from paceline.controller.records import MetricsFile, write_trajectories
 from paceline.controller.training_batch import TrainingBatches, rows
+from paceline.controller.warden import Decision
 from paceline.controller.watch import EventHub
 from paceline.controller.weight_push import WeightPush
 from paceline.core.errors import PeerLostError
@@ -40,6 +43,7 @@ from paceline.core.ids import Purpose
 from paceline.core.members import MemberKind
 from paceline.core.policy import PolicyTag
 from paceline.data.prompts import PromptSet
+from paceline.rpc.v1 import learner_pb2
 from paceline.service.telemetry import record, span
 
 
@@ -73,6 +77,7 @@ class Sequencer:
         fleet: FleetWatch,
         journal: Journal,
         hub: EventHub,
+        guard: GuardWatch,
         metrics_file: MetricsFile,
         progress: Progress,
     ) -> None:
@@ -80,6 +85,8 @@ class Sequencer:
         self._broker, self._collector, self._peers, self._push = broker, collector, peers, push
         self._fleet, self._journal, self._hub, self._metrics_file = fleet, journal, hub, metrics_file
         self.progress = progress
+        self._guard = guard
+        self._keeper = Keeper(config, run_id, run_dir, peers, journal)
         self._batches = TrainingBatches(
             config=config, inputs=inputs, collector=collector, journal=journal, hub=hub, move=self._move
         )
@@ -94,20 +101,25 @@ class Sequencer:
         if progress.step == 0:
             if trainer.val_before_train:
                 metrics |= await self._validate()
+            if self._guard.may_roll_back:
+                metrics |= await self._checkpoint()
             self._finish_step(metrics)
         while progress.step < trainer.total_steps:
             progress.step += 1
             with span("step", attributes={"paceline.step": progress.step}):
-                metrics = await self._train_step()
+                metrics, rolled_back = await self._train_step()
                 last = progress.step == trainer.total_steps
                 if last or (trainer.test_freq and progress.step % trainer.test_freq == 0):
                     metrics |= await self._validate()
-                if last or (trainer.save_freq and progress.step % trainer.save_freq == 0):
+                # What was gone back to is put down at once: a run that is started again must not go through the same again.
+                if last or rolled_back or (trainer.save_freq and progress.step % trainer.save_freq == 0):
                     metrics |= await self._checkpoint()
                 self._finish_step(metrics)
+        await self._guard.summarize()
         await self._move(Phase.ENDED)
 
-    async def _train_step(self) -> dict[str, float]:
+    async def _train_step(self) -> tuple[dict[str, float], bool]:
+        """The step's metrics, and whether it ended in a rollback."""
         began = time.monotonic()
         await self._admit_newcomers()
         step, policy = self.progress.step, self._policy
@@ -115,23 +127,28 @@ class Sequencer:
         await self._move(Phase.LEARN)
         with span("learn"), _timer() as learn:
             reply, _ = await asyncio.gather(
-                self._peers.train(self._learner, step=step, policy=policy, rows=rows(collected)),
+                self._peers.train(
+                    self._learner,
+                    step=step,
+                    policy=policy,
+                    rows=rows(collected),
+                    adjustments=self._guard.adjustments,
+                ),
                 self._save_trajectories("step", collected, self._inputs.train),
             )
-        if reply.update_skipped:
-            await self._journal.record("update_skipped", step=step, reason=reply.skip_reason)
-            self._hub.notice(f"step {step}: update skipped: {reply.skip_reason}")
+        decision, guarded = await self._judge(reply, collected, time.monotonic() - began)
         pushed = await self._publish(step)
         with _timer() as cleanup:
             await self._clean_up(policy, collected)
-        return step_metrics.assemble(
+        metrics = step_metrics.assemble(
             collected,
-            learner=dict(reply.metrics),
+            learner={**reply.metrics, **guarded},
             push=pushed,
             learn_s=learn.seconds,
             cleanup_s=cleanup.seconds,
             step_s=time.monotonic() - began,
         )
+        return metrics, decision.rollback
 
     async def _validate(self) -> dict[str, float]:
         if self._inputs.val is None:
@@ -165,24 +182,41 @@ class Sequencer:
 
     async def _checkpoint(self) -> dict[str, float]:
         await self._move(Phase.CHECKPOINT)
-        step = self.progress.step
-        folder = checkpoints.folder_of(self._run_dir, step)
         state = ControllerState(
             run_id=self._run_id,
-            step=step,
+            step=self.progress.step,
             cursor=self._inputs.cursor.state,
             journal_position=self._journal.position,
             num_prompts=len(self._inputs.train.prompts),
             seed=self._config.trainer.seed,
+            guard=self._guard.state_dict(),
+            good=self._guard.good,
         )
         with span("checkpoint"):
-            seconds = await self._peers.save(
-                self._learner, step=step, folder=str(folder), controller_state=state.to_bytes()
-            )
-        await self._journal.record("checkpoint", step=step, folder=str(folder))
-        for old in checkpoints.prune(self._run_dir, self._config.trainer.keep_checkpoints):
-            await self._journal.record("checkpoint_removed", folder=str(old))
-        return {"timing_s/checkpoint": seconds}
+            return {"timing_s/checkpoint": await self._keeper.save(self._learner, state)}
+
+    async def _judge(
+        self, reply: learner_pb2.TrainStepResponse, collected: Collected, seconds: float
+    ) -> tuple[Decision, dict[str, float]]:
+        """What the guard makes of weights that nobody has seen yet; a rollback is done when this returns.
+
+        Raises:
+            GuardError: a rule ends the run.
+        """
+        step = self.progress.step
+        decision, metrics = await self._guard.judge(
+            Trained(step=step, reply=reply, collected=collected, seconds=seconds)
+        )
+        if decision.stop:
+            self._finish_step({**reply.metrics, **metrics})
+            await self._guard.summarize()
+            raise self._keeper.stopped(step, decision.stop)
+        if decision.rollback:
+            await self._move(Phase.ROLLBACK)
+            with span("rollback"):
+                metrics |= await self._keeper.go_back(self._learner, step=step, reason=decision.reason)
+            self._guard.rolled_back(step, to_step=int(metrics["guard/rolled_back_to"]))
+        return decision, metrics
 
     # --- parts of a step
 

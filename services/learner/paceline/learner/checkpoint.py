@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from paceline.core.errors import CheckpointError
 from paceline.learner.group import attempt
 from paceline.learner.learner import Learner
-from paceline.learner.loading import state_by_name
+from paceline.learner.loading import as_fsdp, state_by_name
 from paceline.learner.trainable import Trainable
 from paceline.service.process import write_atomically
 
@@ -35,7 +35,8 @@ POLICY = "actor"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself. `controller_state` is the controller's own JSON; `kl` the KL controller's state."""
+    """What a checkpoint says of itself. `controller_state` is the controller's own JSON; `kl` the KL controller's state;
+    `histories` the guard's running medians (none in checkpoints of before there was one)."""
 
     step: int
     world_size: int
@@ -43,6 +44,7 @@ class Manifest:
     has_critic: bool
     kl: Mapping[str, float]
     controller_state: Any
+    histories: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The file's text."""
@@ -52,6 +54,7 @@ class Manifest:
             "model_path": self.model_path,
             "has_critic": self.has_critic,
             "kl": dict(self.kl),
+            "guard_histories": dict(self.histories),
             "torch": torch.__version__,
         }
         tree = {
@@ -89,6 +92,7 @@ class Manifest:
                 has_critic=bool(learner["has_critic"]),
                 kl=dict(learner["kl"]),
                 controller_state=tree["controller_state"],
+                histories=dict(learner.get("guard_histories", {})),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} lacks what a manifest has: {error!r}") from error
@@ -134,6 +138,7 @@ def save(learner: Learner, folder: Path, *, step: int, controller_state: bytes) 
         has_critic=learner.critic is not None,
         kl=learner.kl_controller.state_dict(),
         controller_state=plain_state,
+        histories=learner.histories.state_dict(),
     )
 
     def write() -> None:
@@ -172,7 +177,27 @@ def load(learner: Learner, folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
     torch.set_rng_state(state["rng"]["cpu"])
     learner.kl_controller.load_state_dict(manifest.kl)
+    learner.histories.load_state_dict(manifest.histories)
     learner.version = manifest.step
+    return manifest
+
+
+def go_back(learner: Learner, folder: Path) -> Manifest:
+    """Fills a learner that has trained from a checkpoint of the same run, its version aside: what it holds from now on is the policy
+    of the version that it is at, under weights of an earlier step. Every rank calls it alike.
+
+    Raises:
+        CommandError: of CheckpointError, where there is no such checkpoint; nothing has changed.
+        CheckpointError: loading failed half way; the learner is of no use any more.
+    """
+    attempt(learner.ranks, lambda: Manifest.read(folder))
+    version = learner.version
+    networks = [learner.actor.network, *([learner.critic.network] if learner.critic is not None else [])]
+    for network in networks:
+        # Loading writes into the shards; what is still gathered would shadow them.
+        as_fsdp(network).reshard()
+    manifest = load(learner, folder)
+    learner.version = version
     return manifest
 
 

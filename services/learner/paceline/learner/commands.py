@@ -1,17 +1,19 @@
-"""The commands of the learner group: what every rank does when rank 0 is asked to train, save or push.
+"""The commands of the learner group: what every rank does when rank 0 is asked to train, save, load or push.
 
 Arguments are plain values, since they travel as msgpack. Results are rank 0's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.batch import BatchRow
-from paceline.core.errors import IllegalTransitionError
+from paceline.core.errors import CheckpointError, IllegalTransitionError
+from paceline.core.guard import Adjustments
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.learner import checkpoint
@@ -24,7 +26,8 @@ from paceline.learner.trajectories import Blobs, fetch_rows
 from paceline.learner.weight_publisher import PushResult, WeightPublisher
 from paceline.reshard.spec import WeightGroupSpec
 
-TRAIN, SAVE, DESCRIBE, JOIN, PUBLISH, LEAVE = "train", "save", "describe", "join", "publish", "leave"
+TRAIN, SAVE, LOAD, DESCRIBE = "train", "save", "load", "describe"
+JOIN, PUBLISH, LEAVE = "join", "publish", "leave"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +39,14 @@ class Description:
     store_port: int
     version: int
     device: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """The step of the checkpoint that was loaded, and how long it took."""
+
+    step: int
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +69,7 @@ class Commands:
         return {
             TRAIN: self._train,
             SAVE: self._save,
+            LOAD: self._load,
             DESCRIBE: self._describe,
             JOIN: self._join,
             PUBLISH: self._publish,
@@ -95,6 +107,18 @@ class Commands:
             controller_state=arguments["controller_state"],
         )
         return time.monotonic() - began
+
+    def _load(self, arguments: Arguments) -> Loaded:
+        began = time.monotonic()
+        learner, version = self._learner, arguments["version"]
+        if version != learner.version:
+            raise CommandError(
+                CheckpointError(
+                    f"the learner is at version {learner.version}, asked to load a checkpoint as version {version}"
+                )
+            )
+        manifest = checkpoint.go_back(learner, Path(arguments["folder"]))
+        return Loaded(step=manifest.step, seconds=time.monotonic() - began)
 
     def _describe(self, arguments: Arguments) -> Description:
         ranks = self._learner.ranks
@@ -154,6 +178,7 @@ def encode_order(order: StepOrder) -> dict[str, object]:
             ]
             for row in order.rows
         ],
+        "adjustments": dataclasses.asdict(order.adjustments),
     }
 
 
@@ -174,4 +199,5 @@ def decode_order(arguments: Arguments) -> StepOrder:
             )
             for name, key, reward, prompt, response, greedy_score in arguments["rows"]
         ),
+        adjustments=Adjustments(**arguments["adjustments"]),
     )

@@ -1,4 +1,4 @@
-"""What a learner rank holds: policy, critic, reference, their optimizers, the KL coefficient, and the version."""
+"""What a learner rank holds: policy, critic, reference, their optimizers, the KL coefficient, the guard's histories, and the version."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from paceline.config.actor import OptimConfig
 from paceline.config.algorithm import KLControlConfig
 from paceline.config.run import RunConfig
+from paceline.core.guard import Histories
 from paceline.learner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from paceline.learner.loading import Precision, load_critic, load_policy
 from paceline.learner.models import PolicyNetwork, ValueNetwork
@@ -29,6 +30,7 @@ class Learner:
     critic: Trainable[ValueNetwork] | None
     reference: PolicyNetwork | None
     kl_controller: KLController
+    histories: Histories
     version: int = 0
 
     @property
@@ -77,6 +79,7 @@ class Learner:
             critic=critic,
             reference=reference,
             kl_controller=_kl_controller(config.algorithm.kl_ctrl),
+            histories=Histories(window=config.guard.window, min_history=config.guard.min_history),
         )
 
 

@@ -27,11 +27,12 @@ from paceline.learner.packing import MicroBatch
 class PolicyLoss:
     """The policy's loss on one micro-batch, as a share of the mini-batch's.
 
-    `names` are those of the vector of sums that comes with it: the whole loss, then the metrics.
+    `names` are those of the vector of sums that comes with it: the whole loss, then the metrics. `kl_scale` multiplies actor.kl_loss_coef.
     """
 
-    def __init__(self, config: RunConfig, network: PolicyNetwork) -> None:
+    def __init__(self, config: RunConfig, network: PolicyNetwork, *, kl_scale: float = 1.0) -> None:
         self._network, self._actor = network, config.actor
+        self._kl_loss_coef = config.actor.kl_loss_coef * kl_scale
         self._temperature = config.rollout.temperature
         self._constant = config.actor.loss_agg_constant or float(config.data.max_response_length)
         self._function = registry.policy_loss(config.actor.policy_loss)
@@ -59,7 +60,7 @@ class PolicyLoss:
         if self._actor.use_kl_loss and part.ref_log_probs is not None:
             estimate = kl.kl_estimate(log_probs, part.ref_log_probs, self._actor.kl_loss_type)
             kl_loss = self._aggregate(estimate, batch, whole)
-            total = total + self._actor.kl_loss_coef * kl_loss
+            total = total + self._kl_loss_coef * kl_loss
         means = {**found, "entropy": _mean_of(entropy.detach(), batch)}
         sums = _sums(total, batch, means, self._token_metrics, whole)
         return total, torch.cat([sums, torch.stack([pg_loss, kl_loss]).detach().double()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,10 +40,12 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """What one optimizer step did. `grad_norm` is before clipping; `skip_reason` is empty where the step was taken."""
+    """What one optimizer step did. `grad_norm` is before clipping; `skip_reason` is empty where the step was taken; `finite` whether loss and
+    gradient were."""
 
     grad_norm: float
     skip_reason: str = ""
+    finite: bool = True
 
     @property
     def taken(self) -> bool:
@@ -78,30 +80,33 @@ class Optimizer:
         )
         self._fill_state()
 
-    def step(self, lr: float, *, loss_is_finite: bool) -> StepOutcome:
+    def step(
+        self, lr: float, *, loss_is_finite: bool, veto: Callable[[float], str] | None = None
+    ) -> StepOutcome:
         """Clips and takes one step, on every rank alike; gradients are forgotten in any case.
 
         Args:
             lr: the learning rate.
             loss_is_finite: whether the mini-batch's loss, over all ranks, is a finite number.
+            veto: asked with the gradient's norm where all is finite; gives why the step is not to be taken, "" where it is.
         """
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         norm_of_all = torch.nn.utils.get_total_norm(grads)
         if isinstance(norm_of_all, DTensor):
             norm_of_all = norm_of_all.full_tensor()
         norm = float(norm_of_all)
-        reason = ""
-        if not loss_is_finite:
-            reason = "the loss is not finite"
-        elif not math.isfinite(norm):
-            reason = f"the gradient's norm is {norm}"
+        finite = loss_is_finite and math.isfinite(norm)
+        if not finite:
+            reason = f"the gradient's norm is {norm}" if loss_is_finite else "the loss is not finite"
         else:
+            reason = veto(norm) if veto is not None else ""
+        if not reason:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, norm_of_all)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
-        return StepOutcome(grad_norm=norm, skip_reason=reason)
+        return StepOutcome(grad_norm=norm, skip_reason=reason, finite=finite)
 
     def state(self) -> dict[str, Tensor]:
         """The averages and step counts by "PARAMETER.KIND", sharded like the parameters; loading writes into them."""

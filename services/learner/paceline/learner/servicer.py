@@ -8,14 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.core.errors import DeadlineError, ProtocolError
+from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
 from paceline.learner import commands
-from paceline.learner.commands import Description, Published, encode_order
+from paceline.learner.commands import Description, Loaded, Published, encode_order
 from paceline.learner.group import CommandQueue
 from paceline.learner.step import StepOrder, StepResult
 from paceline.reshard.verdict import format_digest, model_digest
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
 from paceline.service import telemetry
+from paceline.wire.guard import adjustments_from_proto, reading_to_proto
 from paceline.wire.protobuf import batch_row_from_proto
 
 
@@ -27,6 +29,7 @@ class LearnerState(enum.Enum):
     TRAINING = "training"
     PUBLISHING = "publishing"
     SAVING = "saving"
+    ROLLING_BACK = "rolling back"
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
@@ -118,6 +121,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
                 step=request.step,
                 policy=PolicyTag(version=request.policy_version, digest=request.weights_digest),
                 rows=tuple(batch_row_from_proto(row) for row in request.rows),
+                adjustments=_adjustments(request),
             )
             if self._training is not None and not self._training.done():
                 raise ProtocolError(
@@ -132,7 +136,8 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
             policy_version=result.step,
             metrics=result.metrics,
             update_skipped=bool(result.skip_reasons),
-            skip_reason="; ".join(result.skip_reasons),
+            skip_reason="; ".join(dict.fromkeys(result.skip_reasons)),
+            guard_readings=[reading_to_proto(reading) for reading in result.readings],
         )
 
     async def SaveCheckpoint(
@@ -146,6 +151,14 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         }
         seconds = await self._run(commands.SAVE, arguments, LearnerState.SAVING)
         return learner_pb2.SaveCheckpointResponse(seconds=seconds)
+
+    async def LoadCheckpoint(
+        self, request: learner_pb2.LoadCheckpointRequest, context: Any
+    ) -> learner_pb2.LoadCheckpointResponse:
+        """Goes back to a checkpoint of this run."""
+        arguments = {"folder": request.folder, "version": request.version}
+        loaded: Loaded = await self._run(commands.LOAD, arguments, LearnerState.ROLLING_BACK)
+        return learner_pb2.LoadCheckpointResponse(step=loaded.step, seconds=loaded.seconds)
 
     async def _train(self, order: StepOrder) -> StepResult:
         with telemetry.span(
@@ -195,3 +208,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         if state is not self._state:
             self._state = state
             self._on_change()
+
+
+def _adjustments(request: learner_pb2.TrainStepRequest) -> Adjustments:
+    return adjustments_from_proto(request.adjustments) if request.HasField("adjustments") else Adjustments()

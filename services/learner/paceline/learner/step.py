@@ -16,11 +16,13 @@ from torch import Tensor
 
 from paceline.config.run import RunConfig
 from paceline.core.batch import BatchRow
+from paceline.core.guard import Adjustments, Reading
 from paceline.core.policy import PolicyTag
 from paceline.learner.advantage_step import Scored, compute_advantages
 from paceline.learner.algorithms.statistics import keep
 from paceline.learner.batching import BatchPlan, RowLength, effective_budget, plan_batch
 from paceline.learner.flops import peak_flops, update_flops
+from paceline.learner.gate import UpdateGate
 from paceline.learner.learner import Learner
 from paceline.learner.mini_batches import MiniBatch, cut_mini_batches
 from paceline.learner.packing import MicroBatch, PackedRow, pack
@@ -31,20 +33,22 @@ from paceline.learner.update import UpdateReport, update_critic, update_policy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOrder:
-    """What the controller asks for: train step `step` on `rows`, all drawn from `policy`."""
+    """What the controller asks for: train step `step` on `rows`, all drawn from `policy`, with what the guard has changed."""
 
     step: int
     policy: PolicyTag
     rows: tuple[BatchRow, ...]
+    adjustments: Adjustments = field(default_factory=Adjustments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The step's numbers, the same on every rank but for timings; `skip_reasons` of updates that were not taken."""
+    """The step's numbers, the same on every rank but for timings; `skip_reasons` of updates that were not taken; what the guard's rules saw."""
 
     step: int
     metrics: dict[str, float]
     skip_reasons: tuple[str, ...] = ()
+    readings: tuple[Reading, ...] = ()
 
 
 @dataclass(slots=True)
@@ -115,7 +119,7 @@ def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
     batches = [batch for chunk in by_chunk for batch in chunk]
     scored = _score(learner, batches, watch)
     with watch.phase("adv"):
-        kl_coef = learner.kl_controller.value
+        kl_coef = order.adjustments.kl_coef(learner.kl_controller.value)
         prepared, summary = compute_advantages(
             config,
             scored,
@@ -127,9 +131,12 @@ def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
         )
         mismatch = _mismatch(scored, ranks)
     minis = cut_mini_batches(config, plan, prepared, ranks)
-    reports = _update(learner, order.step, minis, watch)
-    # A KL that is not finite comes with a skipped update; the coefficient then stays too.
-    if summary.reference_kl is not None and math.isfinite(summary.reference_kl):
+    gate = UpdateGate(config.guard, learner.histories, ranks, order.adjustments)
+    gate.judge_batch(rewards=[row.reward for row in order.rows], reference_kl=summary.reference_kl)
+    reports = _update(learner, order.step, minis, watch, gate)
+    # A KL that is not finite comes with a skipped update; the coefficient then stays too. One that the guard has fixed is not steered.
+    steered = order.adjustments.fixed_kl_coef is None
+    if steered and summary.reference_kl is not None and math.isfinite(summary.reference_kl):
         learner.kl_controller.update(summary.reference_kl, summary.num_sequences)
     learner.version = order.step
     metrics = {
@@ -137,13 +144,16 @@ def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
         **summary.metrics,
         **mismatch,
         **_length_metrics(config, order.rows),
+        **gate.metrics,
         "algorithm/kl_coef": kl_coef,
         "algorithm/reference_kl": summary.reference_kl or 0.0,
         **watch.seconds,
         **_utilisation(learner, order.rows, watch),
     }
     reasons = [f"{name}: {reason}" for name, report in reports.items() for reason in report.skipped]
-    return StepResult(step=order.step, metrics=metrics, skip_reasons=tuple(reasons))
+    return StepResult(
+        step=order.step, metrics=metrics, skip_reasons=tuple(reasons), readings=tuple(gate.readings)
+    )
 
 
 def _score(learner: Learner, batches: Sequence[MicroBatch], watch: Stopwatch) -> list[Scored]:
@@ -166,18 +176,18 @@ def _score(learner: Learner, batches: Sequence[MicroBatch], watch: Stopwatch) ->
 
 
 def _update(
-    learner: Learner, step: int, minis: dict[str, list[MiniBatch]], watch: Stopwatch
+    learner: Learner, step: int, minis: dict[str, list[MiniBatch]], watch: Stopwatch, gate: UpdateGate
 ) -> dict[str, UpdateReport]:
     config, reports = learner.config, {}
     if learner.critic is not None:
         with watch.phase("update_critic"):
             reports["critic"] = update_critic(
-                learner.critic, minis["critic"], config, step=step, ranks=learner.ranks
+                learner.critic, minis["critic"], config, step=step, ranks=learner.ranks, gate=gate
             )
     if learner.critic is None or step > config.critic.warmup:
         with watch.phase("update_actor"):
             reports["actor"] = update_policy(
-                learner.actor, minis["actor"], config, step=step, ranks=learner.ranks
+                learner.actor, minis["actor"], config, step=step, ranks=learner.ranks, gate=gate
             )
     return reports
 

@@ -16,6 +16,9 @@ from paceline.learner.ranks import Ranks
 
 N = TypeVar("N", bound=nn.Module)
 
+Veto = Callable[[Tensor, float], str]
+"""From the sums of a mini-batch's metrics and its gradient norm to why its step is not taken; "" where it is."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trainable(Generic[N]):
@@ -32,6 +35,8 @@ class Trainable(Generic[N]):
         *,
         step: int,
         ranks: Ranks,
+        lr_scale: float = 1.0,
+        veto: Veto | None = None,
     ) -> tuple[StepOutcome, Tensor]:
         """One optimizer step on a mini-batch.
 
@@ -41,6 +46,8 @@ class Trainable(Generic[N]):
                 and a vector of sums for the metrics. The vector's first entry is the loss itself.
             step: training step, for the schedule.
             ranks: the group.
+            lr_scale: multiplies the schedule's learning rate.
+            veto: asked, where all is finite, whether the step may be taken.
 
         Returns:
             What the optimizer did, and the metrics' sums over micro-batches and ranks, in float64.
@@ -57,11 +64,13 @@ class Trainable(Generic[N]):
             torch.autograd.backward(loss * ranks.world_size)
             total = sums.double() if total is None else total + sums.double()
         assert total is not None
-        total = ranks.all_sum(total)
+        sums = ranks.all_sum(total)
         outcome = self.optimizer.step(
-            self.schedule.at(step), loss_is_finite=bool(torch.isfinite(total[0]).item())
+            self.schedule.at(step) * lr_scale,
+            loss_is_finite=bool(torch.isfinite(sums[0]).item()),
+            veto=None if veto is None else lambda grad_norm: veto(sums, grad_norm),
         )
-        return outcome, total
+        return outcome, sums
 
 
 def without_gradient(

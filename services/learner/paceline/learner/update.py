@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.config.run import RunConfig
 from paceline.core.errors import NumericsError
 from paceline.learner.advantage_step import Prepared
+from paceline.learner.gate import NetworkGate, UpdateGate
 from paceline.learner.losses import PolicyLoss, ValueLoss
 from paceline.learner.mini_batches import Denominators, MiniBatch
 from paceline.learner.models import PolicyNetwork, ValueNetwork
@@ -50,6 +51,7 @@ def update_policy(
     *,
     step: int,
     ranks: Ranks,
+    gate: UpdateGate,
 ) -> UpdateReport:
     """All optimizer steps of the policy in one training step.
 
@@ -57,12 +59,16 @@ def update_policy(
         NumericsError: in float32 the first mini-batch's ratio is not 1: old and new log-probs do not come from the same
             weights or the same computation, and every number of the step would be in doubt.
     """
-    report = UpdateReport(lr=actor.schedule.at(step))
-    loss = PolicyLoss(config, actor.network)
+    report = UpdateReport(lr=actor.schedule.at(step) * gate.adjustments.lr_scale)
+    if gate.refusal:
+        report.skipped += [gate.refusal] * (config.actor.ppo_epochs * len(mini_batches))
+        return report
+    loss = PolicyLoss(config, actor.network, kl_scale=gate.adjustments.kl_scale)
+    judge = NetworkGate(gate=gate, network="actor", names=loss.names, grad_clip=config.actor.grad_clip)
     mini_batches = with_selected_tokens(mini_batches, config.actor, ranks)
     for epoch in range(config.actor.ppo_epochs):
         for number, mini in enumerate(mini_batches):
-            metrics = _step(actor, mini, loss, loss.names, step=step, ranks=ranks, report=report)
+            metrics = _step(actor, mini, loss, judge, step=step, ranks=ranks, report=report)
             if epoch == number == 0:
                 _check_first(metrics, config)
     return report
@@ -75,14 +81,19 @@ def update_critic(
     *,
     step: int,
     ranks: Ranks,
+    gate: UpdateGate,
 ) -> UpdateReport:
     """All optimizer steps of the critic in one training step."""
-    report = UpdateReport(lr=critic.schedule.at(step))
-
+    report = UpdateReport(lr=critic.schedule.at(step) * gate.adjustments.lr_scale)
+    num_epochs = config.critic.ppo_epochs or config.actor.ppo_epochs
+    if gate.refusal:
+        report.skipped += [gate.refusal] * (num_epochs * len(mini_batches))
+        return report
     loss = ValueLoss(config, critic.network)
-    for _ in range(config.critic.ppo_epochs or config.actor.ppo_epochs):
+    judge = NetworkGate(gate=gate, network="critic", names=loss.names, grad_clip=config.critic.grad_clip)
+    for _ in range(num_epochs):
         for mini in mini_batches:
-            _step(critic, mini, loss, loss.names, step=step, ranks=ranks, report=report)
+            _step(critic, mini, loss, judge, step=step, ranks=ranks, report=report)
     return report
 
 
@@ -90,7 +101,7 @@ def _step(
     trainable: Trainable[Any],
     mini: MiniBatch,
     loss: Callable[[Prepared, Denominators], tuple[Tensor, Tensor]],
-    names: Sequence[str],
+    judge: NetworkGate,
     *,
     step: int,
     ranks: Ranks,
@@ -102,8 +113,11 @@ def _step(
         lambda batch: loss(parts[id(batch)], mini.denominators),
         step=step,
         ranks=ranks,
+        lr_scale=judge.gate.adjustments.lr_scale,
+        veto=judge.veto,
     )
-    metrics = dict(zip(names, sums.tolist(), strict=True))
+    judge.note(outcome)
+    metrics = dict(zip(judge.names, sums.tolist(), strict=True))
     if outcome.taken:
         report.metrics.append(metrics)
         report.grad_norms.append(outcome.grad_norm)

@@ -238,6 +238,74 @@ class BatchRow(_message.Message):
 Global___BatchRow: _TypeAlias = BatchRow  # noqa: Y015
 
 @_typing.final
+class GuardAdjustments(_message.Message):
+    """What the guard has changed of the configuration; absent: nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LR_SCALE_FIELD_NUMBER: _builtins.int
+    KL_SCALE_FIELD_NUMBER: _builtins.int
+    FIXED_KL_COEF_FIELD_NUMBER: _builtins.int
+    lr_scale: _builtins.float
+    """multiplies every learning rate"""
+    kl_scale: _builtins.float
+    """multiplies the KL coefficients"""
+    fixed_kl_coef: _builtins.float
+    """replaces an adaptive coefficient"""
+    def __init__(
+        self,
+        *,
+        lr_scale: _builtins.float = ...,
+        kl_scale: _builtins.float = ...,
+        fixed_kl_coef: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fixed_kl_coef", b"_fixed_kl_coef", "fixed_kl_coef", b"fixed_kl_coef"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fixed_kl_coef", b"_fixed_kl_coef", "fixed_kl_coef", b"fixed_kl_coef", "kl_scale", b"kl_scale", "lr_scale", b"lr_scale"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__fixed_kl_coef: _TypeAlias = _typing.Literal["fixed_kl_coef"]  # noqa: Y015
+    _WhichOneofArgType__fixed_kl_coef: _TypeAlias = _typing.Literal["_fixed_kl_coef", b"_fixed_kl_coef"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fixed_kl_coef) -> _WhichOneofReturnType__fixed_kl_coef | None: ...
+
+Global___GuardAdjustments: _TypeAlias = GuardAdjustments  # noqa: Y015
+
+@_typing.final
+class GuardReading(_message.Message):
+    """A guard rule's number in one step, the worst of several."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    NETWORK_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
+    NUM_SKIPPED_FIELD_NUMBER: _builtins.int
+    rule: _builtins.str
+    value: _builtins.float
+    network: _builtins.str
+    """"actor", "critic"; "" for the step as a whole"""
+    reference: _builtins.float
+    """the running median, where the rule measures by it"""
+    num_skipped: _builtins.int
+    """optimizer steps not taken because of it"""
+    def __init__(
+        self,
+        *,
+        rule: _builtins.str = ...,
+        value: _builtins.float = ...,
+        network: _builtins.str = ...,
+        reference: _builtins.float = ...,
+        num_skipped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["network", b"network", "num_skipped", b"num_skipped", "reference", b"reference", "rule", b"rule", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GuardReading: _TypeAlias = GuardReading  # noqa: Y015
+
+@_typing.final
 class TrainStepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -245,6 +313,7 @@ class TrainStepRequest(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    ADJUSTMENTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """1-based; trains version step-1 into version step"""
     policy_version: _builtins.int
@@ -255,6 +324,8 @@ class TrainStepRequest(_message.Message):
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchRow]:
         """ordered by (prompt id, sample index)"""
 
+    @_builtins.property
+    def adjustments(self) -> Global___GuardAdjustments: ...
     def __init__(
         self,
         *,
@@ -262,10 +333,11 @@ class TrainStepRequest(_message.Message):
         policy_version: _builtins.int = ...,
         weights_digest: _builtins.str = ...,
         rows: _abc.Iterable[Global___BatchRow] | None = ...,
+        adjustments: Global___GuardAdjustments | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "rows", b"rows", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "policy_version", b"policy_version", "rows", b"rows", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -300,14 +372,17 @@ class TrainStepResponse(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     UPDATE_SKIPPED_FIELD_NUMBER: _builtins.int
     SKIP_REASON_FIELD_NUMBER: _builtins.int
+    GUARD_READINGS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     policy_version: _builtins.int
     """after the step"""
     update_skipped: _builtins.bool
-    """a loss or gradient was not finite"""
+    """some optimizer step was not taken"""
     skip_reason: _builtins.str
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def guard_readings(self) -> _containers.RepeatedCompositeFieldContainer[Global___GuardReading]: ...
     def __init__(
         self,
         *,
@@ -316,10 +391,11 @@ class TrainStepResponse(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         update_skipped: _builtins.bool = ...,
         skip_reason: _builtins.str = ...,
+        guard_readings: _abc.Iterable[Global___GuardReading] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version", "skip_reason", b"skip_reason", "step", b"step", "update_skipped", b"update_skipped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guard_readings", b"guard_readings", "metrics", b"metrics", "policy_version", b"policy_version", "skip_reason", b"skip_reason", "step", b"step", "update_skipped", b"update_skipped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -370,3 +446,50 @@ class SaveCheckpointResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SaveCheckpointResponse: _TypeAlias = SaveCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class LoadCheckpointRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOLDER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    folder: _builtins.str
+    """absolute, as written by SaveCheckpoint"""
+    version: _builtins.int
+    """what the learner is at, and what the loaded weights are called from now on"""
+    def __init__(
+        self,
+        *,
+        folder: _builtins.str = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadCheckpointRequest: _TypeAlias = LoadCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class LoadCheckpointResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """of the checkpoint"""
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadCheckpointResponse: _TypeAlias = LoadCheckpointResponse  # noqa: Y015

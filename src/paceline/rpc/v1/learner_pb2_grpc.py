@@ -65,6 +65,11 @@ class LearnerServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
+        self.LoadCheckpoint = channel.unary_unary(
+                '/paceline.rpc.v1.LearnerService/LoadCheckpoint',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.LoadCheckpointRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.LoadCheckpointResponse.FromString,
+                _registered_method=True)
 
 
 class LearnerServiceServicer(object):
@@ -110,6 +115,13 @@ class LearnerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadCheckpoint(self, request, context):
+        """Takes the weights and all else that trains from a checkpoint of this run. The version stays the one that the learner is at.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LearnerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -142,6 +154,11 @@ def add_LearnerServiceServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'LoadCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadCheckpoint,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.LoadCheckpointRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.LoadCheckpointResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +324,33 @@ class LearnerService(object):
             '/paceline.rpc.v1.LearnerService/SaveCheckpoint',
             paceline_dot_rpc_dot_v1_dot_learner__pb2.SaveCheckpointRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_learner__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.rpc.v1.LearnerService/LoadCheckpoint',
+            paceline_dot_rpc_dot_v1_dot_learner__pb2.LoadCheckpointRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_learner__pb2.LoadCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

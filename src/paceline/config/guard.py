@@ -1,0 +1,154 @@
+"""`guard.*`: bounds on what a healthy run's numbers do, and what happens beyond them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from paceline.config.base import Section
+from paceline.core.guard import RULES, Action, Limits
+
+
+class RuleConfig(Section):
+    """One rule: a bound for each action, null for an action that it does not take."""
+
+    enabled: bool = Field(True, description="Whether the rule is looked at.")
+    warn: float | None = Field(None, ge=0, description="Journal, notice to watchers, report.")
+    skip: float | None = Field(
+        None,
+        ge=0,
+        description="Do not take the optimizer step (of a rule over the whole batch: any of the step's).",
+    )
+    lower_kl_coef: float | None = Field(
+        None, ge=0, description="Multiply the KL coefficient by guard.kl_factor, from the next step on."
+    )
+    fixed_kl: float | None = Field(
+        None, ge=0, description="Leave adaptive KL control: guard.fixed_kl_coef from the next step on."
+    )
+    lower_lr: float | None = Field(
+        None, ge=0, description="Multiply the learning rates by guard.lr_factor, from the next step on."
+    )
+    rollback: float | None = Field(
+        None,
+        ge=0,
+        description="Go back to the weights of the last good checkpoint, with a lower learning rate.",
+    )
+    stop: float | None = Field(
+        None, ge=0, description="End the run with an error; these weights are not published."
+    )
+    patience: int = Field(
+        1,
+        gt=0,
+        description="Steps in a row beyond the bound before an action other than warn and skip is taken.",
+    )
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds in force."""
+        bounds = {action: getattr(self, action.value) for action in Action}
+        return Limits(bounds={a: b for a, b in bounds.items() if b is not None}, patience=self.patience)
+
+
+def _rule(description: str, **bounds: float | int) -> Any:
+    return Field(RuleConfig.model_validate(bounds), description=description)
+
+
+class GuardConfig(Section):
+    """Rules that watch a run. `guard.RULE.ACTION` is the bound beyond which the rule takes the action; see docs/guard-rails.md."""
+
+    enabled: bool = Field(
+        True, description="false: no rule is looked at. Steps that are not finite are skipped all the same."
+    )
+    window: int = Field(100, gt=1, description="Values that a running median is taken of.")
+    min_history: int = Field(
+        10, gt=0, description="Values before a rule that measures by its running median begins to judge."
+    )
+    lr_factor: float = Field(
+        0.5, gt=0, lt=1, description="What lower_lr and rollback multiply the learning rates by."
+    )
+    kl_factor: float = Field(
+        0.5, gt=0, lt=1, description="What lower_kl_coef multiplies the KL coefficient by."
+    )
+    min_scale: float = Field(
+        0.01,
+        gt=0,
+        le=1,
+        description="Smallest share of the configured rate or coefficient that they are lowered to.",
+    )
+    fixed_kl_coef: float | None = Field(
+        None, ge=0, description="What fixed_kl falls back to; null: algorithm.kl_ctrl.kl_coef."
+    )
+    max_rollbacks: int = Field(3, ge=0, description="Rollbacks in one run; one more stops it.")
+    ppo_kl: RuleConfig = _rule(
+        "KL from the policy before the step to the one being updated, of a mini-batch.", warn=0.03, skip=0.05
+    )
+    reference_kl: RuleConfig = _rule("KL to the reference model, mean over the step's sequences.", warn=1.0)
+    grad_norm: RuleConfig = _rule(
+        "Gradient norm of a mini-batch that exceeds grad_clip, in multiples of its running median; actor and critic each.",
+        warn=10.0,
+        skip=100.0,
+    )
+    pg_clipfrac: RuleConfig = _rule(
+        "Share of tokens that the policy's clip bounds, of a mini-batch.", warn=0.3
+    )
+    pg_clipfrac_lower: RuleConfig = _rule(
+        "Share of tokens that the dual clip bounds, of a mini-batch.", warn=0.05
+    )
+    vf_clipfrac: RuleConfig = _rule("Share of tokens that the value clip bounds, of a mini-batch.", warn=0.05)
+    entropy_low: RuleConfig = _rule(
+        "Entropy of a mini-batch in nats per token; fires at or below its bounds."
+    )
+    entropy_high: RuleConfig = _rule("Entropy of a mini-batch, in multiples of its running median.", warn=3.0)
+    reward_constant: RuleConfig = _rule(
+        "Standard deviation of the step's rewards; fires at or below its bounds.", warn=0.0
+    )
+    reward_jump: RuleConfig = _rule(
+        "Standard deviation of the step's rewards, in multiples of its running median.",
+        warn=100.0,
+        skip=1000.0,
+    )
+    non_finite: RuleConfig = _rule(
+        "Losses, gradients and metrics of the step that are NaN or infinite, counted; such an optimizer step is never taken.",
+        warn=0.0,
+        stop=0.0,
+        patience=10,
+    )
+    throughput: RuleConfig = _rule(
+        "Tokens per second of generating, scoring and learning, as a share of its running median; fires at or below its bounds.",
+        warn=0.25,
+    )
+
+    @property
+    def limits(self) -> dict[str, Limits]:
+        """By rule, those that are looked at."""
+        rules = {name: getattr(self, name) for name in RULES} if self.enabled else {}
+        return {name: rule.limits for name, rule in rules.items() if rule.enabled}
+
+    def uses(self, action: Action) -> bool:
+        """Whether any rule in force may take the action."""
+        return any(action in limits.bounds for limits in self.limits.values())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_defaults(cls, tree: Any) -> Any:
+        """What is given of a rule replaces its defaults key by key; `false` (in YAML also `off`) turns a rule off."""
+        if not isinstance(tree, dict):
+            return tree
+        merged = dict(tree)
+        for name in RULES:
+            given = tree.get(name)
+            if given is False:
+                merged[name] = {"enabled": False}
+            elif isinstance(given, dict):
+                merged[name] = {**cls.model_fields[name].default.model_dump(), **given}
+        return merged
+
+    @model_validator(mode="after")
+    def _possible(self) -> GuardConfig:
+        for name, rule in RULES.items():
+            for action in Action:
+                if action not in rule.actions and getattr(getattr(self, name), action.value) is not None:
+                    allowed = ", ".join(one.value for one in rule.actions)
+                    raise ValueError(f"guard.{name} cannot {action.value}; its actions are {allowed}")
+        return self

@@ -1,0 +1,222 @@
+"""Guard rules: which numbers of a training step are watched, and what a number beyond its bound asks for. Pure: no I/O, no clock.
+
+reading (a rule's number, the worst of a step) + limits -> actions
+actions beyond skip -> adjustments of the next steps, a rollback, or the end: `paceline.controller.warden`
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+
+class Action(enum.Enum):
+    """What a rule does, from the mildest to the strongest; the value is the word in configuration and journal."""
+
+    WARN = "warn"
+    SKIP = "skip"
+    LOWER_KL_COEF = "lower_kl_coef"
+    FIXED_KL = "fixed_kl"
+    LOWER_LR = "lower_lr"
+    ROLLBACK = "rollback"
+    STOP = "stop"
+
+    @property
+    def severity(self) -> int:
+        """Its place in the order, 0 for WARN."""
+        return list(Action).index(self)
+
+
+class Sense(enum.Enum):
+    """On which side of a bound a rule fires; the value is the word in sentences."""
+
+    ABOVE = "above"
+    BELOW = "at or below"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """One number that is watched.
+
+    Attributes:
+        metric: what it is of; for an optimizer step the name of its metric.
+        relative: a bound is a multiple of the number's running median.
+        networks: the networks whose optimizer steps it judges one by one; () for a rule that judges the step as a whole.
+        actions: those that it can take.
+    """
+
+    name: str
+    metric: str
+    sense: Sense = Sense.ABOVE
+    relative: bool = False
+    networks: tuple[str, ...] = ()
+    actions: tuple[Action, ...] = tuple(Action)
+
+
+_WITHOUT_SKIP = tuple(action for action in Action if action is not Action.SKIP)
+
+RULES: Mapping[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule(name="ppo_kl", metric="ppo_kl", networks=("actor",)),
+        Rule(name="reference_kl", metric="algorithm/reference_kl"),
+        Rule(name="grad_norm", metric="grad_norm", relative=True, networks=("actor", "critic")),
+        Rule(name="pg_clipfrac", metric="pg_clipfrac", networks=("actor",)),
+        Rule(name="pg_clipfrac_lower", metric="pg_clipfrac_lower", networks=("actor",)),
+        Rule(name="vf_clipfrac", metric="vf_clipfrac", networks=("critic",)),
+        Rule(name="entropy_low", metric="entropy", sense=Sense.BELOW, networks=("actor",)),
+        Rule(name="entropy_high", metric="entropy", relative=True, networks=("actor",)),
+        Rule(name="reward_constant", metric="spread of the rewards", sense=Sense.BELOW),
+        Rule(name="reward_jump", metric="spread of the rewards", relative=True),
+        Rule(name="non_finite", metric="numbers that are not finite", actions=_WITHOUT_SKIP),
+        Rule(
+            name="throughput",
+            metric="tokens/s of generating, scoring and learning",
+            sense=Sense.BELOW,
+            relative=True,
+            actions=(Action.WARN, Action.STOP),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one rule is configured to do: a bound by action, and for how many steps in a row it must be crossed before any action beyond
+    SKIP is taken."""
+
+    bounds: Mapping[Action, float]
+    patience: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """A rule's number in one step; of several, the worst.
+
+    Attributes:
+        network: "actor" or "critic" where the rule judges optimizer steps, else "".
+        reference: the running median that a relative rule measures by; 0 for others.
+        num_skipped: optimizer steps that were not taken because of it; of a rule over the whole batch, batches.
+    """
+
+    rule: str
+    value: float
+    network: str = ""
+    reference: float = 0.0
+    num_skipped: int = 0
+
+    @property
+    def badness(self) -> float:
+        """Orders readings of one rule, the worst highest."""
+        size = self.value / self.reference if RULES[self.rule].relative else self.value
+        return size if RULES[self.rule].sense is Sense.ABOVE else -size
+
+    def threshold(self, bound: float) -> float:
+        """A bound in the units of the value."""
+        return bound * self.reference if RULES[self.rule].relative else bound
+
+
+def crossed(limits: Limits, reading: Reading) -> tuple[Action, ...]:
+    """The actions whose bound is crossed, mildest first. A value that is not a number crosses nothing: `non_finite` counts those."""
+    rule = RULES[reading.rule]
+    found = []
+    for action in Action:
+        bound = limits.bounds.get(action)
+        if bound is None or (rule.relative and reading.reference <= 0.0):
+            continue
+        threshold = reading.threshold(bound)
+        beyond = reading.value > threshold if rule.sense is Sense.ABOVE else reading.value <= threshold
+        if beyond:
+            found.append(action)
+    return tuple(found)
+
+
+def describe(reading: Reading, bound: float, action: Action) -> str:
+    """What was found and which key says so, in one clause."""
+    rule = RULES[reading.rule]
+    of = f"{reading.network} " if reading.network else ""
+    limit = f"{reading.threshold(bound):.4g}"
+    if rule.relative:
+        limit += f", {bound:g} times its running median"
+    return f"{of}{rule.metric} is {reading.value:.4g}, {rule.sense.value} {limit} (guard.{rule.name}.{action.value})"
+
+
+def spread(values: Sequence[float]) -> float:
+    """The standard deviation over all values; exactly 0 where all are equal."""
+    if min(values) == max(values):
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+
+
+def worst(readings: Iterable[Reading]) -> list[Reading]:
+    """One reading of each rule and network: the worst, with all skipped steps counted; in the order of first appearance."""
+    found: dict[tuple[str, str], Reading] = {}
+    for reading in readings:
+        key = reading.rule, reading.network
+        before = found.get(key)
+        if before is None:
+            found[key] = reading
+            continue
+        chosen = max(before, reading, key=lambda one: one.badness)
+        found[key] = Reading(
+            rule=chosen.rule,
+            value=chosen.value,
+            network=chosen.network,
+            reference=chosen.reference,
+            num_skipped=before.num_skipped + reading.num_skipped,
+        )
+    return list(found.values())
+
+
+@dataclass(kw_only=True, slots=True)
+class Histories:
+    """Running medians by name, over the last `window` values; part of the checkpoint, so that a resumed run judges alike."""
+
+    window: int = 100
+    min_history: int = 10
+    _values: dict[str, deque[float]] = field(default_factory=dict)
+
+    def reference(self, name: str) -> float | None:
+        """The median of the values so far; None before `min_history` of them, and where it is not above 0."""
+        values = self._values.get(name, ())
+        if len(values) < self.min_history:
+            return None
+        middle = median(values)
+        return middle if middle > 0.0 else None
+
+    def add(self, name: str, value: float) -> None:
+        """Takes a value in, one that was refused too: a lasting change must become the rule. One that is not finite is left out."""
+        if math.isfinite(value):
+            self._values.setdefault(name, deque(maxlen=self.window)).append(value)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """For the checkpoint."""
+        return {name: list(values) for name, values in sorted(self._values.items())}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """From the checkpoint."""
+        self._values = {name: deque(map(float, values), maxlen=self.window) for name, values in state.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adjustments:
+    """What the guard has changed of the configuration: whole values, not changes, so that they may be sent any number of times.
+
+    Attributes:
+        lr_scale: multiplies every learning rate.
+        kl_scale: multiplies the KL coefficient in force, in the reward and in the loss.
+        fixed_kl_coef: replaces an adaptive coefficient of the reward; None leaves it adaptive.
+    """
+
+    lr_scale: float = 1.0
+    kl_scale: float = 1.0
+    fixed_kl_coef: float | None = None
+
+    def kl_coef(self, controlled: float) -> float:
+        """The coefficient in force, where the KL controller says `controlled`."""
+        return self.kl_scale * (controlled if self.fixed_kl_coef is None else self.fixed_kl_coef)
