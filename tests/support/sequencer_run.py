@@ -1,0 +1,149 @@
+"""A sequencer with all its parts in one process, over fake peers: what tests of the loop run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.broker import names
+from paceline.broker.mailbox import Mailbox
+from paceline.broker.memory import MemoryBroker
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+from paceline.controller.audit import read
+from paceline.controller.collect import Collector
+from paceline.controller.fleet_watch import FleetWatch
+from paceline.controller.guard_watch import GuardWatch
+from paceline.controller.inputs import Inputs
+from paceline.controller.journal import Journal
+from paceline.controller.membership import Fleet
+from paceline.controller.records import MetricsFile
+from paceline.controller.sequencer import Progress, Sequencer
+from paceline.controller.watch import EventHub
+from paceline.controller.weight_push import WeightPush
+from paceline.core.clock import SystemClock
+from paceline.core.members import MemberKind
+from paceline.core.trajectory import RewardContext
+from paceline.data.cursor import PromptCursor
+from paceline.data.prompts import Prompt, PromptSet
+from support.fake_fleet import Answer, FakePeers, answer_prompts, score_all
+
+RUN = "r"
+
+
+def config(**changes: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "data": {"train_files": "t.jsonl", "val_files": "v.jsonl", "train_batch_size": 3},
+        "model": {"path": "m"},
+        "actor": {"ppo_mini_batch_size": 3},
+        "reward": {"functions": [{"name": "exact_match"}]},
+        "rollout": {"n": 2, "replicas": 2},
+        "trainer": {"total_steps": 2, "save_freq": 1},
+        "barrier": {"stall_timeout_s": 1.0},
+        "service": {"startup_timeout_s": 1.0},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        tree.setdefault(section, {})[name] = value
+    return parse(RunConfig, tree)
+
+
+def prompts(num: int) -> PromptSet:
+    made = {
+        i: Prompt(
+            prompt_id=i, token_ids=np.arange(1, 4, dtype=np.int32), context=RewardContext(ground_truth=str(i))
+        )
+        for i in range(num)
+    }
+    return PromptSet(prompts=made, num_rows=num, num_filtered=0)
+
+
+class Run:
+    """A sequencer with all its parts; `peers` and `fleet` are what tests pull at; `notices` is what people were told."""
+
+    def __init__(self, cfg: RunConfig, folder: Path, broker: MemoryBroker, box: Mailbox) -> None:
+        self.folder, self.broker, self.peers, self.config = folder, broker, FakePeers(), cfg
+        clock, self.hub = SystemClock(), EventHub()
+        self.notices: list[str] = []
+        self.hub.notice = self.notices.append  # type: ignore[method-assign]
+        self.journal = Journal(folder / "events.jsonl", broker, RUN, clock)
+        self.guard = GuardWatch(cfg, self.journal, self.hub)
+        self.fleet = FleetWatch(Fleet(clock, suspect_after_s=5, dead_after_s=12), self.journal, self.hub)
+        train = prompts(7)
+        peers: Any = self.peers
+        self.sequencer = Sequencer(
+            config=cfg,
+            run_id=RUN,
+            run_dir=folder,
+            inputs=Inputs(
+                train=train,
+                val=prompts(2),
+                cursor=PromptCursor(train.ids(), batch_size=3, seed=0),
+                stop_token_ids=(0,),
+            ),
+            broker=broker,
+            collector=Collector(
+                config=cfg,
+                run_id=RUN,
+                broker=broker,
+                box=box,
+                journal=self.journal,
+                alive=self._alive,
+                progress=lambda *_: None,
+            ),
+            peers=peers,
+            push=WeightPush(cfg, peers, self.fleet.expel),
+            fleet=self.fleet,
+            journal=self.journal,
+            hub=self.hub,
+            guard=self.guard,
+            metrics_file=MetricsFile(folder / "metrics.jsonl", last_step=-1),
+            progress=Progress(),
+        )
+
+    def _alive(self) -> None:
+        self.fleet.require(MemberKind.ROLLOUT)
+
+    async def enlist(self, member_id: str, kind: MemberKind, state: str) -> None:
+        fleet = self.fleet.fleet
+        changes = fleet.register(
+            kind=kind, member_id=member_id, incarnation="a", address=member_id, num_ranks=1
+        )
+        changes += fleet.heartbeat(member_id, "a", state=state, policy=None, in_flight=0)[1]
+        await self.fleet.apply(changes)
+
+    async def enlist_all(self) -> None:
+        await self.enlist("learner", MemberKind.LEARNER, "ready")
+        await self.enlist("reward-0", MemberKind.REWARD, "serving")
+        for i in range(2):
+            await self.enlist(f"rollout-{i}", MemberKind.ROLLOUT, "stale")
+
+    async def go(self, answer: Answer = score_all) -> None:
+        answering = asyncio.create_task(answer_prompts(self.broker, RUN, self.peers, answer))
+        try:
+            async with asyncio.timeout(20):
+                await self.sequencer.run()
+        finally:
+            answering.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await answering
+
+    def events(self) -> list[dict[str, Any]]:
+        return [dict(e) for e in read(self.folder / "events.jsonl")]
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextlib.asynccontextmanager
+async def run(folder: Path, **changes: Any) -> AsyncIterator[Run]:
+    broker = MemoryBroker()
+    await broker.ensure_group(names.trajectories(RUN), names.REWARD_GROUP)
+    async with Mailbox(broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
+        yield Run(config(**changes), folder, broker, box)

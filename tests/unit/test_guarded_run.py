@@ -1,0 +1,238 @@
+"""The guard in the loop of a run, against fake peers: what is journalled, told, adjusted, gone back to, and what ends the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.controller import checkpoints
+from paceline.controller.audit import violations
+from paceline.controller.checkpoints import ControllerState, folder_of
+from paceline.core.errors import CheckpointError, GuardError
+from paceline.core.guard import Reading
+from paceline.data.cursor import CursorState
+from paceline.rpc.v1 import learner_pb2
+from paceline.wire.guard import reading_to_proto
+from support.sequencer_run import Run, run
+
+
+def ppo_kl(value: float, skipped: int = 0) -> list[learner_pb2.GuardReading]:
+    """What a learner says whose worst mini-batch had this KL."""
+    return [reading_to_proto(Reading(rule="ppo_kl", network="actor", value=value, num_skipped=skipped))]
+
+
+def guarded(total_steps: int, **rules: Any) -> dict[str, Any]:
+    """Changes of the configuration: so many steps, these rules."""
+    changes = {f"guard__{name}": bounds for name, bounds in rules.items()}
+    return {
+        "trainer__val_before_train": False,
+        "trainer__total_steps": total_steps,
+        **changes,
+    }
+
+
+def of(it: Run, event: str) -> list[dict[str, Any]]:
+    return [e for e in it.events() if e["event"] == event]
+
+
+async def test_every_firing_is_journalled_with_its_numbers_and_told_once_a_streak(tmp_path: Path) -> None:
+    async with run(tmp_path, **guarded(5)) as it:
+        await it.enlist_all()
+        it.peers.readings = {1: ppo_kl(0.04), 2: ppo_kl(0.06, 3), 3: ppo_kl(0.01), 4: ppo_kl(0.045)}
+        await it.go()
+        found = [
+            (e["step"], e["action"], e["value"], e["bound"], e["skipped"], e["streak"])
+            for e in of(it, "guard")
+        ]
+        assert found == [
+            (1, "warn", 0.04, 0.03, 0, 1),
+            (2, "skip", 0.06, 0.05, 3, 2),
+            (4, "warn", 0.045, 0.03, 0, 1),
+        ]
+        told = [text for text in it.notices if "guard" in text]
+        assert told == [
+            "step 1: guard: warn: actor ppo_kl is 0.04, above 0.03 (guard.ppo_kl.warn)",
+            "step 4: guard: warn: actor ppo_kl is 0.045, above 0.03 (guard.ppo_kl.warn)",
+            "guard: ppo_kl/actor fired in 3 steps, 3 updates skipped; worst 0.06 in step 2",
+        ]
+        (summary,) = of(it, "guard_summary")
+        assert summary["rules"] == {
+            "ppo_kl/actor": {"steps": 3, "skipped": 3, "worst": 0.06, "worst_step": 2}
+        }
+        rows = {line["step"]: line for line in it.lines()}
+        assert [rows[k]["guard/fired"] for k in range(1, 6)] == [1, 1, 0, 1, 0]
+        assert [rows[k]["guard/skipped"] for k in range(1, 6)] == [0, 3, 0, 0, 0]
+        # The skipped step is the only one that one may not go back to.
+        good = [json.loads(state)["good"] for state in it.peers.saved]
+        assert good == [True, False, True, True, True]
+        assert all(a.lr_scale == a.kl_scale == 1.0 for a in it.peers.adjustments)
+
+
+async def test_rates_and_coefficients_are_adjusted_from_the_next_step_on(tmp_path: Path) -> None:
+    rules = {"ppo_kl": {"lower_lr": 0.1}, "reference_kl": {"fixed_kl": 2.0, "lower_kl_coef": 3.0}}
+    async with run(tmp_path, algorithm__use_kl_in_reward=True, **guarded(4, **rules)) as it:
+        await it.enlist_all()
+        drift = reading_to_proto(Reading(rule="reference_kl", value=4.0))
+        it.peers.readings = {1: ppo_kl(0.2), 2: [*ppo_kl(0.2), drift], 3: []}
+        await it.go()
+        assert [a.lr_scale for a in it.peers.adjustments] == [1.0, 0.5, 0.25, 0.25]
+        assert [a.kl_scale for a in it.peers.adjustments] == [1.0, 1.0, 0.5, 0.5]
+        assert [a.fixed_kl_coef for a in it.peers.adjustments] == [None, None, 0.001, 0.001]
+        assert [line["guard/lr_scale"] for line in it.lines()[1:]] == [1.0, 0.5, 0.25, 0.25]
+
+
+async def test_a_rollback_takes_the_last_good_weights_under_the_number_of_the_step(tmp_path: Path) -> None:
+    rules = {"ppo_kl": {"rollback": 0.1, "skip": 0.05}}
+    async with run(tmp_path, **guarded(5, **rules), trainer__keep_checkpoints=1) as it:
+        await it.enlist_all()
+        it.peers.writes = True
+        it.peers.readings = {3: ppo_kl(0.06, 1), 4: ppo_kl(0.3, 1)}
+        await it.go()
+        # Step 3 had skipped something and is no place to go back to; version 4 is sent once only, with what was gone back to.
+        calls = [c for c in it.peers.calls if c.startswith(("train", "load", "publish", "save"))]
+        assert calls == [
+            *(
+                "publish v0 e1",
+                "save 0",
+                "train 1",
+                "publish v1 e1",
+                "save 1",
+                "train 2",
+                "publish v2 e1",
+                "save 2",
+            ),
+            *(
+                "train 3",
+                "publish v3 e1",
+                "save 3",
+                "train 4",
+                "load step_000002 as 4",
+                "publish v4 e1",
+                "save 4",
+            ),
+            *("train 5", "publish v5 e1", "save 5"),
+        ]
+        (event,) = of(it, "rollback")
+        assert (event["step"], event["to_step"]) == (4, 2)
+        assert "ppo_kl is 0.3, above 0.1 (guard.ppo_kl.rollback)" in event["reason"]
+        phases = [e["to"] for e in of(it, "phase") if e["step"] == 4]
+        assert phases == ["dispatch", "collect", "learn", "rollback", "publish", "commit", "checkpoint"]
+        rows = {line["step"]: line for line in it.lines()}
+        assert list(rows) == [0, 1, 2, 3, 4, 5]
+        assert rows[4]["guard/rolled_back_to"] == 2
+        assert rows[5]["guard/rollbacks"] == 1
+        # What differs from the first time: prompts and seeds go on, and the rates are lower.
+        assert [a.lr_scale for a in it.peers.adjustments] == [1.0, 1.0, 1.0, 1.0, 0.5]
+        states = [ControllerState.from_plain(json.loads(state)) for state in it.peers.saved]
+        assert [(s.step, s.good) for s in states] == [
+            (0, True),
+            (1, True),
+            (2, True),
+            (3, False),
+            (4, True),
+            (5, True),
+        ]
+        assert [s.cursor for s in states[3:5]] == [
+            CursorState(epoch=1, position=3),
+            CursorState(epoch=1, position=6),
+        ]
+        assert violations(it.events(), num_samples=2) == []
+        assert any("back to the weights of step 2" in text for text in it.notices)
+        # The newest good one outlived newer ones that are not.
+        removed = [Path(e["folder"]).name for e in of(it, "checkpoint_removed")]
+        assert removed == ["step_000000", "step_000001", "step_000002", "step_000003", "step_000004"]
+
+
+async def test_one_rollback_too_many_ends_the_run(tmp_path: Path) -> None:
+    rules = {"ppo_kl": {"rollback": 0.1, "skip": None}, "max_rollbacks": 1}
+    async with run(tmp_path, **guarded(5, **rules)) as it:
+        await it.enlist_all()
+        it.peers.writes = True
+        it.peers.readings = {k: ppo_kl(0.3) for k in (2, 3)}
+        with pytest.raises(
+            GuardError, match=r"step 3: .*the run went back 1 times already \(guard.max_rollbacks\)"
+        ) as raised:
+            await it.go()
+        assert str(folder_of(tmp_path, 2)) in str(raised.value)
+        assert "publish v3 e1" not in it.peers.calls
+        assert it.lines()[-1]["step"] == 3
+        assert len(of(it, "guard_summary")) == 1
+
+
+async def test_stop_does_not_publish_and_patience_waits(tmp_path: Path) -> None:
+    rules = {"ppo_kl": {"stop": 0.2, "patience": 2}}
+    async with run(tmp_path, **guarded(9, **rules)) as it:
+        await it.enlist_all()
+        it.peers.readings = {1: ppo_kl(0.3), 2: ppo_kl(0.04), 3: ppo_kl(0.3), 4: ppo_kl(0.4)}
+        with pytest.raises(
+            GuardError, match="step 4: the guard ends the run: stop: actor ppo_kl is 0.4, above 0.2"
+        ):
+            await it.go()
+        assert [e["action"] for e in of(it, "guard")] == ["skip", "warn", "skip", "stop"]
+        assert it.peers.calls[-1] == "train 4"
+
+
+async def test_without_a_checkpoint_of_this_run_there_is_nowhere_to_go_back_to(tmp_path: Path) -> None:
+    async with run(tmp_path, **guarded(2, ppo_kl={"rollback": 0.1})) as it:
+        await it.enlist_all()
+        it.peers.readings = {1: ppo_kl(0.3)}
+        with pytest.raises(CheckpointError, match="no checkpoint to go back to"):
+            await it.go()
+
+
+async def test_a_run_that_never_goes_back_writes_no_checkpoint_at_its_start(tmp_path: Path) -> None:
+    async with run(tmp_path, **guarded(1)) as it:
+        await it.enlist_all()
+        await it.go()
+        assert [c for c in it.peers.calls if c.startswith("save")] == ["save 1"]
+
+
+async def test_a_guard_that_is_off_says_nothing(tmp_path: Path) -> None:
+    async with run(tmp_path, **guarded(1, enabled=False)) as it:
+        await it.enlist_all()
+        it.peers.readings = {1: ppo_kl(9.0)}
+        await it.go()
+        assert of(it, "guard") == []
+        assert not [key for key in it.lines()[1] if key.startswith("guard/")]
+
+
+async def test_metrics_that_are_not_finite_are_counted(tmp_path: Path) -> None:
+    async with run(tmp_path, **guarded(1)) as it:
+        await it.enlist_all()
+        train = it.peers.train
+
+        async def poisoned(*args: Any, **kwargs: Any) -> Any:
+            reply = await train(*args, **kwargs)
+            reply.metrics["critic/vf_loss"] = float("nan")
+            reply.metrics["actor/entropy"] = float("inf")
+            return reply
+
+        it.peers.train = poisoned  # type: ignore[method-assign]
+        await it.go()
+        (event,) = of(it, "guard")
+        assert (event["rule"], event["value"], event["action"]) == ("non_finite", 2.0, "warn")
+
+
+def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:
+    def write(step: int, good: bool) -> None:
+        state = ControllerState(
+            run_id="r",
+            step=step,
+            cursor=CursorState(epoch=0, position=0),
+            journal_position=0,
+            num_prompts=1,
+            seed=0,
+            good=good,
+        )
+        folder_of(tmp_path, step).mkdir(parents=True)
+        manifest = {"controller_state": json.loads(state.to_bytes())}
+        (folder_of(tmp_path, step) / "manifest.json").write_text(json.dumps(manifest))
+
+    for step, good in ((1, True), (2, True), (3, False), (4, False), (5, False)):
+        write(step, good)
+    assert [f.name for f in checkpoints.prune(tmp_path, 2)] == ["step_000001", "step_000003"]
+    write(6, True)
+    assert [f.name for f in checkpoints.prune(tmp_path, 2)] == ["step_000002", "step_000004"]
