@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ from paceline.config.run import RunConfig
 from paceline.controller.barrier import Verdict
 from paceline.controller.collect import Collected, Collector, Order
 from paceline.controller.journal import Journal
+from paceline.controller.refill import Refill
 from paceline.core.clock import SystemClock
 from paceline.core.errors import BrokerError
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import RewardContext, SamplingSpec
+from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scoring import Verdict as Score
@@ -80,11 +82,13 @@ class Letters:
         return "".join(chr(32 + token) for token in token_ids)
 
 
-class Lengths:
+class Parities:
+    """Odd lengths are worth 1, so that some groups have equal scores."""
+
     async def score(self, items: Sequence[ScoreItem], *, run_id: str, step: int) -> list[Score]:
         await asyncio.sleep(0.001)
         return [
-            Score(trajectory_id=item.trajectory_id, reward=float(len(item.response)), components={})
+            Score(trajectory_id=item.trajectory_id, reward=float(len(item.response) % 2), components={})
             for item in items
         ]
 
@@ -122,7 +126,7 @@ async def roll_out(broker: MortalBroker, name: str) -> None:
 async def reward(broker: MortalBroker, name: str) -> None:
     """A reward process from its start to its death."""
     options = ConsumerOptions(run_id=RUN, member_id=name, lease_s=LEASE_S, max_entries=4)
-    await Consumer(broker=broker, scorer=Lengths(), tokenizer=Letters(), options=options).run()
+    await Consumer(broker=broker, scorer=Parities(), tokenizer=Letters(), options=options).run()
 
 
 @dataclass
@@ -165,9 +169,24 @@ def config() -> RunConfig:
     )
 
 
-async def collect(folder: Path, *, seed: int, num_deaths: int) -> tuple[Collected, MemoryBroker, Fleet]:
-    """One step over two rollout and two reward slots, each of which dies `num_deaths` times."""
-    store = MemoryStore()
+def refill_from(cursor: PromptCursor, first: Collection[int]) -> Refill:
+    """As many further prompts as there are."""
+
+    def draw(count: int, without: Collection[int]) -> dict[int, Prompt]:
+        return {i: PROMPTS[i] for i in cursor.take_more(count, without=without)}
+
+    return Refill(asked=first, num_samples=NUM_SAMPLES, max_extra=len(PROMPTS), draw=draw)
+
+
+async def collect(
+    folder: Path, *, seed: int, num_deaths: int, num_first: int = len(PROMPTS)
+) -> tuple[Collected, MemoryBroker, Fleet]:
+    """One step over two rollout and two reward slots, each of which dies `num_deaths` times.
+
+    With `num_first` fewer than there are, groups of equal scores are replaced by the others, and each prompt has a greedy answer too.
+    """
+    store, refilled = MemoryStore(), num_first < len(PROMPTS)
+    cursor = PromptCursor(list(PROMPTS), batch_size=num_first, seed=seed, shuffle=refilled)
     broker, fleet = MemoryBroker(store=store), Fleet(store, np.random.default_rng(seed), num_deaths)
     await broker.ensure_group(names.trajectories(RUN), names.REWARD_GROUP)
     journal = Journal(folder / "events.jsonl", broker, RUN, SystemClock())
@@ -185,16 +204,18 @@ async def collect(folder: Path, *, seed: int, num_deaths: int) -> tuple[Collecte
             step=STEP,
             purpose=Purpose.TRAIN,
             policy=POLICY,
-            prompts=PROMPTS,
+            prompts={i: PROMPTS[i] for i in cursor.take()},
             num_samples=NUM_SAMPLES,
             sampling=SamplingSpec(temperature=1.0, max_tokens=12, stop_token_ids=(0,)),
+            with_greedy=refilled,
         )
+        refill = refill_from(cursor, order.prompts) if refilled else None
         slots: list[tuple[str, Work]] = [("rollout-0", roll_out), ("rollout-1", roll_out)]
         slots += [("reward-0", reward), ("reward-1", reward)]
         working = [asyncio.create_task(fleet.keep(slot, work)) for slot, work in slots]
         try:
             await collector.dispatch(order)
-            collected = await collector.collect(order)
+            collected = await collector.collect(order, refill)
         finally:
             for task in working:
                 task.cancel()
@@ -231,3 +252,25 @@ async def test_the_batch_does_not_depend_on_who_dies(seed: int, tmp_path: Path) 
     with (tmp_path / "wild/events.jsonl").open() as lines:
         admitted = [e["id"] for e in map(json.loads, lines) if e.get("verdict") == "admitted"]
     assert len(admitted) == len(set(admitted)) == len(PROMPTS) * NUM_SAMPLES
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_what_takes_the_places_of_equal_groups_does_not_depend_on_who_dies(
+    seed: int, tmp_path: Path
+) -> None:
+    found = []
+    for name, num_deaths in (("calm", 0), ("wild", 3)):
+        (tmp_path / name).mkdir()
+        collected, broker, fleet = await collect(
+            tmp_path / name, seed=seed, num_deaths=num_deaths, num_first=6
+        )
+        greedy = {i: header.reward for i, header in collected.greedy.items()}
+        aside = [str(header.trajectory_id) for header in collected.set_aside]
+        found.append((await content(collected, broker), aside, greedy, collected.num_extra))
+    assert len(fleet.deaths) >= 3, "nobody was killed: the test shows nothing"
+    calm, wild = found
+    assert wild == calm
+    rows, aside, greedy, num_extra = calm
+    assert num_extra
+    assert len(rows) <= 6 * NUM_SAMPLES
+    assert len(greedy) == 6 + num_extra == (len(rows) + len(aside)) // NUM_SAMPLES
