@@ -31,6 +31,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "algorithm": GROUPS,
         "actor": {"policy_loss": "clip_cov", "cov_fraction": 0.1, "cov_low": 0.0},
     },
+    "overlong": {
+        "algorithm": {**GROUPS, "overlong": {"enable": True, "buffer_length": 4, "factor": 0.5}},
+    },
+    "pf_ppo": {"algorithm": {**NO_KL, "resample": {"method": "pow", "power": 3.0}}},
+    "resampled_sequences": {
+        "algorithm": {**GROUPS, "resample": {"method": "max_min"}},
+        "actor": {"loss_agg_mode": "seq-mean-token-mean"},
+    },
+    "tis": {
+        "algorithm": {**GROUPS, "rollout_correction": {"method": "tis", "level": "sequence", "cap": 3.0}},
+    },
+    "icepop": {"algorithm": {**GROUPS, "rollout_correction": {"method": "icepop"}}},
+    "sequence_mask": {
+        "algorithm": {**GROUPS, "rollout_correction": {"method": "sequence_mask", "level": "geometric"}},
+    },
 }
 """Sections over those of `run_config`."""
 

@@ -55,6 +55,15 @@ MINIMAL = {
         ("actor.policy_loss=gspo", "a range of 0.2 and 0.2 clips nothing; set actor.clip_ratio_low=3e-4"),
         ("actor={policy_loss: geo_mean, clip_ratio: 3.0e-4}", "nearly all of them; set actor.clip_ratio=0.4"),
         ("actor={policy_loss: clip_cov, cov_low: 6.0}", "must not exceed actor.cov_high=5"),
+        (
+            "algorithm.overlong={enable: true, buffer_length: 1000}",
+            "algorithm.overlong.buffer_length=1000 must not exceed",
+        ),
+        (
+            "algorithm.rollout_correction={method: icepop, level: sequence}",
+            "token by token, level=sequence is not",
+        ),
+        ("algorithm.rollout_correction={low: 2, high: 1}", "low=2 must be below high=1"),
         ("nonsense", "must look like dotted.key=value"),
         ("model.path.x=1", "'path' is a value, not a section"),
     ],

@@ -134,6 +134,16 @@ class CriticConfig(Section):
     )
     ppo_epochs: int | None = Field(None, gt=0, description="Passes over the batch; null: the actor's.")
     vf_clip_param: float = Field(0.5, gt=0, description="Clip range of the value update.")
-    warmup: int = Field(0, ge=0, description="Steps at the start in which only the critic learns.")
+    warmup: int = Field(
+        0,
+        ge=0,
+        description="Steps at the start in which only the critic learns (value pre-training); the policy and kl_ctrl's coefficient stay.",
+    )
+    warmup_lam: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Lambda of the critic's targets in these steps, 1 being the plain return; null: as afterwards (vapo: lam_critic, gae: lam).",
+    )
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
     optim: OptimConfig = OptimConfig(lr=1e-5)

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config.base import Section
+from paceline.config.shaping import OverlongConfig, ResampleConfig, RolloutCorrectionConfig
 
 AdvEstimator = Literal[
     "gae",
@@ -95,3 +96,6 @@ class AlgorithmConfig(Section):
     kl_penalty: KLKind = Field("k1", description="Estimator of the KL in the reward.")
     kl_ctrl: KLControlConfig = KLControlConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    overlong: OverlongConfig = OverlongConfig()
+    resample: ResampleConfig = ResampleConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()

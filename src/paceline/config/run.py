@@ -95,6 +95,12 @@ class RunConfig(Section):
             raise ValueError(
                 "algorithm.dynamic_sampling.enable compares the scores of a group: rollout.n must be at least 2"
             )
+        overlong = self.algorithm.overlong
+        if overlong.enable and overlong.buffer_length > self.data.max_response_length:
+            raise ValueError(
+                f"algorithm.overlong.buffer_length={overlong.buffer_length} must not exceed "
+                f"data.max_response_length={self.data.max_response_length}: even the shortest response would be penalised"
+            )
         if self.service.dead_after_s <= self.service.suspect_after_s:
             raise ValueError("service.dead_after_s must exceed service.suspect_after_s")
         return self

@@ -35,6 +35,7 @@ class Prepared:
     """A micro-batch ready for its updates.
 
     Attributes:
+        weights: rollout correction's factors of the policy loss, (B, R); None without a correction.
         selected: the tokens that a covariance loss treats apart, (B, R) booleans; None for the other losses.
     """
 
@@ -44,6 +45,7 @@ class Prepared:
     values: Tensor | None
     advantages: Tensor
     returns: Tensor | None
+    weights: Tensor | None = None
     selected: Tensor | None = None
 
 
@@ -64,6 +66,7 @@ def compute_advantages(
     group_ids: Sequence[int],
     greedy_scores: Sequence[float | None] = (),
     kl_coef: float,
+    critic_alone: bool = False,
     ranks: Ranks,
 ) -> tuple[list[Prepared], AdvantageSummary]:
     """Token rewards with the KL penalty, then advantages.
@@ -75,6 +78,7 @@ def compute_advantages(
         group_ids: prompt of all rows of the step.
         greedy_scores: of the greedy answer to each row's prompt; of no use where a row lacks it.
         kl_coef: the penalty's coefficient in this step.
+        critic_alone: whether this is a step of the critic's warm-up.
         ranks: over which the batch's statistics are taken.
 
     Raises:
@@ -105,14 +109,7 @@ def compute_advantages(
 
     advantages, returns = estimate_advantages(
         estimator,
-        {
-            "gamma": config.algorithm.gamma,
-            "lam": config.algorithm.lam,
-            "lam_policy": config.algorithm.lam_policy,
-            "lam_critic": config.algorithm.lam_critic,
-            "alpha": config.algorithm.alpha,
-            "normalize_by_std": config.algorithm.norm_adv_by_std_in_grpo,
-        },
+        _options(config, critic_alone),
         token_rewards=token_rewards,
         mask=mask,
         group_ids=torch.tensor(group_ids, dtype=torch.int64, device=device)[index],
@@ -129,6 +126,23 @@ def compute_advantages(
         num_sequences=len(scores),
         metrics=metrics,
     )
+
+
+def _options(config: RunConfig, critic_alone: bool) -> dict[str, float | None]:
+    """Everything that an estimator may ask for, by the names of its parameters."""
+    algorithm = config.algorithm
+    options = {
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "lam_policy": algorithm.lam_policy,
+        "lam_critic": algorithm.lam_critic,
+        "alpha": algorithm.alpha,
+        "normalize_by_std": algorithm.norm_adv_by_std_in_grpo,
+    }
+    if critic_alone and config.critic.warmup_lam is not None:
+        # The advantages are not used; gae makes the critic's targets with lam, vapo with lam_critic.
+        options |= {"lam": config.critic.warmup_lam, "lam_critic": config.critic.warmup_lam}
+    return options
 
 
 def _mean_over_sequences(table: Tensor, mask: Tensor, num_sequences: int, ranks: Ranks) -> float:

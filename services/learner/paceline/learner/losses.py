@@ -51,6 +51,8 @@ class PolicyLoss:
         per_token, found = self._function(
             log_probs, part.old_log_probs, part.advantages, batch.mask, **self._options, **chosen
         )
+        if part.weights is not None:
+            per_token = per_token * part.weights
         total = pg_loss = self._aggregate(per_token, batch, whole)
         assert flat_entropy is not None
         entropy = batch.table(flat_entropy if self._actor.entropy_coeff else flat_entropy.detach())

@@ -42,7 +42,7 @@ def cut_mini_batches(
     per_chunk = ranks.all_sum(torch.stack(counts)).tolist()
 
     def cut(num_prompts: int) -> list[MiniBatch]:
-        return [
+        every = [
             MiniBatch(
                 parts=tuple(part for chunk in chunks for part in parts[chunk]),
                 denominators=Denominators(
@@ -52,6 +52,8 @@ def cut_mini_batches(
             )
             for chunks in plan.mini_batches(num_prompts)
         ]
+        # Resampling may leave a mini-batch without a row, on all ranks together.
+        return [mini for mini in every if mini.denominators.num_sequences]
 
     size = config.actor.ppo_mini_batch_size
     return {"actor": cut(size), "critic": cut(config.critic.ppo_mini_batch_size or size)}

@@ -19,14 +19,16 @@ from paceline.core.batch import BatchRow
 from paceline.core.guard import Adjustments, Reading
 from paceline.core.policy import PolicyTag
 from paceline.learner.advantage_step import Scored, compute_advantages
-from paceline.learner.algorithms.statistics import keep
 from paceline.learner.batching import BatchPlan, RowLength, effective_budget, plan_batch
 from paceline.learner.flops import peak_flops, update_flops
 from paceline.learner.gate import UpdateGate
 from paceline.learner.learner import Learner
 from paceline.learner.mini_batches import MiniBatch, cut_mini_batches
+from paceline.learner.mismatch import mismatch_metrics, with_rollout_weights
+from paceline.learner.overlong import shaped_scores
 from paceline.learner.packing import MicroBatch, PackedRow, pack
 from paceline.learner.ranks import Ranks
+from paceline.learner.resampling import resample
 from paceline.learner.trainable import without_gradient
 from paceline.learner.update import UpdateReport, update_critic, update_policy
 
@@ -118,24 +120,31 @@ def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
         ]
     batches = [batch for chunk in by_chunk for batch in chunk]
     scored = _score(learner, batches, watch)
+    critic_alone = learner.critic is not None and order.step <= config.critic.warmup
     with watch.phase("adv"):
+        scores, shaping = shaped_scores(config, order.rows)
+        group_ids = [row.trajectory_id.prompt_id for row in order.rows]
         kl_coef = order.adjustments.kl_coef(learner.kl_controller.value)
         prepared, summary = compute_advantages(
             config,
             scored,
-            scores=[row.reward for row in order.rows],
-            group_ids=[row.trajectory_id.prompt_id for row in order.rows],
+            scores=scores,
+            group_ids=group_ids,
             greedy_scores=[row.greedy_score for row in order.rows],
             kl_coef=kl_coef,
+            critic_alone=critic_alone,
             ranks=ranks,
         )
-        mismatch = _mismatch(scored, ranks)
+        prepared = with_rollout_weights(prepared, config.algorithm.rollout_correction)
+        mismatch = mismatch_metrics(prepared, config.algorithm.rollout_correction, ranks)
+        prepared, resampling = resample(config, prepared, scores=scores, group_ids=group_ids, step=order.step)
     minis = cut_mini_batches(config, plan, prepared, ranks)
     gate = UpdateGate(config.guard, learner.histories, ranks, order.adjustments)
     gate.judge_batch(rewards=[row.reward for row in order.rows], reference_kl=summary.reference_kl)
-    reports = _update(learner, order.step, minis, watch, gate)
-    # A KL that is not finite comes with a skipped update; the coefficient then stays too. One that the guard has fixed is not steered.
-    steered = order.adjustments.fixed_kl_coef is None
+    reports = _update(learner, order.step, minis, watch, gate, critic_alone=critic_alone)
+    # A KL that is not finite comes with a skipped update; the coefficient then stays, as it does while the policy does. One that
+    # the guard has fixed is not steered.
+    steered = order.adjustments.fixed_kl_coef is None and not critic_alone
     if steered and summary.reference_kl is not None and math.isfinite(summary.reference_kl):
         learner.kl_controller.update(summary.reference_kl, summary.num_sequences)
     learner.version = order.step
@@ -143,6 +152,8 @@ def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
         **_report_metrics(reports),
         **summary.metrics,
         **mismatch,
+        **shaping,
+        **resampling,
         **_length_metrics(config, order.rows),
         **gate.metrics,
         "algorithm/kl_coef": kl_coef,
@@ -176,7 +187,13 @@ def _score(learner: Learner, batches: Sequence[MicroBatch], watch: Stopwatch) ->
 
 
 def _update(
-    learner: Learner, step: int, minis: dict[str, list[MiniBatch]], watch: Stopwatch, gate: UpdateGate
+    learner: Learner,
+    step: int,
+    minis: dict[str, list[MiniBatch]],
+    watch: Stopwatch,
+    gate: UpdateGate,
+    *,
+    critic_alone: bool,
 ) -> dict[str, UpdateReport]:
     config, reports = learner.config, {}
     if learner.critic is not None:
@@ -184,7 +201,7 @@ def _update(
             reports["critic"] = update_critic(
                 learner.critic, minis["critic"], config, step=step, ranks=learner.ranks, gate=gate
             )
-    if learner.critic is None or step > config.critic.warmup:
+    if not critic_alone:
         with watch.phase("update_actor"):
             reports["actor"] = update_policy(
                 learner.actor, minis["actor"], config, step=step, ranks=learner.ranks, gate=gate
@@ -202,23 +219,6 @@ def _report_metrics(reports: dict[str, UpdateReport]) -> dict[str, float]:
         metrics["actor/first_ppo_kl"] = actor.metrics[0]["ppo_kl"]
         metrics["actor/first_pg_clipfrac"] = actor.metrics[0]["pg_clipfrac"]
     return metrics
-
-
-def _mismatch(scored: Sequence[Scored], ranks: Ranks) -> dict[str, float]:
-    """How far the sampler's log-probs are from the learner's: KL(sampler || learner) by k3, and the largest difference."""
-    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-    largest = torch.zeros(1, dtype=torch.float64, device=ranks.device)
-    for one in scored:
-        mask = one.batch.mask
-        difference = keep(one.old_log_probs - one.batch.rollout_log_probs, mask).double()
-        total[0] += (difference.exp() - 1.0 - difference).sum()
-        total[1] += mask.sum()
-        largest = torch.maximum(largest, difference.abs().max())
-    sums = ranks.all_sum(total).tolist()
-    return {
-        "rollout/mismatch_kl": sums[0] / sums[1],
-        "rollout/logprob_diff_max": float(ranks.all_max(largest).item()),
-    }
 
 
 def _utilisation(learner: Learner, rows: Sequence[BatchRow], watch: Stopwatch) -> dict[str, float]:

@@ -1,0 +1,65 @@
+"""`algorithm.overlong`, `algorithm.resample`, `algorithm.rollout_correction`: what is done to scores, batch and loss around the advantages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from paceline.config.base import Section
+
+
+class OverlongConfig(Section):
+    """DAPO's penalty on responses that come near the longest length allowed."""
+
+    enable: bool = Field(False, description="Add the penalty to the scores, before the advantages are made.")
+    buffer_length: int = Field(
+        128,
+        gt=0,
+        description="Tokens before data.max_response_length over which the penalty grows from 0 to factor.",
+    )
+    factor: float = Field(1.0, ge=0, description="The penalty at data.max_response_length.")
+
+
+class ResampleConfig(Section):
+    """PF-PPO: the update sees a batch drawn from the step's sequences, with replacement, after the advantages are made."""
+
+    method: Literal["none", "pow", "max_min"] = Field(
+        "none",
+        description="pow: with probability proportional to |score|^power; max_min: evenly from each group's best and worst.",
+    )
+    power: float = Field(2.0, ge=0, description="pow: the exponent; 0 draws evenly.")
+
+
+class RolloutCorrectionConfig(Section):
+    """Weights on the policy loss where sampler and learner give a token different probabilities: w = learner's over sampler's."""
+
+    method: Literal["none", "tis", "icepop", "sequence_mask"] = Field(
+        "none",
+        description="tis: min(w, cap); icepop: w inside [low, high], else 0; sequence_mask: 1 on sequences with w inside, else 0.",
+    )
+    level: Literal["token", "sequence", "geometric"] | None = Field(
+        None,
+        description="Whose w: the token's, its sequence's product, or its sequence's geometric mean; null: sequence for sequence_mask, else token.",
+    )
+    cap: float = Field(2.0, gt=0, description="tis: largest weight.")
+    low: float = Field(0.5, ge=0, description="icepop, sequence_mask: least weight that is kept.")
+    high: float = Field(5.0, gt=0, description="icepop, sequence_mask: largest weight that is kept.")
+
+    @property
+    def weight_level(self) -> Literal["token", "sequence", "geometric"]:
+        """The level in force."""
+        return self.level or ("sequence" if self.method == "sequence_mask" else "token")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> RolloutCorrectionConfig:
+        if self.low >= self.high:
+            raise ValueError(
+                f"algorithm.rollout_correction.low={self.low:g} must be below high={self.high:g}"
+            )
+        if self.method == "icepop" and self.weight_level != "token":
+            raise ValueError(
+                f"algorithm.rollout_correction.method=icepop works token by token, level={self.level} is not for it; leave "
+                "level out, or set method=sequence_mask"
+            )
+        return self

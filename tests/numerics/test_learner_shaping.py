@@ -1,0 +1,330 @@
+"""Around the advantages of a training step: overlong penalty, value pre-training, resampling, rollout correction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config.run import RunConfig
+from paceline.learner import step as training_step
+from paceline.learner.advantage_step import Prepared
+from paceline.learner.algorithms.aggregation import MODES
+from paceline.learner.batching import RowLength, plan_batch
+from paceline.learner.learner import Learner
+from paceline.learner.losses import PolicyLoss, ValueLoss
+from paceline.learner.mini_batches import Denominators, MiniBatch, cut_mini_batches
+from paceline.learner.mismatch import with_rollout_weights
+from paceline.learner.overlong import shaped_scores
+from paceline.learner.packing import MicroBatch, PackedRow, pack
+from paceline.learner.ranks import Ranks
+from paceline.learner.resampling import repeat_rows, resample
+from paceline.learner.selection import with_selected_tokens
+from paceline.wire import decode_trajectory
+from support.learner_fakes import make_batch, run_config, write_model
+from support.learner_ranks import alone
+from support.learner_scenarios import numbers, take_step
+from support.learner_variants import GROUPS, NO_KL
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[Ranks]:
+    with alone() as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+OVERLONG = {"algorithm": {**GROUPS, "overlong": {"enable": True, "buffer_length": 4, "factor": 0.5}}}
+
+
+class TestOverlong:
+    def test_scores_by_hand(self) -> None:
+        # 8 tokens are allowed: the penalty begins after 4 and is a half at 8.
+        rows, _ = make_batch(step=1, seed=1)
+        by_hand = {length: -0.5 * max(0, length - 4) / 4 for length in range(1, 9)}
+        scores, metrics = shaped_scores(run_config(Path("m"), **OVERLONG), rows)
+        penalties = [by_hand[row.num_response_tokens] for row in rows]
+        assert scores == pytest.approx([row.reward + p for row, p in zip(rows, penalties, strict=True)])
+        assert metrics["overlong/penalty_mean"] == pytest.approx(sum(penalties) / len(rows))
+        assert metrics["overlong/share"] == sum(row.num_response_tokens > 4 for row in rows) / len(rows)
+        assert 0.2 < metrics["overlong/share"] < 0.8
+
+    def test_the_step_is_that_of_the_shaped_scores(
+        self, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = run_config(model, **OVERLONG)
+        shaped = numbers(take_step(Learner.build(config, ranks), 1))
+        rows, _ = make_batch(step=1, seed=1)
+        scores, metrics = shaped_scores(config, rows)
+        monkeypatch.setattr(training_step, "shaped_scores", lambda config, rows: (scores, metrics))
+        plain = run_config(model, algorithm=GROUPS)
+        assert numbers(take_step(Learner.build(plain, ranks), 1)) == shaped
+        assert shaped["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
+
+
+class TestValuePreTraining:
+    def test_the_critic_aims_at_plain_returns_and_nothing_else_moves(self, model: Path, ranks: Ranks) -> None:
+        def two_steps(**algorithm: Any) -> list[dict[str, float]]:
+            critic = {"warmup": 1, "warmup_lam": algorithm.pop("warmup_lam", None), "optim": {"lr": 1e-3}}
+            learner = Learner.build(run_config(model, algorithm=algorithm, critic=critic), ranks)
+            return [numbers(take_step(learner, step)) for step in (1, 2)]
+
+        kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "horizon": 1000}}
+        plain = two_steps(adv_estimator="gae", lam=1.0, **kl)
+        short = two_steps(adv_estimator="gae", lam=0.3, **kl)
+        pre_trained = two_steps(adv_estimator="gae", lam=0.3, warmup_lam=1.0, **kl)
+        for name in ("critic/returns/mean", "critic/vf_loss", "critic/grad_norm"):
+            assert pre_trained[0][name] == plain[0][name], name
+            assert abs(short[0][name] - plain[0][name]) > 1e-4, name
+        # Afterwards the targets are those of lam, on a critic that has learned as under lam 1.
+        assert pre_trained[1]["critic/values/mean"] == plain[1]["critic/values/mean"]
+        assert abs(pre_trained[1]["critic/returns/mean"] - plain[1]["critic/returns/mean"]) > 1e-4
+        # The coefficient of the KL stays while the policy does.
+        assert [step["algorithm/kl_coef"] for step in pre_trained] == [0.05, 0.05]
+
+    def test_vapo_does_so_by_itself(self, model: Path, ranks: Ranks) -> None:
+        critic = {"warmup": 1, "optim": {"lr": 1e-3}}
+        metrics = []
+        for algorithm in ({"adv_estimator": "vapo"}, {"adv_estimator": "gae", "lam": 1.0}):
+            config = run_config(model, algorithm={**NO_KL, **algorithm}, critic=critic)
+            metrics.append(numbers(take_step(Learner.build(config, ranks), 1)))
+        for name in ("critic/returns/mean", "critic/vf_loss", "critic/grad_norm"):
+            assert metrics[0][name] == metrics[1][name], name
+        assert "actor/pg_loss" not in metrics[0]
+
+
+def packed_rows(count: int = 6) -> list[PackedRow]:
+    """Rows of a made-up batch, with a hole in each mask that is long enough for one."""
+    rows, blobs = make_batch(step=1, seed=4, num_prompts=count // 2, num_samples=2)
+    packed = []
+    for index, row in enumerate(rows):
+        trajectory = decode_trajectory(blobs[row.blob_key])
+        mask = trajectory.response_mask.copy()
+        mask[2:3] = 0
+        packed.append(
+            PackedRow(
+                index=index,
+                prompt_token_ids=trajectory.prompt_token_ids,
+                response_token_ids=trajectory.response_token_ids,
+                response_mask=mask,
+                response_log_probs=trajectory.response_log_probs,
+            )
+        )
+    return packed
+
+
+def made_up(batch: MicroBatch) -> Prepared:
+    """Old log-probs near the model's, and everything else from a generator."""
+    draw = torch.Generator().manual_seed(5)
+    shape = batch.mask.shape
+
+    def table(scale: float, mean: float = 0.0) -> torch.Tensor:
+        return mean + scale * torch.randn(shape, generator=draw)
+
+    return Prepared(
+        batch=batch,
+        old_log_probs=table(0.7, -4.0),
+        ref_log_probs=table(0.7, -4.0),
+        values=table(0.5),
+        advantages=table(1.0),
+        returns=table(1.0),
+        weights=table(0.1, 1.0),
+    )
+
+
+class TestResampling:
+    COUNTS = torch.tensor([2, 0, 1, 3, 0, 1])
+
+    def both(self) -> tuple[Prepared, Prepared]:
+        """A micro-batch whose tables repeat rows, and one whose tokens do."""
+        rows = packed_rows()
+        part = made_up(pack(rows, torch.device("cpu")))
+        take = torch.arange(6).repeat_interleave(self.COUNTS)
+        tokens = pack([rows[index] for index in take.tolist()], torch.device("cpu"))
+        width = tokens.mask.shape[1]
+
+        def pick(table: torch.Tensor | None) -> torch.Tensor:
+            assert table is not None
+            return table[take, :width]
+
+        really = Prepared(
+            batch=tokens,
+            old_log_probs=pick(part.old_log_probs),
+            ref_log_probs=pick(part.ref_log_probs),
+            values=pick(part.values),
+            advantages=pick(part.advantages),
+            returns=pick(part.returns),
+            weights=pick(part.weights),
+        )
+        return repeat_rows(part, self.COUNTS), really
+
+    def outcome(self, part: Prepared, network: Any, loss: Any) -> tuple[list[float], list[torch.Tensor]]:
+        mask = part.batch.mask
+        counts = Denominators(num_tokens=int(mask.sum()), num_sequences=int(mask.any(-1).sum()))
+        total, sums = loss(part, counts)
+        total.backward()
+        grads = [p.grad.full_tensor().clone() for p in network.parameters() if p.grad is not None]
+        network.zero_grad(set_to_none=True)
+        return sums.tolist(), grads
+
+    def assert_equal(self, parts: tuple[Prepared, Prepared], network: Any, loss: Any) -> None:
+        (sums, grads), (other_sums, other_grads) = (self.outcome(one, network, loss) for one in parts)
+        assert sums == pytest.approx(other_sums, rel=1e-5, abs=1e-6)
+        assert len(grads) == len(other_grads) > 10
+        for mine, theirs in zip(grads, other_grads, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        assert max(float(grad.abs().max()) for grad in grads) > 1e-3
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "geo_mean", "clip_cov"])
+    def test_repeated_tables_are_repeated_rows(self, model: Path, ranks: Ranks, mode: str, name: str) -> None:
+        actor = {"policy_loss": name, "loss_agg_mode": mode, "entropy_coeff": 0.1, "use_kl_loss": True}
+        actor |= {"clip_ratio": 0.02} if name != "geo_mean" else {"clip_ratio": 0.4}
+        actor |= {"cov_fraction": 0.2, "cov_low": 0.0, "kl_loss_coef": 0.1}
+        config = run_config(model, actor=actor, algorithm=GROUPS)
+        learner = Learner.build(config, ranks)
+        parts = self.both()
+        minis = [
+            MiniBatch(parts=(part,), denominators=Denominators(num_tokens=1, num_sequences=1))
+            for part in parts
+        ]
+        first, second = (mini.parts[0] for mini in with_selected_tokens(minis, config.actor, ranks))
+        self.assert_equal((first, second), learner.actor.network, PolicyLoss(config, learner.actor.network))
+
+    def test_the_critics_too(self, model: Path, ranks: Ranks) -> None:
+        config = run_config(model, critic={"vf_clip_param": 0.1})
+        critic = Learner.build(config, ranks).critic
+        assert critic is not None
+        self.assert_equal(self.both(), critic.network, ValueLoss(config, critic.network))
+
+    def test_the_draw_is_a_function_of_seed_and_step(self) -> None:
+        scores, groups = [float(i % 5) for i in range(40)], [i // 4 for i in range(40)]
+
+        def drawn(step: int, seed: int = 3, **resampling: Any) -> tuple[list[int], dict[str, float]]:
+            config = run_config(
+                Path("m"),
+                algorithm={**GROUPS, "resample": {"method": "pow", **resampling}},
+                trainer={"seed": seed},
+            )
+            part = made_up(pack([replace(packed_rows()[0], index=i) for i in range(40)], torch.device("cpu")))
+            (part,), metrics = resample(config, [part], scores=scores, group_ids=groups, step=step)
+            return list(part.batch.rows), metrics
+
+        rows, metrics = drawn(1)
+        assert rows == drawn(1)[0]
+        assert len(rows) == 40
+        assert all(scores[row] > 0 for row in rows)
+        assert metrics["resample/distinct_share"] == len(set(rows)) / 40
+        assert metrics["resample/largest_count"] == max(rows.count(row) for row in rows)
+        assert metrics["resample/score_mean"] == pytest.approx(sum(scores[row] for row in rows) / 40)
+        assert rows != drawn(2)[0]
+        assert rows != drawn(1, seed=4)[0]
+        extremes = {
+            row
+            for row in range(40)
+            if scores[row]
+            in (
+                max(scores[row // 4 * 4 : row // 4 * 4 + 4]),
+                min(scores[row // 4 * 4 : row // 4 * 4 + 4]),
+            )
+        }
+        assert set(drawn(1, method="max_min")[0]) <= extremes
+        assert drawn(1, method="none")[1] == {}
+
+    def test_a_mini_batch_without_a_row_is_left_out(self, ranks: Ranks) -> None:
+        rows = packed_rows(8)  # 4 prompts of 2 samples
+        lengths = [
+            RowLength(
+                prompt_id=i // 2,
+                num_prompt_tokens=len(row.prompt_token_ids),
+                num_response_tokens=len(row.response_token_ids),
+            )
+            for i, row in enumerate(rows)
+        ]
+        plan = plan_batch(lengths, mini_batch_sizes=[2], world_size=1, token_budget=4096)
+        config: RunConfig = run_config(
+            Path("m"), data={"train_batch_size": 4}, actor={"ppo_mini_batch_size": 2}
+        )
+        parts = [
+            made_up(pack([rows[i] for i in bin_], ranks.device))
+            for chunk in plan.chunks
+            for bin_ in chunk.micro_batches[0]
+        ]
+        counts = torch.tensor([3, 0, 2, 3, 0, 0, 0, 0])
+        minis = cut_mini_batches(config, plan, [repeat_rows(part, counts) for part in parts], ranks)
+        assert [len(one) for one in minis.values()] == [1, 1]
+        whole = minis["actor"][0].denominators
+        assert whole.num_sequences == 8
+        tokens = [int(row.response_mask.sum()) for row in rows]
+        assert whole.num_tokens == 3 * tokens[0] + 2 * tokens[2] + 3 * tokens[3]
+        every = cut_mini_batches(config, plan, parts, ranks)["actor"]
+        assert [mini.denominators.num_sequences for mini in every] == [4, 4]
+
+
+class TestRolloutCorrection:
+    def test_weights_and_metrics_by_hand(
+        self, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[Prepared] = []
+
+        def watch(prepared: Any, correction: Any) -> list[Prepared]:
+            seen[:] = with_rollout_weights(prepared, correction)
+            return list(seen)
+
+        monkeypatch.setattr(training_step, "with_rollout_weights", watch)
+        config = run_config(
+            model,
+            algorithm={**GROUPS, "rollout_correction": {"method": "tis", "cap": 1.5}},
+            actor={"loss_agg_mode": "token-mean", "ppo_mini_batch_size": 8, "ppo_max_token_len_per_gpu": 48},
+        )
+        metrics = numbers(take_step(Learner.build(config, ranks), 1))
+        weights, losses = [], []
+        for part in seen:
+            for place in part.batch.mask.nonzero().tolist():
+                row, column = place
+                difference = part.old_log_probs[row, column] - part.batch.rollout_log_probs[row, column]
+                weights.append(math.exp(difference.item()))
+                # On policy the loss of a token is minus its advantage.
+                losses.append(-part.advantages[row, column].item() * min(weights[-1], 1.5))
+        assert len(seen) > 2
+        assert metrics["actor/pg_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4, abs=1e-6)
+        share = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+        assert metrics["rollout/effective_sample_size"] == pytest.approx(share, rel=1e-5)
+        assert metrics["rollout/largest_weight"] == pytest.approx(max(weights), rel=1e-5)
+        assert metrics["rollout/corrected_share"] == sum(w > 1.5 for w in weights) / len(weights)
+        assert 0.1 < metrics["rollout/corrected_share"] < 0.9
+
+    def test_without_a_correction_the_metrics_are_there_and_the_losses_as_ever(
+        self, model: Path, ranks: Ranks
+    ) -> None:
+        plain = numbers(take_step(Learner.build(run_config(model, algorithm=GROUPS), ranks), 1))
+        wide = {"method": "icepop", "low": 0.0, "high": 1e9}
+        unclipped = {"method": "sequence_mask", "low": 0.0, "high": 1e9}
+        raw, masked = (
+            numbers(
+                take_step(
+                    Learner.build(run_config(model, algorithm={**GROUPS, "rollout_correction": one}), ranks),
+                    1,
+                )
+            )
+            for one in (wide, unclipped)
+        )
+        # A mask that keeps every sequence is no correction at all.
+        assert masked["actor/pg_loss"] == plain["actor/pg_loss"]
+        assert masked["rollout/corrected_share"] == 0
+        # Here they are the sequences' weights, there the tokens'.
+        assert masked["rollout/largest_weight"] != plain["rollout/largest_weight"]
+        assert abs(raw["actor/pg_loss"] - plain["actor/pg_loss"]) > 1e-3
+        assert raw["rollout/largest_weight"] == plain["rollout/largest_weight"] > 2
+        assert raw["rollout/effective_sample_size"] == plain["rollout/effective_sample_size"] < 0.9
