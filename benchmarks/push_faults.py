@@ -1,0 +1,192 @@
+"""Rollout servers that are killed before, during and after a weight push: how long the learner is held up, and what the rest do.
+
+    python benchmarks/push_faults.py --shape 0.5B --learners 1 --engines 3x1 --kill before,during          # 4 GPUs
+    python benchmarks/push_faults.py --shape 0.5B --learners 1 --engines 3x1 --kill during,after
+    python benchmarks/push_faults.py --shape tiny --learners 1 --engines 3x1 --kill before,during --device cpu
+
+A run of `paceline train` with random weights. Every second step the last server that is still there is killed, its processes all at once and
+without a word: before (the learner is training), during (the transfer is under way; rounds are small so that it takes a while) or after (its version
+was committed, it samples already). `free after` is the time from the kill until the next commit, or, for kills after one, until the
+step's collection is over. The run must end well, every commit with one digest on all servers that are left, and the journal must be sound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from step import ROOT, write_inputs
+
+MOMENTS = {"before": "learn", "during": "publish", "after": "dispatch"}
+LIMIT_S = 15.0
+RUN_TIMEOUT_S = 540.0
+POLL_S = 0.002
+
+
+@dataclass(kw_only=True)
+class Kill:
+    """What is to be killed, when, and what came of it. Times are the journal's, in seconds."""
+
+    moment: str
+    step: int
+    victim: str
+    killed: float = 0.0
+    free: float = 0.0
+
+
+async def main(argv: Sequence[str] | None = None) -> int:
+    """Runs and prints."""
+    args = parse_args(argv)
+    work = Path(tempfile.mkdtemp(prefix="paceline-faults-"))
+    num_engines = args.engines[0]
+    kills = [
+        Kill(moment=moment, step=2 * number + 2, victim=f"rollout-{num_engines - 1 - number}")
+        for number, moment in enumerate(args.kill)
+    ]
+    args.steps = kills[-1].step + 2
+    config = write_inputs(args, work)
+    command = [sys.executable, "-m", "paceline.cli.main", "train", str(config), "--plain"]
+    run = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
+    try:
+        async with asyncio.timeout(RUN_TIMEOUT_S):
+            await watch(work / "run" / "events.jsonl", kills, run, args.delay_ms / 1e3)
+            code = await run.wait()
+    finally:
+        if run.returncode is None:
+            run.terminate()
+            await run.wait()
+    return report(args, kills, work / "run", code)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line: that of `step.py`, as far as it matters here."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--kill", type=lambda text: text.split(","), default=["before", "during"])
+    parser.add_argument(
+        "--delay-ms", type=float, default=40.0, help="from PUBLISH to a kill that is to be during it"
+    )
+    parser.add_argument("--shape", default="0.5B")
+    parser.add_argument("--learners", type=int, default=1)
+    parser.add_argument(
+        "--engines", type=lambda text: tuple(int(word) for word in text.split("x")), default=(3, 1)
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
+    args = parser.parse_args(argv)
+    if set(args.kill) - set(MOMENTS) or len(args.kill) >= args.engines[0]:
+        parser.error(f"--kill takes {', '.join(MOMENTS)}, and fewer of them than there are engines")
+    small = {
+        "prompts": 16,
+        "samples": 4,
+        "mini_batches": 1,
+        "prompt_tokens": 64,
+        "response_tokens": 64,
+        "micro_batch_tokens": 8192,
+        "max_num_seqs": 64,
+        "no_checkpointing": True,
+    }
+    for name, value in small.items():
+        setattr(args, name, value)
+    args.overrides = ["weights.round_mib=1", "trainer.save_freq=1000", *args.overrides]
+    return args
+
+
+async def watch(path: Path, kills: Sequence[Kill], run: asyncio.subprocess.Process, delay_s: float) -> None:
+    """Follows the journal, kills at the moments, and notes when the run was free again."""
+    waiting: Kill | None = None
+    pending = list(kills)
+    async for event in follow(path, run):
+        step, to = event.get("step"), event.get("to") if event["event"] == "phase" else None
+        if waiting is not None:
+            done = to == "learn" if waiting.moment == "after" else event["event"] == "commit"
+            if done:
+                waiting.free, waiting = event["time"], None
+        if pending and step == pending[0].step and to == MOMENTS[pending[0].moment]:
+            waiting = pending.pop(0)
+            if waiting.moment == "during":
+                await asyncio.sleep(delay_s)
+            waiting.killed = await kill_tree(waiting.victim)
+
+
+async def follow(path: Path, run: asyncio.subprocess.Process) -> AsyncIterator[dict[str, Any]]:
+    """Events as they are written, until the run has ended."""
+    while not path.exists():  # noqa: ASYNC240  a stat of a local file
+        if run.returncode is not None:
+            return
+        await asyncio.sleep(0.1)
+    with path.open() as file:
+        part = ""
+        while True:
+            part += file.readline()
+            if part.endswith("\n"):
+                yield json.loads(part)
+                part = ""
+            elif run.returncode is not None:
+                return
+            else:
+                await asyncio.sleep(POLL_S)
+
+
+async def kill_tree(member: str) -> float:
+    """Kills a member's process and all below it; returns the time of day."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "paceline.rollout" in words and member in words:
+            family = [process, *process.children(recursive=True)]
+            now = time.time()
+            for one in family:
+                one.kill()
+            return now
+    raise RuntimeError(f"no process of {member} was found")
+
+
+def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code: int) -> int:
+    """Prints the table; 0 where everything that must hold does."""
+    from paceline.controller.audit import read, violations
+
+    events = read(run_dir / "events.jsonl")
+    table = Table(title=f"{args.shape}, {args.learners} learner rank(s), {args.engines[0]} servers")
+    for column in ("kill", "step", "victim", "free after s"):
+        table.add_column(column, justify="right")
+    fine = code == 0
+    for kill in kills:
+        seconds = kill.free - kill.killed if kill.free and kill.killed else float("inf")
+        fine = fine and seconds <= LIMIT_S
+        table.add_row(kill.moment, str(kill.step), kill.victim, f"{seconds:.2f}")
+        late = [
+            event["id"]
+            for event in events
+            if event["event"] == "trajectory"
+            and event.get("server") == kill.victim
+            and event["verdict"] == "admitted"
+            and int(event["id"].split(":")[1]) > kill.step + 1
+        ]
+        fine = fine and not late
+    console = Console(width=110)
+    console.print(table)
+    found = violations(events, num_samples=args.samples)
+    reasons = [
+        f"{event['member']}: {event['what']}: {event.get('reason', '')}"
+        for event in events
+        if event["event"] == "member" and event["what"] in ("dead", "expelled", "suspect")
+    ]
+    for reason in reasons:
+        console.print(reason)
+    commits = sum(event["event"] == "commit" for event in events)
+    console.print(f"exit code {code}, {commits} commits, the journal's audit: {found or 'sound'}")
+    return 0 if fine and not found else 1
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))
