@@ -94,7 +94,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "response_tokens": 64,
         "micro_batch_tokens": 8192,
         "max_num_seqs": 64,
-        "no_checkpointing": True,
+        "checkpointed_share": 0.0,
     }
     for name, value in small.items():
         setattr(args, name, value)

@@ -88,7 +88,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batch-tokens", type=int, default=24576)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    parser.add_argument(
+        "--checkpointed-share", type=float, default=1.0, help="of the layers; 0 keeps all activations"
+    )
     parser.add_argument("--work", help="folder for inputs and the run; default: a temporary one")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
     return parser.parse_args(argv)
@@ -157,7 +159,8 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             "path": str(work / "model"),
             "dtype": "bfloat16" if cuda else "float32",
             "load_format": "random",
-            "enable_gradient_checkpointing": not args.no_checkpointing,
+            "enable_gradient_checkpointing": args.checkpointed_share > 0,
+            "gradient_checkpointing_share": args.checkpointed_share or 1.0,
         },
         "algorithm": {"adv_estimator": "grpo"},
         "actor": {

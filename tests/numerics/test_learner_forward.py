@@ -103,12 +103,15 @@ def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
 def test_gradient_checkpointing_changes_no_gradient(folder: Path, ranks: Ranks) -> None:
     batch = pack(make_rows(), CPU)
     gradients = []
-    for checkpointing in (False, True):
-        network = load_policy(folder, ranks, FLOAT32, gradient_checkpointing=checkpointing)
+    for share, expected in ((0.0, [False, False]), (0.5, [True, False]), (1.0, [True, True])):
+        network = load_policy(folder, ranks, FLOAT32, checkpointed_share=share)
+        layers = models.decoder_layers(models.body_of(network.lm))
+        assert [layer.gradient_checkpointing for layer in layers] == expected
         network(batch)[0].sum().backward()
         gradients.append([parameter.grad.full_tensor() for parameter in network.parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(plain, recomputed, atol=1e-6, rtol=1e-6)
+    for plain, *recomputed in zip(*gradients, strict=True):
+        for one in recomputed:
+            torch.testing.assert_close(plain, one, atol=1e-6, rtol=1e-6)
 
 
 def test_values_are_the_head_of_the_state_before_each_token(folder: Path, ranks: Ranks) -> None:

@@ -23,6 +23,17 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."
     )
+    gradient_checkpointing_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="With enable_gradient_checkpointing: share of the layers that recompute; the rest keep their activations, where there is memory.",
+    )
     load_format: Literal["auto", "random"] = Field(
         "auto", description="random: ignore the weights on disk and draw them from the seed (benchmarks)."
     )
+
+    @property
+    def checkpointed_share(self) -> float:
+        """Share of the layers that recompute their activations; 0 for none."""
+        return self.gradient_checkpointing_share if self.enable_gradient_checkpointing else 0.0

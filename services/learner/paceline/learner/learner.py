@@ -53,7 +53,7 @@ class Learner:
             model.path,
             ranks,
             masters,
-            gradient_checkpointing=model.enable_gradient_checkpointing,
+            checkpointed_share=model.checkpointed_share,
             random_seed=seed if random_weights else None,
         )
         critic = reference = None
@@ -63,7 +63,7 @@ class Learner:
                 ranks,
                 masters,
                 seed=seed,
-                gradient_checkpointing=model.enable_gradient_checkpointing,
+                checkpointed_share=model.checkpointed_share,
                 random_weights=random_weights,
             )
             critic = _trainable(values, config.critic.optim, config.critic.grad_clip, config)

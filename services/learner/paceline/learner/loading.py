@@ -65,7 +65,7 @@ def load_policy(
     ranks: Ranks,
     precision: Precision,
     *,
-    gradient_checkpointing: bool = False,
+    checkpointed_share: float = 0.0,
     random_seed: int | None = None,
 ) -> PolicyNetwork:
     """A sharded policy.
@@ -74,13 +74,14 @@ def load_policy(
         folder: Hugging Face layout.
         ranks: who shares it.
         precision: of computing and storing.
-        gradient_checkpointing: recompute activations in the backward pass.
+        checkpointed_share: of the layers, from the first on, that recompute their activations in the backward pass. The last ones'
+            activations are gone before the first recomputation.
         random_seed: draw the weights from it instead of reading them.
 
     Raises:
         ModelError: tensors are missing or have other shapes than the model.
     """
-    lm = _empty_lm(read_config(folder), gradient_checkpointing)
+    lm = _empty_lm(read_config(folder), checkpointed_share)
     network = PolicyNetwork(lm)
     _materialise(network, body_of(lm), lm, ranks, precision)
     _fill(network, _source(folder, random_seed, lm.config))
@@ -93,11 +94,11 @@ def load_critic(
     precision: Precision,
     *,
     seed: int,
-    gradient_checkpointing: bool = False,
+    checkpointed_share: float = 0.0,
     random_weights: bool = False,
 ) -> ValueNetwork:
     """A sharded critic; its value head is drawn from the seed where the folder has none. Arguments as `load_policy`."""
-    lm = _empty_lm(read_config(folder), gradient_checkpointing)
+    lm = _empty_lm(read_config(folder), checkpointed_share)
     with torch.device("meta"):
         network = ValueNetwork(lm, hidden_size(lm.config))
     _materialise(network, network.body, lm, ranks, precision)
@@ -129,7 +130,7 @@ def as_fsdp(network: nn.Module) -> FSDPModule:
     return network
 
 
-def _empty_lm(config: Any, gradient_checkpointing: bool) -> Any:
+def _empty_lm(config: Any, checkpointed_share: float) -> Any:
     """The model on the meta device: shapes without storage."""
     from transformers import AutoModelForCausalLM
 
@@ -138,8 +139,11 @@ def _empty_lm(config: Any, gradient_checkpointing: bool) -> Any:
         lm = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention.PACKED_ATTENTION, dtype=torch.float32
         )
-    if gradient_checkpointing:
+    if checkpointed_share:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        layers = decoder_layers(body_of(lm))
+        for layer in layers[math.ceil(checkpointed_share * len(layers)) :]:
+            layer.gradient_checkpointing = False  # type: ignore[assignment]
     lm.train()
     return lm
 

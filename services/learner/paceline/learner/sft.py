@@ -207,7 +207,7 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
         model.path,
         ranks,
         Precision(compute=DTYPES[model.dtype]),
-        gradient_checkpointing=model.enable_gradient_checkpointing,
+        checkpointed_share=model.checkpointed_share,
         random_seed=config.seed if model.load_format == "random" else None,
     )
     pairs, num_left_out = read_pairs(config)
