@@ -55,6 +55,17 @@ def test_greedy_scores_give_the_same_on_two_ranks(model: Path, two_ranks: tuple[
             assert value == pytest.approx(theirs[name], abs=2e-5, rel=1e-4), name
 
 
+def test_going_back_leaves_nothing_of_the_steps_in_between(
+    model: Path, two_ranks: tuple[list[Any], Path]
+) -> None:
+    (_, _, _, first, *_), (_, _, _, second, *_) = two_ranks[0]
+    back, fresh = first
+    assert back == fresh  # to the last bit
+    assert first == second
+    # Step 4 of the run that did not go back started from other weights.
+    assert back["actor/pg_loss"] != two_ranks[0][0][0][3]["actor/pg_loss"]
+
+
 def test_an_error_of_one_rank_is_every_ranks_and_nothing_has_changed(
     two_ranks: tuple[list[Any], Path],
 ) -> None:

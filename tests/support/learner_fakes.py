@@ -76,7 +76,7 @@ def run_config(folder: Path, /, **sections: dict[str, Any]) -> RunConfig:
         "learner": {"device": "cpu", "threads": 1, "collective_timeout_s": 30},
     }
     for name, values in sections.items():
-        tree[name] = {**tree[name], **values}
+        tree[name] = {**tree.get(name, {}), **values}
     return parse(RunConfig, json.loads(json.dumps(tree)))
 
 

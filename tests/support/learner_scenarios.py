@@ -70,6 +70,19 @@ def remax_steps(ranks: Ranks, model: str) -> list[dict[str, float]]:
     return [numbers(take_step(learner, step, with_greedy=True)) for step in (1, 2)]
 
 
+def going_back(ranks: Ranks, model: str, folder: str) -> list[dict[str, float]]:
+    """Step 4 after going back from 3 to 2, and by a fresh learner that loaded the checkpoint and is called version 3 too."""
+    learner = Learner.build(config_of(model), ranks)
+    train(learner, 1, 2)
+    checkpoint.save(learner, Path(folder), step=2, controller_state=b"{}")
+    train(learner, 3, 3)
+    checkpoint.go_back(learner, Path(folder))
+    fresh = Learner.build(config_of(model), ranks)
+    checkpoint.load(fresh, Path(folder))
+    fresh.version = learner.version
+    return [numbers(take_step(one, 4)) for one in (learner, fresh)]
+
+
 def one_rank_has_bad_rows(ranks: Ranks, model: str) -> list[str]:
     """Rank 1 finds a trajectory of another policy: every rank says so, nothing has changed, and the step can be repeated."""
     learner = Learner.build(config_of(model), ranks)
@@ -112,6 +125,7 @@ def everything(ranks: Ranks, model: str, folder: str) -> list[Any]:
         five_steps_with_a_checkpoint(ranks, model, folder),
         resumed_steps(ranks, model, folder),
         remax_steps(ranks, model),
+        going_back(ranks, model, f"{folder}_again"),
         one_rank_has_bad_rows(ranks, model),
         one_rank_fails(ranks),
     ]

@@ -17,6 +17,7 @@ from paceline.broker.memory import MemoryBroker
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.audit import read
+from paceline.controller.checkpoints import ControllerState
 from paceline.controller.collect import Collector
 from paceline.controller.fleet_watch import FleetWatch
 from paceline.controller.guard_watch import GuardWatch
@@ -67,8 +68,16 @@ def prompts(num: int) -> PromptSet:
 class Run:
     """A sequencer with all its parts; `peers` and `fleet` are what tests pull at; `notices` is what people were told."""
 
-    def __init__(self, cfg: RunConfig, folder: Path, broker: MemoryBroker, box: Mailbox) -> None:
-        self.folder, self.broker, self.peers, self.config = folder, broker, FakePeers(), cfg
+    def __init__(
+        self,
+        cfg: RunConfig,
+        folder: Path,
+        broker: MemoryBroker,
+        box: Mailbox,
+        fakes: FakePeers | None = None,
+        resumed: ControllerState | None = None,
+    ) -> None:
+        self.folder, self.broker, self.peers, self.config = folder, broker, fakes or FakePeers(), cfg
         clock, self.hub = SystemClock(), EventHub()
         self.notices: list[str] = []
         self.hub.notice = self.notices.append  # type: ignore[method-assign]
@@ -76,6 +85,12 @@ class Run:
         self.guard = GuardWatch(cfg, self.journal, self.hub)
         self.fleet = FleetWatch(Fleet(clock, suspect_after_s=5, dead_after_s=12), self.journal, self.hub)
         train = prompts(7)
+        cursor = PromptCursor(train.ids(), batch_size=cfg.data.train_batch_size, seed=0)
+        last_step = -1
+        if resumed is not None:
+            cursor.restore(resumed.cursor)
+            self.guard.load_state_dict(resumed.guard)
+            last_step = resumed.step
         peers: Any = self.peers
         self.sequencer = Sequencer(
             config=cfg,
@@ -84,7 +99,7 @@ class Run:
             inputs=Inputs(
                 train=train,
                 val=prompts(2),
-                cursor=PromptCursor(train.ids(), batch_size=3, seed=0),
+                cursor=cursor,
                 stop_token_ids=(0,),
             ),
             broker=broker,
@@ -103,8 +118,8 @@ class Run:
             journal=self.journal,
             hub=self.hub,
             guard=self.guard,
-            metrics_file=MetricsFile(folder / "metrics.jsonl", last_step=-1),
-            progress=Progress(),
+            metrics_file=MetricsFile(folder / "metrics.jsonl", last_step=last_step),
+            progress=Progress(step=max(0, last_step)),
         )
 
     def _alive(self) -> None:
@@ -143,7 +158,16 @@ class Run:
 
 @contextlib.asynccontextmanager
 async def run(folder: Path, **changes: Any) -> AsyncIterator[Run]:
+    async with run_of(config(**changes), folder) as it:
+        yield it
+
+
+@contextlib.asynccontextmanager
+async def run_of(
+    cfg: RunConfig, folder: Path, fakes: FakePeers | None = None, resumed: ControllerState | None = None
+) -> AsyncIterator[Run]:
+    """A run of a configuration, with these peers, from its start or from a checkpoint."""
     broker = MemoryBroker()
     await broker.ensure_group(names.trajectories(RUN), names.REWARD_GROUP)
     async with Mailbox(broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
-        yield Run(config(**changes), folder, broker, box)
+        yield Run(cfg, folder, broker, box, fakes, resumed)

@@ -1,0 +1,267 @@
+"""Faults put into a run of a real learner under the real loop: the rule that should fire fires, and the weights stay what they should."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.controller.audit import violations
+from paceline.controller.checkpoints import newest
+from paceline.core.errors import GuardError
+from paceline.learner import checkpoint, update
+from paceline.learner.learner import Learner
+from paceline.learner.loading import as_fsdp, hugging_face_names
+from paceline.learner.ranks import Ranks
+from support.fake_fleet import Answer
+from support.learner_fakes import run_config, write_model
+from support.learner_peers import LearnerPeers
+from support.learner_ranks import alone
+from support.sequencer_run import Run, run_of
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[Ranks]:
+    with alone() as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    """Copies of what learns."""
+    assert learner.critic is not None
+    found = {}
+    for kind, network in (("actor", learner.actor.network), ("critic", learner.critic.network)):
+        as_fsdp(network).reshard()
+        found |= {f"{kind}.{n}": p.full_tensor().clone() for n, p in hugging_face_names(network)}
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], kind: str = "") -> bool:
+    return all(torch.equal(value, b[name]) for name, value in a.items() if name.startswith(kind))
+
+
+def rewards(fault: dict[int, float] | None = None, constant_from: int = 10**9) -> Answer:
+    """Different in every sample; one of 1e6, say, in the steps of `fault`; the same for all from a step on."""
+
+    def answer(group: Any, index: int) -> dict[str, Any]:
+        value = float((group.prompt_id * 3 + index * 5) % 4)
+        if group.step >= constant_from:
+            value = 1.0
+        if index == 0 and fault and group.step in fault:
+            value = fault[group.step]
+        return {"reward": value, "reward_error": None}
+
+    return answer
+
+
+class Faulty:
+    """A run with its learner; `seen` are the weights before each step and at the end."""
+
+    def __init__(self, model: Path, ranks: Ranks, steps: int, **guard: Any) -> None:
+        self.config = run_config(
+            model,
+            data={"train_batch_size": 4},
+            actor={"ppo_mini_batch_size": 2},
+            rollout={"n": 4, "replicas": 2},
+            trainer={"total_steps": steps, "save_freq": 1, "val_before_train": False},
+            # Made-up tokens are no sample of the policy: only what a test is about may act.
+            guard={"min_history": 2, "ppo_kl": {"skip": None}, **guard},
+        )
+        self.learner = Learner.build(self.config, ranks)
+        self.peers = LearnerPeers(self.learner, 4, 4)
+        self.seen: dict[int, dict[str, torch.Tensor]] = {}
+        self.act: Any = lambda step: None
+
+    def _before(self, step: int) -> None:
+        self.seen[step] = weights(self.learner)
+        self.act(step)
+
+    async def go(self, it: Run, answer: Answer) -> None:
+        await it.enlist_all()
+        self.peers.before = self._before
+        try:
+            await it.go(answer)
+        finally:
+            self.seen[self.learner.version + 1] = weights(self.learner)
+
+
+def of(it: Run, rule: str) -> list[dict[str, Any]]:
+    return [e for e in it.events() if e["event"] == "guard" and e["rule"] == rule]
+
+
+async def test_a_batch_with_a_reward_of_a_million_is_not_trained(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    run = Faulty(model, ranks, 4)
+    async with run_of(run.config, tmp_path, run.peers) as it:
+        await run.go(it, rewards(fault={3: 1e6}))
+    (event,) = of(it, "reward_jump")
+    assert (event["step"], event["action"], event["bound"], event["skipped"]) == (3, "skip", 1000.0, 1)
+    # 4 of 16 rewards are 1e6, the rest near 0: a spread of 1e6 sqrt(3) / 4.
+    assert event["value"] == pytest.approx(1e6 * 3**0.5 / 4, rel=1e-4)
+    assert event["reference"] == pytest.approx(1.0, rel=0.5)
+    assert not same(run.seen[1], run.seen[2])
+    assert not same(run.seen[2], run.seen[3])
+    assert same(run.seen[3], run.seen[4]), "the poisoned batch moved weights"
+    assert not same(run.seen[4], run.seen[5])
+    rows = it.lines()
+    assert (rows[3]["actor/skipped_updates"], rows[3]["critic/skipped_updates"]) == (2, 2)
+    assert "reward_jump" in next(e for e in it.events() if e["event"] == "update_skipped")["reason"]
+
+
+class _NanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * float("nan")
+
+
+async def test_a_nan_gradient_is_not_taken_and_ends_the_run_where_it_lasts(
+    model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Faulty(model, ranks, 9, non_finite={"patience": 2})
+    honest, bad = update.PolicyLoss.__call__, {2, 4, 5}
+
+    def poisoned(self: Any, part: Any, whole: Any) -> Any:
+        loss, sums = honest(self, part, whole)
+        return (_NanGradient.apply(loss) if run.learner.version + 1 in bad else loss), sums
+
+    monkeypatch.setattr(update.PolicyLoss, "__call__", poisoned)
+    async with run_of(run.config, tmp_path, run.peers) as it:
+        with pytest.raises(
+            GuardError, match="step 5: .* stop: actor numbers that are not finite is 2, above 0"
+        ):
+            await run.go(it, rewards())
+    found = [(e["step"], e["network"], e["action"], e["value"], e["skipped"]) for e in of(it, "non_finite")]
+    assert found == [(2, "actor", "warn", 2.0, 2), (4, "actor", "warn", 2.0, 2), (5, "actor", "stop", 2.0, 2)]
+    for step in (2, 4, 5):
+        assert same(run.seen[step], run.seen[step + 1], "actor")
+        assert not same(run.seen[step], run.seen[step + 1], "critic")
+    assert not same(run.seen[3], run.seen[4], "actor")
+
+
+def raise_rate(run: Faulty, at: int) -> Any:
+    """From step `at` on the policy learns a hundred times faster."""
+    schedule = run.learner.actor.schedule
+
+    def act(step: int) -> None:
+        if step == at:
+            fast = dataclasses.replace(schedule, peak=100 * schedule.peak)
+            run.learner.actor = dataclasses.replace(run.learner.actor, schedule=fast)
+
+    return act
+
+
+async def test_a_learning_rate_a_hundred_times_too_high_stops_the_updates_of_the_step(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    # 0.2, since 0.05 is passed here by the healthy rate as well: the tokens are no samples of this policy.
+    run = Faulty(model, ranks, 3, ppo_kl={"skip": 0.2})
+    run.act = raise_rate(run, 3)
+    async with run_of(run.config, tmp_path, run.peers) as it:
+        await run.go(it, rewards())
+    *earlier, event = of(it, "ppo_kl")
+    assert all(e["action"] == "warn" for e in earlier)
+    # The first mini-batch is on policy and was taken; the second saw what it did.
+    assert (event["step"], event["action"], event["bound"], event["skipped"]) == (3, "skip", 0.2, 1)
+    assert event["value"] > 0.2
+    assert it.lines()[3]["actor/skipped_updates"] == 1
+    assert it.lines()[3]["actor/ppo_kl_max"] == event["value"]
+
+
+async def test_a_rollback_restores_the_weights_and_goes_on_slower(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    run = Faulty(model, ranks, 5, ppo_kl={"skip": None, "rollback": 0.2})
+    fast, schedule = raise_rate(run, 3), run.learner.actor.schedule
+
+    def act(step: int) -> None:
+        fast(step)
+        if step == 4:
+            run.learner.actor = dataclasses.replace(run.learner.actor, schedule=schedule)
+
+    run.act = act
+    async with run_of(run.config, tmp_path, run.peers) as it:
+        await run.go(it, rewards())
+    (event,) = [e for e in it.events() if e["event"] == "rollback"]
+    assert (event["step"], event["to_step"]) == (3, 2)
+    # Before step 3 the weights were those of step 2; so they are before step 4.
+    assert same(run.seen[3], run.seen[4])
+    assert not same(run.seen[4], run.seen[5])
+    rows = it.lines()
+    assert rows[4]["actor/lr"] == pytest.approx(0.5 * rows[2]["actor/lr"])
+    assert rows[4]["critic/lr"] == pytest.approx(0.5 * rows[2]["critic/lr"])
+    assert run.learner.version == 5
+    assert violations(it.events(), num_samples=4) == []
+
+
+async def test_rewards_that_become_constant_are_noticed_and_end_the_run_where_told_to(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    run = Faulty(model, ranks, 9, reward_constant={"stop": 0.0, "patience": 3})
+    async with run_of(run.config, tmp_path, run.peers) as it:
+        with pytest.raises(GuardError, match="step 5: .*spread of the rewards is 0, at or below 0"):
+            await run.go(it, rewards(constant_from=3))
+    assert [(e["step"], e["action"], e["value"]) for e in of(it, "reward_constant")] == [
+        (3, "warn", 0.0),
+        (4, "warn", 0.0),
+        (5, "stop", 0.0),
+    ]
+
+
+async def test_a_run_that_is_started_again_goes_on_with_adjustments_medians_and_streaks(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    guard = {"reward_jump": {"skip": None, "lower_lr": 0.0, "patience": 2}, "grad_norm": {"warn": 0.5}}
+
+    def numbers(it: Run) -> dict[int, dict[str, Any]]:
+        varying = ("timing_s/", "weights/", "perf/", "barrier/")
+        return {
+            row["step"]: {k: v for k, v in row.items() if not k.startswith(varying)} for row in it.lines()
+        }
+
+    whole = Faulty(model, ranks, 6, **guard)
+    async with run_of(whole.config, tmp_path / "whole", whole.peers) as first:
+        await whole.go(first, rewards())
+    # A median from step 3 on, so the second step in a row is the fourth: it is waited for across the restart.
+    assert [row["guard/lr_scale"] for row in first.lines()[1:]] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5]
+
+    half = Faulty(model, ranks, 6, **guard)
+
+    def stop_in_4(step: int) -> None:
+        if step == 4:
+            raise ZeroDivisionError("the learner dies")
+
+    half.act = stop_in_4
+    async with run_of(half.config, tmp_path / "half", half.peers) as broken:
+        with pytest.raises(ZeroDivisionError):
+            await half.go(broken, rewards())
+    found = newest(tmp_path / "half")
+    assert found is not None
+    folder, state = found
+    assert state.step == 3
+    histories = json.loads((folder / "manifest.json").read_text())["learner"]["guard_histories"]
+    assert len(histories["actor/grad_norm"]) == 6
+
+    rest = Faulty(model, ranks, 6, **guard)
+    checkpoint.load(rest.learner, folder)
+    rest.peers = LearnerPeers(rest.learner, 4, 4)
+    async with run_of(rest.config, tmp_path / "half", rest.peers, state) as second:
+        await rest.go(second, rewards())
+    assert numbers(second) == numbers(first)
+    assert same(whole.seen[7], rest.seen[7])

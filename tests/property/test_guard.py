@@ -1,0 +1,94 @@
+"""The warden over any sequence of readings: bounded scales, counted rollbacks, and a state that can be put down anywhere."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config.guard import GuardConfig
+from paceline.controller.warden import Decision, Warden
+from paceline.core.guard import Action, Limits, Reading, crossed, worst
+
+CONFIG = GuardConfig.model_validate(
+    {
+        "ppo_kl": {"warn": 0.1, "skip": 0.2, "lower_lr": 0.3, "rollback": 0.6, "stop": 0.95},
+        "reference_kl": {"lower_kl_coef": 0.3, "fixed_kl": 0.6, "patience": 2},
+        "entropy_low": {"warn": 0.5, "lower_kl_coef": 0.1},
+        "max_rollbacks": 2,
+    }
+)
+values = st.floats(0, 1, allow_nan=False)
+steps = st.lists(
+    st.fixed_dictionaries({}, optional={"ppo_kl": values, "reference_kl": values, "entropy_low": values}),
+    max_size=25,
+)
+
+
+def readings(step: dict[str, float]) -> list[Reading]:
+    return [Reading(rule=rule, value=value) for rule, value in sorted(step.items())]
+
+
+def see(warden: Warden, number: int, step: dict[str, float]) -> Decision:
+    decision = warden.see(number, readings(step))
+    if decision.rollback:
+        warden.rolled_back()
+    return decision
+
+
+@given(steps)
+@settings(max_examples=150, deadline=None)
+def test_whatever_comes_the_run_is_adjusted_within_bounds(sequence: list[dict[str, float]]) -> None:
+    warden, rollbacks = Warden(CONFIG, kl_coef=0.01), 0
+    lr, kl = 1.0, 1.0
+    for number, step in enumerate(sequence, 1):
+        decision = see(warden, number, step)
+        rollbacks += decision.rollback
+        assert not (decision.rollback and decision.stop)
+        assert rollbacks == warden.num_rollbacks <= 2
+        now = warden.adjustments
+        # Scales only fall, at most one factor a step for each, and never below the least.
+        assert now.lr_scale in (lr, max(CONFIG.min_scale, lr * 0.5))
+        assert now.kl_scale in (kl, max(CONFIG.min_scale, kl * 0.5))
+        assert now.fixed_kl_coef in (None, 0.01)
+        lr, kl = now.lr_scale, now.kl_scale
+        beyond_a_warning = any(
+            set(crossed(CONFIG.limits[one.rule], one)) - {Action.WARN} for one in readings(step)
+        )
+        assert decision.good is not beyond_a_warning
+        if step.get("ppo_kl", 0.0) > 0.95:
+            assert decision.stop
+        if decision.stop:
+            break
+
+
+@given(steps, st.integers(0, 25))
+@settings(max_examples=150, deadline=None)
+def test_its_state_may_be_put_down_and_taken_up_after_any_step(
+    sequence: list[dict[str, float]], cut: int
+) -> None:
+    straight, broken = Warden(CONFIG, kl_coef=0.01), Warden(CONFIG, kl_coef=0.01)
+    for number, step in enumerate(sequence, 1):
+        if number == cut:
+            state = json.loads(json.dumps(broken.state_dict()))
+            broken = Warden(CONFIG, kl_coef=0.01)
+            broken.load_state_dict(state)
+        assert see(straight, number, step) == see(broken, number, step)
+    assert straight.state_dict() == broken.state_dict()
+
+
+@given(st.permutations([0.01, 0.04, 0.2, 0.2, 0.5, -3.0]))
+def test_the_worst_does_not_depend_on_the_order(order: list[float]) -> None:
+    for rule, expected in (("ppo_kl", 0.5), ("entropy_low", -3.0)):
+        (found,) = worst(Reading(rule=rule, value=value, num_skipped=1) for value in order)
+        assert (found.value, found.num_skipped) == (expected, 6)
+
+
+@given(values, st.dictionaries(st.sampled_from(list(Action)), values))
+def test_a_worse_value_crosses_at_least_the_same_bounds(value: float, bounds: dict[Action, float]) -> None:
+    limits = Limits(bounds=bounds)
+    milder = set(crossed(limits, Reading(rule="ppo_kl", value=value)))
+    worse = set(crossed(limits, Reading(rule="ppo_kl", value=value + 0.1)))
+    assert milder <= worse
+    assert {a for a in bounds if bounds[a] < value} == milder
