@@ -7,8 +7,14 @@ from typing import get_args
 import pytest
 import torch
 
-from paceline.config.actor import PolicyLossName
-from paceline.config.algorithm import CRITIC_ESTIMATORS, GREEDY_ESTIMATORS, AdvEstimator, KLKind
+from paceline.config.actor import ActorConfig, PolicyLossName
+from paceline.config.algorithm import (
+    CRITIC_ESTIMATORS,
+    GREEDY_ESTIMATORS,
+    AdvEstimator,
+    AlgorithmConfig,
+    KLKind,
+)
 from paceline.core.errors import ConfigError
 from paceline.learner.algorithms import advantages, kl, registry
 from paceline.learner.algorithms.estimation import estimate_advantages
@@ -117,6 +123,32 @@ def test_options_are_taken_by_name_and_missed_by_name():
     ]
     with pytest.raises(ConfigError, match="gae needs the option 'lam'; options given: gamma"):
         registry.select_options(registry.adv_estimator("gae").function, {"gamma": 1.0})
+
+
+def test_options_come_from_the_configuration_by_their_names():
+    actor = ActorConfig(clip_ratio_low=0.1, use_dual_clip=False, cov_fraction=0.5, tau_negative=3.0)
+    taken = {name: registry.configured_options(loss, actor) for name, loss in registry.POLICY_LOSSES.items()}
+    assert taken == {
+        "ppo_clip": {"clip_low": 0.1, "clip_high": 0.2, "dual_clip_c": None},
+        "gspo": {"clip_low": 0.1, "clip_high": 0.2},
+        "cispo": {"clip_low": 0.1, "clip_high": 0.2},
+        "kl_cov": {"cov_fraction": 0.5, "cov_kl_coef": 1.0},
+        "clip_cov": {"clip_low": 0.1, "clip_high": 0.2, "cov_fraction": 0.5, "cov_low": 1.0, "cov_high": 5.0},
+        "gpg": {},
+        "sapo": {"tau_positive": 1.0, "tau_negative": 3.0},
+        "geo_mean": {"clip_low": 0.1, "clip_high": 0.2},
+    }
+    algorithm = AlgorithmConfig(gamma=0.9, lam=0.8, alpha=0.3, norm_adv_by_std_in_grpo=False)
+    assert {
+        name: options
+        for name, one in registry.ADV_ESTIMATORS.items()
+        if (options := registry.configured_options(one.function, algorithm))
+    } == {
+        "gae": {"gamma": 0.9, "lam": 0.8},
+        "vapo": {"gamma": 0.9, "lam_policy": None, "lam_critic": 1.0, "alpha": 0.3},
+        "grpo": {"normalize_by_std": False},
+        "reinforce_plus_plus": {"gamma": 0.9},
+    }
 
 
 def test_an_estimator_without_its_tensors_says_which():

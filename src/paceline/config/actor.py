@@ -99,6 +99,11 @@ class ActorConfig(Section):
         """The upper clip range in force."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
+    @property
+    def dual_clip_c(self) -> float | None:
+        """The dual clip's bound in force; None without one."""
+        return self.clip_ratio_c if self.use_dual_clip else None
+
     @model_validator(mode="after")
     def _bounds(self) -> ActorConfig:
         if self.policy_loss == "ppo_clip" and self.use_dual_clip and self.clip_ratio_c <= 1 + self.clip_high:

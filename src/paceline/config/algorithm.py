@@ -99,3 +99,8 @@ class AlgorithmConfig(Section):
     overlong: OverlongConfig = OverlongConfig()
     resample: ResampleConfig = ResampleConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+
+    @property
+    def normalize_by_std(self) -> bool:
+        """norm_adv_by_std_in_grpo, by the name of the function's option."""
+        return self.norm_adv_by_std_in_grpo

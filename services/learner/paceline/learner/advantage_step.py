@@ -107,9 +107,13 @@ def compute_advantages(
         everywhere[index] = rows
         return ranks.all_sum(everywhere)
 
+    options = registry.configured_options(estimator.function, config.algorithm)
+    if critic_alone and config.critic.warmup_lam is not None:
+        # The advantages are not used; gae makes the critic's targets with lam, vapo with lam_critic.
+        options |= {"lam": config.critic.warmup_lam, "lam_critic": config.critic.warmup_lam}
     advantages, returns = estimate_advantages(
         estimator,
-        _options(config, critic_alone),
+        options,
         token_rewards=token_rewards,
         mask=mask,
         group_ids=torch.tensor(group_ids, dtype=torch.int64, device=device)[index],
@@ -126,23 +130,6 @@ def compute_advantages(
         num_sequences=len(scores),
         metrics=metrics,
     )
-
-
-def _options(config: RunConfig, critic_alone: bool) -> dict[str, float | None]:
-    """Everything that an estimator may ask for, by the names of its parameters."""
-    algorithm = config.algorithm
-    options = {
-        "gamma": algorithm.gamma,
-        "lam": algorithm.lam,
-        "lam_policy": algorithm.lam_policy,
-        "lam_critic": algorithm.lam_critic,
-        "alpha": algorithm.alpha,
-        "normalize_by_std": algorithm.norm_adv_by_std_in_grpo,
-    }
-    if critic_alone and config.critic.warmup_lam is not None:
-        # The advantages are not used; gae makes the critic's targets with lam, vapo with lam_critic.
-        options |= {"lam": config.critic.warmup_lam, "lam_critic": config.critic.warmup_lam}
-    return options
 
 
 def _mean_over_sequences(table: Tensor, mask: Tensor, num_sequences: int, ranks: Ranks) -> float:

@@ -7,12 +7,10 @@ for the metrics, whose `names` it has: the whole loss first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.config.actor import ActorConfig
 from paceline.config.run import RunConfig
 from paceline.learner.advantage_step import Prepared
 from paceline.learner.algorithms import kl, registry
@@ -36,7 +34,7 @@ class PolicyLoss:
         self._temperature = config.rollout.temperature
         self._constant = config.actor.loss_agg_constant or float(config.data.max_response_length)
         self._function = registry.policy_loss(config.actor.policy_loss)
-        self._options = registry.select_options(self._function, loss_options(config.actor))
+        self._options = registry.configured_options(self._function, config.actor)
         self._selects = registry.selects_tokens(self._function)
         more = ("cov_frac",) if self._selects else ()
         self._token_metrics = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", *more)
@@ -94,21 +92,6 @@ class ValueLoss:
         per_token, found = clipped_value_loss(values, part.values, part.returns, batch.mask, self._clip)
         total = aggregate(per_token, batch.mask, "token-mean", num_tokens=whole.num_tokens)
         return total, _sums(total, batch, found, self.names[1:], whole)
-
-
-def loss_options(actor: ActorConfig) -> dict[str, Any]:
-    """Everything that a policy loss may ask for, by the names of its parameters."""
-    return {
-        "clip_low": actor.clip_low,
-        "clip_high": actor.clip_high,
-        "dual_clip_c": actor.clip_ratio_c if actor.use_dual_clip else None,
-        "cov_fraction": actor.cov_fraction,
-        "cov_kl_coef": actor.cov_kl_coef,
-        "cov_low": actor.cov_low,
-        "cov_high": actor.cov_high,
-        "tau_positive": actor.tau_positive,
-        "tau_negative": actor.tau_negative,
-    }
 
 
 def _sums(

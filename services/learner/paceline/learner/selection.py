@@ -11,7 +11,6 @@ from torch import Tensor
 from paceline.config.actor import ActorConfig
 from paceline.learner.algorithms import registry
 from paceline.learner.algorithms.covariance import highest_covariance
-from paceline.learner.losses import loss_options
 from paceline.learner.mini_batches import MiniBatch
 from paceline.learner.ranks import Ranks
 
@@ -29,7 +28,7 @@ def with_selected_tokens(
     loss = registry.policy_loss(actor.policy_loss)
     if not registry.selects_tokens(loss):
         return list(mini_batches)
-    asked = registry.select_options(loss, loss_options(actor))
+    asked = registry.configured_options(loss, actor)
     options = {name: value for name, value in asked.items() if name in _SELECTION_OPTIONS}
     return [_select(mini, options, ranks) for mini in mini_batches]
 

@@ -132,6 +132,16 @@ def option_names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(function).parameters if name not in tensors)
 
 
+def configured_options(function: Callable[..., Any], section: object) -> dict[str, Any]:
+    """The options of an estimator or loss that a section of the configuration has values for, found by their names.
+
+    Raises:
+        ConfigError: an option without default is not there.
+    """
+    names = [name for name in option_names(function) if hasattr(section, name)]
+    return select_options(function, {name: getattr(section, name) for name in names})
+
+
 def select_options(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `available` that `function` has parameters for, by name.
 
