@@ -158,13 +158,13 @@ class Receiver:
 def raw_exchange(group: WeightGroup, *, sending: bool) -> None:
     """One message per pair of as many bytes as a push moves between them."""
     sizes: dict[int, int] = {}
-    for (source, destination, _), size in group.plan.message_sizes.items():
-        mine, peer = (source, destination + NUM_LEARNERS) if sending else (destination + NUM_LEARNERS, source)
+    for key, size in group.plan.message_sizes.items():
+        mine, peer = (key.sender, key.receiver) if sending else (key.receiver, key.sender)
         if mine == group.rank:
             sizes[peer] = sizes.get(peer, 0) + size
-    messages = [(torch.zeros(size), peer) for peer, size in sizes.items()]
+    messages = [(torch.zeros(size), peer, 9) for peer, size in sizes.items()]
     deadline = Deadline("raw", TIMEOUT_S)
-    group._post(messages if sending else [], [] if sending else messages, 9, deadline).wait(deadline)
+    group._post(messages if sending else [], [] if sending else messages, deadline).wait(deadline)
 
 
 def serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

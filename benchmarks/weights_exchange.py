@@ -21,26 +21,23 @@ _EPOCHS_ASIDE = 1_000_000
 
 
 def plain_messages(group: WeightGroup, repeats: int) -> list[float]:
-    """Milliseconds of each of `repeats` rounds, back to back: one message per pair, of as many bytes as a push moves."""
-    first, sizes = group.spec.num_learners, dict[int, int]()
-    for (source, destination, _), size in group.plan.message_sizes.items():
-        ends = (source, destination + first)
-        if group.rank in ends:
-            peer = ends[1 - ends.index(group.rank)]
-            sizes[peer] = sizes.get(peer, 0) + size
-    sending, dtype = group.rank < first, DTYPES[group.spec.wire_dtype]
-    if sending:
-        shared = torch.ones(max(sizes.values()), dtype=dtype, device=group.device)
-        messages = [(shared[:size], peer) for peer, size in sizes.items()]
-    else:
-        messages = [
-            (torch.empty(size, dtype=dtype, device=group.device), peer) for peer, size in sizes.items()
-        ]
+    """Milliseconds of each of `repeats` rounds, back to back: one message per pair, of as many bytes as a push moves between them."""
+    sizes: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    for key, size in group.plan.message_sizes.items():
+        for end, peer, mine in ((key.sender, key.receiver, 0), (key.receiver, key.sender, 1)):
+            if end == group.rank:
+                sizes[mine][peer] = sizes[mine].get(peer, 0) + size
+    dtype = DTYPES[group.spec.wire_dtype]
+    shared = torch.ones(max(sizes[0].values(), default=0), dtype=dtype, device=group.device)
+    sends = [(shared[:size], peer) for peer, size in sizes[0].items()]
+    receives = [
+        (torch.empty(size, dtype=dtype, device=group.device), peer) for peer, size in sizes[1].items()
+    ]
     deadline = Deadline("plain messages", TIMEOUT_S)
     marks = [mark(group.device)]
     for number in range(repeats + 1):
-        ends = (messages, []) if sending else ([], messages)
-        group._post(*ends, 1 << 16 | number, deadline).wait(deadline)
+        ends = [[(tensor, peer, 1 << 16 | number) for tensor, peer in side] for side in (sends, receives)]
+        group._post(ends[0], ends[1], deadline).wait(deadline)
         marks.append(mark(group.device))
     group._finish(deadline)
     # The first includes waiting for the others to begin.

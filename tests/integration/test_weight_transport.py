@@ -63,10 +63,13 @@ class FlatModel(nn.Module):
 class Fleet:
     """One unsharded learner and some rollout ranks, each in a thread of its own."""
 
-    def __init__(self, model: DenseModel, size: int, *, moe: bool = False, load: Any = None) -> None:
+    def __init__(
+        self, model: DenseModel, size: int, *, engines: int = 1, moe: bool = False, load: Any = None
+    ) -> None:
         self.source = FlatModel(model.shapes(), seed=0)
         self.publisher = WeightPublisher(self.source, CPU, "gloo")
-        self.models = [fake_qwen2(model, rank, size, moe=moe) for rank in range(size)]
+        self.size = size
+        self.models = [fake_qwen2(model, rank, size, moe=moe) for _ in range(engines) for rank in range(size)]
         self.receivers = [RankReceiver(m, CPU, load or refuse_full) for m in self.models]
         self.epoch = 0
 
@@ -121,9 +124,8 @@ def run_all(*calls: Callable[[], Any]) -> list[Any]:
 def check_parameters(fleet: Fleet, model: DenseModel, dtype: torch.dtype = torch.float32) -> None:
     """Every element is where the hand-written layout says, and padding was not touched."""
     named = dict(fleet.source.named_parameters())
-    size = len(fleet.models)
     for rank, fake in enumerate(fleet.models):
-        layout, shapes = tp_layout(model, rank, size)
+        layout, shapes = tp_layout(model, rank % fleet.size, fleet.size)
         expected = {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in shapes.items()}
         for part in layout.slices:
             value = named[part.name].detach()[part.box.slices].to(dtype)
@@ -155,6 +157,73 @@ def test_a_push_fills_every_rank(size: int, kv_heads: int, tied: bool) -> None:
                 param.mul_(1.5).add_(0.25)
 
 
+@pytest.mark.parametrize(
+    ("engines", "size", "kv_heads", "round_bytes"), [(3, 1, 2, 1000), (2, 2, 1, 1000), (4, 1, 2, 1 << 20)]
+)
+def test_a_push_is_passed_on_between_rollout_ranks(
+    engines: int, size: int, kv_heads: int, round_bytes: int
+) -> None:
+    """Every byte that several need leaves the learner once, every rank ends with the same, and staging stays two rounds."""
+    model = dense(kv_heads=kv_heads)
+    fleet = Fleet(model, size, engines=engines)
+    fleet.join(fleet.spec(relay="always", round_bytes=round_bytes))
+    distinct = {(p.name, p.box): p.box.volume for r in fleet.receivers for p in r.describe().slices}
+    for version in (1, 2):
+        sent, received = fleet.push(version)
+        check_parameters(fleet, model)
+        digests_agree(sent.digests, [receipt.digests for receipt in received])
+        assert sent.bytes == 4 * sum(distinct.values())
+        assert sent.bytes + sum(receipt.relayed_bytes for receipt in received) == sum(
+            receipt.num_bytes for receipt in received
+        )
+        assert all(receipt.peak_extra_bytes <= 2 * round_bytes for receipt in received)
+        assert sent.peak_extra_bytes <= 2 * size * round_bytes
+        with torch.no_grad():
+            for param in fleet.source._named.values():
+                param.mul_(1.5).add_(0.25)
+
+
+def test_a_relay_that_leaves_frees_the_others_at_once() -> None:
+    """Whoever waits names whom it waits for: the relay, or somebody who gave up for its sake."""
+    fleet = Fleet(dense(), 1, engines=3)
+    fleet.join(fleet.spec(relay="always", timeout_s=20.0))
+    leaving = threading.Timer(0.3, fleet.receivers[1].leave)
+    leaving.start()
+    began = time.monotonic()
+    others = (fleet.receivers[0], fleet.receivers[2])
+    futures = start_all(lambda: fleet.publisher.publish(1), *(lambda r=r: r.receive(1, 20.0) for r in others))
+    errors = [future.exception(30) for future in futures]
+    assert time.monotonic() - began < 5
+    leaving.join()
+    for error in errors:
+        assert isinstance(error, PeerLostError), error
+    assert "rollout rank 1" in [error.peer for error in errors]
+    fleet.receivers.pop(1)
+    fleet.models.pop(1)
+    fleet.join(fleet.spec(relay="always"))
+    sent, received = fleet.push(2)
+    digests_agree(sent.digests, [receipt.digests for receipt in received])
+
+
+def test_a_relay_that_stalls_is_named_by_those_who_wait_for_it() -> None:
+    """It takes what the learner sends but passes nothing on: the learner's part succeeds, its peers say who is missing."""
+    fleet = Fleet(dense(), 1, engines=2)
+    fleet.join(fleet.spec(relay="always", round_bytes=1 << 20))
+    relay = fleet.receivers[1]._group
+    assert relay is not None
+    arriving = relay._post_round(0, Deadline("first round", 5))
+    began = time.monotonic()
+    sending, waiting = start_all(
+        lambda: fleet.publisher.publish(1), lambda: fleet.receivers[0].receive(1, 1.5)
+    )
+    arriving.wait(Deadline("first round", 5))
+    assert sending.result(30).version == 1
+    error = waiting.exception(30)
+    assert isinstance(error, DeadlineError)
+    assert error.peer == "rollout rank 1"
+    assert 1.4 < time.monotonic() - began < 8
+
+
 def test_a_push_casts_to_the_wire_type() -> None:
     model = dense()
     fleet = Fleet(model, 2)
@@ -167,7 +236,8 @@ def test_a_push_casts_to_the_wire_type() -> None:
     assert sent.bytes * 2 == 4 * sum(part.box.volume for f in fleet.receivers for part in f.describe().slices)
 
 
-def test_the_general_path_loads_full_tensors() -> None:
+@pytest.mark.parametrize(("engines", "relay"), [(1, "never"), (2, "always")])
+def test_the_general_path_loads_full_tensors(engines: int, relay: str) -> None:
     """With a layer that no rule covers, each tensor arrives whole, once, in a memory of its own."""
     loaded: list[tuple[str, torch.Tensor]] = []
 
@@ -175,11 +245,13 @@ def test_the_general_path_loads_full_tensors() -> None:
         loaded.extend(tensors)
 
     model = dense()
-    fleet = Fleet(model, 1, moe=True, load=load)
-    fleet.join(fleet.spec())
+    fleet = Fleet(model, 1, engines=engines, moe=True, load=load)
+    fleet.join(fleet.spec(relay=relay))
     sent, received = fleet.push(1)
-    digests_agree(sent.digests, [received[0].digests])
-    assert [name for name, _ in loaded] == list(model.shapes())
+    digests_agree(sent.digests, [receipt.digests for receipt in received])
+    assert sorted(name for name, _ in loaded) == sorted([*model.shapes()] * engines)
+    if engines == 1:
+        assert [name for name, _ in loaded] == list(model.shapes())
     named = dict(fleet.source.named_parameters())
     for name, tensor in loaded:
         assert torch.equal(tensor, named[name])

@@ -13,7 +13,7 @@ from paceline.core.errors import WeightSyncError
 from paceline.reshard.boxes import Box
 from paceline.reshard.digest import digest_array
 from paceline.reshard.layout import RankLayout, TensorSlice, fsdp_layout
-from paceline.reshard.plan import TransferPlan, build_plan
+from paceline.reshard.plan import RELAY_MODES, MessageKey, TransferPlan, build_plan
 from paceline.reshard.verdict import (
     DigestReport,
     SliceDigest,
@@ -63,15 +63,32 @@ def shards_of(layout: RankLayout, tensors: Arrays) -> Arrays:
 def run_plan(
     plan: TransferPlan, sources: list[Arrays], destinations: list[dict[str, tuple[int, ...]]]
 ) -> tuple[list[Arrays], list[Arrays]]:
-    """Moves every piece through its message; returns the destinations' parameters and write counts."""
+    """Moves every message, round by round; returns the destinations' parameters and write counts.
+
+    Learners' messages are packed from their shards. A message that is passed on is made of nothing but what its sender got in
+    the round before over the same channel, learner after learner.
+    """
     params = [{name: np.zeros(shape, np.float32) for name, shape in d.items()} for d in destinations]
     counts = [{name: np.zeros(shape, np.int64) for name, shape in d.items()} for d in destinations]
-    messages = {key: np.zeros(n, np.float32) for key, n in plan.message_sizes.items()}
+    messages: dict[MessageKey, np.ndarray] = {}
     for p in plan.pieces:
-        message = messages[p.source, p.destination, p.round]
-        part = message[p.offset : p.offset + p.box.volume]
-        assert not part.any(), "two pieces overlap in a message"
-        part[:] = sources[p.source][p.source_param][p.source_box.slices].reshape(-1)
+        if p.relay is None:
+            key = plan.message_of(p)
+            message = messages.setdefault(key, np.zeros(plan.message_sizes[key], np.float32))
+            part = message[p.offset : p.offset + p.box.volume]
+            assert not part.any(), "two pieces overlap in a message"
+            part[:] = sources[p.source][p.source_param][p.source_box.slices].reshape(-1)
+    for key in plan.message_sizes:
+        if key.sender >= plan.num_sources:
+            got = [
+                messages[back]
+                for back in sorted(messages)
+                if back[1:] == (key.sender, key.round - 1, key.channel) and back.sender < plan.num_sources
+            ]
+            messages[key] = np.concatenate(got)
+    assert {key: len(message) for key, message in messages.items()} == plan.message_sizes
+    for p in plan.pieces:
+        part = messages[plan.message_of(p)][p.offset : p.offset + p.box.volume]
         params[p.destination][p.destination_param][p.destination_box.slices] = part.reshape(p.box.shape)
         counts[p.destination][p.destination_param][p.destination_box.slices] += 1
     return params, counts
@@ -81,12 +98,14 @@ def run_plan(
 @given(
     case=dense_models(),
     num_learners=st.integers(1, 16),
-    num_members=st.integers(1, 2),
+    num_members=st.integers(1, 3),
     round_bytes=st.integers(4, 4096),
+    relay=st.sampled_from(RELAY_MODES),
 )
 def test_every_needed_element_arrives_exactly_once(
-    case: tuple[DenseModel, int], num_learners: int, num_members: int, round_bytes: int
+    case: tuple[DenseModel, int], num_learners: int, num_members: int, round_bytes: int, relay: str
 ) -> None:
+    """Directly or passed on, for every mode of relaying."""
     model, size = case
     shapes, tensors = model.shapes(), full_tensors(model)
     sources = [
@@ -94,7 +113,8 @@ def test_every_needed_element_arrives_exactly_once(
         for rank in range(num_learners)
     ]
     ranks = [tp_layout(model, rank, size) for _ in range(num_members) for rank in range(size)]
-    plan = build_plan(sources, [layout for layout, _ in ranks], item_bytes=4, round_bytes=round_bytes)
+    layouts = [layout for layout, _ in ranks]
+    plan = build_plan(sources, layouts, item_bytes=4, round_bytes=round_bytes, relay=relay)
 
     params, counts = run_plan(plan, [shards_of(s, tensors) for s in sources], [p for _, p in ranks])
     for (layout, _), own, count in zip(ranks, params, counts, strict=True):
@@ -105,8 +125,51 @@ def test_every_needed_element_arrives_exactly_once(
             assert got.tobytes() == np.ascontiguousarray(tensors[part.name][part.box.slices]).tobytes()
         for name in count:
             np.testing.assert_array_equal(count[name], needed[name])
-    assert all(4 * n <= max(4, round_bytes) for n in plan.message_sizes.values())
-    assert sum(map(plan.sent_bytes, range(num_learners))) == sum(map(plan.received_bytes, range(len(ranks))))
+    for key, n in plan.message_sizes.items():
+        # What is passed on comes from all learners.
+        assert 4 * n <= max(4, round_bytes) * (1 if key.sender < num_learners else num_learners)
+    sent, relayed = sum(map(plan.sent_bytes, range(num_learners))), map(plan.relayed_bytes, range(len(ranks)))
+    assert sent + sum(relayed) == sum(map(plan.received_bytes, range(len(ranks))))
+    if relay == "always":
+        # What several rollout ranks need leaves the learners once.
+        distinct = {(part.name, part.box): part.box.volume for layout in layouts for part in layout.slices}
+        assert sent == 4 * sum(distinct.values())
+    elif relay == "never":
+        assert plan.relay_pairs == ()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    case=dense_models(),
+    num_learners=st.integers(1, 4),
+    num_members=st.integers(2, 4),
+    round_bytes=st.integers(1000, 20_000),
+)
+def test_relaying_keeps_to_the_staging_and_shares_the_passing_on(
+    case: tuple[DenseModel, int], num_learners: int, num_members: int, round_bytes: int
+) -> None:
+    model, size = case
+    sources = [
+        fsdp_layout(model.shapes(), rank=rank, world_size=num_learners, dtype="float32")
+        for rank in range(num_learners)
+    ]
+    layouts = [tp_layout(model, rank, size)[0] for _ in range(num_members) for rank in range(size)]
+    plan = build_plan(sources, layouts, item_bytes=4, round_bytes=round_bytes, relay="always")
+    # At first or second hand, nobody gets more of one learner in a round than the round's size, so that two slots do. (A chunk
+    # has at least one element, hence the second term.)
+    most = num_learners * (round_bytes + 4 * plan.num_channels * len(layouts))
+    for rank in range(len(layouts)):
+        arriving = [0] * plan.num_rounds
+        for key, elements in plan.message_sizes.items():
+            arriving[key.round] += 4 * elements * (key.receiver == num_learners + rank)
+        assert max(arriving) <= most
+    # Nothing is passed on in the round in which it arrives, or later than in the next.
+    firsts = {(p.source, p.destination, p.name, p.box): p.round for p in plan.pieces if p.relay is None}
+    for p in plan.pieces:
+        if p.relay is not None:
+            assert firsts[p.source, p.relay, p.name, p.box] == p.round - 1
+    again = build_plan(sources, layouts, item_bytes=4, round_bytes=round_bytes, relay="always")
+    assert again.fingerprint == plan.fingerprint
 
 
 @settings(max_examples=40, deadline=None)

@@ -12,8 +12,9 @@ from paceline.core.errors import InvalidMessageError, WeightSyncError
 from paceline.reshard.boxes import Box
 from paceline.reshard.cover import Need, assign_sources
 from paceline.reshard.digest import digest_array, name_factor
+from paceline.reshard.flows import take_leading
 from paceline.reshard.layout import RankLayout, TensorSlice, chunk_rows, expand_whole, fsdp_layout
-from paceline.reshard.plan import build_plan, take_leading
+from paceline.reshard.plan import TransferPlan, build_plan
 from paceline.reshard.spec import WeightGroupSpec
 from paceline.reshard.verdict import DigestReport, SliceDigest, digests_agree, format_digest, model_digest
 
@@ -213,3 +214,70 @@ def test_plans_differ_where_the_rounds_do() -> None:
     plans = [build_plan(layouts, layouts, item_bytes=4, round_bytes=size) for size in (40, 44, 48)]
     assert plans[0].fingerprint == plans[1].fingerprint != plans[2].fingerprint
     assert dataclasses.replace(plans[0]).fingerprint == plans[0].fingerprint
+
+
+MIB = 1 << 18  # elements of float32
+
+
+def rows(count: int, rank: int, size: int) -> RankLayout:
+    """One of `size` equal parts of a matrix with `count` MiB."""
+    share = count // size
+    box = Box((rank * share, 0), ((rank + 1) * share, MIB))
+    part = TensorSlice(name="w", global_shape=(count, MIB), box=box, param="w", offset=(0, 0))
+    return RankLayout(dtype="float32", slices=(part,))
+
+
+@pytest.mark.parametrize(
+    ("learners", "engines", "parallel", "relayed"),
+    [
+        (1, 1, 1, False),
+        (1, 2, 1, True),
+        (1, 3, 1, True),
+        (2, 2, 1, False),
+        (2, 3, 1, True),
+        (2, 6, 1, True),
+        (1, 1, 4, False),
+        (4, 1, 4, False),
+        (4, 2, 2, False),
+        (4, 4, 1, False),
+        (2, 2, 2, True),
+    ],
+)
+def test_relaying_is_chosen_where_the_learners_links_bind(
+    learners: int, engines: int, parallel: int, relayed: bool
+) -> None:
+    """Then each byte leaves the learners once per set of equal ranks, and the busiest link's share of the whole shrinks."""
+    size = 960
+    sources = [rows(size, rank, learners) for rank in range(learners)]
+    layouts = [rows(size, rank, parallel) for _ in range(engines) for rank in range(parallel)]
+
+    def plan(relay: str) -> TransferPlan:
+        return build_plan(sources, layouts, item_bytes=4, round_bytes=32 << 20, relay=relay)
+
+    auto, never, always = plan("auto"), plan("never"), plan("always")
+    assert auto.fingerprint == (always if relayed else never).fingerprint
+    assert auto.cost_bytes <= never.cost_bytes
+    if engines > 1:
+        assert sum(map(always.sent_bytes, range(learners))) == size << 20
+        passed = [always.relayed_bytes(rank) for rank in range(len(layouts))]
+        assert sum(passed) == (engines - 1) * size << 20
+        assert max(passed) - min(passed) <= always.num_sources * (engines - 1) * (2 << 20)
+
+
+def test_what_little_a_set_shares_is_sent_directly() -> None:
+    """Two engines of size 2 share their halves; the vector that all four ranks need is not worth messages of its own."""
+    vector = TensorSlice(name="norm", global_shape=(64,), box=Box((0,), (64,)), param="norm", offset=(0,))
+
+    def with_vector(layout: RankLayout) -> RankLayout:
+        return RankLayout(dtype="float32", slices=(*layout.slices, vector))
+
+    layouts = [with_vector(rows(960, rank, 2)) for _ in range(2) for rank in range(2)]
+    plan = build_plan(
+        [with_vector(rows(960, 0, 1))], layouts, item_bytes=4, round_bytes=32 << 20, relay="auto"
+    )
+    assert plan.relay_pairs == ((1, 3), (2, 4), (3, 1), (4, 2))
+    assert [p.relay for p in plan.pieces if p.name == "norm"] == [None] * 4
+    always = build_plan(
+        [with_vector(rows(960, 0, 1))], layouts, item_bytes=4, round_bytes=32 << 20, relay="always"
+    )
+    assert any(p.relay is not None for p in always.pieces if p.name == "norm")

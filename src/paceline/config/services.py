@@ -87,6 +87,11 @@ class WeightsConfig(Section):
         "auto", description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU."
     )
     round_mib: int = Field(256, gt=0, description="Staging per round and peer.")
+    relay: Literal["auto", "never", "always"] = Field(
+        "auto",
+        description="Rollout ranks that need the same weights pass them on to each other. auto: where the learner's links would "
+        "hold the push up otherwise; always: wherever two need the same, for tests.",
+    )
     push_timeout_s: float = Field(30.0, gt=0, description="Longest that one push may take.")
     join_timeout_s: float = Field(60.0, gt=0, description="Longest that forming the group may take.")
 

@@ -10,6 +10,7 @@ import msgpack
 from paceline.core.errors import InvalidMessageError
 from paceline.reshard.dtypes import ITEM_SIZES
 from paceline.reshard.layout import RankLayout, expand_whole, tensor_shapes
+from paceline.reshard.plan import RELAY_MODES
 
 SPEC_SCHEMA: Final = 1
 BACKENDS: Final = ("gloo", "nccl")
@@ -27,7 +28,9 @@ class WeightGroupSpec:
         store_host, store_port: where learner rank 0 listens for the rendezvous.
         learner_layouts, rollout_layouts: what each rank holds or needs, by rank.
         wire_dtype: element type on the wire; equal to that of the rollout ranks' parameters.
-        round_bytes: most bytes of one (learner, rollout) pair's message; staging is two rounds on either side.
+        round_bytes: most bytes that a rollout rank gets of one learner rank in a round, at first or second hand; staging is
+            two rounds on either side.
+        relay: whether rollout ranks pass on to each other what several need; see `build_plan`.
         timeout_s: deadline of forming, and of each push that is given none of its own.
     """
 
@@ -39,11 +42,14 @@ class WeightGroupSpec:
     rollout_layouts: tuple[RankLayout, ...]
     wire_dtype: str
     round_bytes: int = 256 << 20
+    relay: str = "never"
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend {self.backend!r} is none of {', '.join(BACKENDS)}")
+        if self.relay not in RELAY_MODES:
+            raise ValueError(f"relay {self.relay!r} is none of {', '.join(RELAY_MODES)}")
         if self.wire_dtype not in ITEM_SIZES:
             raise ValueError(f"wire dtype {self.wire_dtype!r} is none of {', '.join(ITEM_SIZES)}")
         if not self.learner_layouts or not self.rollout_layouts:
@@ -92,6 +98,7 @@ class WeightGroupSpec:
             "rollout_layouts": [layout.to_dict() for layout in self.rollout_layouts],
             "wire_dtype": self.wire_dtype,
             "round_bytes": self.round_bytes,
+            "relay": self.relay,
             "timeout_s": float(self.timeout_s),
         }
         packed: bytes = msgpack.packb(plain)
@@ -123,5 +130,6 @@ _KINDS: Final[dict[str, type]] = {
     "rollout_layouts": list,
     "wire_dtype": str,
     "round_bytes": int,
+    "relay": str,
     "timeout_s": float,
 }

@@ -4,7 +4,7 @@ The group lives outside torch's default one, so that the learner needs nothing o
 engine nothing of the learner. A push goes round by round, with two staging slots on either side:
 
     learner     pack round k into slot k % 2 (once the send of k - 2 is done), send it, do not wait
-    rollout     post the receive of round k + 1, wait for round k, scatter it into the parameters
+    rollout     wait for round k; post round k + 1: receive it, and send on what of k the plan says; scatter k into the parameters
 
 On CUDA the caller's stream packs and scatters, NCCL's own stream transfers, and a `wait` makes one stream wait
 for the other: the same order of calls overlaps all three. With gloo a `wait` blocks the thread; staging is then in
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from paceline.core.errors import WeightSyncError
 from paceline.reshard.layout import RankLayout
 from paceline.reshard.moves import Moves
-from paceline.reshard.plan import Piece, TransferPlan, build_plan
+from paceline.reshard.plan import MessageKey, Piece, TransferPlan, build_plan
 from paceline.reshard.rendezvous import Deadline, make_process_group
 from paceline.reshard.spec import WeightGroupSpec
 
@@ -32,8 +33,8 @@ _NUM_SLOTS: Final = 2
 _GREETING_BYTES: Final = 128
 _TAG_GREETING, _TAG_DIGESTS, _TAG_ROUND = 1, 2, 16
 
-Message = tuple[torch.Tensor, int]
-"""A contiguous tensor and the group rank that it goes to or comes from"""
+Message = tuple[torch.Tensor, int, int]
+"""A contiguous tensor, the group rank that it goes to or comes from, and a tag that this pair uses for nothing else meanwhile"""
 
 Round = tuple[tuple[Piece, torch.Tensor], ...]
 """Pieces of a round with their elements in staging, in the piece's shape"""
@@ -41,10 +42,23 @@ Round = tuple[tuple[Piece, torch.Tensor], ...]
 
 def plan_of(spec: WeightGroupSpec) -> TransferPlan:
     """The plan that every rank of the group works by."""
-    item_bytes = DTYPES[spec.wire_dtype].itemsize
     return build_plan(
-        spec.learner_layouts, spec.rollout_layouts, item_bytes=item_bytes, round_bytes=spec.round_bytes
+        spec.learner_layouts,
+        spec.rollout_layouts,
+        item_bytes=DTYPES[spec.wire_dtype].itemsize,
+        round_bytes=spec.round_bytes,
+        relay=spec.relay,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slice:
+    """A message's place in staging: `slot` is the parity of the round that filled it."""
+
+    key: MessageKey
+    slot: int
+    begin: int
+    size: int
 
 
 class WeightGroup:
@@ -60,7 +74,8 @@ class WeightGroup:
         self._process_group = process_group
         self._pending: list[_Pending] = []
         placed = self._layout_rounds()
-        size = max((begin + n for messages in self._messages for _, begin, n in messages), default=0)
+        messages = [message for ours in (*self._sends, *self._receives) for message in ours]
+        size = max((message.begin + message.size for message in messages), default=0)
         num_slots = min(_NUM_SLOTS, plan.num_rounds)
         self._wire_device = device if spec.backend == "nccl" else torch.device("cpu")
         pinned = device.type == "cuda" and self._wire_device.type == "cpu"
@@ -156,7 +171,7 @@ class WeightGroup:
                 if number >= _NUM_SLOTS:
                     pending[number - _NUM_SLOTS].wait(deadline)
                 packing.run()
-                pending.append(self._post(self._slot_messages(number), [], _TAG_ROUND + number, deadline))
+                pending.append(self._post_round(number, deadline))
             if meanwhile is not None:
                 meanwhile()
             for work in pending[-_NUM_SLOTS:]:
@@ -166,16 +181,14 @@ class WeightGroup:
     def receive(self, deadline: Deadline) -> Iterator[Round]:
         """A rollout rank's part of a push: yields each of `rounds` when its elements are in staging.
 
-        They stay there until the next item is asked for.
+        They stay there until the next item is asked for. What other rollout ranks are to get of a round goes out meanwhile.
         """
         with self._aborting():
-            pending = self._post_receive(0, deadline) if self.rounds else None
+            pending = self._post_round(0, deadline)
             for number, pieces in enumerate(self.rounds):
-                assert pending is not None
-                arriving, pending = pending, None
-                if number + 1 < len(self.rounds):
-                    pending = self._post_receive(number + 1, deadline)
-                arriving.wait(deadline)
+                # Only now is this round's slot full, to be sent on from, and the other one, that was sent from, free.
+                pending.wait(deadline)
+                pending = self._post_round(number + 1, deadline)
                 yield pieces
             self._finish(deadline)
 
@@ -185,11 +198,12 @@ class WeightGroup:
         values = values.to(self._wire_device)
         with self._aborting():
             if self.rank != 0:
-                self._post([(values, 0)], [], _TAG_DIGESTS, deadline).wait(deadline)
+                self._post([(values, 0, _TAG_DIGESTS)], [], deadline).wait(deadline)
                 self._finish(deadline)
                 return values
             shares = [torch.empty_like(values) for _ in learners]
-            self._post([], list(zip(shares, learners, strict=True)), _TAG_DIGESTS, deadline).wait(deadline)
+            receives = [(share, peer, _TAG_DIGESTS) for share, peer in zip(shares, learners, strict=True)]
+            self._post([], receives, deadline).wait(deadline)
             self._finish(deadline)
         return torch.stack([values, *shares]).sum(dim=0)
 
@@ -204,40 +218,60 @@ class WeightGroup:
         self._slots, self.rounds, self._packing = [], (), None
 
     def _layout_rounds(self) -> list[list[tuple[Piece, int]]]:
-        """Per round, this rank's pieces with their place in the staging slot, and its messages: peer, place, size.
+        """Per round, the pieces that this rank packs or scatters, with their place in the staging slot; and its messages.
 
-        What a learner sends to several replicas alike is packed once.
+        What a learner sends to several replicas alike is packed once. What a rollout rank passes on lies in one stretch, channel
+        by channel and learner after learner, so that it goes out as one message.
         """
         plan, first = self.plan, self.spec.num_learners
         sending = self.rank < first
-        by_message: dict[tuple[int, int], list[Piece]] = {}
+        pieces: dict[MessageKey, list[Piece]] = {}
         for piece in plan.of_source(self.rank) if sending else plan.of_destination(self.rank - first):
-            peer = piece.destination + first if sending else piece.source
-            by_message.setdefault((piece.round, peer), []).append(piece)
-        self._messages: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.num_rounds)]
+            pieces.setdefault(plan.message_of(piece), []).append(piece)
+        self._sends: list[list[_Slice]] = [[] for _ in range(plan.num_rounds)]
+        self._receives: list[list[_Slice]] = [[] for _ in range(plan.num_rounds)]
         rounds: list[list[tuple[Piece, int]]] = [[] for _ in range(plan.num_rounds)]
-        packed: dict[object, int] = {}
+        places: dict[object, int] = {}
         filled = [0] * plan.num_rounds
-        for (number, peer), pieces in by_message.items():
-            size = sum(piece.box.volume for piece in pieces)
-            content = tuple((piece.source_param, piece.source_box) for piece in pieces) if sending else peer
-            begin = packed.setdefault((number, content), filled[number])
-            self._messages[number].append((peer, begin, size))
+        for key in sorted(pieces, key=lambda key: (key.round, key.channel, key.sender, key.receiver)):
+            number, size = key.round, plan.message_sizes[key]
+            alike = tuple((piece.source_param, piece.source_box) for piece in pieces[key]) if sending else key
+            begin = places.setdefault((number, alike), filled[number])
+            messages = self._sends if sending else self._receives
+            messages[number].append(_Slice(key=key, slot=number % _NUM_SLOTS, begin=begin, size=size))
             if begin == filled[number]:
-                rounds[number] += [(piece, begin + piece.offset) for piece in pieces]
+                rounds[number] += [(piece, begin + piece.offset) for piece in pieces[key]]
                 filled[number] += size
+        if not sending:
+            for key in sorted(key for key in plan.message_sizes if key.sender == self.rank):
+                self._sends[key.round].append(self._passed_on(key))
         return rounds
 
-    def _slot_messages(self, number: int) -> list[Message]:
-        slot = self._slots[number % _NUM_SLOTS]
-        return [(slot[begin : begin + size], peer) for peer, begin, size in self._messages[number]]
+    def _passed_on(self, key: MessageKey) -> _Slice:
+        """Where that which a rollout rank passes on in this message arrived the round before."""
+        parts = [
+            part
+            for part in self._receives[key.round - 1]
+            if part.key.channel == key.channel and part.key.sender < self.spec.num_learners
+        ]
+        size = self.plan.message_sizes[key]
+        begin = min(part.begin for part in parts)
+        assert sum(part.size for part in parts) == size, "a relay passes on what it got, no more and no less"
+        return _Slice(key=key, slot=(key.round - 1) % _NUM_SLOTS, begin=begin, size=size)
 
-    def _post_receive(self, number: int, deadline: Deadline) -> _Pending:
-        return self._post([], self._slot_messages(number), _TAG_ROUND + number, deadline)
+    def _post_round(self, number: int, deadline: Deadline) -> _Pending:
+        """Starts this rank's part of a round; of one that does not exist, nothing."""
+        if number >= self.plan.num_rounds:
+            return self._post([], [], deadline)
+        sends = [self._message(part, part.key.receiver) for part in self._sends[number]]
+        receives = [self._message(part, part.key.sender) for part in self._receives[number]]
+        return self._post(sends, receives, deadline)
 
-    def _post(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, deadline: Deadline
-    ) -> _Pending:
+    def _message(self, part: _Slice, peer: int) -> Message:
+        tag = _TAG_ROUND + part.key.round * self.plan.num_channels + part.key.channel
+        return self._slots[part.slot][part.begin : part.begin + part.size], peer, tag
+
+    def _post(self, sends: Sequence[Message], receives: Sequence[Message], deadline: Deadline) -> _Pending:
         pending = _Pending(on_stream=self.spec.backend == "nccl")
         self._pending = [other for other in self._pending if not other.done] + [pending]
         calls = [("send", *message) for message in sends] + [("recv", *message) for message in receives]
@@ -246,7 +280,7 @@ class WeightGroup:
         if pending.on_stream:
             # One NCCL group per round. Outside of a group each pair would get a communicator of its own.
             self._live_group()._start_coalescing()
-        for call, tensor, peer in calls:
+        for call, tensor, peer, tag in calls:
             try:
                 pending.add(getattr(self._live_group(), call)([tensor], peer, tag), self.spec.rank_name(peer))
             except RuntimeError as error:
@@ -271,12 +305,15 @@ class WeightGroup:
         mine[:32] = torch.frombuffer(bytearray(self.plan.fingerprint), dtype=torch.uint8)
         mine = mine.to(self._wire_device)
         targets = [*range(num_learners, world), *([0] if self.rank else [])] if learner else []
-        origins = range(1, num_learners) if self.rank == 0 else range(0 if learner else num_learners)
-        received = [(torch.empty_like(mine), origin) for origin in origins]
+        targets += [to for origin, to in self.plan.relay_pairs if origin == self.rank]
+        origins = [*(range(1, num_learners) if self.rank == 0 else range(0 if learner else num_learners))]
+        origins += [origin for origin, to in self.plan.relay_pairs if to == self.rank]
+        received = [(torch.empty_like(mine), origin, _TAG_GREETING) for origin in origins]
         with self._aborting():
-            self._post([(mine, to) for to in targets], received, _TAG_GREETING, deadline).wait(deadline)
+            sends = [(mine, to, _TAG_GREETING) for to in targets]
+            self._post(sends, received, deadline).wait(deadline)
             self._finish(deadline)
-            for greeting, origin in received:
+            for greeting, origin, _ in received:
                 if not torch.equal(greeting, mine):
                     raise WeightSyncError(
                         f"{self.spec.rank_name(self.rank)} and {self.spec.rank_name(origin)} computed different "

@@ -101,6 +101,7 @@ class WeightPush:
                 rollout_layouts=tuple(layout for mine in layouts.values() for layout in mine),
                 wire_dtype=self._config.model.dtype,
                 round_bytes=self._config.weights.round_mib << 20,
+                relay=self._config.weights.relay,
                 timeout_s=self._config.weights.join_timeout_s,
             )
             offsets: dict[str, int] = {}

@@ -36,6 +36,7 @@ class RankReceipt:
 
     digests: DigestReport
     num_bytes: int
+    relayed_bytes: int
     transfer_ms: float
     digest_ms: float
     peak_extra_bytes: int
@@ -104,9 +105,11 @@ class RankReceiver:
             if slices
             else self.digest(version, name)
         )
+        rank = group.rank - group.spec.num_learners
         return RankReceipt(
             digests=report,
-            num_bytes=group.plan.received_bytes(group.rank - group.spec.num_learners),
+            num_bytes=group.plan.received_bytes(rank),
+            relayed_bytes=group.plan.relayed_bytes(rank),
             transfer_ms=1e3 * (received - began),
             digest_ms=1e3 * (time.perf_counter() - received),
             peak_extra_bytes=group.staging_bytes,
