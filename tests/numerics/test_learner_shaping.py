@@ -6,15 +6,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.config.run import RunConfig
 from paceline.learner import step as training_step
 from paceline.learner.advantage_step import Prepared
 from paceline.learner.algorithms.aggregation import MODES
+from paceline.learner.algorithms.registry import POLICY_LOSSES
 from paceline.learner.batching import RowLength, plan_batch
 from paceline.learner.learner import Learner
 from paceline.learner.losses import PolicyLoss, ValueLoss
@@ -146,11 +150,11 @@ def made_up(batch: MicroBatch) -> Prepared:
 class TestResampling:
     COUNTS = torch.tensor([2, 0, 1, 3, 0, 1])
 
-    def both(self) -> tuple[Prepared, Prepared]:
+    def both(self, counts: torch.Tensor = COUNTS) -> tuple[Prepared, Prepared]:
         """A micro-batch whose tables repeat rows, and one whose tokens do."""
         rows = packed_rows()
         part = made_up(pack(rows, torch.device("cpu")))
-        take = torch.arange(6).repeat_interleave(self.COUNTS)
+        take = torch.arange(6).repeat_interleave(counts)
         tokens = pack([rows[index] for index in take.tolist()], torch.device("cpu"))
         width = tokens.mask.shape[1]
 
@@ -167,7 +171,7 @@ class TestResampling:
             returns=pick(part.returns),
             weights=pick(part.weights),
         )
-        return repeat_rows(part, self.COUNTS), really
+        return repeat_rows(part, counts), really
 
     def outcome(self, part: Prepared, network: Any, loss: Any) -> tuple[list[float], list[torch.Tensor]]:
         mask = part.batch.mask
@@ -207,6 +211,43 @@ class TestResampling:
         critic = Learner.build(config, ranks).critic
         assert critic is not None
         self.assert_equal(self.both(), critic.network, ValueLoss(config, critic.network))
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        counts=st.lists(st.integers(0, 4), min_size=6, max_size=6).filter(any),
+        mode=st.sampled_from(MODES),
+        name=st.sampled_from(sorted(POLICY_LOSSES)),
+        cov_fraction=st.sampled_from([0.0, 0.1, 0.5]),
+    )
+    def test_whatever_is_drawn(self, counts: list[int], mode: str, name: str, cov_fraction: float) -> None:
+        """With a table of log-probs by token for a network; every loss, in float64 wherever it keeps it."""
+        by_token = torch.linspace(-6, -2, 48, dtype=torch.float64, requires_grad=True)
+
+        def network(batch: MicroBatch, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            flat = by_token[batch.targets]
+            return flat, flat.square()
+
+        clip = {"gspo": 0.02, "geo_mean": 0.4}.get(name, 0.2)
+        actor = {"policy_loss": name, "loss_agg_mode": mode, "entropy_coeff": 0.1, "use_kl_loss": True}
+        actor |= {"clip_ratio": clip, "cov_fraction": cov_fraction, "cov_low": 0.0}
+        config = run_config(Path("m"), actor=actor, algorithm=GROUPS)
+        loss = PolicyLoss(config, network)
+        found = []
+        for part in self.both(torch.tensor(counts)):
+            mask = part.batch.mask
+            whole = Denominators(num_tokens=int(mask.sum()), num_sequences=int(mask.any(-1).sum()))
+            mini = MiniBatch(parts=(part,), denominators=whole)
+            (mini,) = with_selected_tokens([mini], config.actor, self.ranks())
+            total, sums = loss(mini.parts[0], whole)
+            (gradient,) = torch.autograd.grad(total, by_token)
+            found.append((sums, gradient))
+        torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-8)
+
+    @staticmethod
+    def ranks() -> Any:
+        """A group of one, for what adds up over ranks."""
+        return SimpleNamespace(all_sum=lambda values: values, all_gather=lambda values: values)
 
     def test_the_draw_is_a_function_of_seed_and_step(self) -> None:
         scores, groups = [float(i % 5) for i in range(40)], [i // 4 for i in range(40)]
