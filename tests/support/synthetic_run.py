@@ -85,10 +85,38 @@ def _events() -> list[dict[str, object]]:
             "reason": "timeout",
             "message": "reward function took longer than 10 s <script>alert(1)</script>",
         },
+        _fired(5, "grad_norm", "critic", "warn", 6.0, 10.0, reference=0.5),
+        *(_fired(step, "ppo_kl", "actor", "warn", 0.03 + step / 1000, 0.03) for step in (7, 8, 9, 20)),
+        _fired(
+            20, "ppo_kl", "actor", "skip", 0.06, 0.05, skipped=2
+        ),  # the same step once more, after a crash
         {"event": "checkpoint", "step": 50, "folder": "checkpoints/step_000050"},
         {"event": "end", "ok": True, "message": "60 steps done", "step": 60},
     ]
     return [{"n": n, "time": 1_700_000_000.0 + 0.5 * n, **event} for n, event in enumerate(events)]
+
+
+def _fired(
+    step: int,
+    rule: str,
+    network: str,
+    action: str,
+    value: float,
+    bound: float,
+    reference: float = 0.0,
+    skipped: int = 0,
+) -> dict[str, object]:
+    return {
+        "event": "guard",
+        "step": step,
+        "rule": rule,
+        "network": network,
+        "action": action,
+        "value": value,
+        "bound": bound,
+        "reference": reference,
+        "skipped": skipped,
+    }
 
 
 def _trajectories(folder: Path, name: str, step: int, draw: random.Random) -> None:

@@ -164,6 +164,8 @@ def test_one_dotted_key_changes_one_bound(tmp_path: Any) -> None:
         ({"throughput": {"skip": 0.1}}, "guard.throughput cannot skip; its actions are warn, stop"),
         ({"ppo_kl": {"sotp": 0.1}}, "unknown key guard.ppo_kl.sotp; did you mean 'stop'?"),
         ({"ppo_kl": {"stop": -1}}, "guard.ppo_kl.stop=-1"),
+        ({"entropy_low": {"lower_kl_coef": 0.1}}, "no KL is in use: set algorithm.use_kl_in_reward"),
+        ({"reference_kl": {"fixed_kl": 3.0}}, "no coefficient is adaptive"),
         ({"lr_factor": 1.0}, "guard.lr_factor=1.0"),
     ],
 )

@@ -73,7 +73,12 @@ async def test_every_firing_is_journalled_with_its_numbers_and_told_once_a_strea
 
 async def test_rates_and_coefficients_are_adjusted_from_the_next_step_on(tmp_path: Path) -> None:
     rules = {"ppo_kl": {"lower_lr": 0.1}, "reference_kl": {"fixed_kl": 2.0, "lower_kl_coef": 3.0}}
-    async with run(tmp_path, algorithm__use_kl_in_reward=True, **guarded(4, **rules)) as it:
+    async with run(
+        tmp_path,
+        algorithm__use_kl_in_reward=True,
+        algorithm__kl_ctrl={"type": "adaptive"},
+        **guarded(4, **rules),
+    ) as it:
         await it.enlist_all()
         drift = reading_to_proto(Reading(rule="reference_kl", value=4.0))
         it.peers.readings = {1: ppo_kl(0.2), 2: [*ppo_kl(0.2), drift], 3: []}

@@ -75,6 +75,19 @@ def test_only_events_of_note_are_listed(run_dir: Path) -> None:
     assert data.events[0].at_s == 0
 
 
+def test_the_guards_firings_are_summed_up_by_rule(run_dir: Path) -> None:
+    kl, norm = read_run(run_dir).fired
+    assert (kl.name, list(kl.steps), kl.skipped, kl.worst, kl.worst_step) == (
+        *("ppo_kl (actor)", [7, 8, 9, 20], 2, 0.06, 20),
+    )
+    assert (kl.threshold, kl.actions) == (0.05, {"warn": 3, "skip": 1})
+    # Ten times the running median of that step.
+    assert (norm.name, norm.worst, norm.threshold, norm.sense) == ("grad_norm (critic)", 6.0, 5.0, "above")
+    text = write_report(run_dir).read_text()
+    assert "<h2>Guard</h2>" in text
+    assert "<td>7-9, 20</td><td>warn 3x, skip</td><td>2</td><td>0.06 in step 20</td>" in text
+
+
 def test_phases_and_the_unclaimed_rest_add_up_to_the_step(run_dir: Path) -> None:
     data = read_run(run_dir)
     steps, layers = phase_seconds(data)

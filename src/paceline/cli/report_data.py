@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.report_guard import Fired, fired_rules, is_routine
 from paceline.cli.summary import read_lines
 
 Row = Mapping[str, Any]
@@ -56,6 +57,7 @@ class RunData:
     name: str
     metrics: Sequence[Row]
     events: Sequence[Event]
+    fired: Sequence[Fired]
     num_events_left_out: int
     verdicts: Mapping[str, int]
     samples: Sequence[Samples]
@@ -80,6 +82,7 @@ def read_run(run_dir: Path) -> RunData:
         name=run_dir.name,
         metrics=metrics,
         events=events[:_MAX_EVENTS],
+        fired=fired_rules(journal),
         num_events_left_out=max(0, len(events) - _MAX_EVENTS),
         verdicts=_verdicts(journal),
         samples=_samples(run_dir / "trajectories"),
@@ -105,7 +108,12 @@ def _events(journal: Sequence[Row]) -> list[Event]:
     found = []
     for event in journal:
         name = str(event.get("event", ""))
-        if not name or name in _ROUTINE or str(event.get("what", "")).startswith("state:"):
+        if (
+            not name
+            or name in _ROUTINE
+            or is_routine(event)
+            or str(event.get("what", "")).startswith("state:")
+        ):
             continue
         details = {k: v for k, v in event.items() if k not in ("n", "time", "event") and v not in (None, "")}
         text = ", ".join(f"{key} {_word(value)}" for key, value in details.items())

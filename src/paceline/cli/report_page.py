@@ -10,13 +10,14 @@ from typing import Any
 
 from paceline.cli.charts import WIDE, Series, line_chart, stacked_bars
 from paceline.cli.report_data import RunData, Samples, phase_seconds
+from paceline.cli.report_guard import guard_section
 from paceline.cli.report_style import STYLE
 from paceline.cli.summary import TRAIN_REWARD, VAL_REWARD
 
 # title, what it tells, (metric, label)...
 _CHARTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("KL", "to the reference per token, and of the update", (
-        ("algorithm/reference_kl", "to the reference"), ("actor/kl_loss", "KL loss"), ("actor/ppo_kl", "old to new policy"),
+        ("algorithm/reference_kl", "to the reference"), ("actor/kl_loss", "KL loss"), ("actor/ppo_kl", "old to new policy"), ("actor/ppo_kl_max", "the same, worst mini-batch"),
     )),
     ("KL coefficient", "of the penalty in the reward", (("algorithm/kl_coef", "coefficient"),)),
     ("Clip fractions", "share of tokens that clipping bounds", (
@@ -51,6 +52,7 @@ def page(data: RunData) -> str:
     sections = [
         _reward(data),
         _phases(data),
+        guard_section(data.fired),
         _curves(data),
         _trajectories(data.samples),
         _events(data),

@@ -24,6 +24,7 @@ from paceline.config.services import (
     TrainerConfig,
     WeightsConfig,
 )
+from paceline.core.guard import Action
 
 
 class RunConfig(Section):
@@ -100,6 +101,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.overlong.buffer_length={overlong.buffer_length} must not exceed "
                 f"data.max_response_length={self.data.max_response_length}: even the shortest response would be penalised"
+            )
+        if self.guard.uses(Action.LOWER_KL_COEF) and not self.needs_reference:
+            raise ValueError(
+                "a guard rule may lower_kl_coef, but no KL is in use: set algorithm.use_kl_in_reward or actor.use_kl_loss"
+            )
+        if self.guard.uses(Action.FIXED_KL) and not (
+            self.algorithm.use_kl_in_reward and self.algorithm.kl_ctrl.type == "adaptive"
+        ):
+            raise ValueError(
+                "a guard rule may take fixed_kl, but no coefficient is adaptive: set algorithm.use_kl_in_reward and kl_ctrl.type=adaptive"
             )
         if self.service.dead_after_s <= self.service.suspect_after_s:
             raise ValueError("service.dead_after_s must exceed service.suspect_after_s")

@@ -1,0 +1,107 @@
+"""The report's section on the guard: which rules fired, when, how badly, and what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from paceline.core.guard import RULES, Action, Reading
+
+Row = Mapping[str, Any]
+
+_QUIET = (Action.WARN.value, Action.SKIP.value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fired:
+    """A rule and network over the run; `worst` and `bound` are of the worst step, `actions` by how often each was the strongest taken."""
+
+    name: str
+    steps: Sequence[int]
+    skipped: int
+    worst: float
+    worst_step: int
+    threshold: float
+    sense: str
+    actions: Mapping[str, int]
+
+
+def is_routine(event: Row) -> bool:
+    """Whether an event belongs in this section alone, and not among the run's events of note."""
+    quiet = event.get("event") == "guard" and event.get("action") in _QUIET
+    return quiet or event.get("event") == "guard_summary"
+
+
+def fired_rules(journal: Sequence[Row]) -> list[Fired]:
+    """Of a journal, the rule that fired most often first; a step that was repeated after a crash counts once."""
+    last: dict[tuple[str, str, int], Row] = {}
+    for event in journal:
+        if event.get("event") == "guard" and event.get("rule") in RULES:
+            last[event["rule"], str(event.get("network", "")), int(event["step"])] = event
+    by_rule: dict[tuple[str, str], list[Row]] = {}
+    for (rule, network, _), event in sorted(last.items()):
+        by_rule.setdefault((rule, network), []).append(event)
+    found = [_summary(rule, network, events) for (rule, network), events in by_rule.items()]
+    return sorted(found, key=lambda one: (-len(one.steps), one.name))
+
+
+def guard_section(rules: Sequence[Fired]) -> str:
+    """HTML; "" where nothing fired."""
+    if not rules:
+        return ""
+    rows = "".join(
+        f"<tr><td><b>{escape(one.name)}</b></td><td>{escape(_ranges(one.steps))}</td><td>{escape(_times(one.actions))}</td>"
+        f"<td>{one.skipped or ''}</td><td>{one.worst:.4g} in step {one.worst_step}</td>"
+        f"<td>{escape(one.sense)} {one.threshold:.4g}</td></tr>"
+        for one in rules
+    )
+    head = "".join(
+        f"<th>{title}</th>" for title in ("rule", "steps", "done", "updates skipped", "worst", "fires")
+    )
+    return (
+        "<section><h2>Guard</h2>"
+        f'<table class="guard"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></section>'
+    )
+
+
+def _summary(rule: str, network: str, events: Sequence[Row]) -> Fired:
+    def badness(event: Row) -> float:
+        return _reading(rule, event).badness
+
+    worst = max(events, key=badness)
+    actions: dict[str, int] = {}
+    for event in events:
+        action = str(event.get("action", ""))
+        actions[action] = actions.get(action, 0) + 1
+    return Fired(
+        name=f"{rule} ({network})" if network else rule,
+        steps=[int(event["step"]) for event in events],
+        skipped=sum(int(event.get("skipped", 0)) for event in events),
+        worst=float(worst["value"]),
+        worst_step=int(worst["step"]),
+        threshold=_reading(rule, worst).threshold(float(worst["bound"])),
+        sense=RULES[rule].sense.value,
+        actions=actions,
+    )
+
+
+def _reading(rule: str, event: Row) -> Reading:
+    return Reading(rule=rule, value=float(event["value"]), reference=float(event.get("reference", 0.0)))
+
+
+def _times(actions: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}x" if count > 1 else name for name, count in actions.items())
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """1, 2, 3, 7 as "1-3, 7"; a long list is cut."""
+    parts: list[list[int]] = []
+    for step in steps:
+        if parts and step == parts[-1][1] + 1:
+            parts[-1][1] = step
+        else:
+            parts.append([step, step])
+    words = [f"{first}-{last}" if last > first else str(first) for first, last in parts]
+    return ", ".join(words[:12]) + (f" and {len(words) - 12} more" if len(words) > 12 else "")
