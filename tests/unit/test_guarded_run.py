@@ -199,8 +199,19 @@ async def test_a_guard_that_is_off_says_nothing(tmp_path: Path) -> None:
     async with run(tmp_path, **guarded(1, enabled=False)) as it:
         await it.enlist_all()
         it.peers.readings = {1: ppo_kl(9.0)}
+        train = it.peers.train
+
+        async def skipping(*args: Any, **kwargs: Any) -> Any:
+            reply = await train(*args, **kwargs)
+            reply.update_skipped, reply.skip_reason = True, "actor: the loss is not finite"
+            return reply
+
+        it.peers.train = skipping  # type: ignore[method-assign]
         await it.go()
         assert of(it, "guard") == []
+        # What the optimizer itself does not take is told without a guard too.
+        assert [e["reason"] for e in of(it, "update_skipped")] == ["actor: the loss is not finite"]
+        assert "step 1: update skipped: actor: the loss is not finite" in it.notices
         assert not [key for key in it.lines()[1] if key.startswith("guard/")]
 
 

@@ -65,6 +65,8 @@ class GuardWatch:
         decision = self._warden.see(trained.step, readings)
         self.good = decision.good
         await self._journal.record_all(_event(trained.step, firing) for firing in decision.firings)
+        if reply.update_skipped and not decision.firings:
+            self._hub.notice(f"step {trained.step}: update skipped: {reply.skip_reason}")
         for firing in decision.firings:
             if firing.news:
                 self._hub.notice(f"step {trained.step}: guard: {firing.sentence}")

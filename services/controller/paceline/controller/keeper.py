@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from paceline.config.run import RunConfig
@@ -24,9 +23,8 @@ class Keeper:
     async def save(self, learner: Member, state: ControllerState) -> float:
         """Has a checkpoint written and removes what is too old; returns the seconds that writing took."""
         folder = checkpoints.folder_of(self._run_dir, state.step)
-        stamped = dataclasses.replace(state, run_id=self._run_id, journal_position=self._journal.position)
         seconds = await self._peers.save(
-            learner, step=state.step, folder=str(folder), controller_state=stamped.to_bytes()
+            learner, step=state.step, folder=str(folder), controller_state=state.to_bytes()
         )
         await self._journal.record("checkpoint", step=state.step, folder=str(folder), good=state.good)
         for old in checkpoints.prune(self._run_dir, self._keep):

@@ -1,13 +1,13 @@
 """The loop of a run, strictly on policy.
 
-    FORMING -> PUBLISH v0 -> COMMIT -> (VALIDATE) -> { DISPATCH -> COLLECT -> LEARN -> PUBLISH -> COMMIT -> (VALIDATE) (CHECKPOINT) } -> ENDED
+    FORMING -> PUBLISH v0 -> COMMIT -> (VALIDATE) -> { DISPATCH -> COLLECT -> LEARN -> (ROLLBACK) -> PUBLISH -> COMMIT -> (VALIDATE) (CHECKPOINT) } -> ENDED
 
     consumes     prompt ids of the cursor, scored headers
     waits for    the barrier to close, the learner to train, every server to hold the new digest
     unblocked by trajectories, TrainStep's reply, ReceiveWeights' replies; each with a deadline
     produces     policy versions, one line of metrics a step, checkpoints
 
-Step k (from 1) trains version k-1 into version k. Every transition is journalled before it takes effect.
+Step k (from 1) trains version k-1 into version k; after a rollback version k has the weights of an earlier one. Every transition is journalled before it takes effect.
 """
 
 from __future__ import annotations
