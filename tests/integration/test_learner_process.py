@@ -20,7 +20,7 @@ import redis
 
 from paceline.broker.redis_server import RedisServer
 from paceline.core.batch import BatchRow
-from paceline.core.errors import IllegalTransitionError, VersionMismatchError
+from paceline.core.errors import CheckpointError, IllegalTransitionError, VersionMismatchError
 from paceline.core.policy import PolicyTag
 from paceline.reshard.layout import RankLayout, tensor_shapes
 from paceline.rpc.v1 import controller_pb2, learner_pb2, learner_pb2_grpc
@@ -150,9 +150,40 @@ def numbers(reply: learner_pb2.TrainStepResponse) -> dict[str, float]:
     return {name: value for name, value in reply.metrics.items() if not name.startswith("timing_s/")}
 
 
+async def going_back(learner: Learner, folder: Path, batch: Any) -> None:
+    """At version 3 back to the weights of step 2, and on to step 4 at half the rate; what cannot be loaded changes nothing."""
+
+    async def load(source: Path, version: int) -> learner_pb2.LoadCheckpointResponse:
+        request = learner_pb2.LoadCheckpointRequest(folder=str(source), version=version)
+        return await learner.call(learner.stub.LoadCheckpoint, request)
+
+    with pytest.raises(CheckpointError, match="is at version 3, asked to load a checkpoint as version 2"):
+        await load(folder, 2)
+    with pytest.raises(CheckpointError, match="nowhere is no complete checkpoint"):
+        await load(folder.parent / "nowhere", 3)
+    assert (await load(folder, 3)).step == 2
+    described = await learner.call(learner.stub.DescribeWeights, learner_pb2.DescribeLearnerWeightsRequest())
+    assert described.version == 3
+    rows, policy = _order(batch)
+    request = learner_pb2.TrainStepRequest(
+        step=4,
+        policy_version=3,
+        weights_digest=policy.digest,
+        rows=[batch_row_to_proto(row) for row in rows],
+        adjustments=learner_pb2.GuardAdjustments(lr_scale=0.5, kl_scale=1.0, fixed_kl_coef=0.25),
+    )
+    reply = await learner.call(learner.stub.TrainStep, request)
+    assert reply.policy_version == 4
+    assert reply.metrics["actor/lr"] == 0.5e-3
+    assert reply.metrics["algorithm/kl_coef"] == 0.25
+    readings = {(one.rule, one.network): one.value for one in reply.guard_readings}
+    assert readings["ppo_kl", "actor"] == reply.metrics["actor/ppo_kl_max"]
+    assert {"vf_clipfrac", "entropy_low", "reference_kl", "reward_constant"} <= {rule for rule, _ in readings}
+
+
 async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_path: Path) -> None:
     batches = {}
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         policy = PolicyTag(version=step - 1, digest=POLICY.digest)
         batches[step] = (*make_batch(step=step, policy=policy), policy)
         put(redis_server, batches[step][1])
@@ -199,8 +230,9 @@ async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_pa
         assert manifest["controller_state"] == {"cursor": 7}
         assert manifest["learner"]["version"] == 2
         third = await learner.train(3, *_order(batches[3]))
+        await going_back(learner, folder, batches[4])
         states = [beat.state for beat in learner.controller.heartbeats]
-        assert {"loading", "ready", "training"} <= set(states)
+        assert {"loading", "ready", "training", "rolling back"} <= set(states)
 
         learner.controller.run_over = True
         codes = await asyncio.wait_for(asyncio.gather(*(rank.wait() for rank in learner.ranks)), 20)
