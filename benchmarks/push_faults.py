@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from step import ROOT, write_inputs
 
-MOMENTS = {"before": "learn", "during": "publish", "after": "dispatch"}
+MOMENTS = {"before": "learn", "during": "publish", "after": "commit"}
 LIMIT_S = 15.0
 RUN_TIMEOUT_S = 540.0
 POLL_S = 0.002
@@ -74,7 +74,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kill", type=lambda text: text.split(","), default=["before", "during"])
     parser.add_argument(
-        "--delay-ms", type=float, default=40.0, help="from PUBLISH to a kill that is to be during it"
+        "--delay-ms", type=float, default=20.0, help="from PUBLISH to a kill that is to be during it"
     )
     parser.add_argument("--shape", default="0.5B")
     parser.add_argument("--learners", type=int, default=1)
@@ -105,18 +105,22 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 async def watch(path: Path, kills: Sequence[Kill], run: asyncio.subprocess.Process, delay_s: float) -> None:
     """Follows the journal, kills at the moments, and notes when the run was free again."""
     waiting: Kill | None = None
-    pending = list(kills)
+    pending, family = list(kills), list[psutil.Process]()
     async for event in follow(path, run):
         step, to = event.get("step"), event.get("to") if event["event"] == "phase" else None
         if waiting is not None:
             done = to == "learn" if waiting.moment == "after" else event["event"] == "commit"
             if done:
                 waiting.free, waiting = event["time"], None
+        if pending and step == pending[0].step and to == "collect":
+            family = processes_of(pending[0].victim)  # looked up early: it takes as long as a push
         if pending and step == pending[0].step and to == MOMENTS[pending[0].moment]:
             waiting = pending.pop(0)
             if waiting.moment == "during":
                 await asyncio.sleep(delay_s)
-            waiting.killed = await kill_tree(waiting.victim)
+            waiting.killed = time.time()
+            for process in family:
+                process.kill()
 
 
 async def follow(path: Path, run: asyncio.subprocess.Process) -> AsyncIterator[dict[str, Any]]:
@@ -138,16 +142,12 @@ async def follow(path: Path, run: asyncio.subprocess.Process) -> AsyncIterator[d
                 await asyncio.sleep(POLL_S)
 
 
-async def kill_tree(member: str) -> float:
-    """Kills a member's process and all below it; returns the time of day."""
+def processes_of(member: str) -> list[psutil.Process]:
+    """A member's process and all below it."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if "paceline.rollout" in words and member in words:
-            family = [process, *process.children(recursive=True)]
-            now = time.time()
-            for one in family:
-                one.kill()
-            return now
+            return [process, *process.children(recursive=True)]
     raise RuntimeError(f"no process of {member} was found")
 
 

@@ -147,7 +147,9 @@ def put(redis_server: RedisServer, blobs: dict[str, bytes]) -> None:
 
 
 def numbers(reply: learner_pb2.TrainStepResponse) -> dict[str, float]:
-    return {name: value for name, value in reply.metrics.items() if not name.startswith("timing_s/")}
+    return {
+        name: value for name, value in reply.metrics.items() if not name.startswith(("timing_s/", "perf/"))
+    }
 
 
 async def going_back(learner: Learner, folder: Path, batch: Any) -> None:

@@ -35,7 +35,9 @@ def take_step(learner: Learner, step: int, **batch: Any) -> StepResult:
 
 def numbers(result: StepResult) -> dict[str, float]:
     """The metrics but for times."""
-    return {name: value for name, value in result.metrics.items() if not name.startswith("timing_s/")}
+    return {
+        name: value for name, value in result.metrics.items() if not name.startswith(("timing_s/", "perf/"))
+    }
 
 
 def train(learner: Learner, first: int, last: int) -> list[dict[str, float]]:

@@ -24,7 +24,7 @@ async def running_engine(
 ) -> AsyncIterator[Any]:
     """The engine; `arguments` go over those of a float32 engine without weights."""
     paths = [ROOT / "src", *(ROOT / "services").glob("*"), ROOT / "tests"]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
