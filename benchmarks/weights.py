@@ -2,15 +2,18 @@
 
     python benchmarks/weights.py --shapes 0.5B,7B --learners 4 --engines 1x4,2x2,4x1            # 8 GPUs
     python benchmarks/weights.py --shapes 0.5B,7B --learners 2 --engines 1x2,2x1 --at-once      # 4 GPUs
+    python benchmarks/weights.py --shapes 7B --learners 1 --engines 3x1                         # 4 GPUs: relaying off and on
     python benchmarks/weights.py --shapes tiny --learners 2 --engines 2x1 --device cpu          # anywhere
 
 `--engines 2x1` is two engines of tensor-parallel size 1. Learner ranks take the first GPUs, engines those after them. The
-weights are random and change before every push; the digests of every rank are compared after every push.
+weights are random and change before every push; the digests of every rank are compared after every push. Where `weights.relay:
+auto` would have rollout ranks pass weights on to each other, there is a row without that and one with it.
 
 Columns, medians in milliseconds: `transfer` from the learners' first cast until the last receiver has scattered everything
 (receivers wait already); `pause` from the order to both sides until digests agree and prefix caches are reset; `digest` of the
 slowest rank on either side; `join` forming the group and forming it anew, `first` the transfer of the first push after each. `plain` is the links'
-limit: the same bytes per pair as one message in one grouped call, nothing else. `usual` is the usual way: every tensor gathered
+limit: the same bytes per pair as one message in one grouped call, nothing else. `out GB l/r` is what the busiest learner and the busiest
+rollout rank send. `usual` is the usual way: every tensor gathered
 in full on all learner ranks in the wire's type, packed into 1 GiB buffers, broadcast from rank 0 to all rollout ranks, loaded
 there by the engine's own loader; without digests, from its beginning until the last rank has loaded.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -41,7 +45,9 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.reshard.layout import RankLayout
+from paceline.reshard.plan import TransferPlan
 from paceline.reshard.spec import WeightGroupSpec
+from paceline.reshard.transport import plan_of
 from paceline.reshard.verdict import DigestReport, digests_agree
 
 HERE = Path(__file__).resolve().parent
@@ -382,8 +388,8 @@ class Fleet:
         order(self.servers, worker_method, *args)
         return answers(self.learners), answers(self.servers)
 
-    def form(self, round_bytes: int) -> float:
-        """Forms a new group; milliseconds from the order to join until all have."""
+    def describe(self, round_bytes: int, relay: str) -> TransferPlan:
+        """Writes the spec of the next group; returns the plan that follows from it."""
         self.epoch += 1
         order(self.learners, "layout")
         order(self.servers, "layout")
@@ -399,9 +405,14 @@ class Fleet:
             rollout_layouts=tuple(layout for layouts in needed for layout in layouts),
             wire_dtype=self.case.dtype,
             round_bytes=round_bytes,
+            relay=relay,
             timeout_s=TIMEOUT_S,
         )
         self.spec = spec.to_bytes()
+        return plan_of(spec)
+
+    def form(self) -> float:
+        """Forms the group described last; milliseconds from the order to join until all have."""
         began = time.perf_counter()
         order(self.learners, "join", self.spec)
         self._order_servers("join")
@@ -476,9 +487,14 @@ def answers(pipes: list[Connection], timeout_s: float = 3 * TIMEOUT_S) -> list[A
     return got
 
 
-def measure(fleet: Fleet, round_bytes: int, repeats: int, *, usual: bool) -> dict[str, float]:
-    """All numbers of one case."""
-    join_ms = fleet.form(round_bytes)
+def measure(
+    fleet: Fleet, round_bytes: int, relay: str, repeats: int, *, usual: bool
+) -> dict[str, float] | None:
+    """All numbers of one case; None where `auto` would relay nothing."""
+    plan = fleet.describe(round_bytes, relay)
+    if relay == "auto" and not plan.relay_pairs:
+        return None
+    join_ms = fleet.form()
     fleet.all("memory", "paceline_memory", True)
     version, transfers, pauses, parts = 0, list[float](), list[float](), list[list[float]]()
     digests_l, digests_r = list[float](), list[float]()
@@ -511,12 +527,15 @@ def measure(fleet: Fleet, round_bytes: int, repeats: int, *, usual: bool) -> dic
         "plain_learner": statistics.median(max(column) for column in zip(*ours, strict=True)),
         "rank_bytes": max(size for one in received for size in one["rank_bytes"]),
         "sent_bytes": max(one["num_bytes"] for one in sent),
+        "relayed_bytes": max(plan.relayed_bytes(rank) for rank in range(plan.num_destinations)),
+        "rounds": plan.num_rounds,
         "extra_learner": max(one["extra_bytes"] for one in sent),
         "extra_rollout": max(one["extra_bytes"] for one in received),
         "grown_learner": max(grown),
         "pushes": 3 * repeats + 2,
-        "rejoin": fleet.form(round_bytes),
     }
+    fleet.describe(round_bytes, relay)
+    row["rejoin"] = fleet.form()
     again = [fleet.push(version + 1 + number, HEAD_START_S)[0] for number in range(repeats + 1)]
     row |= {"first_again": again[0], "transfer_again": statistics.median(again[1:])}
     row["usual"] = fleet.usual(max(3, repeats // 3)) if usual else float("nan")
@@ -524,16 +543,17 @@ def measure(fleet: Fleet, round_bytes: int, repeats: int, *, usual: bool) -> dic
 
 
 HEADINGS = (
-    "case", "round MiB", "join", "first", "transfer", "min..max", "digest l/r", "pause", "plain", "transfer/plain", "GB/rank", "GB/s",
-    "extra MiB l/r", "usual", "usual/transfer",
+    "case", "relay", "round MiB", "join", "first", "transfer", "min..max", "digest l/r", "pause", "plain", "transfer/plain", "GB/rank", "GB/s",
+    "out GB l/r", "extra MiB l/r", "usual", "usual/transfer",
 )  # fmt: skip
 
 
-def cells(case: Case, round_mib: int, row: dict[str, float]) -> list[str]:
+def cells(case: Case, relay: str, round_mib: int, row: dict[str, float]) -> list[str]:
     """One row of the table."""
     gb = row["rank_bytes"] / 1e9
     return [
         case.name,
+        "off" if relay == "never" else "on",
         str(round_mib),
         f"{row['join']:.0f}/{row['rejoin']:.0f}",
         f"{row['first']:.1f}/{row['first_again']:.1f}",
@@ -545,6 +565,7 @@ def cells(case: Case, round_mib: int, row: dict[str, float]) -> list[str]:
         f"{row['transfer'] / row['plain']:.2f}",
         f"{gb:.2f}",
         f"{1e3 * gb / row['transfer']:.0f}",
+        f"{row['sent_bytes'] / 1e9:.2f}/{row['relayed_bytes'] / 1e9:.2f}",
         f"{row['extra_learner'] / 2**20:.0f}/{row['extra_rollout'] / 2**20:.0f}",
         f"{row['usual']:.0f}",
         f"{row['usual'] / row['transfer']:.1f}",
@@ -578,6 +599,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--learners", type=int, default=4, help="FSDP2 ranks")
     parser.add_argument("--engines", default="1x4,2x2,4x1", help="engines x tensor-parallel size, each a row")
     parser.add_argument("--round-mib", default="256", help="largest message of a pair; each a row")
+    parser.add_argument(
+        "--relay", default="never,auto", help="of never, auto, always; a row each, auto where it relays"
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--no-usual", action="store_true", help="leave the usual way out")
@@ -605,16 +629,21 @@ def main() -> None:
     table = Table(title=f"weight pushes, medians of {args.repeats}, milliseconds")
     for heading in HEADINGS:
         table.add_column(heading, justify="right")
-    found, console = [], Console(width=190)
+    found, console = [], Console(width=210)
     with tempfile.TemporaryDirectory() as folder:
         for batch in [cases] if args.at_once else [[case] for case in cases]:
             with running(batch, gpus, Path(folder)) as fleets:
                 for fleet in fleets:
-                    for number, round_mib in enumerate(map(int, args.round_mib.split(","))):
-                        usual = not args.no_usual and number == 0
-                        row = measure(fleet, round_mib << 20, args.repeats, usual=usual)
-                        table.add_row(*cells(fleet.case, round_mib, row))
-                        found.append({"case": fleet.case.name, "round_mib": round_mib} | row)
+                    usual = not args.no_usual
+                    variants = itertools.product(map(int, args.round_mib.split(",")), args.relay.split(","))
+                    for round_mib, relay in variants:
+                        row = measure(fleet, round_mib << 20, relay, args.repeats, usual=usual)
+                        if row is None:
+                            continue
+                        usual = False
+                        table.add_row(*cells(fleet.case, relay, round_mib, row))
+                        name = {"case": fleet.case.name, "relay": relay, "round_mib": round_mib}
+                        found.append(name | row)
                         print(json.dumps(found[-1]), flush=True)
                         if args.json:
                             args.json.write_text(json.dumps(found, indent=1))

@@ -103,6 +103,7 @@ class FakeEngine:
                 "num_bytes": 4,
                 "transfer_ms": 1.0 + rank,
                 "digest_ms": 0.5,
+                "relayed_bytes": 0,
                 "peak_extra_bytes": 8,
             }
         return {}

@@ -88,6 +88,7 @@ class FakePeers:
             bytes_sent=8,
             transfer_ms=1,
             digest_ms=1,
+            peak_extra_bytes=16,
         )
 
     async def receive(self, member: Member, *, epoch: int, version: int) -> Received:
@@ -95,7 +96,13 @@ class FakePeers:
         if member.member_id in self.lose:
             raise PeerLostError(f"{member.member_id} went away", peer=member.member_id)
         value = 1 if member.member_id in self.corrupt else 7 + version
-        return Received(reports=(report(member.member_id, version, value),), transfer_ms=1, digest_ms=1)
+        return Received(
+            reports=(report(member.member_id, version, value),),
+            transfer_ms=1,
+            digest_ms=1,
+            peak_extra_bytes=32,
+            bytes_relayed=4,
+        )
 
     async def commit(self, member: Member, policy: PolicyTag) -> None:
         self.calls.append(f"commit {member.member_id} {policy.version}")

@@ -13,6 +13,7 @@ from paceline.broker import names
 from paceline.controller.audit import violations
 from paceline.controller.checkpoints import ControllerState
 from paceline.controller.membership import Health
+from paceline.controller.weight_push import _last_named
 from paceline.core.errors import DataError, DeadlineError, PeerLostError, RewardError, WeightSyncError
 from paceline.core.ids import Purpose
 from paceline.core.members import MemberKind
@@ -115,6 +116,29 @@ async def test_who_only_lost_a_peer_stays(known: bool, tmp_path: Path) -> None:
         assert [m.member_id for m in it.fleet.fleet.usable(MemberKind.ROLLOUT)] == ["rollout-0"]
         assert [c for c in it.peers.calls if c.startswith("train")] == ["train 1", "train 2"]
         assert violations(it.events(), num_samples=2) == []
+
+
+@pytest.mark.parametrize(
+    ("learners", "words", "blamed"),
+    [
+        # The learner lost rank 0, which had given up because rank 1 passed nothing on; rank 1 lost the learner then.
+        ("rollout rank 0", {"a": "rollout rank 1", "b": "learner rank 0", "c": "learner rank 0"}, "b"),
+        # The learner had sent everything before a relay stalled.
+        (None, {"a": "rollout rank 1", "b": None, "c": "rollout rank 0"}, "b"),
+        # Two that lost each other: one of them goes, so that the other can stay.
+        (None, {"a": "rollout rank 1", "b": "rollout rank 0"}, "b"),
+        # Whom the learner names may have gone before it could say anything.
+        ("rollout rank 2", {"a": "learner rank 0", "b": "learner rank 0"}, "c"),
+        ("some member of the weight group", {"a": "learner rank 0"}, None),
+    ],
+)
+def test_who_is_to_blame_is_found_by_following_words(
+    learners: str | None, words: dict[str, str | None], blamed: str | None
+) -> None:
+    ranks = {"rollout rank 0": "a", "rollout rank 1": "b", "rollout rank 2": "c"}
+    error = PeerLostError("connection closed", peer=learners) if learners else None
+    complaints = {member: ranks.get(said or "") for member, said in words.items()}
+    assert _last_named(complaints, error, ranks) == blamed
 
 
 async def test_a_learner_that_is_lost_in_a_push_ends_the_run_and_nobody_else_is_blamed(

@@ -44,6 +44,7 @@ def receipt(rank: int, num_bytes: int, ms: float) -> dict[str, Any]:
     return {
         "digests": report.to_bytes(),
         "num_bytes": num_bytes,
+        "relayed_bytes": num_bytes // 2,
         "transfer_ms": ms,
         "digest_ms": ms / 2,
         "peak_extra_bytes": num_bytes,
@@ -51,7 +52,7 @@ def receipt(rank: int, num_bytes: int, ms: float) -> dict[str, Any]:
 
 
 def failure(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"error": {"kind": kind, "message": f"a {kind}", **fields}}
+    return {"error": {"kind": kind, "message": f"a {kind}", "rank_name": "", **fields}}
 
 
 async def test_a_push_is_received_then_the_prefix_cache_is_reset() -> None:
@@ -59,7 +60,7 @@ async def test_a_push_is_received_then_the_prefix_cache_is_reset() -> None:
     result = await WeightReceiver(engine).receive(4, 20.0)
     assert engine.calls == [("paceline_receive", 30.0, (4, 20.0)), ("reset_prefix_cache",)]
     assert (result.version, result.bytes, result.transfer_ms, result.digest_ms) == (4, 240, 3.0, 1.5)
-    assert result.peak_extra_bytes == 140
+    assert (result.peak_extra_bytes, result.relayed_bytes) == (140, 120)
     assert [report.rank for report in result.digests] == ["rollout rank 0", "rollout rank 1"]
 
 
@@ -78,6 +79,15 @@ async def test_the_cause_is_reported_before_its_consequences() -> None:
     with pytest.raises(PeerLostError, match="TP rank 0: a PeerLostError") as caught:
         await WeightReceiver(FakeEngine([lost, lost])).receive(1, 5.0)
     assert caught.value.peer == "learner rank 0"
+
+
+async def test_whom_a_server_lost_is_nobody_of_its_own() -> None:
+    """Rank 0 lost rank 1 of the same engine, which gave up when a server that passes weights on went away."""
+    within = failure("PeerLostError", peer="rollout rank 3", rank_name="rollout rank 2")
+    beyond = failure("PeerLostError", peer="rollout rank 1", rank_name="rollout rank 3")
+    with pytest.raises(PeerLostError, match="TP rank 1") as caught:
+        await WeightReceiver(FakeEngine([within, beyond])).receive(1, 5.0)
+    assert caught.value.peer == "rollout rank 1"
 
 
 async def test_errors_keep_their_class() -> None:

@@ -46,6 +46,7 @@ class Published:
     bytes_sent: int
     transfer_ms: float
     digest_ms: float
+    peak_extra_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,8 @@ class Received:
     reports: tuple[DigestReport, ...]
     transfer_ms: float
     digest_ms: float
+    peak_extra_bytes: int
+    bytes_relayed: int
 
 
 class Peers:
@@ -132,6 +135,7 @@ class Peers:
             bytes_sent=reply.bytes_sent,
             transfer_ms=reply.transfer_ms,
             digest_ms=reply.digest_ms,
+            peak_extra_bytes=reply.peak_extra_bytes,
         )
 
     async def leave_learner(self, member: Member, *, epoch: int) -> None:
@@ -227,7 +231,11 @@ class Peers:
             stub.ReceiveWeights, request, timeout_s=self._push_s, phase="PUBLISH", peer=member.member_id
         )
         return Received(
-            reports=_unpack_reports(reply.digests), transfer_ms=reply.transfer_ms, digest_ms=reply.digest_ms
+            reports=_unpack_reports(reply.digests),
+            transfer_ms=reply.transfer_ms,
+            digest_ms=reply.digest_ms,
+            peak_extra_bytes=reply.peak_extra_bytes,
+            bytes_relayed=reply.bytes_relayed,
         )
 
     async def commit(self, member: Member, policy: PolicyTag) -> None:

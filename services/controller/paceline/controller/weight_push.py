@@ -226,22 +226,41 @@ class WeightPush:
     def _to_blame(
         self, failed: list[tuple[Member, PacelineError]], learners: BaseException | None
     ) -> list[tuple[Member, PacelineError]]:
-        """Of those that failed: who did so by itself, else whom the learner names, else all, lest the same happen for ever."""
+        """Of those that failed: who did so by itself, else whom the others' words lead to, else all, lest the same happen for ever."""
         if self._epoch is not None and learners is not None and _is_lost(self._epoch.learner, learners):
             return []
         by_themselves = [(m, e) for m, e in failed if _peer(e) in (None, m.member_id)]
         if by_themselves:
             return by_themselves
         owners = self._epoch.owners if self._epoch is not None else []
-        named = next(
-            (m for k, m in enumerate(owners) if learners and _peer(learners) == f"rollout rank {k}"), None
-        )
-        return [(m, e) for m, e in failed if m is named] or failed
+        ranks = {f"rollout rank {k}": member.member_id for k, member in enumerate(owners)}
+        last = _last_named({m.member_id: ranks.get(_peer(e) or "") for m, e in failed}, learners, ranks)
+        return [(m, e) for m, e in failed if m.member_id == last] or failed
 
 
 def _peer(error: BaseException) -> str | None:
     """Whom an error says to have waited for or lost; None for an error of another kind."""
     return error.peer if isinstance(error, PeerLostError | DeadlineError) else None
+
+
+def _last_named(
+    complaints: dict[str, str | None], learners: BaseException | None, ranks: dict[str, str]
+) -> str | None:
+    """Whom of those that failed the others' words lead to: from whom the learner names, or else the first that a server names, on
+    to whom that one names itself, and so forth. Who passes weights on gives up when it loses a peer, so the first named may only be its victim.
+
+    Args:
+        complaints: for each that failed, whom it names; None where that is no rollout server.
+        ranks: the member of each rollout rank's name.
+    """
+    named = ranks.get(_peer(learners) or "") if learners is not None else None
+    if named is None:
+        named = next((other for other in complaints.values() if other is not None), None)
+    seen: set[str] = set()
+    while named in complaints and named not in seen:
+        seen.add(named)
+        named = complaints[named] or named
+    return named
 
 
 def _is_lost(learner: Member, error: BaseException) -> bool:
@@ -253,6 +272,10 @@ def _is_lost(learner: Member, error: BaseException) -> bool:
 def _metrics(published: Published, received: dict[str, Received], pause_ms: float) -> dict[str, float]:
     return {
         "weights/bytes": float(published.bytes_sent),
+        "weights/relayed_bytes": float(sum(r.bytes_relayed for r in received.values())),
+        "weights/peak_extra_bytes": float(
+            max([published.peak_extra_bytes, *(r.peak_extra_bytes for r in received.values())])
+        ),
         "weights/transfer_ms": max([published.transfer_ms, *(r.transfer_ms for r in received.values())]),
         "weights/digest_ms": max([published.digest_ms, *(r.digest_ms for r in received.values())]),
         "weights/pause_ms": pause_ms,

@@ -6,6 +6,7 @@ Arguments are plain values, since they travel as msgpack. Results are rank 0's.
 from __future__ import annotations
 
 import dataclasses
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,10 +52,11 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """Rank 0's push result and the bytes of all ranks."""
+    """Rank 0's push result, the bytes of all ranks, and the staging of the rank with most."""
 
     result: PushResult
     bytes_sent: int
+    peak_extra_bytes: int
 
 
 class Commands:
@@ -151,8 +153,11 @@ class Commands:
         result: PushResult = attempt(
             learner.ranks, lambda: self._publisher.publish(version, timeout_s=timeout_s)
         )
-        sizes = gather_bytes(result.bytes.to_bytes(8, "big"), learner.ranks)
-        return Published(result=result, bytes_sent=sum(int.from_bytes(size, "big") for size in sizes))
+        mine = struct.pack("<QQ", result.bytes, result.peak_extra_bytes)
+        sent, staging = zip(
+            *(struct.unpack("<QQ", sizes) for sizes in gather_bytes(mine, learner.ranks)), strict=True
+        )
+        return Published(result=result, bytes_sent=sum(sent), peak_extra_bytes=max(staging))
 
     def _show_shards(self) -> None:
         """The publisher sees the language model, whose root tensors are gathered and let go of by the network around it."""

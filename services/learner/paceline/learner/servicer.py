@@ -100,6 +100,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
             bytes_sent=pushed.bytes_sent,
             transfer_ms=result.transfer_ms,
             digest_ms=result.digest_ms,
+            peak_extra_bytes=pushed.peak_extra_bytes,
         )
 
     async def LeaveWeightGroup(

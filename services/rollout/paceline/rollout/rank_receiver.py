@@ -49,11 +49,14 @@ class RankReceiver:
         model: the live model.
         device: where its parameters are.
         load_full: loads full tensors in checkpoint form; used for models that the rules do not cover.
+
+    `rank_name` is what other members call this rank, once it has been told to join.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, load_full: LoadFull) -> None:
         self._model, self._device, self._load_full = model, device, load_full
         self._digester = TensorDigester(device)
+        self.rank_name = ""
         self._group: WeightGroup | None = None
         self._layout: RankLayout | None = None
         self._job: tuple[tuple[int, ...], DigestJob] | None = None
@@ -74,6 +77,7 @@ class RankReceiver:
             raise WeightSyncError(
                 f"group rank {rank} is no rollout rank: those are {spec.num_learners}..{spec.world_size - 1}"
             )
+        self.rank_name = spec.rank_name(rank)
         self._group = WeightGroup.form(
             spec, rank=rank, layout=self.describe(), device=self._device, timeout_s=timeout_s
         )

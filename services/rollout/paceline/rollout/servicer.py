@@ -43,6 +43,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             bytes_received=result.bytes,
             transfer_ms=result.transfer_ms,
             digest_ms=result.digest_ms,
+            peak_extra_bytes=result.peak_extra_bytes,
+            bytes_relayed=result.relayed_bytes,
         )
 
     async def Commit(self, request: rollout_pb2.CommitRequest, context: Any) -> rollout_pb2.CommitResponse:

@@ -39,6 +39,7 @@ class ReceiveResult:
         version: the policy version that was received.
         digests: one report per TP rank, of every slice as it lies in the live parameters.
         bytes: bytes received, over all TP ranks.
+        relayed_bytes: bytes passed on to other rollout ranks, over all TP ranks.
         transfer_ms, digest_ms: of the slowest TP rank.
         peak_extra_bytes: staging, of the rank with most.
     """
@@ -46,6 +47,7 @@ class ReceiveResult:
     version: int
     digests: tuple[DigestReport, ...]
     bytes: int
+    relayed_bytes: int
     transfer_ms: float
     digest_ms: float
     peak_extra_bytes: int
@@ -93,6 +95,7 @@ class WeightReceiver:
             version=version,
             digests=tuple(DigestReport.from_bytes(reply["digests"]) for reply in replies),
             bytes=sum(reply["num_bytes"] for reply in replies),
+            relayed_bytes=sum(reply["relayed_bytes"] for reply in replies),
             transfer_ms=max(reply["transfer_ms"] for reply in replies),
             digest_ms=max(reply["digest_ms"] for reply in replies),
             peak_extra_bytes=max(reply["peak_extra_bytes"] for reply in replies),
@@ -120,9 +123,12 @@ class WeightReceiver:
             (reply["error"], f"TP rank {rank}") for rank, reply in enumerate(replies) if "error" in reply
         ]
         if errors:
-            # A rank that fails takes its peers' connections with it: report the cause before the consequences.
+            # A rank that fails takes its peers' connections with it, those of this engine's other ranks among them: report the
+            # cause before the consequences.
             causes = [item for item in errors if item[0]["kind"] not in ("DeadlineError", "PeerLostError")]
-            raise _make_error(*(causes or errors)[0])
+            mine = {error["rank_name"] for error, _ in errors}
+            outside = [item for item in errors if item[0].get("peer") not in mine]
+            raise _make_error(*(causes or outside or errors)[0])
         return replies
 
 

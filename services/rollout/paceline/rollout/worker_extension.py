@@ -64,7 +64,9 @@ def _answering(
             return method(self, *args, **kwargs)
         except Exception as error:  # the boundary: it travels to the caller as a value
             logger.warning("%s failed", method.__name__, exc_info=True)
-            return {"error": _describe_error(error)}
+            receiver: RankReceiver | None = self.__dict__.get("_paceline_state")
+            rank_name = receiver.rank_name if receiver is not None else ""
+            return {"error": _describe_error(error) | {"rank_name": rank_name}}
 
     return answer
 
@@ -107,6 +109,7 @@ class PacelineWorkerExtension:
         return {
             "digests": receipt.digests.to_bytes(),
             "num_bytes": receipt.num_bytes,
+            "relayed_bytes": receipt.relayed_bytes,
             "transfer_ms": receipt.transfer_ms,
             "digest_ms": receipt.digest_ms,
             "peak_extra_bytes": receipt.peak_extra_bytes,

@@ -128,11 +128,17 @@ class ReceiveWeightsResponse(_message.Message):
     BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     TRANSFER_MS_FIELD_NUMBER: _builtins.int
     DIGEST_MS_FIELD_NUMBER: _builtins.int
+    PEAK_EXTRA_BYTES_FIELD_NUMBER: _builtins.int
+    BYTES_RELAYED_FIELD_NUMBER: _builtins.int
     digests: _builtins.bytes
     """msgpack, per rank"""
     bytes_received: _builtins.int
     transfer_ms: _builtins.float
     digest_ms: _builtins.float
+    peak_extra_bytes: _builtins.int
+    """staging, of the rank with most"""
+    bytes_relayed: _builtins.int
+    """passed on to other rollout ranks"""
     def __init__(
         self,
         *,
@@ -140,10 +146,12 @@ class ReceiveWeightsResponse(_message.Message):
         bytes_received: _builtins.int = ...,
         transfer_ms: _builtins.float = ...,
         digest_ms: _builtins.float = ...,
+        peak_extra_bytes: _builtins.int = ...,
+        bytes_relayed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "digest_ms", b"digest_ms", "digests", b"digests", "transfer_ms", b"transfer_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_relayed", b"bytes_relayed", "digest_ms", b"digest_ms", "digests", b"digests", "peak_extra_bytes", b"peak_extra_bytes", "transfer_ms", b"transfer_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
