@@ -152,6 +152,8 @@ def test_one_dotted_key_changes_one_bound(tmp_path: Any) -> None:
     assert "grad_norm" not in config.guard.limits
     assert config.guard.limits["vf_clipfrac"].bounds == {Action.WARN: 0.05}
     assert load(RunConfig, file, ["guard.enabled=false"]).guard.limits == {}
+    assert load(RunConfig, file, ["guard=off"]).guard.limits == {}
+    assert load(RunConfig, file, ["guard.ppo_kl=on"]).guard == GuardConfig()
     again = RunConfig.model_validate_json(config.model_dump_json())
     assert again.guard == config.guard
     assert config.guard.uses(Action.STOP)
@@ -166,6 +168,10 @@ def test_one_dotted_key_changes_one_bound(tmp_path: Any) -> None:
         ({"ppo_kl": {"stop": -1}}, "guard.ppo_kl.stop=-1"),
         ({"entropy_low": {"lower_kl_coef": 0.1}}, "no KL is in use: set algorithm.use_kl_in_reward"),
         ({"reference_kl": {"fixed_kl": 3.0}}, "no coefficient is adaptive"),
+        (
+            {"ppo_kl": 0.2},
+            "guard.ppo_kl=0.2: which action? Write guard.ppo_kl.warn=0.2, say, or guard.ppo_kl=off",
+        ),
         ({"lr_factor": 1.0}, "guard.lr_factor=1.0"),
     ],
 )

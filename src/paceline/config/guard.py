@@ -132,15 +132,21 @@ class GuardConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _over_the_defaults(cls, tree: Any) -> Any:
-        """What is given of a rule replaces its defaults key by key; `false` (in YAML also `off`) turns a rule off."""
+        """What is given of a rule replaces its defaults key by key; `false` (in YAML also `off`) turns a rule off, or all."""
+        if isinstance(tree, bool):
+            return {"enabled": tree}
         if not isinstance(tree, dict):
             return tree
         merged = dict(tree)
         for name in RULES:
             given = tree.get(name)
-            if given is False:
-                merged[name] = {"enabled": False}
-            elif isinstance(given, dict):
+            if isinstance(given, bool):
+                given = {"enabled": given}
+            if isinstance(given, int | float | str):
+                raise ValueError(
+                    f"guard.{name}={given}: which action? Write guard.{name}.warn={given}, say, or guard.{name}=off"
+                )
+            if isinstance(given, dict):
                 merged[name] = {**cls.model_fields[name].default.model_dump(), **given}
         return merged
 
