@@ -52,9 +52,10 @@ MINIMAL = {
         ("reward.functions=[]", "no scorer: name at least one"),
         ("actor.ppo_max_token_len_per_gpu=100", "cannot hold one sequence"),
         ("actor.clip_ratio_c=1.1", "must exceed 1 + the upper clip range"),
+        ("actor.policy_loss=gspo", "actor: policy_loss=gspo clips the ratio"),
         ("actor.policy_loss=gspo", "a range of 0.2 and 0.2 clips nothing; set actor.clip_ratio_low=3e-4"),
         ("actor={policy_loss: geo_mean, clip_ratio: 3.0e-4}", "nearly all of them; set actor.clip_ratio=0.4"),
-        ("actor={policy_loss: clip_cov, cov_low: 6.0}", "must not exceed actor.cov_high=5"),
+        ("actor={policy_loss: clip_cov, cov_low: 6.0}", "must not exceed cov_high=5"),
         (
             "algorithm.overlong={enable: true, buffer_length: 1000}",
             "algorithm.overlong.buffer_length=1000 must not exceed",

@@ -112,18 +112,18 @@ class ActorConfig(Section):
             )
         if self.policy_loss == "gspo" and max(self.clip_low, self.clip_high) > GSPO_CLIP_BOUND:
             raise ValueError(
-                f"actor.policy_loss=gspo clips the ratio of whole sequences, which hardly leaves 1: a range of {self.clip_low:g} and "
+                f"policy_loss=gspo clips the ratio of whole sequences, which hardly leaves 1: a range of {self.clip_low:g} and "
                 f"{self.clip_high:g} clips nothing; set actor.clip_ratio_low=3e-4 and actor.clip_ratio_high=4e-4 (arXiv:2507.18071), "
                 f"{GSPO_CLIP_BOUND} at most"
             )
         if self.policy_loss == "geo_mean" and min(self.clip_low, self.clip_high) < GEO_MEAN_CLIP_BOUND:
             raise ValueError(
-                f"actor.policy_loss=geo_mean clips each token's log-ratio: a range of {self.clip_low:g} and {self.clip_high:g} clips "
+                f"policy_loss=geo_mean clips each token's log-ratio: a range of {self.clip_low:g} and {self.clip_high:g} clips "
                 f"nearly all of them; set actor.clip_ratio=0.4 (arXiv:2507.20673), {GEO_MEAN_CLIP_BOUND} at least"
             )
         if self.policy_loss == "clip_cov" and self.cov_low > self.cov_high:
             raise ValueError(
-                f"actor.cov_low={self.cov_low:g} must not exceed actor.cov_high={self.cov_high:g}: no token would be selected"
+                f"cov_low={self.cov_low:g} must not exceed cov_high={self.cov_high:g}: no token would be selected"
             )
         return self
 

@@ -138,7 +138,14 @@ def _explain(kind: type[BaseModel], fault: dict[str, Any]) -> str:
     if fault["type"] == "missing":
         return f"{where} is required; add it"
     message = str(fault["msg"]).removeprefix("Value error, ")
-    return message if where == "(whole)" else f"{where}={fault.get('input')!r}: {message}"
+    if where == "(whole)":
+        return message
+    # A rule over a whole section names its keys itself; the section's other values are no help.
+    return (
+        f"{where}: {message}"
+        if isinstance(fault.get("input"), Mapping)
+        else f"{where}={fault.get('input')!r}: {message}"
+    )
 
 
 def _known_keys(kind: type[BaseModel], path: tuple[object, ...]) -> list[str]:

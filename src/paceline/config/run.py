@@ -100,7 +100,7 @@ class RunConfig(Section):
         if overlong.enable and overlong.buffer_length > self.data.max_response_length:
             raise ValueError(
                 f"algorithm.overlong.buffer_length={overlong.buffer_length} must not exceed "
-                f"data.max_response_length={self.data.max_response_length}: even the shortest response would be penalised"
+                f"data.max_response_length={self.data.max_response_length}: even the shortest response would be penalised; lower it"
             )
         if self.guard.uses(Action.LOWER_KL_COEF) and not self.needs_reference:
             raise ValueError(

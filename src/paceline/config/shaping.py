@@ -54,12 +54,10 @@ class RolloutCorrectionConfig(Section):
     @model_validator(mode="after")
     def _bounds(self) -> RolloutCorrectionConfig:
         if self.low >= self.high:
-            raise ValueError(
-                f"algorithm.rollout_correction.low={self.low:g} must be below high={self.high:g}"
-            )
+            raise ValueError(f"low={self.low:g} must be below high={self.high:g}")
         if self.method == "icepop" and self.weight_level != "token":
             raise ValueError(
-                f"algorithm.rollout_correction.method=icepop works token by token, level={self.level} is not for it; leave "
+                f"method=icepop works token by token, level={self.level} is not for it; leave "
                 "level out, or set method=sequence_mask"
             )
         return self
