@@ -17,11 +17,12 @@ CONTROLLER_PLACE = "CONTROLLER_HOST:PORT"
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "controller": (
-        "trainer", "data", "model", "rollout", "reward", "barrier", "broker", "weights", "service", "telemetry",
+        "trainer", "data", "model", "algorithm", "guard", "rollout", "reward", "barrier", "broker", "weights", "service",
+        "telemetry",
     ),
     "rollout": ("rollout", "model", "data", "broker", "weights", "service", "telemetry"),
     "learner": (
-        "learner", "actor", "critic", "algorithm", "model", "data", "rollout", "trainer", "broker", "weights",
+        "learner", "actor", "critic", "algorithm", "guard", "model", "data", "rollout", "trainer", "broker", "weights",
         "service", "telemetry",
     ),
     "reward": ("reward", "model", "broker", "service", "telemetry"),
