@@ -3,6 +3,7 @@
     python benchmarks/recipes.py                                   # all of them, seeds 0, 1, 2: an hour and a half on two cores
     python benchmarks/recipes.py --recipes grpo,dapo --seeds 0
     python benchmarks/recipes.py --table-only                      # the table of what lies in --out
+    python benchmarks/recipes.py --jobs 8 learner.world_size=1 learner.devices=[0] rollout.devices=[0] model.dtype=bfloat16 ...  # all on one GPU
 
 A seed governs data, starting model, order of the prompts and sampling. Runs that are complete in --out are not run again. One
 line per run: validation reward (held-out prompts, greedy) before and after, training steps, wall seconds of the command
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -50,10 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     out: Path = args.out.resolve()
     wanted = [(recipe, seed) for seed in args.seeds for recipe in args.recipes]
-    for recipe, seed in wanted:
-        if not args.table_only and read_finding(out, recipe, seed) is None:
-            start = starting_model(out, seed)
-            run(out, start, recipe, seed, args.overrides)
+    if not args.table_only:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            starts = dict(
+                zip(
+                    args.seeds,
+                    pool.map(lambda seed: starting_model(out, seed, args.overrides), args.seeds),
+                    strict=True,
+                )
+            )
+            missing = [one for one in wanted if read_finding(out, *one) is None]
+            list(pool.map(lambda one: run(out, starts[one[1]], *one, args.overrides), missing))
     found = {(recipe, seed): read_finding(out, recipe, seed) for recipe, seed in wanted}
     print(f"\n{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
     print(table([finding for finding in found.values() if finding is not None]))
@@ -74,6 +83,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "runs" / "recipes", help="folder for the runs' directories"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--table-only", action="store_true", help="run nothing")
     args = parser.parse_args(argv)
     unknown = sorted(set(args.recipes) - set(known))
@@ -82,8 +92,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def starting_model(out: Path, seed: int) -> Path:
-    """The seed's data, tokenizer and warmed-up model; the folder that holds `data`, `model` and `start`."""
+def starting_model(out: Path, seed: int, overrides: Sequence[str]) -> Path:
+    """The seed's data, tokenizer and warmed-up model; the folder that holds `data`, `model` and `start`.
+
+    Of the overrides those of the learner count.
+    """
     folder = out / f"seed-{seed}" / "start-model"
     if (folder / "start" / "config.json").is_file():
         return folder
@@ -96,6 +109,7 @@ def starting_model(out: Path, seed: int) -> Path:
         f"sft.train_files={folder}/data/sft.parquet",
         f"sft.output={folder}/start",
         f"model.path={folder}/model",
+        *(one for one in overrides if one.startswith("learner.")),
     ]
     subprocess.run([*paceline(), "sft", str(ARITHMETIC / "sft.yaml"), *values], check=True, cwd=ROOT)
     return folder
