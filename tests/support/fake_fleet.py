@@ -41,7 +41,8 @@ def report(rank: str, version: int, value: int) -> DigestReport:
 
 class FakePeers:
     """Stands for the services' gRPC side. `lose` names a member whose next receive fails; `dead` one that answers nothing; `corrupt` one that reports a wrong digest.
-    `readings` are the guard's by step; with `writes` a checkpoint leaves its manifest."""
+    `readings` are the guard's by step; with `writes` a checkpoint leaves its manifest;
+    `source` is the step whose weights the learner holds."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -56,6 +57,7 @@ class FakePeers:
         self.readings: dict[int, list[learner_pb2.GuardReading]] = {}
         self.writes = False
         self.version = 0
+        self.source = 0
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -83,8 +85,8 @@ class FakePeers:
     async def publish(self, member: Member, *, epoch: int, version: int) -> Published:
         self.calls.append(f"publish v{version} e{epoch}")
         return Published(
-            report=report("learner", version, 7 + version),
-            digest=f"{7 + version:016x}",
+            report=report("learner", version, 7 + self.source),
+            digest=f"{7 + self.source:016x}",
             bytes_sent=8,
             transfer_ms=1,
             digest_ms=1,
@@ -95,7 +97,7 @@ class FakePeers:
         self.calls.append(f"receive {member.member_id} v{version} e{epoch}")
         if member.member_id in self.lose:
             raise PeerLostError(f"{member.member_id} went away", peer=member.member_id)
-        value = 1 if member.member_id in self.corrupt else 7 + version
+        value = 1 if member.member_id in self.corrupt else 7 + self.source
         return Received(
             reports=(report(member.member_id, version, value),),
             transfer_ms=1,
@@ -126,7 +128,7 @@ class FakePeers:
         self.batches.append([(r.trajectory_id.prompt_id, r.trajectory_id.sample_index) for r in rows])
         self.rows.append(list(rows))
         self.policies.append(policy)
-        self.version = step
+        self.version = self.source = step
         self.adjustments.append(adjustments)
         return learner_pb2.TrainStepResponse(
             step=step,
@@ -144,6 +146,7 @@ class FakePeers:
 
     async def load(self, member: Member, *, folder: str, version: int) -> float:
         self.calls.append(f"load {Path(folder).name} as {version}")
+        self.source = int(Path(folder).name.rpartition("_")[2])
         return 0.0
 
 

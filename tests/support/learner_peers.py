@@ -54,7 +54,7 @@ class LearnerPeers(FakePeers):
             _AtOnce(Commands(learner, self._blobs, publisher).table), lambda: None
         )
         self._servicer.ready(learner.version, 60.0)
-        self.version = learner.version
+        self.version = self.source = learner.version
 
     async def train(
         self,
@@ -77,7 +77,7 @@ class LearnerPeers(FakePeers):
             adjustments=adjustments_to_proto(adjustments),
         )
         reply = await self._servicer.TrainStep(request, None)
-        self.version = step
+        self.version = self.source = step
         return reply
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
@@ -88,6 +88,6 @@ class LearnerPeers(FakePeers):
         return (await self._servicer.SaveCheckpoint(request, None)).seconds
 
     async def load(self, member: Member, *, folder: str, version: int) -> float:
-        self.calls.append(f"load {folder.rpartition('/')[2]} as {version}")
+        await super().load(member, folder=folder, version=version)
         request = learner_pb2.LoadCheckpointRequest(folder=folder, version=version)
         return (await self._servicer.LoadCheckpoint(request, None)).seconds

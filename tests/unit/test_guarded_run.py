@@ -145,6 +145,8 @@ async def test_a_rollback_takes_the_last_good_weights_under_the_number_of_the_st
             CursorState(epoch=1, position=6),
         ]
         assert violations(it.events(), num_samples=2) == []
+        digests = {e["version"]: e["digest"] for e in of(it, "commit")}
+        assert digests[4] == digests[2] != digests[3]
         assert any("back to the weights of step 2" in text for text in it.notices)
         # The newest good one outlived newer ones that are not.
         removed = [Path(e["folder"]).name for e in of(it, "checkpoint_removed")]
@@ -230,6 +232,24 @@ async def test_metrics_that_are_not_finite_are_counted(tmp_path: Path) -> None:
         await it.go()
         (event,) = of(it, "guard")
         assert (event["rule"], event["value"], event["action"]) == ("non_finite", 2.0, "warn")
+
+
+async def test_a_rollback_that_sends_other_weights_is_found_by_the_audit(tmp_path: Path) -> None:
+    async with run(tmp_path, **guarded(3, ppo_kl={"rollback": 0.1, "skip": None})) as it:
+        await it.enlist_all()
+        it.peers.writes = True
+        it.peers.readings = {2: ppo_kl(0.3)}
+        load = it.peers.load
+
+        async def other(member: Any, **kwargs: Any) -> float:
+            seconds = await load(member, **kwargs)
+            it.peers.source = 17
+            return seconds
+
+        it.peers.load = other  # type: ignore[method-assign]
+        await it.go()
+        (found,) = violations(it.events(), num_samples=2)
+        assert found.startswith("I4b: version 2 is a rollback to 1, which was committed as 0000000000000008")
 
 
 def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ I2  every prompt that a finished step asked for, at first or in a refill, is ask
     prompt has one
 I3  no trajectory is admitted twice in a step
 I4  a version is committed with one digest
+I4b after a rollback the version is committed with the digest of the step that was gone back to
 I5  phases follow each other as `phases.move` allows
 """
 
@@ -49,6 +50,7 @@ class _Auditor:
         self.found: list[str] = []
         self._phase: Phase | None = None
         self._digests: dict[int, str] = {}
+        self._went_back: dict[int, int] = {}
         self._current: str = ""
         self._step = 0
         self._wanted: set[int] = set()
@@ -68,6 +70,7 @@ class _Auditor:
 
     def _on_run(self, event: Event) -> None:
         self._phase, self._collecting, self._wanted = Phase.STARTING, False, set()
+        self._went_back.clear()
         self._digests = {v: d for v, d in self._digests.items() if v < int(event["step"])}
 
     def _on_phase(self, event: Event) -> None:
@@ -87,9 +90,17 @@ class _Auditor:
             self.found.append(
                 f"I4: version {version} was committed as {self._digests[version]} and as {digest}"
             )
+        source = self._went_back.pop(version, version)
+        if self._digests.get(source, digest) != digest:
+            self.found.append(
+                f"I4b: version {version} is a rollback to {source}, which was committed as {self._digests[source]}, but has {digest}"
+            )
         self._current = f"v{version}@{digest}"
         if self._wanted and version == self._step:
             self._close_step()
+
+    def _on_rollback(self, event: Event) -> None:
+        self._went_back[int(event["step"])] = int(event["to_step"])
 
     def _on_dispatch(self, event: Event) -> None:
         self._step, self._wanted = int(event["step"]), set(event["prompts"])
