@@ -24,7 +24,7 @@ from support.learner_peers import LearnerPeers
 from support.learner_ranks import alone
 from support.sequencer_run import Run, run_of
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,7 +92,7 @@ class Faulty:
         await it.enlist_all()
         self.peers.before = self._before
         try:
-            await it.go(answer)
+            await it.go(answer, timeout_s=80)
         finally:
             self.seen[self.learner.version + 1] = weights(self.learner)
 

@@ -139,10 +139,10 @@ class Run:
         for i in range(2):
             await self.enlist(f"rollout-{i}", MemberKind.ROLLOUT, "stale")
 
-    async def go(self, answer: Answer = score_all) -> None:
+    async def go(self, answer: Answer = score_all, *, timeout_s: float = 20) -> None:
         answering = asyncio.create_task(answer_prompts(self.broker, RUN, self.peers, answer))
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(timeout_s):
                 await self.sequencer.run()
         finally:
             answering.cancel()
