@@ -146,7 +146,7 @@ class Receiver:
             SliceDigest(name=p.name, global_shape=p.global_shape, box=p.box, value=value)
             for p, value in zip(self.own.slices, found, strict=True)
         )
-        return digest_ms, DigestReport(
+        return digest_ms, DigestReport.of(
             rank=f"rollout rank {self.rank}", version=version, slices=slices
         ).to_bytes()
 

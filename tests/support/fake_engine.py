@@ -97,7 +97,7 @@ class FakeEngine:
             return {"layout": RankLayout(dtype="float32", slices=(part,)).to_bytes()}
         if method == "paceline_receive":
             digest = SliceDigest(name="w", global_shape=(self.num_ranks,), box=box, value=args[0])
-            report = DigestReport(rank=f"TP rank {rank}", version=args[0], slices=(digest,))
+            report = DigestReport.of(rank=f"TP rank {rank}", version=args[0], slices=(digest,))
             return {
                 "digests": report.to_bytes(),
                 "num_bytes": 4,

@@ -36,7 +36,7 @@ def layout() -> RankLayout:
 def report(rank: str, version: int, value: int) -> DigestReport:
     """What a rank says after a push."""
     part = SliceDigest(name="w", global_shape=(2,), box=Box.whole((2,)), value=value)
-    return DigestReport(rank=rank, version=version, slices=(part,))
+    return DigestReport.of(rank=rank, version=version, slices=(part,))
 
 
 class FakePeers:

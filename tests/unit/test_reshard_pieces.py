@@ -123,7 +123,7 @@ def test_the_digest_is_the_documented_sum() -> None:
 def test_a_report_that_misses_elements_or_differs_in_version_is_no_agreement() -> None:
     def report(rank: str, version: int, stop: int, value: int) -> DigestReport:
         part = SliceDigest(name="w", global_shape=(4,), box=Box((0,), (stop,)), value=value)
-        return DigestReport(rank=rank, version=version, slices=(part,))
+        return DigestReport.of(rank=rank, version=version, slices=(part,))
 
     digests_agree(report("learner", 1, 4, 7), [report("rollout rank 0", 1, 4, 7)])
     with pytest.raises(WeightSyncError, match="rollout rank 0 received version 1, the learner sent 2"):
@@ -136,7 +136,11 @@ def test_a_report_that_misses_elements_or_differs_in_version_is_no_agreement() -
         model_digest([report("rollout rank 0", 1, 4, 7), report("rollout rank 1", 1, 4, 8)])
     assert format_digest(model_digest([report("a", 1, 4, 0xAB)])) == "00000000000000ab"
     sent = report("learner", 1, 4, 2**64 - 1)
-    assert DigestReport.from_bytes(sent.to_bytes()) == sent
+    back = DigestReport.from_bytes(sent.to_bytes())
+    assert (back.rank, back.version, back.slices) == ("learner", 1, sent.slices)
+    assert sent.slices[0].value == 2**64 - 1
+    with pytest.raises(InvalidMessageError, match="1 slices have 2 digests"):
+        DigestReport.from_bytes(dataclasses.replace(sent, values=np.zeros(2, np.uint64)).to_bytes())
 
 
 def make_spec(**changes: object) -> WeightGroupSpec:

@@ -40,7 +40,7 @@ class FakeEngine:
 
 
 def receipt(rank: int, num_bytes: int, ms: float) -> dict[str, Any]:
-    report = DigestReport(rank=f"rollout rank {rank}", version=4, slices=())
+    report = DigestReport.of(rank=f"rollout rank {rank}", version=4, slices=())
     return {
         "digests": report.to_bytes(),
         "num_bytes": num_bytes,

@@ -140,6 +140,12 @@ class TensorDigester:
         """The same of one int64 vector."""
         return [value & MASK for value in totals.tolist()]
 
+    @staticmethod
+    def read_array(totals: torch.Tensor) -> npt.NDArray[np.uint64]:
+        """The same as an array."""
+        array: npt.NDArray[np.uint64] = totals.cpu().numpy().view(np.uint64)
+        return array
+
     def _column_table(self, global_shape: tuple[int, ...], box: Box) -> torch.Tensor:
         key = (global_shape[1:], box.start[1:], box.stop[1:])
         if key not in self._tables:

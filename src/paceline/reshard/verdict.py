@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import msgpack
+import numpy as np
+import numpy.typing as npt
 
 from paceline.core.errors import InvalidMessageError, WeightSyncError
 from paceline.reshard.boxes import Box
@@ -17,6 +19,7 @@ from paceline.reshard.digest import MASK
 from paceline.reshard.layout import RankLayout, read_ints
 
 REPORT_SCHEMA = 2
+_NONE = np.zeros(0, dtype=np.uint64)
 
 Place = tuple[str, tuple[int, ...], Box]
 """A tensor's name, its global shape, and a box of it"""
@@ -32,26 +35,65 @@ class SliceDigest:
     value: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed(Protocol):
+    """Whatever says which box of which tensor it is."""
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        ...
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The whole tensor's shape."""
+        ...
+
+    @property
+    def box(self) -> Box:
+        """The part."""
+        ...
+
+
+def pack_places(parts: Iterable[Placed]) -> bytes:
+    """Everything of a report's slices but the values: the same in every push of a weight group."""
+    packed: bytes = msgpack.packb(
+        [[part.name, part.global_shape, part.box.start, part.box.stop] for part in parts]
+    )
+    return packed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DigestReport:
-    """What one party holds after the push of `version`; `rank` names it in errors ("rollout rank 1")."""
+    """What one party holds after the push of `version`.
+
+    Attributes:
+        rank: names it in errors ("rollout rank 1").
+        places: `pack_places` of the slices.
+        values: (number of slices,) uint64, their digests.
+    """
 
     rank: str
     version: int
-    slices: tuple[SliceDigest, ...]
-    _places: list[bytes] = field(default_factory=list, init=False, repr=False, compare=False)
+    places: bytes
+    values: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, *, rank: str, version: int, slices: Sequence[SliceDigest]) -> DigestReport:
+        """The report of these slices."""
+        values = np.array([part.value for part in slices], dtype=np.uint64)
+        return cls(rank=rank, version=version, places=pack_places(slices), values=values)
 
     @property
-    def places(self) -> bytes:
-        """Everything of the slices but the values, packed: the same in every push of a weight group."""
-        if not self._places:
-            packed = msgpack.packb([[s.name, s.global_shape, s.box.start, s.box.stop] for s in self.slices])
-            self._places.append(packed)
-        return self._places[0]
+    def slices(self) -> tuple[SliceDigest, ...]:
+        """The slices one by one."""
+        return tuple(
+            SliceDigest(name=name, global_shape=shape, box=box, value=value)
+            for (name, shape, box), value in zip(_read_places(self.places), self.values.tolist(), strict=True)
+        )
 
     def to_bytes(self) -> bytes:
         """The report as one msgpack message; the values as packed little-endian numbers of 64 bits."""
-        values = struct.pack(f"<{len(self.slices)}Q", *(s.value for s in self.slices))
+        values = self.values.astype("<u8").tobytes()
         packed: bytes = msgpack.packb([REPORT_SCHEMA, self.rank, self.version, self.places, values])
         return packed
 
@@ -62,16 +104,11 @@ class DigestReport:
             schema, rank, version, packed, raw = msgpack.unpackb(data)
             if schema != REPORT_SCHEMA or type(rank) is not str or type(version) is not int:
                 raise ValueError(f"need schema {REPORT_SCHEMA}, a rank's name and a version")
-            places = _read_places(packed)
-            values = struct.unpack(f"<{len(places)}Q", raw)
-            slices = tuple(
-                SliceDigest(name=name, global_shape=shape, box=box, value=value)
-                for (name, shape, box), value in zip(places, values, strict=True)
-            )
-            report = cls(rank=rank, version=version, slices=slices)
-            report._places.append(packed)
-            return report
-        except (TypeError, ValueError, msgpack.UnpackException, struct.error) as error:
+            places, values = _read_places(packed), np.frombuffer(raw, dtype="<u8").astype(np.uint64)
+            if len(places) != len(values):
+                raise ValueError(f"{len(places)} slices have {len(values)} digests")
+            return cls(rank=rank, version=version, places=packed, values=values)
+        except (TypeError, ValueError, msgpack.UnpackException) as error:
             raise InvalidMessageError(f"digest report: {error}", reason="bad_digests") from error
 
 
@@ -119,8 +156,22 @@ def digests_agree(learner: DigestReport, rollout: Sequence[DigestReport]) -> Non
                 f"{report.rank} received version {report.version}, the learner sent {learner.version}"
             )
         inside = _atoms_inside(learner.places, report.places)
-        for part, atoms in zip(report.slices, inside, strict=True):
-            _check_slice(part, [learner.slices[atom] for atom in atoms], report.rank, learner.version)
+        if inside.uncovered is not None:
+            name, _, box = inside.uncovered
+            raise WeightSyncError(
+                f"{name}: the learner reported no digest for all of {box.start}..{box.stop}, which {report.rank} holds"
+            )
+        expected = (
+            np.add.reduceat(learner.values[inside.atoms], inside.begins) if len(inside.begins) else _NONE
+        )
+        wrong = np.flatnonzero(expected != report.values)
+        if len(wrong):
+            name, _, box = _read_places(report.places)[wrong[0]]
+            held, sent = (format_digest(int(values[wrong[0]])) for values in (report.values, expected))
+            raise WeightSyncError(
+                f"{name}: {report.rank} holds {box.start}..{box.stop} with digest {held}, the learner sent {sent} "
+                f"(version {learner.version}); the server must not serve it"
+            )
 
 
 def model_digest(reports: Iterable[DigestReport]) -> int:
@@ -131,45 +182,23 @@ def model_digest(reports: Iterable[DigestReport]) -> int:
     Raises:
         WeightSyncError: two ranks differ on the same box, boxes overlap in part, or a tensor is incomplete.
     """
-    unique: dict[tuple[str, Box], SliceDigest] = {}
-    for report in reports:
-        for part in report.slices:
-            known = unique.setdefault((part.name, part.box), part)
-            if known.value != part.value:
-                raise WeightSyncError(
-                    f"{part.name}: {report.rank} and another rank hold different values of "
-                    f"{part.box.start}..{part.box.stop}"
-                )
-    covered: dict[str, list[SliceDigest]] = {}
-    for part in unique.values():
-        parts = covered.setdefault(part.name, [])
-        if any(other.box.intersect(part.box) is not None for other in parts):
-            raise WeightSyncError(f"{part.name}: reported boxes overlap at {part.box.start}..{part.box.stop}")
-        parts.append(part)
-    for name, parts in covered.items():
-        missing = math.prod(parts[0].global_shape) - sum(part.box.volume for part in parts)
-        if missing:
-            raise WeightSyncError(f"{name}: {missing} elements are on no rank, so the policy has no digest")
-    return sum(part.value for part in unique.values()) & MASK
+    reports = list(reports)
+    whole = _whole(tuple(report.places for report in reports))
+    values = np.concatenate([_NONE, *(report.values for report in reports)])
+    wrong = np.flatnonzero(values != values[whole.first])
+    if len(wrong):
+        borders = np.cumsum([len(report.values) for report in reports])
+        report = reports[int(np.searchsorted(borders, wrong[0], side="right"))]
+        name, _, box = whole.places[wrong[0]]
+        raise WeightSyncError(
+            f"{name}: {report.rank} and another rank hold different values of {box.start}..{box.stop}"
+        )
+    return int(values[whole.unique].sum(dtype=np.uint64))
 
 
 def format_digest(value: int) -> str:
     """The form that is stamped on trajectories: 16 hexadecimal digits."""
     return f"{value & MASK:016x}"
-
-
-def _check_slice(part: SliceDigest, atoms: Sequence[SliceDigest], rank: str, version: int) -> None:
-    if not atoms:
-        raise WeightSyncError(
-            f"{part.name}: the learner reported no digest for all of {part.box.start}..{part.box.stop}, "
-            f"which {rank} holds"
-        )
-    expected = sum(atom.value for atom in atoms) & MASK
-    if expected != part.value:
-        raise WeightSyncError(
-            f"{part.name}: {rank} holds {part.box.start}..{part.box.stop} with digest {format_digest(part.value)}, "
-            f"the learner sent {format_digest(expected)} (version {version}); the server must not serve it"
-        )
 
 
 # Places stay the same from push to push, while every push waits for its verdict: what depends on them alone is kept.
@@ -192,15 +221,58 @@ def _read_place(fields: object) -> Place:
     return name, read_ints(shape), Box(read_ints(start), read_ints(stop))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Inside:
+    """The atoms of all parts, part after part; where each part's begin; the first part that they do not cover."""
+
+    atoms: npt.NDArray[np.int64]
+    begins: npt.NDArray[np.int64]
+    uncovered: Place | None
+
+
 @lru_cache(maxsize=64)
-def _atoms_inside(atoms: bytes, parts: bytes) -> tuple[tuple[int, ...], ...]:
-    """For each part the indices of the atoms that make it up; none where they do not cover it."""
+def _atoms_inside(atoms: bytes, parts: bytes) -> _Inside:
     by_name: dict[str, list[tuple[int, Box]]] = {}
     for index, (name, _, box) in enumerate(_read_places(atoms)):
         by_name.setdefault(name, []).append((index, box))
-    found = []
-    for name, _, whole in _read_places(parts):
+    found, begins = list[int](), list[int]()
+    uncovered = None
+    for place in _read_places(parts):
+        name, _, whole = place
         inside = [(index, box) for index, box in by_name.get(name, []) if whole.contains(box)]
-        covered = sum(box.volume for _, box in inside) == whole.volume
-        found.append(tuple(index for index, _ in inside) if covered else ())
-    return tuple(found)
+        if uncovered is None and (not inside or sum(box.volume for _, box in inside) != whole.volume):
+            uncovered = place
+        begins.append(len(found))
+        found += [index for index, _ in inside]
+    return _Inside(np.array(found, dtype=np.int64), np.array(begins, dtype=np.int64), uncovered)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Whole:
+    """All reports' places in a row; for each the first that is equal to it; those that are their own first."""
+
+    places: tuple[Place, ...]
+    first: npt.NDArray[np.int64]
+    unique: npt.NDArray[np.int64]
+
+
+@lru_cache(maxsize=16)
+def _whole(packed: tuple[bytes, ...]) -> _Whole:
+    """Checks that the unique places are disjoint and that they cover every tensor; raises WeightSyncError otherwise."""
+    places = tuple(place for one in packed for place in _read_places(one))
+    known: dict[tuple[str, Box], int] = {}
+    first = [known.setdefault((name, box), index) for index, (name, _, box) in enumerate(places)]
+    covered: dict[str, list[Box]] = {}
+    missing: dict[str, int] = {}
+    for name, index in ((name, index) for (name, _), index in known.items()):
+        _, shape, box = places[index]
+        boxes = covered.setdefault(name, [])
+        if any(other.intersect(box) is not None for other in boxes):
+            raise WeightSyncError(f"{name}: reported boxes overlap at {box.start}..{box.stop}")
+        boxes.append(box)
+        missing[name] = missing.get(name, math.prod(shape)) - box.volume
+    for name, number in missing.items():
+        if number:
+            raise WeightSyncError(f"{name}: {number} elements are on no rank, so the policy has no digest")
+    unique = np.array(list(known.values()), dtype=np.int64)
+    return _Whole(places, np.array(first, dtype=np.int64), unique)

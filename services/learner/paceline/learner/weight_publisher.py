@@ -22,7 +22,7 @@ from paceline.reshard.layout import RankLayout, TensorSlice, chunk_rows
 from paceline.reshard.rendezvous import Deadline, open_store
 from paceline.reshard.spec import WeightGroupSpec
 from paceline.reshard.transport import DTYPES, WeightGroup
-from paceline.reshard.verdict import Atom, DigestReport, SliceDigest, digest_atoms
+from paceline.reshard.verdict import Atom, DigestReport, digest_atoms, pack_places
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _STORE_TIMEOUT_S = 60.0
@@ -76,6 +76,7 @@ class WeightPublisher:
         self._group: WeightGroup | None = None
         self._digester = TensorDigester(device)
         self._atoms: list[Atom] = []
+        self._places = b""
         self._supplies: list[Supply] = []
         self._job: tuple[tuple[int, ...], DigestJob] | None = None
 
@@ -123,6 +124,7 @@ class WeightPublisher:
         if self._rank == 0 and self._store is None:
             raise WeightSyncError("learner rank 0 has no store; open_store() gives the address for the spec")
         self._atoms = digest_atoms(spec.expanded_rollout_layouts())
+        self._places = pack_places(self._atoms)
         needs = [
             Need(name=atom.name, global_shape=atom.global_shape, box=atom.box, label="the digest")
             for atom in self._atoms
@@ -204,13 +206,9 @@ class WeightPublisher:
 
     def _report(self, version: int, totals: torch.Tensor) -> DigestReport:
         if self._rank != 0:
-            return DigestReport(rank=f"learner rank {self._rank}", version=version, slices=())
-        values = self._digester.read(totals)
-        slices = tuple(
-            SliceDigest(name=atom.name, global_shape=atom.global_shape, box=atom.box, value=value)
-            for atom, value in zip(self._atoms, values, strict=True)
-        )
-        return DigestReport(rank="learner", version=version, slices=slices)
+            return DigestReport.of(rank=f"learner rank {self._rank}", version=version, slices=())
+        values = self._digester.read_array(totals)
+        return DigestReport(rank="learner", version=version, places=self._places, values=values)
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         """The policy's parameters, sharded, by state-dict name."""

@@ -23,7 +23,7 @@ from paceline.reshard.plan import Piece
 from paceline.reshard.rendezvous import Deadline
 from paceline.reshard.spec import WeightGroupSpec
 from paceline.reshard.transport import DTYPES, WeightGroup
-from paceline.reshard.verdict import DigestReport, SliceDigest
+from paceline.reshard.verdict import DigestReport, SliceDigest, pack_places
 from paceline.rollout.checkpoint_form import checkpoint_form
 from paceline.rollout.vllm_layout import describe_model
 
@@ -59,6 +59,7 @@ class RankReceiver:
         self.rank_name = ""
         self._group: WeightGroup | None = None
         self._layout: RankLayout | None = None
+        self._places: bytes | None = None
         self._job: tuple[tuple[int, ...], DigestJob] | None = None
         self._scatter: tuple[tuple[int, ...], list[Moves]] | None = None
 
@@ -72,7 +73,7 @@ class RankReceiver:
         """Leaves the group it is in, if any, and joins the one described as group rank `rank`."""
         self.leave()
         # An engine may repack its weights after it was asked first: look again, once per group.
-        self._layout, self._scatter = None, None
+        self._layout, self._places, self._scatter = None, None, None
         if not spec.num_learners <= rank < spec.world_size:
             raise WeightSyncError(
                 f"group rank {rank} is no rollout rank: those are {spec.num_learners}..{spec.world_size - 1}"
@@ -105,7 +106,7 @@ class RankReceiver:
         received = time.perf_counter()
         name = group.spec.rank_name(group.rank)
         report = (
-            DigestReport(rank=name, version=version, slices=tuple(slices))
+            DigestReport.of(rank=name, version=version, slices=slices)
             if slices
             else self.digest(version, name)
         )
@@ -130,9 +131,10 @@ class RankReceiver:
             )
         params = dict(self._model.named_parameters())
         totals = self._digest_job(slices, params).run()
-        found = zip(slices, self._digester.read(totals), strict=True)
-        digests = tuple(_slice_digest(part, value) for part, value in found)
-        return DigestReport(rank=rank_name, version=version, slices=digests)
+        if self._places is None:
+            self._places = pack_places(slices)
+        values = self._digester.read_array(totals)
+        return DigestReport(rank=rank_name, version=version, places=self._places, values=values)
 
     def _digest_job(self, slices: tuple[TensorSlice, ...], params: dict[str, nn.Parameter]) -> DigestJob:
         """Made once, and again where a parameter's storage has moved."""
