@@ -207,8 +207,10 @@ async def test_a_push_aborts_what_is_under_way_before_it_receives() -> None:
         assert sorted(b.engine.events[:2]) == [("abort", (5, 1)), ("abort", (5, 2))]
         assert b.engine.events[2:] == [
             ("rpc", "paceline_receive"),
-            ("reset", None),  # by the receiver, which must find nothing under way
-            ("reset", None),  # by the commit
+            (
+                "reset",
+                None,
+            ),  # by the receiver, which must find nothing under way; the gate stays closed until the commit
         ]
         assert b.server.in_flight == 0
         assert await b.left_over(0) == 2  # unacknowledged: they go to another server, or the step is over

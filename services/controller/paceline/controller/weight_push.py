@@ -147,7 +147,8 @@ class WeightPush:
         if epoch is None:
             raise WeightSyncError("no weight group is formed; a push needs one")
         began = time.monotonic()
-        # A server that died since the last heartbeat would hold up the learner, which cannot know, for the whole deadline.
+        # A server that died since the last heartbeat would hold up everybody else over NCCL, where a lost peer is no error, for the whole
+        # deadline. Once the others have begun to receive it is too late to ask.
         if not await self._all_answer(epoch.rollouts):
             await self.dissolve()
             return None
@@ -167,15 +168,21 @@ class WeightPush:
         digests_agree(published.report, [report for mine in received.values() for report in mine.reports])
         policy = PolicyTag(version=version, digest=published.digest)
 
+        opened: list[float] = []
+
         async def commit(member: Member) -> bool:
             await self._peers.commit(member, policy)
+            opened.append(time.monotonic())
             return True
 
         committed = await self._each(epoch.rollouts, commit)
         if not committed:
             raise PeerLostError("no rollout server committed the new weights; none is left", peer="rollout")
-        pause_ms = (time.monotonic() - began) * 1e3
-        return PushOutcome(policy=policy, metrics=_metrics(published, received, pause_ms))
+        pauses = {
+            "weights/first_open_ms": (min(opened) - began) * 1e3,
+            "weights/pause_ms": (time.monotonic() - began) * 1e3,
+        }
+        return PushOutcome(policy=policy, metrics=_metrics(published, received) | pauses)
 
     async def _all_answer(self, rollouts: list[Member]) -> bool:
         async def ping(member: Member) -> bool:
@@ -269,7 +276,8 @@ def _is_lost(learner: Member, error: BaseException) -> bool:
     return peer is not None and (peer == learner.member_id or peer.startswith("learner"))
 
 
-def _metrics(published: Published, received: dict[str, Received], pause_ms: float) -> dict[str, float]:
+def _metrics(published: Published, received: dict[str, Received]) -> dict[str, float]:
+    """`weights/bytes` is what leaves the learners, `relayed_bytes` what rollout ranks pass on, `peak_extra_bytes` the most staging of a rank."""
     return {
         "weights/bytes": float(published.bytes_sent),
         "weights/relayed_bytes": float(sum(r.bytes_relayed for r in received.values())),
@@ -278,5 +286,4 @@ def _metrics(published: Published, received: dict[str, Received], pause_ms: floa
         ),
         "weights/transfer_ms": max([published.transfer_ms, *(r.transfer_ms for r in received.values())]),
         "weights/digest_ms": max([published.digest_ms, *(r.digest_ms for r in received.values())]),
-        "weights/pause_ms": pause_ms,
     }

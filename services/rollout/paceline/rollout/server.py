@@ -115,8 +115,7 @@ class RolloutServer:
             after = states.advance(before, states.Committed(policy))
             if after is before:
                 return
-            if not await parts.engine.reset_prefix_cache():
-                raise ProtocolError("requests are under way where none may be: the cache cannot be reset")
+            # The receive reset the prefix cache, and the gate has been closed since: nothing can be in it.
             self._move(states.Committed(policy))
             parts.sampler.open(policy)
 

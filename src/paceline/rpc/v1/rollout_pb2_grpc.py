@@ -86,14 +86,14 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """Stops taking prompts, ends what is in flight, receives a version. SERVING or STALE -> SYNCING.
+        """Stops taking prompts, ends what is in flight, receives a version, resets caches. SERVING or STALE -> SYNCING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """The received version is the policy from now on: caches are reset and prompts of that version are taken. SYNCING -> SERVING.
+        """The received version is the policy from now on: prompts of that version are taken. SYNCING -> SERVING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
