@@ -17,6 +17,9 @@ from paceline.reshard.layout import RankLayout, TensorSlice
 SMALLEST_SHARE: Final = 0.02
 """Share of all bytes below which what a set has in common is not worth messages of its own"""
 
+_ALIGNED: Final = 8
+"""A chunk's size is a multiple of so many elements: what is cut then begins at an address that kernels can copy from at full speed"""
+
 Members = tuple[int, ...]
 """Rollout ranks, ascending"""
 
@@ -129,7 +132,8 @@ def chunk_sizes(flows: Sequence[Flow], capacity: int) -> list[int]:
         rounds = -(-flow.volume // (count * most))
         # A chunk ends at a row's end, so it may come out short by one: leave it that much more room.
         longest_row = max(item.box.volume // item.box.shape[0] for item in flow.cargo)
-        sizes.append(min(most, -(-flow.volume // (count * rounds)) + longest_row))
+        size = min(most, -(-flow.volume // (count * rounds)) + longest_row + _ALIGNED)
+        sizes.append(max(size // _ALIGNED * _ALIGNED, min(size, _ALIGNED)))
     return sizes
 
 

@@ -74,14 +74,14 @@ class WeightGroup:
         self._process_group = process_group
         self._pending: list[_Pending] = []
         placed = self._layout_rounds()
-        messages = [message for ours in (*self._sends, *self._receives) for message in ours]
-        size = max((message.begin + message.size for message in messages), default=0)
-        num_slots = min(_NUM_SLOTS, plan.num_rounds)
+        sizes = [0] * _NUM_SLOTS
+        for message in (message for ours in (*self._sends, *self._receives) for message in ours):
+            sizes[message.slot] = max(sizes[message.slot], message.begin + message.size)
         self._wire_device = device if spec.backend == "nccl" else torch.device("cpu")
         pinned = device.type == "cuda" and self._wire_device.type == "cpu"
         self._slots = [
             torch.empty(size, dtype=DTYPES[spec.wire_dtype], device=self._wire_device, pin_memory=pinned)
-            for _ in range(num_slots)
+            for size in sizes
         ]
         self.rounds: tuple[Round, ...] = tuple(
             tuple(
