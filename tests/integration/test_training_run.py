@@ -215,6 +215,40 @@ def test_an_end_while_everything_starts(
             assert "paceline train: learner-0 ended unexpectedly (killed by SIGKILL)" in run.output
 
 
+def test_refills_and_greedy_answers_on_two_servers(inputs: Path, tmp_path: Path) -> None:
+    config = tiny_config(
+        inputs,
+        algorithm={
+            "adv_estimator": "remax",
+            "use_kl_in_reward": False,
+            "kl_ctrl": {"type": "fixed"},
+            "dynamic_sampling": {"enable": True, "max_extra_factor": 1.0},
+        },
+        rollout={"n": 2, "replicas": 2},
+        reward={"functions": [{"name": f"{REWARDS}:first_letter"}]},
+        trainer={"total_steps": 2, "save_freq": 0},
+    )
+    with training(config, tmp_path / "run") as run:
+        assert run.finish() == 0, run.output
+        assert_sound(run, num_samples=2)
+        assert {e["server"] for e in only(run.events, "trajectory")} == {"rollout-0", "rollout-1"}
+        for row in run.metrics[1:]:
+            step, num_extra = row["step"], row["dynamic_sampling/extra_prompts"]
+            ids = [e["id"].split(":") for e in only(run.events, "trajectory")]
+            greedy = [prompt for purpose, s, prompt, _ in ids if (purpose, s) == ("greedy", str(step))]
+            assert len(greedy) == len(set(greedy)) == NUM_PROMPTS + num_extra
+            assert row["barrier/admitted"] == 3 * len(greedy)
+            table = pyarrow.parquet.read_table(run.run_dir / f"trajectories/step_{step:06d}.parquet")
+            kept = set(table["prompt_id"].to_pylist())
+            aside = {p for e in only(run.events, "refill") if e["step"] == step for p, _ in e["set_aside"]}
+            assert len(aside) >= num_extra > 0
+            assert kept | aside == {int(prompt) for prompt in greedy}
+            assert not kept & aside
+            assert row["dynamic_sampling/kept_share"] == len(kept) / len(greedy)
+            assert row["actor/first_ppo_kl"] == 0
+            assert row["actor/grad_norm"] > 0
+
+
 def few_prompts(inputs: Path, folder: Path, count: int) -> tuple[Path, list[str]]:
     """A file with `count` prompts of different sums, and the sums."""
     table = pyarrow.parquet.read_table(inputs / "data/train.parquet")

@@ -109,6 +109,9 @@ class FakePeers:
     async def commit(self, member: Member, policy: PolicyTag) -> None:
         self.calls.append(f"commit {member.member_id} {policy.version}")
 
+    async def abandon_push(self, member: Member, *, epoch: int, lost: str) -> None:
+        self.calls.append(f"abandon e{epoch} for {lost}")
+
     async def leave_learner(self, member: Member, *, epoch: int) -> None:
         self.calls.append(f"leave {member.member_id} e{epoch}")
 

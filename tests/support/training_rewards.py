@@ -13,6 +13,11 @@ def letters(response: str, ground_truth: str) -> dict[str, float]:
     return {"score": share, "length": float(len(response))}
 
 
+def first_letter(response: str, ground_truth: str) -> float:
+    """1 for a response that begins with a letter: small groups often have equal scores."""
+    return float(response[:1].isalpha())
+
+
 def moody(response: str, ground_truth: str, *, faults_file: str) -> object:
     """As `letters`, but for ground truths that the file names now ("39=raise,108=nan"; "*=raise" means all)."""
     table = dict(entry.split("=") for entry in Path(faults_file).read_text().split(","))

@@ -1,4 +1,4 @@
-"""How the ranks of a weight group find each other: deadlines, the rendezvous store, the process group."""
+"""How the ranks of a weight group find each other, and hear that one is lost: deadlines, the rendezvous store, the process group."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 
 from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.reshard.spec import WeightGroupSpec
+
+_ABANDONED = "abandoned"
+_ASK_EVERY_S = 0.1
 
 
 class Deadline:
@@ -55,10 +58,58 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
         )
 
 
+class Abandonment:
+    """Whether a push was called off, asked of the rendezvous store now and then: over NCCL a peer that is lost is only never done.
+
+    Args:
+        store: the one that the epoch's ranks meet at.
+        epoch: of the group.
+    """
+
+    def __init__(self, store: Store, epoch: int) -> None:
+        self._store, self._next = _epoch_store(store, epoch), 0.0
+
+    def rest(self) -> None:
+        """The next question comes after a pause: most pushes are over by then, and cost none."""
+        self._next = time.monotonic() + _ASK_EVERY_S
+
+    def check(self, phase: str) -> None:
+        """Raises PeerLostError, naming the member that was lost, where the push was called off."""
+        if time.monotonic() < self._next:
+            return
+        self.rest()
+        try:
+            if not self._store.check([_ABANDONED]):
+                return
+            lost = self._store.get(_ABANDONED).decode()
+        except RuntimeError as error:
+            first = "learner rank 0"
+            raise PeerLostError(f"{phase}: lost the connection to {first}: {error}", peer=first) from error
+        raise PeerLostError(f"{phase}: called off, since {lost} went away", peer=lost)
+
+
+def abandon(host: str, port: int, *, epoch: int, lost: str, timeout_s: float) -> None:
+    """Calls off what goes on in an epoch, from any thread or process.
+
+    Args:
+        host: of the rendezvous store.
+        port: likewise.
+        epoch: of the group.
+        lost: the member that went away.
+        timeout_s: longest to wait for the store.
+    """
+    store = TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    _epoch_store(store, epoch).set(_ABANDONED, lost)
+
+
+def _epoch_store(store: Store, epoch: int) -> PrefixStore:
+    return PrefixStore(f"weights/{epoch}", store)
+
+
 def make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> Any:
     """The connections of one epoch's group, outside of torch's default one; made as far as the backend makes them now."""
     members = "some member of the weight group"
-    store = PrefixStore(f"weights/{spec.epoch}", store)
+    store = _epoch_store(store, spec.epoch)
     store.set_timeout(deadline.remaining(members))
     if spec.backend == "nccl":
         from torch.distributed import ProcessGroupNCCL

@@ -25,7 +25,7 @@ from paceline.core.errors import WeightSyncError
 from paceline.reshard.layout import RankLayout
 from paceline.reshard.moves import Moves
 from paceline.reshard.plan import MessageKey, Piece, TransferPlan, build_plan
-from paceline.reshard.rendezvous import Deadline, make_process_group
+from paceline.reshard.rendezvous import Abandonment, Deadline, make_process_group
 from paceline.reshard.spec import WeightGroupSpec
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -68,10 +68,16 @@ class WeightGroup:
     """
 
     def __init__(
-        self, spec: WeightGroupSpec, rank: int, plan: TransferPlan, process_group: Any, device: torch.device
+        self,
+        spec: WeightGroupSpec,
+        rank: int,
+        plan: TransferPlan,
+        process_group: Any,
+        device: torch.device,
+        abandonment: Abandonment,
     ) -> None:
         self.spec, self.rank, self.plan, self.device = spec, rank, plan, device
-        self._process_group = process_group
+        self._process_group, self._abandonment = process_group, abandonment
         self._pending: list[_Pending] = []
         placed = self._layout_rounds()
         sizes = [0] * _NUM_SLOTS
@@ -133,7 +139,7 @@ class WeightGroup:
             process_group = make_process_group(spec, rank, store, deadline)
         except RuntimeError as error:
             raise deadline.translate(error, "some member of the weight group") from error
-        group = cls(spec, rank, plan, process_group, device)
+        group = cls(spec, rank, plan, process_group, device, Abandonment(store, spec.epoch))
         group._greet(deadline)
         return group
 
@@ -327,8 +333,10 @@ class WeightGroup:
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         # CUDA has no wait with a deadline, so this asks again and again.
+        self._abandonment.rest()
         while not done.query():
             deadline.remaining("the device's queue")
+            self._abandonment.check(deadline.phase)
             time.sleep(50e-6)
 
     def _aborting(self) -> _AbortOnError:

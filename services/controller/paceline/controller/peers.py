@@ -146,6 +146,13 @@ class Peers:
             stub.LeaveWeightGroup, request, timeout_s=self._join_s, phase="FORMING", peer=member.member_id
         )
 
+    async def abandon_push(self, member: Member, *, epoch: int, lost: str) -> None:
+        """Has the learner free every rank that waits for the member `lost` in a push."""
+        stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
+        request = learner_pb2.AbandonPushRequest(epoch=epoch, lost=lost)
+        timeout_s = self._config.service.rpc_timeout_s
+        await call(stub.AbandonPush, request, timeout_s=timeout_s, phase="PUBLISH", peer=member.member_id)
+
     async def train(
         self,
         member: Member,

@@ -11,6 +11,7 @@ were not compared.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -154,7 +155,13 @@ class WeightPush:
             return None
 
         async def receive(member: Member) -> Received:
-            return await self._peers.receive(member, epoch=epoch.number, version=version)
+            try:
+                return await self._peers.receive(member, epoch=epoch.number, version=version)
+            except PeerLostError as error:
+                # Over NCCL nobody else would notice, and all would wait until the deadline.
+                if error.peer == member.member_id:
+                    await self._abandon(epoch, member)
+                raise
 
         sending = asyncio.create_task(
             self._peers.publish(epoch.learner, epoch=epoch.number, version=version), name="publish weights"
@@ -190,6 +197,11 @@ class WeightPush:
             return True
 
         return len(await self._each(rollouts, ping)) == len(rollouts)
+
+    async def _abandon(self, epoch: Epoch, lost: Member) -> None:
+        """Frees the others; where the learner does not answer, its own call says so."""
+        with contextlib.suppress(PacelineError):
+            await self._peers.abandon_push(epoch.learner, epoch=epoch.number, lost=lost.member_id)
 
     async def dissolve(self) -> None:
         """Lets go of the epoch in being, as far as its members still answer."""

@@ -14,11 +14,14 @@ from paceline.learner import commands
 from paceline.learner.commands import Description, Loaded, Published, encode_order
 from paceline.learner.group import CommandQueue
 from paceline.learner.step import StepOrder, StepResult
+from paceline.reshard.rendezvous import abandon
 from paceline.reshard.verdict import format_digest, model_digest
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
 from paceline.service import telemetry
 from paceline.wire.guard import adjustments_from_proto, reading_to_proto
 from paceline.wire.protobuf import batch_row_from_proto
+
+_STORE_TIMEOUT_S = 10.0
 
 
 class LearnerState(enum.Enum):
@@ -45,6 +48,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._state = LearnerState.LOADING
         self._command_timeout_s = 60.0
         self._policy: PolicyTag | None = None
+        self._store: tuple[str, int] | None = None
         self._step: int | None = None
         self._training: asyncio.Task[StepResult] | None = None
 
@@ -69,6 +73,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     ) -> learner_pb2.DescribeLearnerWeightsResponse:
         """Layouts of the ranks and the rendezvous."""
         found: Description = await self._run(commands.DESCRIBE, {})
+        self._store = found.store_host, found.store_port
         return learner_pb2.DescribeLearnerWeightsResponse(
             rank_layouts=found.rank_layouts,
             store_host=found.store_host,
@@ -109,6 +114,18 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         """Cuts the weight group."""
         await self._run(commands.LEAVE, {})
         return learner_pb2.LeaveLearnerGroupResponse()
+
+    async def AbandonPush(
+        self, request: learner_pb2.AbandonPushRequest, context: Any
+    ) -> learner_pb2.AbandonPushResponse:
+        """Frees who waits for a lost member. Goes past the queue, whose thread is one that waits."""
+        if self._store is None:
+            raise ProtocolError("no weight group was ever described, so there is no push to call off")
+        host, port = self._store
+        await asyncio.to_thread(
+            abandon, host, port, epoch=request.epoch, lost=request.lost, timeout_s=_STORE_TIMEOUT_S
+        )
+        return learner_pb2.AbandonPushResponse()
 
     async def TrainStep(
         self, request: learner_pb2.TrainStepRequest, context: Any

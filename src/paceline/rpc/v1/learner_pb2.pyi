@@ -200,6 +200,44 @@ class LeaveLearnerGroupResponse(_message.Message):
 Global___LeaveLearnerGroupResponse: _TypeAlias = LeaveLearnerGroupResponse  # noqa: Y015
 
 @_typing.final
+class AbandonPushRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    lost: _builtins.str
+    """member that went away"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        lost: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lost", b"lost"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbandonPushRequest: _TypeAlias = AbandonPushRequest  # noqa: Y015
+
+@_typing.final
+class AbandonPushResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbandonPushResponse: _TypeAlias = AbandonPushResponse  # noqa: Y015
+
+@_typing.final
 class BatchRow(_message.Message):
     """One trajectory of the batch: where its arrays lie and what it scored."""
 

@@ -55,6 +55,11 @@ class LearnerServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.LeaveLearnerGroupRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.LeaveLearnerGroupResponse.FromString,
                 _registered_method=True)
+        self.AbandonPush = channel.unary_unary(
+                '/paceline.rpc.v1.LearnerService/AbandonPush',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.AbandonPushRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.AbandonPushResponse.FromString,
+                _registered_method=True)
         self.TrainStep = channel.unary_unary(
                 '/paceline.rpc.v1.LearnerService/TrainStep',
                 request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.TrainStepRequest.SerializeToString,
@@ -102,6 +107,13 @@ class LearnerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AbandonPush(self, request, context):
+        """Frees every rank that waits for a lost one in a push of this epoch. Answered while PublishWeights is under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def TrainStep(self, request, context):
         """One whole training step. Idempotent: the same step answers with the first call's result.
         """
@@ -144,6 +156,11 @@ def add_LearnerServiceServicer_to_server(servicer, server):
                     servicer.LeaveWeightGroup,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.LeaveLearnerGroupRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.LeaveLearnerGroupResponse.SerializeToString,
+            ),
+            'AbandonPush': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbandonPush,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.AbandonPushRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.AbandonPushResponse.SerializeToString,
             ),
             'TrainStep': grpc.unary_unary_rpc_method_handler(
                     servicer.TrainStep,
@@ -270,6 +287,33 @@ class LearnerService(object):
             '/paceline.rpc.v1.LearnerService/LeaveWeightGroup',
             paceline_dot_rpc_dot_v1_dot_learner__pb2.LeaveLearnerGroupRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_learner__pb2.LeaveLearnerGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbandonPush(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.rpc.v1.LearnerService/AbandonPush',
+            paceline_dot_rpc_dot_v1_dot_learner__pb2.AbandonPushRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_learner__pb2.AbandonPushResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,106 @@
+"""A rollout server that dies in a push where nobody else notices, as over NCCL: the others are freed, and only it is put out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+from paceline.controller.membership import Health, Member
+from paceline.controller.peers import Published, Received
+from paceline.controller.weight_push import WeightPush
+from paceline.core.errors import PeerLostError
+from paceline.core.members import MemberKind
+from paceline.reshard.rendezvous import Abandonment, abandon, open_store
+from support.fake_fleet import FakePeers
+
+CONFIG = {
+    "data": {"train_files": "t.jsonl"},
+    "model": {"path": "m"},
+    "reward": {"functions": [{"name": "exact_match"}]},
+    "trainer": {"total_steps": 1},
+}
+DEADLINE_S = 5.0
+
+
+class SilentPeers(FakePeers):
+    """Who is not lost waits for who is until told better, or until the deadline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = asyncio.Event()
+
+    async def abandon_push(self, member: Member, *, epoch: int, lost: str) -> None:
+        await super().abandon_push(member, epoch=epoch, lost=lost)
+        self.told.set()
+
+    async def receive(self, member: Member, *, epoch: int, version: int) -> Received:
+        if member.member_id not in self.lose:
+            await self._wait()
+        return await super().receive(member, epoch=epoch, version=version)
+
+    async def publish(self, member: Member, *, epoch: int, version: int) -> Published:
+        await self._wait()
+        return await super().publish(member, epoch=epoch, version=version)
+
+    async def _wait(self) -> None:
+        if self.lose:
+            await asyncio.wait_for(self.told.wait(), DEADLINE_S)
+            raise PeerLostError("called off", peer=next(iter(self.lose)))
+
+
+def member(kind: MemberKind, name: str) -> Member:
+    return Member(kind=kind, member_id=name, incarnation=name, address="a:1", num_ranks=1, last_heard=0.0)
+
+
+async def test_the_others_are_freed_at_once_and_only_the_lost_one_is_put_out() -> None:
+    peers, expelled = SilentPeers(), list[str]()
+
+    async def expel(lost: Member, reason: str) -> None:
+        lost.health = Health.DEAD
+        expelled.append(lost.member_id)
+
+    push = WeightPush(parse(RunConfig, CONFIG), peers, expel)
+    learner = member(MemberKind.LEARNER, "learner-0")
+    servers = [member(MemberKind.ROLLOUT, f"rollout-{number}") for number in range(3)]
+    await push.form(learner, servers)
+    peers.lose = {"rollout-1"}
+    began = time.monotonic()
+    assert await push.push(1) is None
+    assert time.monotonic() - began < DEADLINE_S / 2
+    assert expelled == ["rollout-1"]
+    assert peers.calls.count("abandon e1 for rollout-1") == 1
+
+    peers.lose = set()
+    await push.form(learner, [one for one in servers if one.usable])
+    outcome = await push.push(1)
+    assert outcome is not None
+    assert outcome.policy.version == 1
+    assert "commit rollout-2 1" in peers.calls
+
+
+def test_the_ranks_of_the_epoch_hear_of_it_and_no_others() -> None:
+    store = open_store("127.0.0.1", 10.0)
+    epochs = {number: Abandonment(store, number) for number in (3, 4)}
+    for waiting in epochs.values():
+        waiting.check("weight push")
+    abandon("127.0.0.1", store.port, epoch=3, lost="rollout-1", timeout_s=10.0)
+    time.sleep(0.15)
+    epochs[4].check("weight push")
+    with pytest.raises(PeerLostError, match="weight push: called off, since rollout-1 went away") as caught:
+        epochs[3].check("weight push")
+    assert caught.value.peer == "rollout-1"
+
+
+def test_it_is_asked_only_now_and_then() -> None:
+    store = open_store("127.0.0.1", 10.0)
+    waiting = Abandonment(store, 5)
+    abandon("127.0.0.1", store.port, epoch=5, lost="rollout-0", timeout_s=10.0)
+    waiting.rest()
+    waiting.check("weight push")
+    time.sleep(0.15)
+    with pytest.raises(PeerLostError):
+        waiting.check("weight push")
