@@ -71,7 +71,7 @@ class Controller(FakeController):
         return answer
 
     async def reported(self, state: str) -> controller_pb2.HeartbeatRequest:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(90):
             while not any(beat.state == state for beat in self.heartbeats):
                 self.heard.clear()
                 await self.heard.wait()
@@ -197,7 +197,7 @@ async def test_a_function_that_is_not_there_is_told_to_the_controller(
 ) -> None:
     reward: dict[str, object] = {"functions": [{"name": "gsm9k"}]}
     async with service(tmp_path, model, redis_server.url, reward) as (controller, process):
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(90):
             assert await process.wait() == 2
         beat = await controller.reported("failed")
         assert beat.failure.startswith("there is no built-in reward function 'gsm9k': write exact_match")
