@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # After an error nobody waits for a fine farewell: people are told within 20 s.
 _FAILURE_BUDGET_S = 8.0
+
+# How long a killed process may take to be gone after its peers have noticed.
+_LATE_DEATH_S = 1.0
 _TAIL_LINES = 12
 
 
@@ -219,7 +222,7 @@ class _Launcher:
                 watched: list[asyncio.Task[Any]] = [following, ended, redis_gone]
                 await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
                 if following.done() and not ended.done():
-                    return _of(following)
+                    return await self._reason(_of(following), ended)
                 if not ended.done():
                     return _failed(
                         f"the run's Redis server ended; its log: {self._run_dir / 'redis' / 'redis.log'}"
@@ -230,6 +233,15 @@ class _Launcher:
             finally:
                 ended.cancel()
                 await asyncio.gather(ended, return_exceptions=True)
+
+    async def _reason(self, told: Outcome, ended: asyncio.Task[ManagedProcess]) -> Outcome:
+        """What the controller told, or the death that it is a consequence of: a process that is killed lets go of its connections
+        before it is gone, so that the news of what it broke may come first."""
+        if not told.ok:
+            await asyncio.wait([ended], timeout=_LATE_DEATH_S)
+            if ended.done() and ended.result().exited.result() < 0:
+                return _failed(_obituary(ended.result(), "ended unexpectedly"))
+        return told
 
     async def _judge(self, process: ManagedProcess, following: asyncio.Task[RunEnd]) -> Outcome | None:
         """What the end of a process means for the run; None: it goes on."""
