@@ -56,7 +56,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
     ]
     args.steps = kills[-1].step + 2
     config = write_inputs(args, work)
-    command = [sys.executable, "-m", "paceline.cli.main", "train", str(config), "--plain"]
+    command = [sys.executable, "-m", "paceline.cli.main", "train", str(config), "--plain", *args.overrides]
     run = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
     try:
         async with asyncio.timeout(RUN_TIMEOUT_S):

@@ -111,7 +111,12 @@ def starting_model(out: Path, seed: int, overrides: Sequence[str]) -> Path:
         f"model.path={folder}/model",
         *(one for one in overrides if one.startswith("learner.")),
     ]
-    subprocess.run([*paceline(), "sft", str(ARITHMETIC / "sft.yaml"), *values], check=True, cwd=ROOT)
+    subprocess.run(
+        [*paceline(), "sft", str(ARITHMETIC / "sft.yaml"), *values],
+        check=True,
+        cwd=ROOT,
+        timeout=RUN_TIMEOUT_S,
+    )
     return folder
 
 
@@ -131,12 +136,15 @@ def run(out: Path, start: Path, recipe: str, seed: int, overrides: Sequence[str]
     command = [*paceline(), "train", str(RECIPES / f"{recipe}.yaml"), "--plain", *values]
     print(f"{time.strftime('%H:%M:%S')}  {recipe}, seed {seed}", flush=True)
     began = time.monotonic()
-    with (folder / "command.log").open("w", encoding="utf-8") as log:
-        ended = subprocess.run(
-            command, check=False, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT_S
-        )
+    try:
+        with (folder / "command.log").open("w", encoding="utf-8") as log:
+            ended = subprocess.run(
+                command, check=False, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT_S
+            )
+        failure = "" if ended.returncode == 0 else last_line(folder / "command.log")
+    except subprocess.TimeoutExpired:
+        failure = f"not over after {RUN_TIMEOUT_S:.0f} s; {folder}/logs"
     seconds = time.monotonic() - began
-    failure = "" if ended.returncode == 0 else last_line(folder / "command.log")
     (folder / "finding.json").write_text(json.dumps({"seconds": seconds, "failure": failure}))
     finding = read_finding(out, recipe, seed)
     print(f"          {row(finding) if finding else 'no metrics'}", flush=True)

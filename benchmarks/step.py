@@ -30,15 +30,18 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rich.table import Table
+from shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_WORDS = 1000
-REWARD = '''"""A cheap reward: the share of even words."""
+RUN_TIMEOUT_S = 7200.0
+RATE_TIMEOUT_S = 120.0
+REWARD = '''"""A cheap reward: the share of words with an even number."""
 
 
 def even_words(response: str, ground_truth: str, **extra: object) -> float:
     words = response.split()
-    return sum(hash(word) % 2 == 0 for word in words) / max(1, len(words))
+    return sum(word.endswith(tuple("02468")) for word in words) / max(1, len(words))
 '''
 PHASES = (
     ("generation", "timing_s/gen"),
@@ -57,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     work = Path(args.work or tempfile.mkdtemp(prefix="paceline-step-"))
     config = write_inputs(args, work)
-    rate = measured_rate() if args.device == "cuda" else None
-    command = [sys.executable, "-m", "paceline.cli.main", "train", str(config), "--plain"]
-    ended = subprocess.run(command, check=False, cwd=ROOT)
+    rates = measured_rates() if args.device == "cuda" else None
+    command = [sys.executable, "-m", "paceline.cli.main", "train", str(config), "--plain", *args.overrides]
+    ended = subprocess.run(command, check=False, cwd=ROOT, timeout=RUN_TIMEOUT_S)
     metrics = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
     warm = [line for line in metrics if line["step"] >= 2]
     if ended.returncode or not warm:
@@ -67,14 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"the run ended with {ended.returncode} after {len(metrics)} lines of metrics; its logs: {work}/run/logs"
         )
         return 1
-    report(args, medians(warm), len(warm), rate)
+    report(args, medians(warm), len(warm), rates)
     return 0
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shape", default="7B", help="of benchmarks/weights.py: tiny, 0.5B, 7B, 32B")
+    parser.add_argument("--shape", default="7B", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--learners", type=int, default=2)
     parser.add_argument(
         "--engines", type=lambda text: tuple(int(word) for word in text.split("x")), default=(2, 1)
@@ -98,8 +101,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def write_inputs(args: argparse.Namespace, work: Path) -> Path:
     """Model folder without weights, prompts, reward and configuration; returns the last."""
-    from weights import SHAPES
-
     model = work / "model"
     model.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.shape] | {"torch_dtype": "bfloat16" if args.device == "cuda" else "float32"}
@@ -112,16 +113,8 @@ def write_inputs(args: argparse.Namespace, work: Path) -> Path:
         for _ in range(args.prompts * args.steps):
             prompt = " ".join(draw.choices(words, k=args.prompt_tokens))
             file.write(json.dumps({"prompt": prompt, "answer": "0"}) + "\n")
-    tree = configuration(args, work)
-    for override in args.overrides:
-        key, _, value = override.partition("=")
-        node = tree
-        *parents, last = key.split(".")
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = yaml.safe_load(value)
     path = work / "config.yaml"
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    path.write_text(yaml.safe_dump(configuration(args, work), sort_keys=False))
     return path
 
 
@@ -193,20 +186,22 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     }
 
 
-def measured_rate() -> float:
-    """Operations per second of a large bfloat16 product, in a process of its own that leaves nothing on the GPU."""
+def measured_rates() -> tuple[float, float]:
+    """Operations per second of a large bfloat16 product, and the vendor's; in a process of its own that leaves nothing on the GPU."""
     code = """
 import torch, time
+from paceline.learner.flops import peak_flops
 a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 times = []
 for _ in range(30):
     torch.cuda.synchronize(); began = time.perf_counter(); a @ b; torch.cuda.synchronize()
     times.append(time.perf_counter() - began)
-print(2 * 8192**3 / sorted(times)[len(times) // 2])
+print(2 * 8192**3 / sorted(times)[len(times) // 2], peak_flops(torch.device("cuda", 0)) or "nan")
 """
-    return float(
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=RATE_TIMEOUT_S)
+    measured, peak = map(float, ended.stdout.split())
+    return measured, peak
 
 
 def medians(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -218,7 +213,9 @@ def medians(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def report(args: argparse.Namespace, found: Mapping[str, float], num_steps: int, rate: float | None) -> None:
+def report(
+    args: argparse.Namespace, found: Mapping[str, float], num_steps: int, rates: tuple[float, float] | None
+) -> None:
     """Prints the tables."""
     num_engines, parallel_size = args.engines
     rollout_gpus = num_engines * parallel_size
@@ -248,8 +245,8 @@ def report(args: argparse.Namespace, found: Mapping[str, float], num_steps: int,
         "learner waits": f"{1 - learn_s / step_s:.1%} of the step",
         "rollout waits": f"{1 - found['timing_s/gen'] / step_s:.1%} of the step",
     }
-    if rate is not None and "perf/mfu" in found:
-        peak = 989e12
+    if rates is not None and "perf/mfu" in found:
+        rate, peak = rates
         lines["MFU of the update"] = (
             f"{found['perf/mfu'] * peak / rate:.3f} of {rate / 1e12:.0f} TFLOP/s measured; {found['perf/mfu']:.3f} of the vendor's peak"
         )

@@ -24,14 +24,22 @@ pytestmark = [
 
 PROMPTS = [[5, 17, 102, 3], [198, 0, 64], [1], [77] * 20]
 NUM_PUSHES = 100
+Generated = list[tuple[list[int], list[float]]]
 ENGINE = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 28}
 
 
 def test_a_hundred_pushes_end_where_the_disk_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asyncio.run(_compare(tiny_config(kv_heads=2, tied=False), tmp_path, monkeypatch))
+    config = tiny_config(kv_heads=2, tied=False)
+    found, expected, digests = asyncio.run(_push_and_read(config, tmp_path, monkeypatch))
+    assert len(digests) == 3
+    # The same bits in the same engine: tokens and log-probs are equal, not close.
+    assert found == expected
 
 
-async def _compare(config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def _push_and_read(
+    config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Generated, Generated, set[int]]:
+    """What is generated after the pushes and with the weights from disk, and the digests of all versions."""
     from paceline.rollout.weight_receiver import WeightReceiver
 
     last = NUM_PUSHES % 3
@@ -48,16 +56,14 @@ async def _compare(config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -
         async with running_engine(folder / "empty", 1, monkeypatch, **ENGINE) as engine:
             receiver = WeightReceiver(engine)
             await join(learners, receiver, 1, 30_000, backend="nccl", wire_dtype="bfloat16")
-            digests = set()
+            digests = set[int]()
             for version in range(1, NUM_PUSHES + 1):
                 learners.call("set_seed", version % 3)
                 sent, received, _ = await push(learners, receiver, version)
                 digests_agree(sent, received.digests)
                 digests.add(model_digest(received.digests))
-            assert len(digests) == 3
             found = [await generate(engine, prompt, str(i)) for i, prompt in enumerate(PROMPTS)]
             await receiver.leave()
     finally:
         learners.close()
-    # The same bits in the same engine: tokens and log-probs are equal, not close.
-    assert found == expected
+    return found, expected, digests

@@ -1,7 +1,35 @@
-"""One thread: the tensors here are tiny, and results must not depend on how a sum was split over cores."""
+"""One thread: the tensors here are tiny, and results must not depend on how a sum was split over cores.
+
+Imports of what needs a process group wait until a test asks for it: most tests here are of pure functions.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
 import torch
 
+if TYPE_CHECKING:
+    from paceline.learner.ranks import Ranks
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """This process as a group of one rank."""
+    from support.learner_ranks import alone
+
+    with alone() as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model."""
+    from support.learner_fakes import write_model
+
+    return write_model(tmp_path_factory.mktemp("model"))

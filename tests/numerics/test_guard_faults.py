@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,11 @@ from paceline.learner.learner import Learner
 from paceline.learner.loading import as_fsdp, hugging_face_names
 from paceline.learner.ranks import Ranks
 from support.fake_fleet import Answer
-from support.learner_fakes import run_config, write_model
+from support.learner_fakes import run_config
 from support.learner_peers import LearnerPeers
-from support.learner_ranks import alone
 from support.sequencer_run import Run, run_of
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[Ranks]:
-    with alone() as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(180), pytest.mark.usefixtures("ranks")]
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:

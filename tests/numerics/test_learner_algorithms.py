@@ -15,7 +15,7 @@ from paceline.learner.mini_batches import MiniBatch
 from paceline.learner.ranks import Ranks
 from paceline.learner.selection import with_selected_tokens
 from support import learner_variants
-from support.learner_fakes import run_config, write_model
+from support.learner_fakes import run_config
 from support.learner_ranks import alone, run_ranks
 from support.learner_scenarios import take_step
 from support.learner_variants import VARIANTS, one_step
@@ -23,11 +23,6 @@ from support.learner_variants import VARIANTS, one_step
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
 
 Metrics = dict[str, float]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,12 @@ from paceline.learner.loading import Precision, as_fsdp, draw_normal, load_criti
 from paceline.learner.packing import MicroBatch, PackedRow, pack
 from paceline.learner.ranks import Ranks
 from support.learner_fakes import VOCAB_SIZE, write_model
-from support.learner_ranks import alone
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 CPU = torch.device("cpu")
 FLOAT32 = Precision(compute=torch.float32)
 LENGTHS = [(3, 1), (1, 4), (9, 2), (5, 6), (5, 6), (12, 8)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[Ranks]:
-    with alone() as group:
-        yield group
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied head"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,23 +29,11 @@ from paceline.learner.ranks import Ranks
 from paceline.learner.resampling import repeat_rows, resample
 from paceline.learner.selection import with_selected_tokens
 from paceline.wire import decode_trajectory
-from support.learner_fakes import make_batch, run_config, write_model
-from support.learner_ranks import alone
+from support.learner_fakes import make_batch, run_config
 from support.learner_scenarios import numbers, take_step
 from support.learner_variants import GROUPS, NO_KL
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[Ranks]:
-    with alone() as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 
 OVERLONG = {"algorithm": {**GROUPS, "overlong": {"enable": True, "buffer_length": 4, "factor": 0.5}}}

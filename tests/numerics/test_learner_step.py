@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,12 @@ from paceline.learner.group import CommandError
 from paceline.learner.learner import Learner
 from paceline.learner.loading import as_fsdp, hugging_face_names
 from paceline.learner.ranks import Ranks
-from support.learner_fakes import make_batch, run_config, write_model
-from support.learner_ranks import alone
+from support.learner_fakes import make_batch, run_config
 from support.learner_scenarios import numbers, take_step, train
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 WITHOUT_CRITIC = {"use_kl_in_reward": False, "kl_ctrl": {"type": "fixed", "kl_coef": 0.1}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[Ranks]:
-    with alone() as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:

@@ -30,11 +30,6 @@ def ranks() -> Iterator[Ranks]:
         yield group
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 def config_of(model: Path, tmp_path: Path, **sft: object) -> SftRunConfig:
     tree = {
         "sft": {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,8 +93,7 @@ def compute_advantages(
     old = _stack([one.old_log_probs for one in scored], scored, longest)
     ref = _stack_known([one.ref_log_probs for one in scored], scored, longest)
     values = _stack_known([one.values for one in scored], scored, longest)
-    known = [score for score in greedy_scores if score is not None]
-    greedy = torch.tensor(known, dtype=torch.float32, device=device) if len(known) == len(scores) else None
+    greedy = _all_known(greedy_scores, len(scores), device)
     my_scores = torch.tensor(scores, dtype=torch.float32, device=device)[index]
 
     penalty = None if ref is None else kl.kl_estimate(old, ref, config.algorithm.kl_penalty)
@@ -107,13 +107,9 @@ def compute_advantages(
         everywhere[index] = rows
         return ranks.all_sum(everywhere)
 
-    options = registry.configured_options(estimator.function, config.algorithm)
-    if critic_alone and config.critic.warmup_lam is not None:
-        # The advantages are not used; gae makes the critic's targets with lam, vapo with lam_critic.
-        options |= {"lam": config.critic.warmup_lam, "lam_critic": config.critic.warmup_lam}
     advantages, returns = estimate_advantages(
         estimator,
-        options,
+        _options(config, estimator, critic_alone=critic_alone),
         token_rewards=token_rewards,
         mask=mask,
         group_ids=torch.tensor(group_ids, dtype=torch.int64, device=device)[index],
@@ -130,6 +126,20 @@ def compute_advantages(
         num_sequences=len(scores),
         metrics=metrics,
     )
+
+
+def _options(config: RunConfig, estimator: registry.Estimator, *, critic_alone: bool) -> dict[str, Any]:
+    options = registry.configured_options(estimator.function, config.algorithm)
+    if critic_alone and config.critic.warmup_lam is not None:
+        # The advantages are not used; gae makes the critic's targets with lam, vapo with lam_critic.
+        options |= {"lam": config.critic.warmup_lam, "lam_critic": config.critic.warmup_lam}
+    return options
+
+
+def _all_known(scores: Sequence[float | None], number: int, device: torch.device) -> Tensor | None:
+    """The scores, (number,); None where one of them is not there."""
+    known = [score for score in scores if score is not None]
+    return torch.tensor(known, dtype=torch.float32, device=device) if len(known) == number else None
 
 
 def _mean_over_sequences(table: Tensor, mask: Tensor, num_sequences: int, ranks: Ranks) -> float:

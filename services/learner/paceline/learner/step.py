@@ -114,11 +114,11 @@ def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
     plan = plan_of(config, order.rows, ranks)
     with watch.phase("fetch"):
         found = fetch(plan.rows_of(ranks.rank))
-        by_chunk = [
-            [pack([found[row] for row in rows], ranks.device) for rows in chunk.micro_batches[ranks.rank]]
+        batches = [
+            pack([found[row] for row in rows], ranks.device)
             for chunk in plan.chunks
+            for rows in chunk.micro_batches[ranks.rank]
         ]
-    batches = [batch for chunk in by_chunk for batch in chunk]
     scored = _score(learner, batches, watch)
     critic_alone = learner.critic is not None and order.step <= config.critic.warmup
     with watch.phase("adv"):

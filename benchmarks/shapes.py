@@ -1,0 +1,36 @@
+"""Shapes of models for benchmarks with random weights, by their usual names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+
+
+def shape(
+    hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, *, tied: bool
+) -> dict[str, Any]:
+    """A Qwen2 configuration."""
+    return QWEN | {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+    }
+
+
+SHAPES = {
+    "tiny": shape(128, 512, 4, 4, 2, 1024, tied=True),
+    "0.5B": shape(896, 4864, 24, 14, 2, 151936, tied=True),
+    "7B": shape(3584, 18944, 28, 28, 4, 152064, tied=False),
+    "32B": shape(5120, 27648, 64, 40, 8, 152064, tied=False),
+}

@@ -1,0 +1,171 @@
+"""The processes of one case of `weights.py`, driven over pipes: started, formed into a group, made to push."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from weights_sides import TIMEOUT_S, Case, serve
+
+from paceline.reshard.layout import RankLayout
+from paceline.reshard.plan import TransferPlan
+from paceline.reshard.spec import WeightGroupSpec
+from paceline.reshard.transport import plan_of
+from paceline.reshard.verdict import DigestReport, digests_agree
+
+START_S = 400.0
+
+
+@dataclass
+class Fleet:
+    """The processes of one case."""
+
+    case: Case
+    learners: list[Connection] = field(default_factory=list)
+    servers: list[Connection] = field(default_factory=list)
+    processes: list[Any] = field(default_factory=list)
+    epoch: int = 0
+    verdict_ms: float = 0.0
+
+    def start(self, folder: str, gpus: Sequence[str]) -> None:
+        """Starts all of them; returns before they are ready."""
+        case = self.case
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        for rank in range(case.num_learners):
+            self.learners.append(self._spawn("learner", (case, rank, port), gpus[rank : rank + 1]))
+        for index in range(case.num_engines):
+            begin = case.num_learners + index * case.parallel_size
+            self.servers.append(
+                self._spawn("server", (case, folder), gpus[begin : begin + case.parallel_size])
+            )
+
+    def _spawn(self, kind: str, arguments: tuple[Any, ...], gpus: Sequence[str]) -> Connection:
+        context = get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, kind, arguments))
+        before = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        process.start()
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        theirs.close()
+        self.processes.append(process)
+        return ours
+
+    def ready(self) -> None:
+        """Waits until all are."""
+        answers([*self.learners, *self.servers], START_S)
+
+    def all(self, method: str, worker_method: str, *args: Any) -> tuple[list[Any], list[list[Any]]]:
+        """Calls all learner ranks and all engines' workers at once."""
+        order(self.learners, method, *args)
+        order(self.servers, worker_method, *args)
+        return answers(self.learners), answers(self.servers)
+
+    def describe(self, round_bytes: int, relay: str) -> TransferPlan:
+        """Writes the spec of the next group; returns the plan that follows from it."""
+        self.epoch += 1
+        order(self.learners, "layout")
+        order(self.servers, "layout")
+        mine = answers(self.learners)
+        needed = [[RankLayout.from_bytes(data) for data in layouts] for layouts in answers(self.servers)]
+        host, port = mine[0][1]
+        spec = WeightGroupSpec(
+            epoch=self.epoch,
+            backend="nccl" if self.case.device == "cuda" else "gloo",
+            store_host=host,
+            store_port=port,
+            learner_layouts=tuple(RankLayout.from_bytes(data) for data, _ in mine),
+            rollout_layouts=tuple(layout for layouts in needed for layout in layouts),
+            wire_dtype=self.case.dtype,
+            round_bytes=round_bytes,
+            relay=relay,
+            timeout_s=TIMEOUT_S,
+        )
+        self.spec = spec.to_bytes()
+        return plan_of(spec)
+
+    def form(self) -> float:
+        """Forms the group described last; milliseconds from the order to join until all have."""
+        began = time.perf_counter()
+        order(self.learners, "join", self.spec)
+        self._order_servers("join")
+        answers([*self.learners, *self.servers])
+        return 1e3 * (time.perf_counter() - began)
+
+    def _order_servers(self, method: str) -> None:
+        for index, server in enumerate(self.servers):
+            server.send((method, (self.spec, self.case.num_learners + index * self.case.parallel_size)))
+
+    def push(self, version: int, head_start_s: float) -> tuple[float, float, list[Any], list[Any]]:
+        """Changes the weights and pushes them; milliseconds of transfer and of all, and the answers of both sides."""
+        order(self.learners, "change")
+        answers(self.learners)
+        began = time.perf_counter()
+        order(self.servers, "push", version)
+        time.sleep(head_start_s)
+        order(self.learners, "push", version)
+        sent, received = answers(self.learners), answers(self.servers)
+        answered = time.perf_counter()
+        reports = [DigestReport.from_bytes(data) for one in received for data in one["digests"]]
+        digests_agree(DigestReport.from_bytes(sent[0]["digests"]), reports)
+        ended = time.perf_counter()
+        pause_ms = 1e3 * (ended - began)
+        self.verdict_ms = 1e3 * (ended - answered)
+        transfer = max(one["received"] for one in received) - min(one["began"] for one in sent)
+        return 1e3 * transfer, pause_ms, sent, received
+
+    def usual(self, repeats: int) -> float:
+        """Median of the usual way."""
+        order(self.learners, "usual_join", self.spec)
+        self._order_servers("paceline_usual_join")
+        answers([*self.learners, *self.servers])
+        order(self.learners[:1], "names")
+        names = answers(self.learners[:1])[0]
+        spans = []
+        for _ in range(repeats + 1):
+            order(self.servers, "paceline_usual", names)
+            order(self.learners, "usual", self.case.dtype)
+            sent, loaded = answers(self.learners), answers(self.servers)
+            ended = max(reply["ended"] for replies in loaded for reply in replies)
+            spans.append(1e3 * (ended - min(one["began"] for one in sent)))
+        self.all("usual_leave", "paceline_usual_leave")
+        return statistics.median(spans[1:])
+
+    def stop(self) -> None:
+        """Ends them."""
+        for pipe in [*self.learners, *self.servers]:
+            pipe.close()
+        for process in self.processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+def order(pipes: list[Connection], method: str, *args: Any) -> None:
+    """Asks all processes."""
+    for pipe in pipes:
+        pipe.send((method, args))
+
+
+def answers(pipes: list[Connection], timeout_s: float = 3 * TIMEOUT_S) -> list[Any]:
+    """One answer of each; exits where one failed."""
+    got = []
+    for pipe in pipes:
+        if not pipe.poll(timeout_s):
+            raise SystemExit("a process does not answer")
+        got.append(pipe.recv())
+    for answer in got:
+        if isinstance(answer, BaseException):
+            raise SystemExit(f"a process failed: {answer!r}")
+    return got

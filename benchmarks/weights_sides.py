@@ -1,0 +1,276 @@
+"""The two sides of a weight push in processes of their own, for `weights.py`: a learner rank with the real publisher, an engine with
+the real receiver, and the comparisons of either."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from shapes import SHAPES
+
+from paceline.reshard.spec import WeightGroupSpec
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One table row: a model, learner ranks, engines and their tensor-parallel size."""
+
+    shape: str
+    num_learners: int
+    num_engines: int
+    parallel_size: int
+    device: str
+
+    @property
+    def dtype(self) -> str:
+        """Of the engines' parameters and on the wire."""
+        return "bfloat16" if self.device == "cuda" else "float32"
+
+    @property
+    def name(self) -> str:
+        """As in the arguments."""
+        return f"{self.shape} {self.num_learners} -> {self.num_engines}x{self.parallel_size}"
+
+
+class Learner:
+    """One FSDP2 rank with the real publisher over random float32 weights, made on its device shard by shard."""
+
+    def __init__(self, case: Case, rank: int, port: int) -> None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+        from transformers import AutoModelForCausalLM, Qwen2Config
+
+        from paceline.learner.weight_publisher import WeightPublisher
+
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        self.device = torch.device(case.device, 0) if case.device == "cuda" else torch.device("cpu")
+        if case.device == "cuda":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            "nccl" if case.device == "cuda" else "gloo", rank=rank, world_size=case.num_learners
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPES[case.shape]), dtype=torch.float32)
+        mesh = init_device_mesh(case.device, (case.num_learners,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.to_empty(device=self.device)
+        self.locals = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+        with torch.no_grad():
+            for part in self.locals:
+                part.normal_(std=0.02)
+        self.rank = rank
+        self.publisher = WeightPublisher(model, self.device, "nccl" if case.device == "cuda" else "gloo")
+
+    def layout(self) -> tuple[bytes, tuple[str, int] | None]:
+        """Its shards, and the rendezvous from rank 0."""
+        return self.publisher.layout().to_bytes(), self.publisher.open_store() if self.rank == 0 else None
+
+    def join(self, spec: bytes) -> None:
+        """Joins the group."""
+        self.publisher.join(WeightGroupSpec.from_bytes(spec))
+
+    @torch.no_grad()
+    def change(self) -> None:
+        """New weights."""
+        for part in self.locals:
+            part.mul_(1.01)
+        self._synchronize()
+
+    def push(self, version: int) -> dict[str, Any]:
+        """Publishes, with the time of day of the beginning."""
+        began = time.perf_counter()
+        result = self.publisher.publish(version)
+        return {
+            "began": began,
+            "digests": result.digests.to_bytes(),
+            "digest_ms": result.digest_ms,
+            "transfer_ms": result.transfer_ms,
+            "num_bytes": result.bytes,
+            "extra_bytes": result.peak_extra_bytes,
+        }
+
+    def plain(self, repeats: int) -> list[float]:
+        """Plain messages of as many bytes."""
+        from weights_exchange import plain_messages
+
+        group = self.publisher._group
+        assert group is not None
+        return plain_messages(group, repeats)
+
+    def usual_join(self, spec: bytes) -> None:
+        """Rank 0 joins the broadcast group."""
+        from weights_exchange import Broadcast
+
+        if self.rank == 0:
+            self.broadcast = Broadcast(
+                WeightGroupSpec.from_bytes(spec), 0, self.device, self.publisher._store
+            )
+
+    @torch.no_grad()
+    def usual(self, dtype: str) -> dict[str, float]:
+        """Gathers every tensor; rank 0 broadcasts them."""
+        began = time.perf_counter()
+        wire = getattr(torch, dtype)
+
+        def full() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, param in self.publisher._parameters().items():
+                yield name, param.to(wire).full_tensor()  # type: ignore[attr-defined]
+
+        if self.rank == 0:
+            self.broadcast.send(full())
+        else:
+            for _ in full():
+                pass
+        self._synchronize()
+        return {"began": began, "ended": time.perf_counter()}
+
+    def usual_leave(self) -> None:
+        """Lets go of it."""
+        if self.rank == 0:
+            self.broadcast.close()
+
+    def names(self) -> list[tuple[str, list[int]]]:
+        """Every tensor in the order of the broadcast."""
+        return [(name, list(param.shape)) for name, param in self.publisher._parameters().items()]
+
+    def memory(self, reset: bool) -> dict[str, int]:
+        """Bytes allocated now and at most since the last reset."""
+        if self.device.type != "cuda":
+            return {"now": 0, "peak": 0}
+        found = {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return found
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+class Server:
+    """One engine with the real receiver."""
+
+    def __init__(self, case: Case, folder: str) -> None:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        sys.path.insert(0, str(HERE))
+        self.loop = asyncio.new_event_loop()
+        self.loop.run_until_complete(self._start(case, folder))
+
+    async def _start(self, case: Case, folder: str) -> None:
+        from paceline.config.load import parse
+        from paceline.config.run import RunConfig
+        from paceline.rollout.vllm_engine import VllmEngine
+        from paceline.rollout.weight_receiver import WeightReceiver
+
+        engine_kwargs = {"kv_cache_memory_bytes": 2 << 30} if case.device == "cuda" else {}
+        rollout = {
+            "tensor_model_parallel_size": case.parallel_size,
+            "enforce_eager": True,
+            "max_num_seqs": 16,
+            "gpu_memory_utilization": 0.3,
+            "engine_kwargs": engine_kwargs,
+        }
+        config = parse(
+            RunConfig,
+            {
+                "model": {"path": folder, "dtype": case.dtype},
+                "data": {"train_files": "none", "max_prompt_length": 128, "max_response_length": 128},
+                "rollout": rollout,
+                "reward": {"functions": [{"name": "exact_match"}]},
+                "trainer": {"total_steps": 1},
+            },
+        )
+        self.engine = await VllmEngine.start(config, worker_extension="weights_worker.TimedExtension")
+        self.replies: list[dict[str, Any]] = []
+        self.receiver = WeightReceiver(_Recording(self))
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Runs a coroutine of this class, or a worker method of that name on every rank."""
+        own = getattr(self, method, None)
+        work = own(*args) if own is not None else self._everywhere(method, args)
+        return self.loop.run_until_complete(work)
+
+    async def layout(self) -> list[bytes]:
+        """What each rank needs."""
+        return [layout.to_bytes() for layout in await self.receiver.describe()]
+
+    async def join(self, spec: bytes, offset: int) -> None:
+        """All ranks join."""
+        await self.receiver.join(spec, offset, TIMEOUT_S)
+
+    async def push(self, version: int) -> dict[str, Any]:
+        """Receives through the real path; with the ranks' own times of day."""
+        ordered = time.perf_counter()
+        result = await self.receiver.receive(version, TIMEOUT_S)
+        ended = time.perf_counter()
+        return {
+            "call_ms": 1e3 * (min(reply["began"] for reply in self.replies) - ordered),
+            "reset_ms": 1e3 * (ended - max(reply["ended"] for reply in self.replies)),
+            "received": max(reply["received"] for reply in self.replies),
+            "digests": [report.to_bytes() for report in result.digests],
+            "digest_ms": result.digest_ms,
+            "rank_bytes": [reply["num_bytes"] for reply in self.replies],
+            "extra_bytes": result.peak_extra_bytes,
+        }
+
+    async def leave(self) -> None:
+        """All ranks leave."""
+        await self.receiver.leave()
+
+    async def stop(self) -> None:
+        """Ends the engine."""
+        await self.engine.shutdown()
+
+    async def _everywhere(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        return await self.engine.collective_rpc(method, TIMEOUT_S, args)
+
+
+class _Recording:
+    """The engine, keeping the workers' last replies to a receive."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.reset_prefix_cache = server.engine.reset_prefix_cache
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> list[Any]:
+        replies = await self._server.engine.collective_rpc(method, timeout, args, kwargs)
+        if method == "paceline_receive" and not any("error" in reply for reply in replies):
+            self._server.replies = replies
+        return replies
+
+
+def serve(pipe: Connection, kind: str, arguments: tuple[Any, ...]) -> None:
+    """Runs one process: makes the object, then calls what the pipe names."""
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(HERE))
+    try:
+        served: Any = Learner(*arguments) if kind == "learner" else Server(*arguments)
+        pipe.send(None)
+        while True:
+            method, args = pipe.recv()
+            target = getattr(served, method) if kind == "learner" else served.call
+            pipe.send(target(*args) if kind == "learner" else target(method, *args))
+    except EOFError:
+        if kind == "server":
+            served.call("stop")
+    except Exception as error:  # noqa: BLE001  the parent shows it
+        traceback.print_exc()
+        pipe.send(error)
