@@ -26,6 +26,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -36,10 +37,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
-from weights_fleet import Fleet
+from weights_fleet import HEAD_START_S, Fleet
 from weights_sides import Case
-
-HEAD_START_S = 0.01
 
 
 def measure(
@@ -165,6 +164,7 @@ def parse_args() -> argparse.Namespace:
         action="store_true",
         help="start all engines and learners together and measure one after the other",
     )
+    parser.add_argument("--trace", type=Path, help="folder for a trace of one push of each row, a file a rank")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args()
 
@@ -196,6 +196,10 @@ def main() -> None:
                         if row is None:
                             continue
                         usual = False
+                        if args.trace is not None:
+                            place = args.trace / "-".join(re.findall(r"[\w.]+", f"{fleet.case.name} {round_mib} {relay}"))
+                            place.mkdir(parents=True, exist_ok=True)
+                            fleet.trace(1000, place)
                         table.add_row(*cells(fleet.case, relay, round_mib, row))
                         name = {"case": fleet.case.name, "relay": relay, "round_mib": round_mib}
                         found.append(name | row)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,25 @@ def mark(device: torch.device) -> Any:
 def milliseconds(begin: Any, end: Any) -> float:
     """Between two moments that have passed."""
     return float(1e3 * (end - begin)) if isinstance(begin, float) else float(begin.elapsed_time(end))
+
+
+class Trace:
+    """What the process does on CPU and GPU from `begin` to `end`, for a trace viewer; begun once before, since the first is slow."""
+
+    def __init__(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities)
+
+    def begin(self) -> None:
+        """From here on."""
+        self._profile.start()
+
+    def end(self, path: Path) -> None:
+        """Until here; writes the file."""
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(path))
 
 
 class Broadcast:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from weights_sides import TIMEOUT_S, Case, serve
@@ -21,6 +23,8 @@ from paceline.reshard.transport import plan_of
 from paceline.reshard.verdict import DigestReport, digests_agree
 
 START_S = 400.0
+HEAD_START_S = 0.01
+"""Receivers wait already when the learners begin"""
 
 
 @dataclass
@@ -124,6 +128,13 @@ class Fleet:
         self.verdict_ms = 1e3 * (ended - answered)
         transfer = max(one["received"] for one in received) - min(one["began"] for one in sent)
         return 1e3 * transfer, pause_ms, sent, received
+
+    def trace(self, version: int, folder: Path) -> None:
+        """One push, after one to warm up, with a trace of every rank."""
+        for keep in (tempfile.gettempdir(), str(folder)):
+            self.all("trace", "paceline_trace", None)
+            self.push(version, HEAD_START_S)
+            self.all("trace", "paceline_trace", keep)
 
     def usual(self, repeats: int) -> float:
         """Median of the usual way."""

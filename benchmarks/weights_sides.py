@@ -158,6 +158,16 @@ class Learner:
             torch.cuda.reset_peak_memory_stats()
         return found
 
+    def trace(self, folder: str | None) -> None:
+        """Begins to trace, or ends it and writes the file of this rank."""
+        from weights_exchange import Trace
+
+        if folder is None:
+            self.tracing = Trace()
+            self.tracing.begin()
+        else:
+            self.tracing.end(Path(folder) / f"learner-rank-{self.rank}.json.gz")
+
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from weights_exchange import Broadcast, plain_messages
+from weights_exchange import Broadcast, Trace, plain_messages
 
 from paceline.reshard.spec import WeightGroupSpec
 from paceline.rollout.worker_extension import PacelineWorkerExtension
@@ -57,3 +58,13 @@ class TimedExtension(PacelineWorkerExtension):
         if reset:
             torch.cuda.reset_peak_memory_stats()
         return found
+
+    def paceline_trace(self, folder: str | None) -> dict[str, Any]:
+        """Begins to trace, or ends it and writes the file of this rank."""
+        if folder is None:
+            self.__dict__["_paceline_trace"] = trace = Trace()
+            trace.begin()
+        else:
+            name = self._paceline_receiver().rank_name.replace(" ", "-")
+            self.__dict__.pop("_paceline_trace").end(Path(folder) / f"{name}.json.gz")
+        return {}
