@@ -98,7 +98,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     }
     for name, value in small.items():
         setattr(args, name, value)
-    args.overrides = ["weights.round_mib=1", "trainer.save_freq=1000", *args.overrides]
+    args.overrides = ["weights.staging_mib=2", "trainer.save_freq=1000", *args.overrides]
     return args
 
 

@@ -28,8 +28,20 @@ def shape(
     }
 
 
+MIXTURE: dict[str, Any] = shape(128, 512, 2, 4, 2, 1024, tied=False) | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+"""A Mixture of Experts, of which the layout rules do not cover the experts"""
+
 SHAPES = {
     "tiny": shape(128, 512, 4, 4, 2, 1024, tied=True),
+    "tiny-moe": MIXTURE,
     "0.5B": shape(896, 4864, 24, 14, 2, 151936, tied=True),
     "7B": shape(3584, 18944, 28, 28, 4, 152064, tied=False),
     "32B": shape(5120, 27648, 64, 40, 8, 152064, tied=False),

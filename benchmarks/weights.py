@@ -97,18 +97,18 @@ def measure(
 
 
 HEADINGS = (
-    "case", "relay", "round MiB", "join", "first", "transfer", "min..max", "digest l/r", "pause", "plain", "transfer/plain", "GB/rank", "GB/s",
+    "case", "relay", "rounds", "join", "first", "transfer", "min..max", "digest l/r", "pause", "plain", "transfer/plain", "GB/rank", "GB/s",
     "out GB l/r", "extra MiB l/r", "usual", "usual/transfer",
 )  # fmt: skip
 
 
-def cells(case: Case, relay: str, round_mib: int, row: dict[str, float]) -> list[str]:
+def cells(case: Case, relay: str, row: dict[str, float]) -> list[str]:
     """One row of the table."""
     gb = row["rank_bytes"] / 1e9
     return [
         case.name,
         "off" if relay == "never" else "on",
-        str(round_mib),
+        f"{row['rounds']:.0f}",
         f"{row['join']:.0f}/{row['rejoin']:.0f}",
         f"{row['first']:.1f}/{row['first_again']:.1f}",
         f"{row['transfer']:.1f}",
@@ -152,7 +152,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shapes", default="0.5B,7B", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--learners", type=int, default=4, help="FSDP2 ranks")
     parser.add_argument("--engines", default="1x4,2x2,4x1", help="engines x tensor-parallel size, each a row")
-    parser.add_argument("--round-mib", default="256", help="largest message of a pair; each a row")
+    parser.add_argument("--staging-mib", default="1024", help="most extra memory of a rank; each a row")
     parser.add_argument(
         "--relay", default="never,auto", help="of never, auto, always; a row each, auto where it relays"
     )
@@ -164,7 +164,9 @@ def parse_args() -> argparse.Namespace:
         action="store_true",
         help="start all engines and learners together and measure one after the other",
     )
-    parser.add_argument("--trace", type=Path, help="folder for a trace of one push of each row, a file a rank")
+    parser.add_argument(
+        "--trace", type=Path, help="folder for a trace of one push of each row, a file a rank"
+    )
     parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args()
 
@@ -190,18 +192,20 @@ def main() -> None:
             with running(batch, gpus, Path(folder)) as fleets:
                 for fleet in fleets:
                     usual = not args.no_usual
-                    variants = itertools.product(map(int, args.round_mib.split(",")), args.relay.split(","))
-                    for round_mib, relay in variants:
-                        row = measure(fleet, round_mib << 20, relay, args.repeats, usual=usual)
+                    variants = itertools.product(map(int, args.staging_mib.split(",")), args.relay.split(","))
+                    for staging_mib, relay in variants:
+                        row = measure(fleet, staging_mib << 19, relay, args.repeats, usual=usual)
                         if row is None:
                             continue
                         usual = False
                         if args.trace is not None:
-                            place = args.trace / "-".join(re.findall(r"[\w.]+", f"{fleet.case.name} {round_mib} {relay}"))
+                            place = args.trace / "-".join(
+                                re.findall(r"[\w.]+", f"{fleet.case.name} {staging_mib} {relay}")
+                            )
                             place.mkdir(parents=True, exist_ok=True)
                             fleet.trace(1000, place)
-                        table.add_row(*cells(fleet.case, relay, round_mib, row))
-                        name = {"case": fleet.case.name, "relay": relay, "round_mib": round_mib}
+                        table.add_row(*cells(fleet.case, relay, row))
+                        name = {"case": fleet.case.name, "relay": relay, "staging_mib": staging_mib}
                         found.append(name | row)
                         print(json.dumps(found[-1]), flush=True)
                         if args.json:

@@ -153,9 +153,9 @@ def test_relaying_keeps_to_the_staging_and_shares_the_passing_on(
     ]
     layouts = [tp_layout(model, rank, size)[0] for _ in range(num_members) for rank in range(size)]
     plan = build_plan(sources, layouts, item_bytes=4, round_bytes=round_bytes, relay="always")
-    # At first or second hand, nobody gets more of one learner in a round than the round's size, so that two slots do. (A chunk
-    # has at least one element, hence the second term.)
-    most = num_learners * (round_bytes + 4 * plan.num_channels * len(layouts))
+    # At first or second hand, nobody gets more in a round than the round's size, so that two slots do. (A chunk has at least
+    # one element, hence the second term.)
+    most = round_bytes + 4 * num_learners * plan.num_channels * len(layouts)
     for rank in range(len(layouts)):
         arriving = [0] * plan.num_rounds
         for key, elements in plan.message_sizes.items():

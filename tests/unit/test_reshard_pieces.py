@@ -215,9 +215,46 @@ def test_bytes_that_are_no_message_are_rejected() -> None:
 
 def test_plans_differ_where_the_rounds_do() -> None:
     layouts = [whole("w", (7, 4))]
-    plans = [build_plan(layouts, layouts, item_bytes=4, round_bytes=size) for size in (40, 44, 48)]
+    plans = [build_plan(layouts, layouts, item_bytes=4, round_bytes=size) for size in (40, 44, 64)]
     assert plans[0].fingerprint == plans[1].fingerprint != plans[2].fingerprint
     assert dataclasses.replace(plans[0]).fingerprint == plans[0].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("learners", "engines", "size"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (3, 2, 2), (4, 1, 4)]
+)
+def test_every_round_moves_as_much_and_no_rank_stages_more_than_one(
+    learners: int, engines: int, size: int
+) -> None:
+    """Rows of one matrix and columns of another: what a learner has for each rollout rank differs in volume."""
+    shapes = {"up": (2400, 64), "down": (64, 2400)}
+    sources = [
+        fsdp_layout(shapes, rank=rank, world_size=learners, dtype="float32") for rank in range(learners)
+    ]
+
+    def need(rank: int) -> RankLayout:
+        first, last = rank * 2400 // size, (rank + 1) * 2400 // size
+        boxes = {"up": Box((first, 0), (last, 64)), "down": Box((0, first), (64, last))}
+        slices = (
+            TensorSlice(name=name, global_shape=shapes[name], box=box, param=name, offset=(0, 0))
+            for name, box in boxes.items()
+        )
+        return RankLayout(dtype="float32", slices=tuple(slices))
+
+    destinations = [need(rank) for _ in range(engines) for rank in range(size)]
+    round_bytes = 128 << 10
+    plan = build_plan(sources, destinations, item_bytes=4, round_bytes=round_bytes)
+    arriving = {rank: [0] * plan.num_rounds for rank in range(len(destinations))}
+    packed: dict[int, list[set[tuple[str, Box]]]] = {
+        rank: [set() for _ in range(plan.num_rounds)] for rank in range(learners)
+    }
+    for piece in plan.pieces:
+        arriving[piece.destination][piece.round] += 4 * piece.box.volume
+        packed[piece.source][piece.round].add((piece.name, piece.box))
+    packing = [[4 * sum(box.volume for _, box in boxes) for boxes in rounds] for rounds in packed.values()]
+    for rounds in (*arriving.values(), *packing):
+        assert max(rounds) <= round_bytes
+        assert min(rounds[:-1]) >= 0.7 * max(rounds)
 
 
 MIB = 1 << 18  # elements of float32

@@ -86,7 +86,11 @@ class WeightsConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto", description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU."
     )
-    round_mib: int = Field(256, gt=0, description="Staging per round and peer.")
+    staging_mib: int = Field(
+        1024,
+        gt=1,
+        description="Most memory beside the parameters that a push takes on any rank; two rounds share it.",
+    )
     relay: Literal["auto", "never", "always"] = Field(
         "auto",
         description="Rollout ranks that need the same weights pass them on to each other. auto: where the learner's links would "

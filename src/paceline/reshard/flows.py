@@ -17,6 +17,12 @@ from paceline.reshard.layout import RankLayout, TensorSlice
 SMALLEST_SHARE: Final = 0.02
 """Share of all bytes below which what a set has in common is not worth messages of its own"""
 
+_LEAST_ROUNDS: Final = 4
+"""In a single one, packing, sending and scattering could not overlap"""
+
+_WORTH_A_ROUND: Final = 16 << 20
+"""Elements of the busiest rank for which another round costs less than it hides"""
+
 _ALIGNED: Final = 8
 """A chunk's size is a multiple of so many elements: what is cut then begins at an address that kernels can copy from at full speed"""
 
@@ -112,29 +118,48 @@ def gather_flows(
 def chunk_sizes(flows: Sequence[Flow], capacity: int) -> list[int]:
     """Largest chunk of each flow, in elements.
 
-    What one rank gets of one learner in a round, at first or second hand, is at most `capacity`: flows share a sixteenth of it
-    evenly, so that small ones are not cut to bits, and the rest as they share that rank's bytes. A shared flow's chunks are cut
-    about equal, so that every member has as much to pass on.
+    Every flow is spread over all rounds, so that each moves about as much as any other and keeps all links busy. What a rank
+    receives in a round, at first or second hand, or packs for one, is at most `capacity`: its flows share a sixteenth of that evenly, so
+    that small ones are not cut to bits, and the rest as they share its bytes. Of a shared flow every member takes a chunk a round.
     """
-    if all(len(flow.members) == 1 for flow in flows):
-        return [capacity] * len(flows)
-    arriving: dict[tuple[int, int], list[int]] = {}
-    for flow in flows:
-        for rank in flow.members:
-            arriving.setdefault((flow.source, rank), []).append(flow.volume)
+    loads = _loads(flows)
     evenly = capacity // 16
-    sizes = []
+    sizes: list[int] = []
+    limits: list[int] = []
+    leasts: list[int] = []
     for flow in flows:
-        count = len(flow.members)
-        beside = [arriving[flow.source, rank] for rank in flow.members]
-        share = evenly // max(map(len, beside)) + (capacity - evenly) * flow.volume // max(map(sum, beside))
-        most = max(1, share // count)
-        rounds = -(-flow.volume // (count * most))
-        # A chunk ends at a row's end, so it may come out short by one: leave it that much more room.
-        longest_row = max(item.box.volume // item.box.shape[0] for item in flow.cargo)
-        size = min(most, -(-flow.volume // (count * rounds)) + longest_row + _ALIGNED)
+        at_ends = [loads[end] for end in _ends(flow)]
+        share = min((capacity - evenly) * flow.volume // sum(load.values()) for load in at_ends)
+        least = evenly // max(map(len, at_ends))
+        limits.append(max(1, (least + share) // len(flow.members)))
+        leasts.append(least // len(flow.members))
+    # A chunk ends at a row's end and at an aligned size, so it may come out short by that much.
+    slacks = [max(item.box.volume // item.box.shape[0] for item in flow.cargo) + _ALIGNED for flow in flows]
+    volumes = [-(-flow.volume // len(flow.members)) for flow in flows]
+    sure = [
+        limit - slack if limit > 2 * slack else limit for limit, slack in zip(limits, slacks, strict=True)
+    ]
+    num_rounds = max((-(-volume // most) for volume, most in zip(volumes, sure, strict=True)), default=1)
+    busiest = max((sum(load.values()) for load in loads.values()), default=0)
+    num_rounds = max(num_rounds, min(_LEAST_ROUNDS, busiest // _WORTH_A_ROUND))
+    for volume, limit, least, slack in zip(volumes, limits, leasts, slacks, strict=True):
+        size = min(limit, max(least, -(-volume // num_rounds) + slack))
         sizes.append(max(size // _ALIGNED * _ALIGNED, min(size, _ALIGNED)))
     return sizes
+
+
+def _ends(flow: Flow) -> list[tuple[str, int]]:
+    return [("source", flow.source), *(("member", rank) for rank in flow.members)]
+
+
+def _loads(flows: Sequence[Flow]) -> dict[tuple[str, int], dict[object, int]]:
+    """What each rank packs or receives: elements by flow. Flows of the same cargo, to replicas that are served one by one, are packed once."""
+    loads: dict[tuple[str, int], dict[object, int]] = {}
+    for number, flow in enumerate(flows):
+        alike = tuple((item.order, item.box) for item in flow.cargo)
+        for end in _ends(flow):
+            loads.setdefault(end, {})[alike if end[0] == "source" else number] = flow.volume
+    return loads
 
 
 def deal(flow: Flow, size: int) -> Iterator[Chunk]:

@@ -161,7 +161,7 @@ def build_plan(
         sources: one layout per learner rank.
         destinations: one layout per rollout rank; `whole` ones are expanded to every tensor.
         item_bytes: bytes per element on the wire.
-        round_bytes: most bytes that one rollout rank gets of one learner rank in one round, at first or second hand.
+        round_bytes: most bytes that any rank receives in one round, at first or second hand, or packs for one.
         relay: whether rollout ranks that need the same pass it on among themselves. "auto": where that is faster, by
             `cost_bytes`; "always": wherever two need the same, for tests.
 

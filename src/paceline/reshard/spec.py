@@ -28,8 +28,7 @@ class WeightGroupSpec:
         store_host, store_port: where learner rank 0 listens for the rendezvous.
         learner_layouts, rollout_layouts: what each rank holds or needs, by rank.
         wire_dtype: element type on the wire; equal to that of the rollout ranks' parameters.
-        round_bytes: most bytes that a rollout rank gets of one learner rank in a round, at first or second hand; staging is
-            two rounds on either side.
+        round_bytes: most bytes that any rank receives in a round or packs for one; staging is two rounds on either side.
         relay: whether rollout ranks pass on to each other what several need; see `build_plan`.
         timeout_s: deadline of forming, and of each push that is given none of its own.
     """
@@ -41,7 +40,7 @@ class WeightGroupSpec:
     learner_layouts: tuple[RankLayout, ...]
     rollout_layouts: tuple[RankLayout, ...]
     wire_dtype: str
-    round_bytes: int = 256 << 20
+    round_bytes: int = 512 << 20
     relay: str = "never"
     timeout_s: float = 60.0
 

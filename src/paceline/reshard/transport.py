@@ -4,10 +4,10 @@ The group lives outside torch's default one, so that the learner needs nothing o
 engine nothing of the learner. A push goes round by round, with two staging slots on either side:
 
     learner     pack round k into slot k % 2 (once the send of k - 2 is done), send it, do not wait
-    rollout     wait for round k; post round k + 1: receive it, and send on what of k the plan says; scatter k into the parameters
+    rollout     post round k + 1: receive it, and send on what of k the plan says; wait for round k; scatter it into the parameters
 
-On CUDA the caller's stream packs and scatters, NCCL's own stream transfers, and a `wait` makes one stream wait
-for the other: the same order of calls overlaps all three. With gloo a `wait` blocks the thread; staging is then in
+On CUDA the caller's stream packs and scatters, NCCL's own stream transfers, round after round without a gap, and a `wait` makes one
+stream wait for the other: the same order of calls overlaps all three. With gloo a `wait` blocks the thread; staging is then in
 host memory, also for parameters on a GPU, which is the way for two sides that share one (NCCL refuses them).
 """
 
@@ -24,6 +24,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from paceline.core.errors import WeightSyncError
 from paceline.reshard.layout import RankLayout
 from paceline.reshard.moves import Moves
+from paceline.reshard.parameters import Prepared
 from paceline.reshard.plan import MessageKey, Piece, TransferPlan, build_plan
 from paceline.reshard.rendezvous import Abandonment, Deadline, make_process_group
 from paceline.reshard.spec import WeightGroupSpec
@@ -96,7 +97,7 @@ class WeightGroup:
             )
             for number, pieces in enumerate(placed)
         )
-        self._packing: tuple[tuple[int, ...], list[Moves]] | None = None
+        self._packing = Prepared[list[Moves]]()
 
     @classmethod
     def form(
@@ -150,14 +151,13 @@ class WeightGroup:
 
     def prepare(self, shards: Mapping[str, torch.Tensor]) -> list[Moves]:
         """How a learner packs each round; worked out once, and again where a shard's storage has moved."""
-        places = tuple(shard.data_ptr() for shard in shards.values())
-        if self._packing is None or self._packing[0] != places:
-            packing = [
+        return self._packing.get(
+            shards.values(),
+            lambda: [
                 Moves([(shards[piece.source_param][piece.source_box.slices], view) for piece, view in pieces])
                 for pieces in self.rounds
-            ]
-            self._packing = places, packing
-        return self._packing[1]
+            ],
+        )
 
     def send(
         self,
@@ -190,11 +190,14 @@ class WeightGroup:
         They stay there until the next item is asked for. What other rollout ranks are to get of a round goes out meanwhile.
         """
         with self._aborting():
-            pending = self._post_round(0, deadline)
+            following = self._post_round(0, deadline)
             for number, pieces in enumerate(self.rounds):
-                # Only now is this round's slot full, to be sent on from, and the other one, that was sent from, free.
-                pending.wait(deadline)
-                pending = self._post_round(number + 1, deadline)
+                arriving = following
+                if not arriving.on_stream:
+                    # What is sent on must have come, and the slot that was sent from be free. NCCL goes in order by itself.
+                    arriving.wait(deadline)
+                following = self._post_round(number + 1, deadline)
+                arriving.wait(deadline)
                 yield pieces
             self._finish(deadline)
 
@@ -221,7 +224,8 @@ class WeightGroup:
         if self._process_group is not None:
             self._process_group.abort()
         self._process_group = None
-        self._slots, self.rounds, self._packing = [], (), None
+        self._slots, self.rounds = [], ()
+        self._packing.forget()
 
     def _layout_rounds(self) -> list[list[tuple[Piece, int]]]:
         """Per round, the pieces that this rank packs or scatters, with their place in the staging slot; and its messages.

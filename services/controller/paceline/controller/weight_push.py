@@ -101,7 +101,7 @@ class WeightPush:
                 learner_layouts=weights.layouts,
                 rollout_layouts=tuple(layout for mine in layouts.values() for layout in mine),
                 wire_dtype=self._config.model.dtype,
-                round_bytes=self._config.weights.round_mib << 20,
+                round_bytes=self._config.weights.staging_mib << 19,
                 relay=self._config.weights.relay,
                 timeout_s=self._config.weights.join_timeout_s,
             )

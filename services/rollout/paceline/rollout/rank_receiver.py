@@ -19,6 +19,7 @@ from paceline.reshard.digest import TensorDigester
 from paceline.reshard.digest_job import DigestJob, DigestPart
 from paceline.reshard.layout import RankLayout, TensorSlice
 from paceline.reshard.moves import Moves
+from paceline.reshard.parameters import ParameterIndex, Prepared
 from paceline.reshard.plan import Piece
 from paceline.reshard.rendezvous import Deadline
 from paceline.reshard.spec import WeightGroupSpec
@@ -60,8 +61,9 @@ class RankReceiver:
         self._group: WeightGroup | None = None
         self._layout: RankLayout | None = None
         self._places: bytes | None = None
-        self._job: tuple[tuple[int, ...], DigestJob] | None = None
-        self._scatter: tuple[tuple[int, ...], list[Moves]] | None = None
+        self._job = Prepared[DigestJob]()
+        self._scatter = Prepared[list[Moves]]()
+        self._index = ParameterIndex(model)
 
     def describe(self) -> RankLayout:
         """The slices that this rank needs."""
@@ -73,7 +75,9 @@ class RankReceiver:
         """Leaves the group it is in, if any, and joins the one described as group rank `rank`."""
         self.leave()
         # An engine may repack its weights after it was asked first: look again, once per group.
-        self._layout, self._places, self._scatter = None, None, None
+        self._layout, self._places, self._index = None, None, ParameterIndex(self._model)
+        self._scatter.forget()
+        self._job.forget()
         if not spec.num_learners <= rank < spec.world_size:
             raise WeightSyncError(
                 f"group rank {rank} is no rollout rank: those are {spec.num_learners}..{spec.world_size - 1}"
@@ -129,8 +133,7 @@ class RankReceiver:
                 f"{rank_name}: the model's layers are not covered by the layout rules, so its parameters cannot be "
                 "compared with the checkpoint's tensors; digests are taken while they are received"
             )
-        params = dict(self._model.named_parameters())
-        totals = self._digest_job(slices, params).run()
+        totals = self._digest_job(slices, self._index.current()).run()
         if self._places is None:
             self._places = pack_places(slices)
         values = self._digester.read_array(totals)
@@ -138,8 +141,8 @@ class RankReceiver:
 
     def _digest_job(self, slices: tuple[TensorSlice, ...], params: dict[str, nn.Parameter]) -> DigestJob:
         """Made once, and again where a parameter's storage has moved."""
-        places = tuple(param.data_ptr() for param in params.values())
-        if self._job is None or self._job[0] != places:
+
+        def make() -> DigestJob:
             parts = [
                 DigestPart(
                     name=part.name,
@@ -150,26 +153,27 @@ class RankReceiver:
                 )
                 for index, part in enumerate(slices)
             ]
-            job = DigestJob(self._digester, parts, len(parts), parts[0].values.dtype)
-            self._job = places, job
-        return self._job[1]
+            return DigestJob(self._digester, parts, len(parts), parts[0].values.dtype)
+
+        return self._job.get(params.values(), make)
 
     def leave(self) -> None:
         """Cuts the connections of the current group. May be repeated."""
         if self._group is not None:
             self._group.abort()
-        self._group, self._scatter = None, None
+        self._group = None
+        self._scatter.forget()
 
     def _receive_direct(self, group: WeightGroup, deadline: Deadline) -> None:
-        moves = self._moves(group, dict(self._model.named_parameters()))
+        moves = self._moves(group, self._index.current())
         for number, _ in enumerate(group.receive(deadline)):
             moves[number].run()
 
     def _moves(self, group: WeightGroup, params: dict[str, nn.Parameter]) -> list[Moves]:
         """From staging into the live parameters, by round; made as the digest job is."""
-        places = tuple(param.data_ptr() for param in params.values())
-        if self._scatter is None or self._scatter[0] != places:
-            rounds = [
+
+        def make() -> list[Moves]:
+            return [
                 Moves(
                     [
                         (values, params[piece.destination_param].detach()[piece.destination_box.slices])
@@ -178,12 +182,12 @@ class RankReceiver:
                 )
                 for pieces in group.rounds
             ]
-            self._scatter = places, rounds
-        return self._scatter[1]
+
+        return self._scatter.get(params.values(), make)
 
     @torch.no_grad()
     def _warm_up(self, group: WeightGroup, slices: tuple[TensorSlice, ...]) -> None:
-        params = dict(self._model.named_parameters())
+        params = self._index.current()
         self._digest_job(slices, params).warm_up()
         for moves in self._moves(group, params):
             moves.warm_up()
