@@ -34,6 +34,7 @@ from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scoring import Verdict as Score
+from paceline.rollout.engine import do_nothing
 from paceline.rollout.sampler import Sampler, SamplerLimits
 from paceline.wire import decode_trajectory
 from support.fake_engine import FakeEngine
@@ -94,9 +95,9 @@ class Parities:
 
 
 class SlowEngine(FakeEngine):
-    async def generate(self, requests: Sequence[Any]) -> Any:
+    async def generate(self, requests: Sequence[Any], ended: Callable[[], None] = do_nothing) -> Any:
         await asyncio.sleep(0.001 * (1 + requests[0].seed % 4))
-        return await super().generate(requests)
+        return await super().generate(requests, ended)
 
 
 Work = Callable[[MortalBroker, str], Coroutine[Any, Any, None]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from paceline.core.trajectory import FinishReason
 from paceline.reshard.boxes import Box
 from paceline.reshard.layout import RankLayout, TensorSlice
 from paceline.reshard.verdict import DigestReport, SliceDigest
-from paceline.rollout.engine import Sample, SampleRequest
+from paceline.rollout.engine import Sample, SampleRequest, do_nothing
 
 Event = tuple[str, Any]
 
@@ -48,7 +48,9 @@ class FakeEngine:
         """What came with the events of a name."""
         return [what for kind, what in self.events if kind == name]
 
-    async def generate(self, requests: Sequence[SampleRequest]) -> list[Sample]:
+    async def generate(
+        self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
+    ) -> list[Sample]:
         """Samples that follow from seed and prompt."""
         prompt = tuple(requests[0].prompt_token_ids)
         self.events.append(("generate", prompt))
@@ -64,6 +66,8 @@ class FakeEngine:
             raise
         finally:
             self._under_way -= len(requests)
+        for _ in requests:
+            ended()
         return [self._sample(request) for request in requests]
 
     def _sample(self, request: SampleRequest) -> Sample:

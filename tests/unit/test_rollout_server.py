@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +25,7 @@ from paceline.core.errors import (
 from paceline.core.ids import Purpose, sample_seed
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import PromptGroup, RewardContext, SamplingSpec, Trajectory
+from paceline.rollout.engine import Sample, SampleRequest, do_nothing
 from paceline.rollout.sampler import Sampler, SamplerLimits
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.rollout.states import RolloutState
@@ -99,9 +100,13 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    *, limits: SamplerLimits = LIMITS, joined: bool = True, num_ranks: int = 1
+    *,
+    limits: SamplerLimits = LIMITS,
+    joined: bool = True,
+    num_ranks: int = 1,
+    engine: FakeEngine | None = None,
 ) -> AsyncIterator[Bench]:
-    broker, engine = MemoryBroker(), FakeEngine(num_ranks=num_ranks)
+    broker, engine = MemoryBroker(), engine or FakeEngine(num_ranks=num_ranks)
     changes: list[str] = []
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -190,7 +195,6 @@ async def test_headers_and_blobs_carry_what_was_drawn() -> None:
 
 
 def _request(*, seed: int, prompt: tuple[int, ...], sampling: SamplingSpec) -> Any:
-    from paceline.rollout.engine import SampleRequest
 
     return SampleRequest(request_id="x", prompt_token_ids=prompt, sampling=sampling, seed=seed)
 
@@ -272,6 +276,31 @@ async def test_groups_are_taken_until_the_engine_is_full_and_again_as_they_end()
         await b.headers(40)
         assert b.engine.max_under_way == 16
         assert await b.left_over(0) == 0
+
+
+class Stragglers(FakeEngine):
+    """All samples of a group end at once but the last, which waits for `release`."""
+
+    async def generate(
+        self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
+    ) -> list[Sample]:
+        for _ in requests[1:]:
+            ended()
+        samples = await super().generate(requests)
+        ended()
+        return samples
+
+
+async def test_samples_that_end_make_room_before_their_groups_do() -> None:
+    async with bench(engine=Stragglers()) as b:
+        await b.push(V0)
+        b.engine.hold()
+        await b.ask(*(group(p) for p in range(10)))
+        await b.quiet(10)
+        assert b.server.in_flight == 10
+        b.engine.release()
+        await b.headers(40)
+        assert b.server.in_flight == 0
 
 
 async def test_at_most_so_many_groups_as_configured() -> None:

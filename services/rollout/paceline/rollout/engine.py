@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +37,10 @@ class Sample:
     finish_reason: FinishReason
 
 
+def do_nothing() -> None:
+    """For callers of `generate` that do not count."""
+
+
 class Engine(Protocol):
     """An inference engine with weights that are pushed into it.
 
@@ -48,8 +52,13 @@ class Engine(Protocol):
         """Token ids are below this."""
         ...
 
-    async def generate(self, requests: Sequence[SampleRequest]) -> list[Sample]:
+    async def generate(
+        self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
+    ) -> list[Sample]:
         """Draws all samples, in the order of the requests. Cancelling it aborts them at once.
+
+        Args:
+            ended: called as each sample ends, in whatever order they do.
 
         Raises:
             PeerLostError: the engine died.

@@ -46,8 +46,8 @@ class SamplerLimits:
     """How much is under way at once, and for how long.
 
     Args:
-        num_samples: samples that the engine should have to do; more than it decodes at once, so that a slot that falls free
-            finds the next one waiting.
+        num_samples: samples that have not ended, beyond which nothing more is begun: as many as the engine decodes at once. What waited in
+            one server's engine could have been decoded by another.
         num_groups: most groups, whatever their size.
         group_size: samples per group, until the first groups say otherwise.
         group_timeout_s: longest that one group may take in the engine.
@@ -64,10 +64,10 @@ class SamplerLimits:
 
     @classmethod
     def of(cls, config: RunConfig) -> SamplerLimits:
-        """What the configuration says, a quarter more samples than the engine decodes at once."""
+        """What the configuration says."""
         rollout = config.rollout
         return cls(
-            num_samples=rollout.max_num_seqs + max(rollout.n, rollout.max_num_seqs // 4),
+            num_samples=rollout.max_num_seqs,
             num_groups=rollout.max_groups_in_flight or 2**31,
             group_size=rollout.n,
             group_timeout_s=rollout.request_timeout_s,
@@ -110,7 +110,7 @@ class Sampler:
 
     @property
     def in_flight(self) -> int:
-        """Samples of groups that are not finished."""
+        """Samples that have not ended."""
         return self._num_samples
 
     def open(self, policy: PolicyTag) -> None:
@@ -156,7 +156,7 @@ class Sampler:
                     for entry in await self._next(box):
                         group = self._admit(entry, policy)
                         if group is not None:
-                            self._count(group, 1)
+                            self._begun(group)
                             work = self._work(box, entry, group)
                             groups.create_task(work, name=f"prompt {group.prompt_id}")
         except BaseExceptionGroup as failed:
@@ -185,12 +185,15 @@ class Sampler:
         fitting = math.ceil((limits.num_samples - self._num_samples) / self._group_size)
         return await box.take(min(fitting, limits.num_groups - self._num_groups, _TAKE))
 
-    def _count(self, group: PromptGroup, sign: int) -> None:
-        self._num_groups += sign
-        self._num_samples += sign * group.num_samples
+    def _begun(self, group: PromptGroup) -> None:
+        self._num_groups += 1
+        self._num_samples += group.num_samples
         self._group_size = group.num_samples
-        if sign < 0:
-            self._room.set()
+
+    def _ended(self, *, samples: int = 0, groups: int = 0) -> None:
+        self._num_samples -= samples
+        self._num_groups -= groups
+        self._room.set()
 
     def _admit(self, entry: Entry, policy: PolicyTag) -> PromptGroup | None:
         """The group of an entry; None where it is refused: it then stays with this server, unacknowledged, until it closes."""
@@ -220,10 +223,17 @@ class Sampler:
             "paceline.num_samples": group.num_samples,
             "paceline.policy": str(group.policy),
         }
+        unfinished = group.num_samples
+
+        def ended() -> None:
+            nonlocal unfinished
+            unfinished -= 1
+            self._ended(samples=1)
+
         try:
             with telemetry.span("rollout.generate", traceparent=entry.traceparent, attributes=attributes):
                 started = self._clock.monotonic()
-                samples = await self._draw(group)
+                samples = await self._draw(group, ended)
                 messages = self._messages(group, samples, self._clock.monotonic() - started)
                 await append_when_room(
                     self._broker,
@@ -235,9 +245,9 @@ class Sampler:
         except InvalidMessageError as error:
             _refuse(entry, error.reason, str(error))
         finally:
-            self._count(group, -1)
+            self._ended(samples=unfinished, groups=1)
 
-    async def _draw(self, group: PromptGroup) -> list[Sample]:
+    async def _draw(self, group: PromptGroup, ended: Callable[[], None]) -> list[Sample]:
         salt, prompt = str(group.policy), group.prompt_token_ids.tolist()
         serial = next(self._serials)
         requests = [
@@ -253,7 +263,7 @@ class Sampler:
         ]
         try:
             async with asyncio.timeout(self._limits.group_timeout_s):
-                samples = await self._engine.generate(requests)
+                samples = await self._engine.generate(requests, ended)
         except TimeoutError as error:
             raise DeadlineError(
                 phase=f"GENERATE prompt {group.prompt_id}",

@@ -28,7 +28,7 @@ from paceline.core.errors import (
 )
 from paceline.core.trajectory import FinishReason
 from paceline.rollout import environment
-from paceline.rollout.engine import Sample, SampleRequest
+from paceline.rollout.engine import Sample, SampleRequest, do_nothing
 from paceline.rollout.engine_args import engine_arguments
 from paceline.rollout.weight_receiver import WORKER_EXTENSION
 
@@ -94,21 +94,33 @@ class VllmEngine:
         """Rows of the model's embedding."""
         return int(self._llm.model_config.get_vocab_size())
 
-    async def generate(self, requests: Sequence[SampleRequest]) -> list[Sample]:
+    async def generate(
+        self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
+    ) -> list[Sample]:
         """Draws all samples, in order; cancelling it aborts them. See Engine.generate."""
+
+        async def result(collector: Any) -> Sample:
+            output = await collector.get()
+            ended()
+            return _to_sample(output)
+
         pending: list[Any] = []
+        results: list[asyncio.Task[Sample]] = []
         try:
             for request in requests:
                 collector = await self._submit(request)
                 pending.append(collector)
-            # One after the other is enough: whoever is waited for last has then finished long ago.
-            return [_to_sample(await collector.get()) for collector in pending]
+            results = [asyncio.create_task(result(collector)) for collector in pending]
+            return await asyncio.gather(*results)
         except self._dead as error:
             raise _died() from error
         except BaseException:
             # AsyncLLM's own names of the requests: ours may be under way a second time by now.
             await self._llm.abort([collector.request_id for collector in pending], internal=True)
             raise
+        finally:
+            for task in results:
+                task.cancel()
 
     async def _submit(self, request: SampleRequest) -> Any:
         sampling = request.sampling
