@@ -194,8 +194,7 @@ async def test_headers_and_blobs_carry_what_was_drawn() -> None:
             assert header.context.ground_truth == "7"
 
 
-def _request(*, seed: int, prompt: tuple[int, ...], sampling: SamplingSpec) -> Any:
-
+def _request(*, seed: int, prompt: tuple[int, ...], sampling: SamplingSpec) -> SampleRequest:
     return SampleRequest(request_id="x", prompt_token_ids=prompt, sampling=sampling, seed=seed)
 
 

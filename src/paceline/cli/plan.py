@@ -201,6 +201,8 @@ def _common(*, num_threads: int | None = None) -> dict[str, str]:
         # A run uses what lies on disk; a hub that is asked in passing makes starts slow and results change.
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        # Services share the cores: a thread that spins while it waits takes the time of another service's thread that works.
+        "OMP_WAIT_POLICY": "passive",
     }
 
 
