@@ -113,7 +113,7 @@ class Run:
                 progress=lambda *_: None,
             ),
             peers=peers,
-            push=WeightPush(cfg, peers, self.fleet.expel),
+            push=WeightPush(cfg, peers, self.fleet.expel, self.fleet.gone),
             fleet=self.fleet,
             journal=self.journal,
             hub=self.hub,

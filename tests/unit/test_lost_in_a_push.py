@@ -32,12 +32,15 @@ class SilentPeers(FakePeers):
     def __init__(self) -> None:
         super().__init__()
         self.told = asyncio.Event()
+        self.freeze: set[str] = set()
 
     async def abandon_push(self, member: Member, *, epoch: int, lost: str) -> None:
         await super().abandon_push(member, epoch=epoch, lost=lost)
         self.told.set()
 
     async def receive(self, member: Member, *, epoch: int, version: int) -> Received:
+        if member.member_id in self.freeze:
+            await asyncio.Event().wait()
         if member.member_id not in self.lose:
             await self._wait()
         return await super().receive(member, epoch=epoch, version=version)
@@ -47,39 +50,71 @@ class SilentPeers(FakePeers):
         return await super().publish(member, epoch=epoch, version=version)
 
     async def _wait(self) -> None:
-        if self.lose:
+        if self.lose or self.freeze:
             await asyncio.wait_for(self.told.wait(), DEADLINE_S)
-            raise PeerLostError("called off", peer=next(iter(self.lose)))
+            raise PeerLostError("called off", peer=next(iter(self.lose | self.freeze)))
 
 
 def member(kind: MemberKind, name: str) -> Member:
     return Member(kind=kind, member_id=name, incarnation=name, address="a:1", num_ranks=1, last_heard=0.0)
 
 
-async def test_the_others_are_freed_at_once_and_only_the_lost_one_is_put_out() -> None:
-    peers, expelled = SilentPeers(), list[str]()
+class Fleet:
+    """Who was put out, and who waits for that."""
 
-    async def expel(lost: Member, reason: str) -> None:
-        lost.health = Health.DEAD
-        expelled.append(lost.member_id)
+    def __init__(self) -> None:
+        self.expelled: list[str] = []
+        self._changed = asyncio.Condition()
 
-    push = WeightPush(parse(RunConfig, CONFIG), peers, expel)
-    learner = member(MemberKind.LEARNER, "learner-0")
+    async def expel(self, lost: Member, reason: str) -> None:
+        async with self._changed:
+            if lost.usable:
+                lost.health, lost.failure = Health.DEAD, reason
+                self.expelled.append(lost.member_id)
+            self._changed.notify_all()
+
+    async def gone(self, member: Member) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not member.usable)
+
+
+async def formed() -> tuple[SilentPeers, Fleet, WeightPush, list[Member]]:
+    peers, fleet = SilentPeers(), Fleet()
+    push = WeightPush(parse(RunConfig, CONFIG), peers, fleet.expel, fleet.gone)
     servers = [member(MemberKind.ROLLOUT, f"rollout-{number}") for number in range(3)]
-    await push.form(learner, servers)
+    await push.form(member(MemberKind.LEARNER, "learner-0"), servers)
+    return peers, fleet, push, servers
+
+
+async def test_the_others_are_freed_at_once_and_only_the_lost_one_is_put_out() -> None:
+    peers, fleet, push, servers = await formed()
     peers.lose = {"rollout-1"}
     began = time.monotonic()
     assert await push.push(1) is None
     assert time.monotonic() - began < DEADLINE_S / 2
-    assert expelled == ["rollout-1"]
+    assert fleet.expelled == ["rollout-1"]
     assert peers.calls.count("abandon e1 for rollout-1") == 1
 
     peers.lose = set()
-    await push.form(learner, [one for one in servers if one.usable])
+    await push.form(member(MemberKind.LEARNER, "learner-0"), [one for one in servers if one.usable])
     outcome = await push.push(1)
     assert outcome is not None
     assert outcome.policy.version == 1
     assert "commit rollout-2 1" in peers.calls
+
+
+async def test_a_server_that_freezes_holds_the_others_up_until_its_silence_is_noticed() -> None:
+    """Its connections stay up, so that no call breaks; the fleet's watch puts it out."""
+    peers, fleet, push, servers = await formed()
+    peers.freeze = {"rollout-1"}
+    pushing = asyncio.create_task(push.push(1))
+    await asyncio.sleep(0.05)
+    assert not pushing.done()
+    await fleet.expel(servers[1], "silent for 12.0 s")
+    async with asyncio.timeout(DEADLINE_S / 2):
+        assert await pushing is None
+    assert fleet.expelled == ["rollout-1"]
+    assert peers.calls.count("abandon e1 for rollout-1") == 1
 
 
 def test_the_ranks_of_the_epoch_hear_of_it_and_no_others() -> None:

@@ -150,7 +150,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
             broker=broker,
             collector=collector,
             peers=peers,
-            push=WeightPush(config, peers, fleet.expel),
+            push=WeightPush(config, peers, fleet.expel, fleet.gone),
             fleet=fleet,
             journal=journal,
             hub=hub,

@@ -69,6 +69,11 @@ class FleetWatch:
         """Puts a member out of the fleet for good."""
         await self.apply(self.fleet.mark_dead(member, reason))
 
+    async def gone(self, member: Member) -> None:
+        """Returns when a member is dead or has left."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not member.usable)
+
     async def watch(self) -> None:
         """Sweeps for ever; raises PeerLostError when the learner dies."""
         while True:

@@ -27,6 +27,7 @@ from paceline.reshard.verdict import digests_agree
 
 T = TypeVar("T")
 Expel = Callable[[Member, str], Coroutine[Any, Any, None]]
+Gone = Callable[[Member], Coroutine[Any, Any, None]]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,10 +58,11 @@ class WeightPush:
 
     Args:
         expel: puts a member out of the fleet, with the reason, in the journal and for good.
+        gone: returns when a member is out of the fleet, for whatever reason.
     """
 
-    def __init__(self, config: RunConfig, peers: Peers, expel: Expel) -> None:
-        self._config, self._peers, self._expel = config, peers, expel
+    def __init__(self, config: RunConfig, peers: Peers, expel: Expel, gone: Gone) -> None:
+        self._config, self._peers, self._expel, self._gone = config, peers, expel, gone
         self._epoch: Epoch | None = None
         self._last_number = 0
 
@@ -156,7 +158,8 @@ class WeightPush:
 
         async def receive(member: Member) -> Received:
             try:
-                return await self._peers.receive(member, epoch=epoch.number, version=version)
+                receiving = self._peers.receive(member, epoch=epoch.number, version=version)
+                return await self._while_alive(member, receiving)
             except PeerLostError as error:
                 # Over NCCL nobody else would notice, and all would wait until the deadline.
                 if error.peer == member.member_id:
@@ -197,6 +200,20 @@ class WeightPush:
             return True
 
         return len(await self._each(rollouts, ping)) == len(rollouts)
+
+    async def _while_alive(self, member: Member, call: Coroutine[Any, Any, T]) -> T:
+        """What a call to a member returns; PeerLostError as soon as the member is out of the fleet: a machine that froze keeps its
+        connections, and only its silence tells."""
+        calling, leaving = asyncio.create_task(call), asyncio.create_task(self._gone(member))
+        try:
+            await asyncio.wait([calling, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if calling.done():
+                return calling.result()
+            raise PeerLostError(f"{member.member_id} is gone: {member.failure}", peer=member.member_id)
+        finally:
+            calling.cancel()
+            leaving.cancel()
+            await asyncio.gather(calling, leaving, return_exceptions=True)
 
     async def _abandon(self, epoch: Epoch, lost: Member) -> None:
         """Frees the others; where the learner does not answer, its own call says so."""
