@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow
@@ -300,10 +301,19 @@ def test_kl_is_the_one_to_the_reference_where_there_is_one() -> None:
 
 def test_plain_lines_break_a_long_silence() -> None:
     out = io.StringIO()
-    view = PlainView(9, out=out, quiet_s=0.0)
+    view = PlainView(9, out=out, quiet_s=0.05)
+    view.pulse()
+    view.phase(step=0, phase="waiting for the learner", admitted=0, wanted=0)
+    time.sleep(0.06)
+    view.pulse()
+    view.step(0, {"weights/pause_ms": 3.0})
     view.phase(step=1, phase="collect", admitted=3, wanted=64)
     view.notice("rollout-1 is gone")
-    assert out.getvalue().splitlines() == ["step 1/9: collect 3/64, 0 s so far", "note: rollout-1 is gone"]
+    view.pulse()
+    assert out.getvalue().splitlines() == [
+        "step 0/9: waiting for the learner, 0 s so far",
+        "note: rollout-1 is gone",
+    ]
 
 
 def test_the_live_table_shows_phases_rows_and_notices() -> None:

@@ -87,6 +87,7 @@ class _Launcher:
         """Starts, follows, stops."""
         outcome = Outcome(ok=False, message="ended by an error of the launcher itself", exit_code=1)
         running = asyncio.create_task(self._start_and_follow(), name="run")
+        pulse = asyncio.create_task(self._pulse(), name="pulse")
         try:
             waiting: list[asyncio.Future[Any]] = [running, self._signal]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -99,9 +100,15 @@ class _Launcher:
             outcome = Outcome(ok=False, message=str(error), exit_code=exit_code(error))
         finally:
             running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            pulse.cancel()
+            await asyncio.gather(running, pulse, return_exceptions=True)
             await self._stop(outcome)
         return outcome
+
+    async def _pulse(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self._view.pulse()
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:

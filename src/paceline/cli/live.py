@@ -71,6 +71,9 @@ class LiveView:
         """Adds a line under the table."""
         self._notices.append(text)
 
+    def pulse(self) -> None:
+        """Nothing to do: it redraws by itself."""
+
     def close(self) -> None:
         """Draws once more and leaves the table standing."""
         if not self._closed:

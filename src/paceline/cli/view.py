@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol, TextIO
 
 Metrics = Mapping[str, float]
@@ -38,6 +38,10 @@ class View(Protocol):
 
     def notice(self, text: str) -> None:
         """Something that people should know."""
+        ...
+
+    def pulse(self) -> None:
+        """Called about once a second, so that no long wait passes without a sign of life."""
         ...
 
     def close(self) -> None:
@@ -85,28 +89,33 @@ def numbers(metrics: Metrics) -> StepNumbers:
 class PlainView:
     """One line a step and one a milestone; a sign of life every `quiet_s` seconds without either."""
 
-    def __init__(self, total_steps: int, *, out: TextIO | None = None, quiet_s: float = 30.0) -> None:
+    def __init__(self, total_steps: int, *, out: TextIO | None = None, quiet_s: float = 20.0) -> None:
         self._total_steps, self._out, self._quiet_s = total_steps, out or sys.stdout, quiet_s
-        self._began = self._spoke = time.monotonic()
-        self._phase, self._phase_began = "", self._began
+        self._began = self._spoke = self._phase_began = time.monotonic()
+        self._step, self._phase, self._words = 0, "start", "start"
 
     def milestone(self, text: str) -> None:
         """One line with the seconds since the start."""
         self._say(f"[{time.monotonic() - self._began:6.1f} s] {text}")
 
     def phase(self, *, step: int, phase: str, admitted: int, wanted: int) -> None:
-        """Silent, unless nothing was said for long."""
-        if phase != self._phase:
-            self._phase, self._phase_began = phase, time.monotonic()
-        if time.monotonic() - self._spoke > self._quiet_s:
-            seconds = time.monotonic() - self._phase_began
+        """Silent: the step's line will have the seconds."""
+        if (step, phase) != (self._step, self._phase):
+            self._phase_began = time.monotonic()
+        self._step, self._phase, self._words = step, phase, phase_words(phase, admitted, wanted)
+
+    def pulse(self) -> None:
+        """One line where nothing was said for long."""
+        now = time.monotonic()
+        if now - self._spoke > self._quiet_s:
             self._say(
-                f"step {step}/{self._total_steps}: {phase_words(phase, admitted, wanted)}, {seconds:.0f} s so far"
+                f"step {self._step}/{self._total_steps}: {self._words}, {now - self._phase_began:.0f} s so far"
             )
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """One line."""
-        self._say(step_line(step, self._total_steps, metrics))
+        """One line; none of the starting weights that are not validated."""
+        if any(value is not None for value in astuple(numbers(metrics))):
+            self._say(step_line(step, self._total_steps, metrics))
 
     def notice(self, text: str) -> None:
         """One line."""

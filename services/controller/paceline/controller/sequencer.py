@@ -288,7 +288,10 @@ class Sequencer:
             if dead and missing():
                 reasons = "; ".join(f"{m.member_id}: {m.failure or m.health.value}" for m in dead)
                 raise PeerLostError(f"{reasons} (while starting; see its log)", peer=dead[0].member_id)
-            return not missing()
+            lacking = missing()
+            if lacking:
+                self._hub.phase(step=self.progress.step, phase=f"waiting for {' and '.join(lacking)}")
+            return not lacking
 
         await self._fleet.wait_for(
             settled,
