@@ -17,15 +17,6 @@ from paceline.reshard.layout import RankLayout, TensorSlice
 SMALLEST_SHARE: Final = 0.02
 """Share of all bytes below which what a set has in common is not worth messages of its own"""
 
-_LEAST_ROUNDS: Final = 4
-"""In a single one, packing, sending and scattering could not overlap"""
-
-_WORTH_A_ROUND: Final = 16 << 20
-"""Elements of the busiest rank for which another round costs less than it hides"""
-
-_ALIGNED: Final = 8
-"""A chunk's size is a multiple of so many elements: what is cut then begins at an address that kernels can copy from at full speed"""
-
 Members = tuple[int, ...]
 """Rollout ranks, ascending"""
 
@@ -113,53 +104,6 @@ def gather_flows(
     for flow in flows.values():
         flow.cargo.sort(key=lambda item: (item.order, item.box))
     return [flows[key] for key in sorted(flows)]
-
-
-def chunk_sizes(flows: Sequence[Flow], capacity: int) -> list[int]:
-    """Largest chunk of each flow, in elements.
-
-    Every flow is spread over all rounds, so that each moves about as much as any other and keeps all links busy. What a rank
-    receives in a round, at first or second hand, or packs for one, is at most `capacity`: its flows share a sixteenth of that evenly, so
-    that small ones are not cut to bits, and the rest as they share its bytes. Of a shared flow every member takes a chunk a round.
-    """
-    loads = _loads(flows)
-    evenly = capacity // 16
-    sizes: list[int] = []
-    limits: list[int] = []
-    leasts: list[int] = []
-    for flow in flows:
-        at_ends = [loads[end] for end in _ends(flow)]
-        share = min((capacity - evenly) * flow.volume // sum(load.values()) for load in at_ends)
-        least = evenly // max(map(len, at_ends))
-        limits.append(max(1, (least + share) // len(flow.members)))
-        leasts.append(least // len(flow.members))
-    # A chunk ends at a row's end and at an aligned size, so it may come out short by that much.
-    slacks = [max(item.box.volume // item.box.shape[0] for item in flow.cargo) + _ALIGNED for flow in flows]
-    volumes = [-(-flow.volume // len(flow.members)) for flow in flows]
-    sure = [
-        limit - slack if limit > 2 * slack else limit for limit, slack in zip(limits, slacks, strict=True)
-    ]
-    num_rounds = max((-(-volume // most) for volume, most in zip(volumes, sure, strict=True)), default=1)
-    busiest = max((sum(load.values()) for load in loads.values()), default=0)
-    num_rounds = max(num_rounds, min(_LEAST_ROUNDS, busiest // _WORTH_A_ROUND))
-    for volume, limit, least, slack in zip(volumes, limits, leasts, slacks, strict=True):
-        size = min(limit, max(least, -(-volume // num_rounds) + slack))
-        sizes.append(max(size // _ALIGNED * _ALIGNED, min(size, _ALIGNED)))
-    return sizes
-
-
-def _ends(flow: Flow) -> list[tuple[str, int]]:
-    return [("source", flow.source), *(("member", rank) for rank in flow.members)]
-
-
-def _loads(flows: Sequence[Flow]) -> dict[tuple[str, int], dict[object, int]]:
-    """What each rank packs or receives: elements by flow. Flows of the same cargo, to replicas that are served one by one, are packed once."""
-    loads: dict[tuple[str, int], dict[object, int]] = {}
-    for number, flow in enumerate(flows):
-        alike = tuple((item.order, item.box) for item in flow.cargo)
-        for end in _ends(flow):
-            loads.setdefault(end, {})[alike if end[0] == "source" else number] = flow.volume
-    return loads
 
 
 def deal(flow: Flow, size: int) -> Iterator[Chunk]:

@@ -16,8 +16,9 @@ import msgpack
 
 from paceline.core.errors import WeightSyncError
 from paceline.reshard.boxes import Box
-from paceline.reshard.flows import SMALLEST_SHARE, Flow, chunk_sizes, deal, gather_flows
+from paceline.reshard.flows import SMALLEST_SHARE, Flow, deal, gather_flows
 from paceline.reshard.layout import RankLayout, expand_whole, tensor_shapes
+from paceline.reshard.rounds import chunk_sizes
 
 RELAY_MODES: Final = ("auto", "never", "always")
 
