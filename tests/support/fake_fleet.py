@@ -47,7 +47,6 @@ class FakePeers:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.lose: set[str] = set()
-        self.dead: set[str] = set()
         self.corrupt: set[str] = set()
         self.batches: list[list[tuple[int, int]]] = []
         self.rows: list[list[BatchRow]] = []
@@ -61,10 +60,6 @@ class FakePeers:
 
     async def close(self) -> None:
         """Nothing to close."""
-
-    async def ping(self, member: Member) -> None:
-        if member.member_id in self.dead:
-            raise PeerLostError(f"{member.member_id} does not answer", peer=member.member_id)
 
     async def learner_weights(self, member: Member) -> LearnerWeights:
         self.calls.append(f"describe {member.member_id}")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import grpc
 import msgpack
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.config.run import RunConfig
 from paceline.controller.membership import Member
@@ -78,21 +77,6 @@ class Peers:
         for channel in self._channels.values():
             await channel.close(grace=None)
         self._channels.clear()
-
-    async def ping(self, member: Member) -> None:
-        """Asks a member's health service; an answer within `service.suspect_after_s` is all that is wanted.
-
-        Raises:
-            PeerLostError, DeadlineError: it is gone, or does not answer.
-        """
-        stub = health_pb2_grpc.HealthStub(self._channel(member.address))
-        await call(
-            stub.Check,
-            health_pb2.HealthCheckRequest(),
-            timeout_s=self._config.service.suspect_after_s,
-            phase="PUBLISH",
-            peer=member.member_id,
-        )
 
     # --- learner
 

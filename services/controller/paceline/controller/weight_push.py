@@ -150,11 +150,6 @@ class WeightPush:
         if epoch is None:
             raise WeightSyncError("no weight group is formed; a push needs one")
         began = time.monotonic()
-        # A server that died since the last heartbeat would hold up everybody else over NCCL, where a lost peer is no error, for the whole
-        # deadline. Once the others have begun to receive it is too late to ask.
-        if not await self._all_answer(epoch.rollouts):
-            await self.dissolve()
-            return None
 
         async def receive(member: Member) -> Received:
             try:
@@ -193,13 +188,6 @@ class WeightPush:
             "weights/pause_ms": (time.monotonic() - began) * 1e3,
         }
         return PushOutcome(policy=policy, metrics=_metrics(published, received) | pauses)
-
-    async def _all_answer(self, rollouts: list[Member]) -> bool:
-        async def ping(member: Member) -> bool:
-            await self._peers.ping(member)
-            return True
-
-        return len(await self._each(rollouts, ping)) == len(rollouts)
 
     async def _while_alive(self, member: Member, call: Coroutine[Any, Any, T]) -> T:
         """What a call to a member returns; PeerLostError as soon as the member is out of the fleet: a machine that froze keeps its

@@ -83,9 +83,15 @@ class WeightReceiver:
             DeadlineError, PeerLostError: the learner stalled or died; join a new group.
             WeightSyncError: no group, or requests were running whose cached keys stem from the old weights.
         """
-        replies = await self._call("paceline_receive", (version, timeout_s), timeout_s)
-        async with asyncio.timeout(_GRACE_S):
-            clean = await self._engine.reset_prefix_cache()
+        # Ordered together, done one after the other: the engine need not come back for the second order.
+        receiving = asyncio.create_task(self._call("paceline_receive", (version, timeout_s), timeout_s))
+        resetting = asyncio.create_task(self._reset_prefix_cache(timeout_s))
+        try:
+            replies, clean = await receiving, await resetting
+        finally:
+            receiving.cancel()
+            resetting.cancel()
+            await asyncio.gather(receiving, resetting, return_exceptions=True)
         if not clean:
             raise WeightSyncError(
                 f"version {version} arrived while requests were running: they would mix it with cached keys and "
@@ -109,6 +115,10 @@ class WeightReceiver:
     async def leave(self, timeout_s: float = 30.0) -> None:
         """All TP ranks leave the group. May be repeated."""
         await self._call("paceline_leave", (), timeout_s)
+
+    async def _reset_prefix_cache(self, timeout_s: float) -> bool:
+        async with asyncio.timeout(timeout_s + 2 * _GRACE_S):
+            return await self._engine.reset_prefix_cache()
 
     async def _call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[dict[str, Any]]:
         """Calls every worker; raises the error of a rank that reports one."""
