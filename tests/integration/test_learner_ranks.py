@@ -66,6 +66,24 @@ def test_going_back_leaves_nothing_of_the_steps_in_between(
     assert back["actor/pg_loss"] != two_ranks[0][0][0][3]["actor/pg_loss"]
 
 
+def test_a_bad_gradient_of_one_rank_keeps_all_from_the_step(
+    model: Path, two_ranks: tuple[list[Any], Path]
+) -> None:
+    (*_, first, _, _), (*_, second, _, _) = two_ranks[0]
+    assert first == second
+    assert [step["actor/skipped_updates"] for step in first] == [0, 1, 0]
+    assert [step["critic/skipped_updates"] for step in first] == [0, 0, 0]
+    # The step that was not taken is missing in what follows, alike on one rank and on two.
+    undisturbed = two_ranks[0][0][0]
+    assert first[0] == undisturbed[0]
+    assert first[2]["actor/pg_loss"] != undisturbed[2]["actor/pg_loss"]
+    with alone() as ranks:
+        single = scenarios.one_rank_has_a_bad_gradient(ranks, str(model))
+    for mine, theirs in zip(single, first, strict=True):
+        for name, value in mine.items():
+            assert value == pytest.approx(theirs[name], abs=2e-5, rel=1e-4), name
+
+
 def test_an_error_of_one_rank_is_every_ranks_and_nothing_has_changed(
     two_ranks: tuple[list[Any], Path],
 ) -> None:

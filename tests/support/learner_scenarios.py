@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -12,6 +13,7 @@ from paceline.core.errors import PeerLostError, VersionMismatchError
 from paceline.learner import checkpoint
 from paceline.learner.group import CommandError, CommandQueue, Group, attempt
 from paceline.learner.learner import Learner
+from paceline.learner.losses import PolicyLoss
 from paceline.learner.ranks import Ranks, leave_group
 from paceline.learner.step import StepOrder, StepResult, train_step
 from paceline.learner.trajectories import fetch_rows
@@ -102,6 +104,32 @@ def one_rank_has_bad_rows(ranks: Ranks, model: str) -> list[str]:
     return [said, str(learner.version), str(take_step(learner, 1).step)]
 
 
+class _NanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * float("nan")
+
+
+def one_rank_has_a_bad_gradient(ranks: Ranks, model: str) -> list[dict[str, float]]:
+    """Three steps; in the second a gradient of the last rank is NaN, in its share of the first mini-batch alone."""
+    learner = Learner.build(config_of(model), ranks)
+    honest, poisoned_steps = PolicyLoss.__call__, {1} if ranks.rank == ranks.world_size - 1 else set()
+
+    def poisoned(self: PolicyLoss, part: Any, whole: Any) -> Any:
+        loss, sums = honest(self, part, whole)
+        if learner.version in poisoned_steps:
+            poisoned_steps.remove(learner.version)
+            loss = _NanGradient.apply(loss)
+        return loss, sums
+
+    with mock.patch.object(PolicyLoss, "__call__", poisoned):
+        return train(learner, 1, 3)
+
+
 def one_rank_fails(ranks: Ranks) -> str:
     """Rank 1 fails for good while rank 0 waits for it in a collective; what each rank's loop ends with."""
 
@@ -128,6 +156,7 @@ def everything(ranks: Ranks, model: str, folder: str) -> list[Any]:
         resumed_steps(ranks, model, folder),
         remax_steps(ranks, model),
         going_back(ranks, model, f"{folder}_again"),
+        one_rank_has_a_bad_gradient(ranks, model),
         one_rank_has_bad_rows(ranks, model),
         one_rank_fails(ranks),
     ]
