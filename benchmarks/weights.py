@@ -16,6 +16,8 @@ limit: the same bytes per pair as one message in one grouped call, nothing else.
 rollout rank send. `usual` is the usual way: every tensor gathered
 in full on all learner ranks in the wire's type, packed into 1 GiB buffers, broadcast from rank 0 to all rollout ranks, loaded
 there by the engine's own loader; without digests, from its beginning until the last rank has loaded.
+
+`--trace FOLDER` leaves a trace of one push of each row, a file a rank, for chrome://tracing or Perfetto.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from paceline.learner.weight_publisher import PushResult, WeightPublisher
 from paceline.reshard.boxes import Box
 from paceline.reshard.digest import TensorDigester, digest_array
 from paceline.reshard.layout import RankLayout, fsdp_layout
-from paceline.reshard.rendezvous import Deadline, open_store
+from paceline.reshard.rendezvous import Deadline, abandon, open_store
 from paceline.reshard.spec import WeightGroupSpec
 from paceline.reshard.transport import WeightGroup
 from paceline.reshard.verdict import digests_agree, model_digest
@@ -183,6 +183,34 @@ def test_a_push_is_passed_on_between_rollout_ranks(
         with torch.no_grad():
             for param in fleet.source.parameters():
                 param.mul_(1.5).add_(0.25)
+
+
+def test_who_waits_for_a_rank_that_does_not_come_names_it() -> None:
+    fleet = Fleet(dense(), 1, engines=2)
+    spec = fleet.spec(timeout_s=0.5)
+    waiting = start_all(lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, 0.5))
+    for future in waiting:
+        error = future.exception(10)
+        assert isinstance(error, DeadlineError), error
+        assert (error.phase, error.peer) == ("weight group join", "rollout rank 1")
+
+
+def test_a_join_that_is_called_off_ends_at_once() -> None:
+    fleet = Fleet(dense(), 1, engines=2)
+    spec = fleet.spec(timeout_s=20.0)
+    waiting = start_all(lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, 20.0))
+    time.sleep(0.2)
+    assert not any(future.done() for future in waiting)
+    abandon(spec.store_host, spec.store_port, epoch=spec.epoch, lost="rollout-1", timeout_s=5.0)
+    for future in waiting:
+        error = future.exception(5)
+        assert isinstance(error, PeerLostError), error
+        assert error.peer == "rollout-1"
+    fleet.receivers.pop()
+    fleet.models.pop()
+    fleet.join(fleet.spec())
+    sent, received = fleet.push(1)
+    digests_agree(sent.digests, [receipt.digests for receipt in received])
 
 
 def test_a_relay_that_leaves_frees_the_others_at_once() -> None:

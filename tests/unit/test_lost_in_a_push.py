@@ -38,6 +38,13 @@ class SilentPeers(FakePeers):
         await super().abandon_push(member, epoch=epoch, lost=lost)
         self.told.set()
 
+    async def join_rollout(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
+        await super().join_rollout(member, epoch=epoch, spec=spec, rank_offset=rank_offset)
+        if member.member_id in self.lose:
+            raise PeerLostError("went away", peer=member.member_id)
+        if epoch == 1:
+            await self._wait()
+
     async def receive(self, member: Member, *, epoch: int, version: int) -> Received:
         if member.member_id in self.freeze:
             await asyncio.Event().wait()
@@ -76,6 +83,21 @@ class Fleet:
     async def gone(self, member: Member) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: not member.usable)
+
+
+async def test_who_joins_is_freed_when_another_dies_meanwhile() -> None:
+    peers, fleet = SilentPeers(), Fleet()
+    push = WeightPush(parse(RunConfig, CONFIG), peers, fleet.expel, fleet.gone)
+    servers = [member(MemberKind.ROLLOUT, f"rollout-{number}") for number in range(3)]
+    peers.lose = {"rollout-1"}
+    async with asyncio.timeout(DEADLINE_S / 2):
+        await push.form(member(MemberKind.LEARNER, "learner-0"), servers)
+    assert fleet.expelled == ["rollout-1"]
+    assert peers.calls.count("abandon e1 for rollout-1") == 1
+    assert [call for call in peers.calls if call.endswith("e2 at 1") or call.endswith("e2 at 2")] == [
+        "join rollout-0 e2 at 1",
+        "join rollout-2 e2 at 2",
+    ]
 
 
 async def formed() -> tuple[SilentPeers, Fleet, WeightPush, list[Member]]:

@@ -13,7 +13,9 @@ from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.reshard.spec import WeightGroupSpec
 
 _ABANDONED = "abandoned"
+_HERE = "here/{rank}"
 _ASK_EVERY_S = 0.1
+_LOOK_EVERY_S = 0.005
 
 
 class Deadline:
@@ -59,7 +61,7 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
 
 
 class Abandonment:
-    """Whether a push was called off, asked of the rendezvous store now and then: over NCCL a peer that is lost is only never done.
+    """Whether a join or push was called off, asked of the rendezvous store now and then: over NCCL a peer that is lost is only never done.
 
     Args:
         store: the one that the epoch's ranks meet at.
@@ -106,8 +108,29 @@ def _epoch_store(store: Store, epoch: int) -> PrefixStore:
     return PrefixStore(f"weights/{epoch}", store)
 
 
+def _await_all(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> None:
+    """Returns when every rank has come this far. NCCL, once it connects, waits for all without a deadline."""
+    here, called_off = _epoch_store(store, spec.epoch), Abandonment(store, spec.epoch)
+    here.set(_HERE.format(rank=rank), "1")
+    missing = [other for other in range(spec.world_size) if other != rank]
+    while True:
+        missing = [other for other in missing if not here.check([_HERE.format(rank=other)])]
+        if not missing:
+            return
+        deadline.remaining(spec.rank_name(missing[0]))
+        called_off.check(deadline.phase)
+        time.sleep(_LOOK_EVERY_S)
+
+
 def make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> Any:
-    """The connections of one epoch's group, outside of torch's default one; made as far as the backend makes them now."""
+    """The connections of one epoch's group, outside of torch's default one, once all ranks are there; made as far as the backend makes
+    them now.
+
+    Raises:
+        DeadlineError: a rank did not come; it is named.
+        PeerLostError: the join was called off, since a member went away.
+    """
+    _await_all(spec, rank, store, deadline)
     members = "some member of the weight group"
     store = _epoch_store(store, spec.epoch)
     store.set_timeout(deadline.remaining(members))

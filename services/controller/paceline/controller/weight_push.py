@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 
 from paceline.config.run import RunConfig
 from paceline.controller.membership import Member
-from paceline.controller.peers import Peers, Published, Received
+from paceline.controller.peers import LearnerWeights, Peers, Published, Received
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, WeightSyncError
 from paceline.core.policy import PolicyTag
+from paceline.reshard.layout import RankLayout
 from paceline.reshard.spec import WeightGroupSpec
 from paceline.reshard.verdict import digests_agree
 
@@ -83,60 +84,64 @@ class WeightPush:
             DeadlineError: the learner did not come in time.
         """
         await self.dissolve()
-        while True:
-            if not rollouts:
-                raise PeerLostError(
-                    "no rollout server is left to hold the weights; start one, or raise rollout.replicas",
-                    peer="rollout",
-                )
-            self._last_number += 1
+        while rollouts:
             weights = await self._peers.learner_weights(learner)
             layouts = await self._each(rollouts, self._peers.rollout_layouts)
-            if len(layouts) < len(rollouts):
-                rollouts = [m for m in rollouts if m.usable]
-                continue
-            spec = WeightGroupSpec(
-                epoch=self._last_number,
-                backend=self._config.weight_backend(weights.device),
-                store_host=weights.store_host,
-                store_port=weights.store_port,
-                learner_layouts=weights.layouts,
-                rollout_layouts=tuple(layout for mine in layouts.values() for layout in mine),
-                wire_dtype=self._config.model.dtype,
-                round_bytes=self._config.weights.staging_mib << 19,
-                relay=self._config.weights.relay,
-                timeout_s=self._config.weights.join_timeout_s,
-            )
-            offsets: dict[str, int] = {}
-            owners: list[Member] = []
-            for member in rollouts:
-                offsets[member.member_id] = len(weights.layouts) + len(owners)
-                owners += [member] * len(layouts[member.member_id])
-            packed, number = spec.to_bytes(), self._last_number
-
-            async def join(
-                member: Member,
-                packed: bytes = packed,
-                number: int = number,
-                offsets: dict[str, int] = offsets,
-            ) -> bool:
-                await self._peers.join_rollout(
-                    member, epoch=number, spec=packed, rank_offset=offsets[member.member_id]
-                )
-                return True
-
-            self._epoch = Epoch(number=number, learner=learner, rollouts=list(rollouts), owners=owners)
-            joining = asyncio.create_task(
-                self._peers.join_learner(learner, epoch=number, spec=packed), name="join learner"
-            )
-            joined = await self._each(rollouts, join, beside=joining)
-            outcome = joining.exception()
-            if len(joined) == len(rollouts) and outcome is None:
-                return weights.version
-            if outcome is not None and (len(joined) == len(rollouts) or _is_lost(learner, outcome)):
-                raise outcome
-            await self.dissolve()
+            if len(layouts) == len(rollouts):
+                if await self._all_join(learner, rollouts, weights, layouts):
+                    return weights.version
+                await self.dissolve()
             rollouts = [m for m in rollouts if m.usable]
+        raise PeerLostError(
+            "no rollout server is left to hold the weights; start one, or raise rollout.replicas",
+            peer="rollout",
+        )
+
+    async def _all_join(
+        self,
+        learner: Member,
+        rollouts: list[Member],
+        weights: LearnerWeights,
+        layouts: dict[str, tuple[RankLayout, ...]],
+    ) -> bool:
+        """Whether all came. False: a rollout server did not, and is out of the fleet.
+
+        Raises:
+            PeerLostError, DeadlineError, WeightSyncError: the learner's side failed.
+        """
+        self._last_number += 1
+        spec = WeightGroupSpec(
+            epoch=self._last_number,
+            backend=self._config.weight_backend(weights.device),
+            store_host=weights.store_host,
+            store_port=weights.store_port,
+            learner_layouts=weights.layouts,
+            rollout_layouts=tuple(layout for member in rollouts for layout in layouts[member.member_id]),
+            wire_dtype=self._config.model.dtype,
+            round_bytes=self._config.weights.staging_mib << 19,
+            relay=self._config.weights.relay,
+            timeout_s=self._config.weights.join_timeout_s,
+        )
+        packed = spec.to_bytes()
+        owners = [member for member in rollouts for _ in layouts[member.member_id]]
+        self._epoch = epoch = Epoch(
+            number=self._last_number, learner=learner, rollouts=list(rollouts), owners=owners
+        )
+
+        async def join(member: Member) -> bool:
+            offset = len(weights.layouts) + owners.index(member)
+            joining = self._peers.join_rollout(member, epoch=epoch.number, spec=packed, rank_offset=offset)
+            await self._awaited_by_others(epoch, member, joining)
+            return True
+
+        joining = asyncio.create_task(
+            self._peers.join_learner(learner, epoch=epoch.number, spec=packed), name="join learner"
+        )
+        joined = await self._each(rollouts, join, beside=joining)
+        outcome = joining.exception()
+        if outcome is not None and (len(joined) == len(rollouts) or _is_lost(learner, outcome)):
+            raise outcome
+        return outcome is None and len(joined) == len(rollouts)
 
     async def push(self, version: int) -> PushOutcome | None:
         """Pushes and commits `version` over the epoch in being.
@@ -152,14 +157,8 @@ class WeightPush:
         began = time.monotonic()
 
         async def receive(member: Member) -> Received:
-            try:
-                receiving = self._peers.receive(member, epoch=epoch.number, version=version)
-                return await self._while_alive(member, receiving)
-            except PeerLostError as error:
-                # Over NCCL nobody else would notice, and all would wait until the deadline.
-                if error.peer == member.member_id:
-                    await self._abandon(epoch, member)
-                raise
+            receiving = self._peers.receive(member, epoch=epoch.number, version=version)
+            return await self._awaited_by_others(epoch, member, receiving)
 
         sending = asyncio.create_task(
             self._peers.publish(epoch.learner, epoch=epoch.number, version=version), name="publish weights"
@@ -189,6 +188,18 @@ class WeightPush:
         }
         return PushOutcome(policy=policy, metrics=_metrics(published, received) | pauses)
 
+    async def _awaited_by_others(self, epoch: Epoch, member: Member, call: Coroutine[Any, Any, T]) -> T:
+        """What a call returns that all members of the epoch have to answer together. Where it fails by this one's doing the others are
+        told: over NCCL they would not notice, and wait until the deadline."""
+        try:
+            return await self._while_alive(member, call)
+        except PacelineError as error:
+            if _peer(error) in (None, member.member_id):
+                # Where the learner does not answer, its own call says so.
+                with contextlib.suppress(PacelineError):
+                    await self._peers.abandon_push(epoch.learner, epoch=epoch.number, lost=member.member_id)
+            raise
+
     async def _while_alive(self, member: Member, call: Coroutine[Any, Any, T]) -> T:
         """What a call to a member returns; PeerLostError as soon as the member is out of the fleet: a machine that froze keeps its
         connections, and only its silence tells."""
@@ -202,11 +213,6 @@ class WeightPush:
             calling.cancel()
             leaving.cancel()
             await asyncio.gather(calling, leaving, return_exceptions=True)
-
-    async def _abandon(self, epoch: Epoch, lost: Member) -> None:
-        """Frees the others; where the learner does not answer, its own call says so."""
-        with contextlib.suppress(PacelineError):
-            await self._peers.abandon_push(epoch.learner, epoch=epoch.number, lost=lost.member_id)
 
     async def dissolve(self) -> None:
         """Lets go of the epoch in being, as far as its members still answer."""
