@@ -94,7 +94,7 @@ async def test_who_joins_is_freed_when_another_dies_meanwhile() -> None:
         await push.form(member(MemberKind.LEARNER, "learner-0"), servers)
     assert fleet.expelled == ["rollout-1"]
     assert peers.calls.count("abandon e1 for rollout-1") == 1
-    assert [call for call in peers.calls if call.endswith("e2 at 1") or call.endswith("e2 at 2")] == [
+    assert [call for call in peers.calls if call.endswith(("e2 at 1", "e2 at 2"))] == [
         "join rollout-0 e2 at 1",
         "join rollout-2 e2 at 2",
     ]
