@@ -50,7 +50,9 @@ def write_folder(
         ModelError: `out` is not empty, or tensors are missing for the model of config.json.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]
     if out.exists() and any(out.iterdir()):
         raise ModelError(f"{out} is not empty; give a new folder")
     config = AutoConfig.from_pretrained(str(source), local_files_only=True)
