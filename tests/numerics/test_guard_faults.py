@@ -20,6 +20,7 @@ from paceline.learner.ranks import Ranks
 from support.fake_fleet import Answer
 from support.learner_fakes import run_config
 from support.learner_peers import LearnerPeers
+from support.learner_scenarios import NanGradient
 from support.sequencer_run import Run, run_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180), pytest.mark.usefixtures("ranks")]
@@ -108,16 +109,6 @@ async def test_a_batch_with_a_reward_of_a_million_is_not_trained(
     assert "reward_jump" in next(e for e in it.events() if e["event"] == "update_skipped")["reason"]
 
 
-class _NanGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return grads[0] * float("nan")
-
-
 async def test_a_nan_gradient_is_not_taken_and_ends_the_run_where_it_lasts(
     model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +117,7 @@ async def test_a_nan_gradient_is_not_taken_and_ends_the_run_where_it_lasts(
 
     def poisoned(self: Any, part: Any, whole: Any) -> Any:
         loss, sums = honest(self, part, whole)
-        return (_NanGradient.apply(loss) if run.learner.version + 1 in bad else loss), sums
+        return (NanGradient.apply(loss) if run.learner.version + 1 in bad else loss), sums
 
     monkeypatch.setattr(update.PolicyLoss, "__call__", poisoned)
     async with run_of(run.config, tmp_path, run.peers) as it:

@@ -104,7 +104,9 @@ def one_rank_has_bad_rows(ranks: Ranks, model: str) -> list[str]:
     return [said, str(learner.version), str(take_step(learner, 1).step)]
 
 
-class _NanGradient(torch.autograd.Function):
+class NanGradient(torch.autograd.Function):
+    """The identity, but for its gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -123,7 +125,7 @@ def one_rank_has_a_bad_gradient(ranks: Ranks, model: str) -> list[dict[str, floa
         loss, sums = honest(self, part, whole)
         if learner.version in poisoned_steps:
             poisoned_steps.remove(learner.version)
-            loss = _NanGradient.apply(loss)
+            loss = NanGradient.apply(loss)
         return loss, sums
 
     with mock.patch.object(PolicyLoss, "__call__", poisoned):

@@ -110,3 +110,18 @@ async def test_an_engine_that_hangs_is_a_deadline(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(weight_receiver, "_GRACE_S", 0.0)
     with pytest.raises(DeadlineError, match=r"paceline_leave: no answer from the engine within 0\.05 s"):
         await WeightReceiver(FakeEngine([{}], delay_s=5.0)).leave(timeout_s=0.05)
+
+
+async def test_a_reset_that_hangs_is_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_receiver, "_GRACE_S", 0.05)
+    engine = FakeEngine([receipt(0, 100, 3.0)])
+
+    async def hang() -> bool:
+        await asyncio.Event().wait()
+        return True
+
+    monkeypatch.setattr(engine, "reset_prefix_cache", hang)
+    with pytest.raises(
+        DeadlineError, match=r"reset of the prefix cache: no answer from the engine .* restarted"
+    ):
+        await WeightReceiver(engine).receive(4, 20.0)

@@ -34,7 +34,9 @@ class ParameterIndex:
         found = {name: held.get(kind) for name, (held, kind) in self._places.items()}
         gone = [name for name, parameter in found.items() if parameter is None]
         if gone:
-            raise ModelError(f"{gone[0]}: the model has lost this parameter since it was described")
+            raise ModelError(
+                f"{gone[0]}: the model has lost this parameter since it was described; form the weight group anew"
+            )
         return {name: parameter for name, parameter in found.items() if parameter is not None}
 
 

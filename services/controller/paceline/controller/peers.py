@@ -131,7 +131,7 @@ class Peers:
         )
 
     async def abandon_push(self, member: Member, *, epoch: int, lost: str) -> None:
-        """Has the learner free every rank that waits for the member `lost` in a push."""
+        """Has the learner free every rank that waits for the member `lost` in a join or push."""
         stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
         request = learner_pb2.AbandonPushRequest(epoch=epoch, lost=lost)
         timeout_s = self._config.service.rpc_timeout_s

@@ -175,7 +175,7 @@ class WeightPush:
         opened: list[float] = []
 
         async def commit(member: Member) -> bool:
-            await self._peers.commit(member, policy)
+            await self._while_alive(member, self._peers.commit(member, policy))
             opened.append(time.monotonic())
             return True
 

@@ -120,7 +120,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     ) -> learner_pb2.AbandonPushResponse:
         """Frees who waits for a lost member. Goes past the queue, whose thread is one that waits."""
         if self._store is None:
-            raise ProtocolError("no weight group was ever described, so there is no push to call off")
+            raise ProtocolError("no weight group was ever described, so there is no join or push to call off")
         host, port = self._store
         await asyncio.to_thread(
             abandon, host, port, epoch=request.epoch, lost=request.lost, timeout_s=_STORE_TIMEOUT_S

@@ -46,8 +46,8 @@ class SamplerLimits:
     """How much is under way at once, and for how long.
 
     Args:
-        num_samples: samples that have not ended, beyond which nothing more is begun: as many as the engine decodes at once. What waited in
-            one server's engine could have been decoded by another.
+        num_samples: as many as the engine decodes at once: nothing more is begun while so many have not ended, for what waited in one
+            server's engine could have been decoded by another; nor while so many wait for room in the mailbox.
         num_groups: most groups, whatever their size.
         group_size: samples per group, until the first groups say otherwise.
         group_timeout_s: longest that one group may take in the engine.
@@ -105,13 +105,13 @@ class Sampler:
         self._session: asyncio.Task[None] | None = None
         self._finishing = asyncio.Event()
         self._room = asyncio.Event()
-        self._num_samples = self._num_groups = 0
+        self._num_samples = self._num_drawn = self._num_groups = 0
         self._group_size = limits.group_size
 
     @property
     def in_flight(self) -> int:
-        """Samples that have not ended."""
-        return self._num_samples
+        """Samples that have not ended, or have not been handed on."""
+        return self._num_samples + self._num_drawn
 
     def open(self, policy: PolicyTag) -> None:
         """Begins to take groups of exactly this policy. It must be closed."""
@@ -148,7 +148,7 @@ class Sampler:
             lease_s=self._limits.lease_s,
             block_s=_BLOCK_S,
         )
-        self._num_samples = self._num_groups = 0
+        self._num_samples = self._num_drawn = self._num_groups = 0
         self._room.set()
         try:
             async with box, asyncio.TaskGroup() as groups:
@@ -163,7 +163,7 @@ class Sampler:
             # One cause is enough: the rest was cancelled for it.
             raise failed.exceptions[0] from None
         finally:
-            self._num_samples = self._num_groups = 0
+            self._num_samples = self._num_drawn = self._num_groups = 0
 
     async def _next(self, box: Mailbox) -> Sequence[Entry]:
         """What to begin with next: waits for room, then for groups; [] where there was none or it is time to finish."""
@@ -179,7 +179,10 @@ class Sampler:
 
     async def _take(self, box: Mailbox) -> Sequence[Entry]:
         limits = self._limits
-        while self._num_samples >= limits.num_samples or self._num_groups >= limits.num_groups:
+        while (
+            max(self._num_samples, self._num_drawn) >= limits.num_samples
+            or self._num_groups >= limits.num_groups
+        ):
             self._room.clear()
             await self._room.wait()
         fitting = math.ceil((limits.num_samples - self._num_samples) / self._group_size)
@@ -223,7 +226,7 @@ class Sampler:
             "paceline.num_samples": group.num_samples,
             "paceline.policy": str(group.policy),
         }
-        unfinished = group.num_samples
+        unfinished, drawn = group.num_samples, 0
 
         def ended() -> None:
             nonlocal unfinished
@@ -234,6 +237,8 @@ class Sampler:
             with telemetry.span("rollout.generate", traceparent=entry.traceparent, attributes=attributes):
                 started = self._clock.monotonic()
                 samples = await self._draw(group, ended)
+                drawn = len(samples)
+                self._num_drawn += drawn
                 messages = self._messages(group, samples, self._clock.monotonic() - started)
                 await append_when_room(
                     self._broker,
@@ -245,6 +250,7 @@ class Sampler:
         except InvalidMessageError as error:
             _refuse(entry, error.reason, str(error))
         finally:
+            self._num_drawn -= drawn
             self._ended(samples=unfinished, groups=1)
 
     async def _draw(self, group: PromptGroup, ended: Callable[[], None]) -> list[Sample]:

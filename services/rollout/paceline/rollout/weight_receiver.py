@@ -85,9 +85,10 @@ class WeightReceiver:
         """
         # Ordered together, done one after the other: the engine need not come back for the second order.
         receiving = asyncio.create_task(self._call("paceline_receive", (version, timeout_s), timeout_s))
-        resetting = asyncio.create_task(self._reset_prefix_cache(timeout_s))
+        resetting = asyncio.create_task(self._engine.reset_prefix_cache())
         try:
-            replies, clean = await receiving, await resetting
+            replies = await receiving
+            clean = await _within_grace(resetting)
         finally:
             receiving.cancel()
             resetting.cancel()
@@ -116,10 +117,6 @@ class WeightReceiver:
         """All TP ranks leave the group. May be repeated."""
         await self._call("paceline_leave", (), timeout_s)
 
-    async def _reset_prefix_cache(self, timeout_s: float) -> bool:
-        async with asyncio.timeout(timeout_s + 2 * _GRACE_S):
-            return await self._engine.reset_prefix_cache()
-
     async def _call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[dict[str, Any]]:
         """Calls every worker; raises the error of a rank that reports one."""
         allowed_s = timeout_s + _GRACE_S
@@ -140,6 +137,16 @@ class WeightReceiver:
             outside = [item for item in errors if item[0].get("peer") not in mine]
             raise _make_error(*(causes or outside or errors)[0])
         return replies
+
+
+async def _within_grace(resetting: asyncio.Task[bool]) -> bool:
+    try:
+        async with asyncio.timeout(_GRACE_S):
+            return await resetting
+    except TimeoutError:
+        hint = "its core hangs; the engine must be restarted"
+        phase = "reset of the prefix cache"
+        raise DeadlineError(phase=phase, peer="the engine", seconds=_GRACE_S, hint=hint) from None
 
 
 def _make_error(error: dict[str, Any], where: str) -> PacelineError:

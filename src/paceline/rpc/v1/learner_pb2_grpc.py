@@ -108,7 +108,7 @@ class LearnerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbandonPush(self, request, context):
-        """Frees every rank that waits for a lost one in a push of this epoch. Answered while PublishWeights is under way.
+        """Frees every rank that waits for a lost one in the join or a push of this epoch. Answered while JoinWeightGroup or PublishWeights is under way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
