@@ -39,8 +39,8 @@ from paceline.config.run import RunConfig
 from paceline.core.ids import Purpose, sample_seed
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import PromptGroup, RewardContext, SamplingSpec
-from paceline.rollout import environment
-from paceline.rollout.engine_args import engine_arguments
+from paceline.rollout.engines.vllm import environment
+from paceline.rollout.engines.vllm.arguments import engine_arguments
 from paceline.wire import decode_trajectory_header, encode_prompt_group
 
 RUN = "benchmark"
@@ -157,8 +157,8 @@ def server_side(pipe: Connection, config: RunConfig, broker_url: str) -> None:
 
 
 async def _serve(pipe: Connection, config: RunConfig, broker_url: str) -> None:
+    from paceline.rollout.engines.vllm.engine import VllmEngine
     from paceline.rollout.sampler import Sampler, SamplerLimits
-    from paceline.rollout.vllm_engine import VllmEngine
 
     engine = await VllmEngine.start(config, load_format="auto")
     broker = open_broker(broker_url)

@@ -190,7 +190,7 @@ def measured_rates() -> tuple[float, float]:
     """Operations per second of a large bfloat16 product, and the vendor's; in a process of its own that leaves nothing on the GPU."""
     code = """
 import torch, time
-from paceline.learner.flops import peak_flops
+from paceline.learner.model.flops import peak_flops
 a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 times = []
 for _ in range(30):

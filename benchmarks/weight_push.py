@@ -27,13 +27,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from paceline.reshard.boxes import Box
-from paceline.reshard.digest import TensorDigester
-from paceline.reshard.layout import RankLayout, TensorSlice, tensor_shapes
-from paceline.reshard.rendezvous import Deadline
-from paceline.reshard.spec import WeightGroupSpec
-from paceline.reshard.transport import WeightGroup
-from paceline.reshard.verdict import DigestReport, SliceDigest, digests_agree
+from paceline.weights.digest.agreement import DigestReport, SliceDigest, digests_agree
+from paceline.weights.digest.definition import TensorDigester
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.layout import RankLayout, TensorSlice, tensor_shapes
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.transport.group import WeightGroup
+from paceline.weights.transport.rendezvous import Deadline
 
 NUM_LEARNERS = 2
 TIMEOUT_S = 60.0
@@ -68,7 +68,7 @@ class Learner:
         from torch.distributed.fsdp import fully_shard
         from transformers import AutoModelForCausalLM, Qwen2Config
 
-        from paceline.learner.weight_publisher import WeightPublisher
+        from paceline.learner.distributed.publisher import WeightPublisher
 
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
         dist.init_process_group("gloo", rank=rank, world_size=NUM_LEARNERS)

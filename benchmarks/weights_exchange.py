@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from paceline.reshard.rendezvous import Deadline, make_process_group
-from paceline.reshard.spec import WeightGroupSpec
-from paceline.reshard.transport import DTYPES, WeightGroup
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.transport.group import DTYPES, WeightGroup
+from paceline.weights.transport.rendezvous import Deadline, make_process_group
 
 TIMEOUT_S = 120.0
 BUFFER_BYTES = 1 << 30

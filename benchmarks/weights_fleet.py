@@ -16,11 +16,11 @@ from typing import Any
 
 from weights_sides import TIMEOUT_S, Case, serve
 
-from paceline.reshard.layout import RankLayout
-from paceline.reshard.plan import TransferPlan
-from paceline.reshard.spec import WeightGroupSpec
-from paceline.reshard.transport import plan_of
-from paceline.reshard.verdict import DigestReport, digests_agree
+from paceline.weights.digest.agreement import DigestReport, digests_agree
+from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.plan.plan import TransferPlan
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.transport.group import plan_of
 
 START_S = 400.0
 HEAD_START_S = 0.01

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from shapes import SHAPES
 
-from paceline.reshard.spec import WeightGroupSpec
+from paceline.weights.plan.spec import WeightGroupSpec
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 60.0
@@ -54,7 +54,7 @@ class Learner:
         from torch.distributed.tensor import DTensor
         from transformers import AutoModelForCausalLM, Qwen2Config
 
-        from paceline.learner.weight_publisher import WeightPublisher
+        from paceline.learner.distributed.publisher import WeightPublisher
 
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         self.device = torch.device(case.device, 0) if case.device == "cuda" else torch.device("cpu")
@@ -185,8 +185,8 @@ class Server:
     async def _start(self, case: Case, folder: str) -> None:
         from paceline.config.load import parse
         from paceline.config.run import RunConfig
-        from paceline.rollout.vllm_engine import VllmEngine
-        from paceline.rollout.weight_receiver import WeightReceiver
+        from paceline.rollout.engines.vllm.engine import VllmEngine
+        from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
 
         engine_kwargs = {"kv_cache_memory_bytes": 2 << 30} if case.device == "cuda" else {}
         rollout = {

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from weights_exchange import Broadcast, Trace, plain_messages
 
-from paceline.reshard.spec import WeightGroupSpec
-from paceline.rollout.worker_extension import PacelineWorkerExtension
+from paceline.rollout.engines.vllm.worker import PacelineWorkerExtension
+from paceline.weights.plan.spec import WeightGroupSpec
 
 
 class TimedExtension(PacelineWorkerExtension):

@@ -20,10 +20,10 @@ from paceline.broker import Mailbox, names
 from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.controller.barrier import Verdict
-from paceline.controller.collect import Collected, Collector, Order
+from paceline.controller.batch.barrier import Verdict
+from paceline.controller.batch.dispatch import Collected, Collector, Order
+from paceline.controller.batch.refill import Refill
 from paceline.controller.journal import Journal
-from paceline.controller.refill import Refill
 from paceline.core.clock import SystemClock
 from paceline.core.errors import BrokerError
 from paceline.core.ids import Purpose
@@ -34,7 +34,7 @@ from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scoring import Verdict as Score
-from paceline.rollout.engine import do_nothing
+from paceline.rollout.engines.base import do_nothing
 from paceline.rollout.sampler import Sampler, SamplerLimits
 from paceline.wire import decode_trajectory
 from support.fake_engine import FakeEngine

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.reshard.boxes import Box
-from paceline.reshard.digest import MASK, TensorDigester, digest_array
-from paceline.reshard.digest_job import DigestJob, DigestPart
+from paceline.weights.digest.definition import MASK, TensorDigester, digest_array
+from paceline.weights.digest.job import DigestJob, DigestPart
+from paceline.weights.geometry.boxes import Box
 
 CASES = [
     # global shape, box, columns of the storage that the box lies in

@@ -22,9 +22,9 @@ from paceline.broker.redis_server import RedisServer
 from paceline.core.batch import BatchRow
 from paceline.core.errors import CheckpointError, IllegalTransitionError, VersionMismatchError
 from paceline.core.policy import PolicyTag
-from paceline.reshard.layout import RankLayout, tensor_shapes
 from paceline.rpc.v1 import controller_pb2, learner_pb2, learner_pb2_grpc
 from paceline.service.channels import call, connect
+from paceline.weights.geometry.layout import RankLayout, tensor_shapes
 from paceline.wire.protobuf import batch_row_to_proto
 from support.fake_controller import FakeController, serve
 from support.learner_fakes import POLICY, make_batch, run_config, write_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.reshard.boxes import Box
-from paceline.reshard.moves import Moves
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.transport.copies import Moves
 
 # Shape of the box, then where it lies in a parameter of which shape.
 BOXES = [

@@ -20,9 +20,9 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import InvalidMessageError, PeerLostError
 from paceline.core.trajectory import FinishReason, Float32Array, SamplingSpec
-from paceline.reshard.layout import RankLayout
-from paceline.rollout.engine import Sample, SampleRequest
-from paceline.rollout.vllm_engine import VllmEngine
+from paceline.rollout.engines.base import Sample, SampleRequest
+from paceline.rollout.engines.vllm.engine import VllmEngine
+from paceline.weights.geometry.layout import RankLayout
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import WeightSyncError
-from paceline.reshard.verdict import digests_agree, model_digest
+from paceline.weights.digest.agreement import digests_agree, model_digest
 from support.push_engines import NUM_TOKENS, generate, join, push, running_engine
 from support.push_learners import LearnerGroup
 
@@ -45,7 +45,7 @@ def start_learners(config: Any) -> LearnerGroup:
 async def test_a_push_makes_the_engine_the_learners_policy(
     tp: int, kv_heads: int, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.rollout.weight_receiver import WeightReceiver
+    from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
     from support.push_models import save_config, tiny_config
 
     config = tiny_config(kv_heads=kv_heads, tied=tied)
@@ -90,7 +90,7 @@ async def test_a_model_without_rules_takes_the_general_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Mixture-of-Experts: full tensors, in rounds, through vLLM's own loader; twice."""
-    from paceline.rollout.weight_receiver import WeightReceiver
+    from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
     from support.push_models import save_config, tiny_moe_config
 
     config = tiny_moe_config()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.reshard.verdict import digests_agree, model_digest
+from paceline.weights.digest.agreement import digests_agree, model_digest
 from support.push_engines import generate, join, push, running_engine
 from support.push_learners import LearnerGroup
 from support.push_models import save_config, seeded_model, tiny_config
@@ -40,7 +40,7 @@ async def _push_and_read(
     config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Generated, Generated, set[int]]:
     """What is generated after the pushes and with the weights from disk, and the digests of all versions."""
-    from paceline.rollout.weight_receiver import WeightReceiver
+    from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
 
     last = NUM_PUSHES % 3
     written = folder / "written"

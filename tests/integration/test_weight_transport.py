@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
-from paceline.learner.weight_publisher import PushResult, WeightPublisher
-from paceline.reshard.boxes import Box
-from paceline.reshard.digest import TensorDigester, digest_array
-from paceline.reshard.layout import RankLayout, fsdp_layout
-from paceline.reshard.rendezvous import Deadline, abandon, open_store
-from paceline.reshard.spec import WeightGroupSpec
-from paceline.reshard.transport import WeightGroup
-from paceline.reshard.verdict import digests_agree, model_digest
-from paceline.rollout.rank_receiver import RankReceipt, RankReceiver
+from paceline.learner.distributed.publisher import PushResult, WeightPublisher
+from paceline.rollout.engines.rank_receiver import RankReceipt, RankReceiver
+from paceline.weights.digest.agreement import digests_agree, model_digest
+from paceline.weights.digest.definition import TensorDigester, digest_array
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.layout import RankLayout, fsdp_layout
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.transport.group import WeightGroup
+from paceline.weights.transport.rendezvous import Deadline, abandon, open_store
 from support.fake_vllm import fake_qwen2
 from support.tp_layouts import DenseModel, tp_layout
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from paceline.learner.ranks import Ranks
+    from paceline.learner.distributed.ranks import Ranks
 
 torch.set_num_threads(1)
 

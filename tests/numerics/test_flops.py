@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from paceline.learner.batching import RowLength
-from paceline.learner.flops import peak_flops, update_flops
-from paceline.learner.models import PolicyNetwork
+from paceline.learner.batch.plan import RowLength
+from paceline.learner.model.flops import peak_flops, update_flops
+from paceline.learner.model.networks import PolicyNetwork
 
 
 def test_a_layer_a_head_and_the_pairs_that_attention_looks_at() -> None:

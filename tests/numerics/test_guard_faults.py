@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from paceline.controller.audit import violations
-from paceline.controller.checkpoints import newest
+from paceline.controller.run.checkpoints import newest
 from paceline.core.errors import GuardError
-from paceline.learner import checkpoint, update
-from paceline.learner.learner import Learner
-from paceline.learner.loading import as_fsdp, hugging_face_names
-from paceline.learner.ranks import Ranks
+from paceline.learner import checkpoint
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.loading import as_fsdp, hugging_face_names
+from paceline.learner.train import update
+from paceline.learner.train.learner import Learner
 from support.fake_fleet import Answer
 from support.learner_fakes import run_config
 from support.learner_peers import LearnerPeers

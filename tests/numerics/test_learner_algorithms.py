@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from paceline.learner.algorithms.covariance import highest_covariance
-from paceline.learner.learner import Learner
-from paceline.learner.mini_batches import MiniBatch
-from paceline.learner.ranks import Ranks
-from paceline.learner.selection import with_selected_tokens
+from paceline.learner.batch.minibatch import MiniBatch
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.train.learner import Learner
+from paceline.learner.train.selection import with_selected_tokens
 from support import learner_variants
 from support.learner_fakes import run_config
 from support.learner_ranks import alone, run_ranks
@@ -84,7 +84,7 @@ def test_covariance_tokens_are_those_of_the_whole_mini_batch(
         seen[:] = with_selected_tokens(mini_batches, actor, group)
         return list(seen)
 
-    monkeypatch.setattr("paceline.learner.update.with_selected_tokens", watch)
+    monkeypatch.setattr("paceline.learner.train.update.with_selected_tokens", watch)
     config = run_config(
         model,
         algorithm=VARIANTS["kl_cov"]["algorithm"],

@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config.run import RunConfig
-from paceline.learner import step as training_step
-from paceline.learner.advantage_step import Prepared
 from paceline.learner.algorithms.aggregation import MODES
 from paceline.learner.algorithms.registry import POLICY_LOSSES
-from paceline.learner.batching import RowLength, plan_batch
-from paceline.learner.learner import Learner
-from paceline.learner.losses import PolicyLoss, ValueLoss
-from paceline.learner.mini_batches import Denominators, MiniBatch, cut_mini_batches
-from paceline.learner.mismatch import with_rollout_weights
-from paceline.learner.overlong import shaped_scores
-from paceline.learner.packing import MicroBatch, PackedRow, pack
-from paceline.learner.ranks import Ranks
-from paceline.learner.resampling import repeat_rows, resample
-from paceline.learner.selection import with_selected_tokens
+from paceline.learner.batch.minibatch import Denominators, MiniBatch, cut_mini_batches
+from paceline.learner.batch.pack import MicroBatch, PackedRow, pack
+from paceline.learner.batch.plan import RowLength, plan_batch
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.train import step as training_step
+from paceline.learner.train.advantages import Prepared
+from paceline.learner.train.learner import Learner
+from paceline.learner.train.losses import PolicyLoss, ValueLoss
+from paceline.learner.train.mismatch import with_rollout_weights
+from paceline.learner.train.overlong import shaped_scores
+from paceline.learner.train.resampling import repeat_rows, resample
+from paceline.learner.train.selection import with_selected_tokens
 from paceline.wire import decode_trajectory
 from support.learner_fakes import make_batch, run_config
 from support.learner_scenarios import numbers, take_step

@@ -12,12 +12,14 @@ import torch
 from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, ModelError, NumericsError
-from paceline.learner import batching, checkpoint, update
+from paceline.learner import checkpoint
+from paceline.learner.batch import plan as batching
+from paceline.learner.distributed.command_loop import CommandError
+from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
-from paceline.learner.group import CommandError
-from paceline.learner.learner import Learner
-from paceline.learner.loading import as_fsdp, hugging_face_names
-from paceline.learner.ranks import Ranks
+from paceline.learner.model.loading import as_fsdp, hugging_face_names
+from paceline.learner.train import update
+from paceline.learner.train.learner import Learner
 from support.learner_fakes import make_batch, run_config
 from support.learner_scenarios import numbers, take_step, train
 
@@ -211,7 +213,7 @@ def test_old_log_probs_of_other_weights_are_found_out(
             learner.actor.network.lm.model.norm.weight.mul_(1.001)
         return honest(*arguments, **keywords)
 
-    monkeypatch.setattr("paceline.learner.step.update_critic", meddling)
+    monkeypatch.setattr("paceline.learner.train.step.update_critic", meddling)
     with pytest.raises(NumericsError, match="must be exactly on policy, but ppo_kl="):
         take_step(learner, 1)
 

@@ -14,8 +14,8 @@ import torch
 from paceline.config.load import parse
 from paceline.config.run import SftRunConfig
 from paceline.core.errors import DataError, ModelError
-from paceline.learner.loading import Precision, load_policy
-from paceline.learner.ranks import RankEnvironment, Ranks
+from paceline.learner.distributed.ranks import RankEnvironment, Ranks
+from paceline.learner.model.loading import Precision, load_policy
 from paceline.learner.sft import Pair, SftTrainer, batch_indices, read_pairs, train
 from support.byte_tokenizer import save_tokenizer
 from support.learner_fakes import VOCAB_SIZE, write_model

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.controller.barrier import Barrier, Verdict
+from paceline.controller.batch.barrier import Barrier, Verdict
 from paceline.core.errors import ProtocolError
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag

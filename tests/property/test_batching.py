@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.learner.batching import (
+from paceline.learner.batch.plan import (
     CPU_TOKEN_BUDGET,
     BatchPlan,
     RowLength,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config.guard import GuardConfig
-from paceline.controller.warden import Decision, Warden
+from paceline.controller.guard.policy import Decision, Warden
 from paceline.core.guard import Action, Limits, Reading, crossed, worst
 
 CONFIG = GuardConfig.model_validate(

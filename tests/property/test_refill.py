@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.controller.barrier import Barrier
-from paceline.controller.refill import Refill
+from paceline.controller.batch.barrier import Barrier
+from paceline.controller.batch.refill import Refill
 from paceline.core.errors import ConfigError
 from paceline.core.ids import Purpose
 from paceline.core.trajectory import ScoredHeader

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import WeightSyncError
-from paceline.reshard.boxes import Box
-from paceline.reshard.digest import digest_array
-from paceline.reshard.layout import RankLayout, TensorSlice, fsdp_layout
-from paceline.reshard.plan import RELAY_MODES, MessageKey, TransferPlan, build_plan
-from paceline.reshard.verdict import (
+from paceline.weights.digest.agreement import (
     DigestReport,
     SliceDigest,
     digest_atoms,
     digests_agree,
     model_digest,
 )
+from paceline.weights.digest.definition import digest_array
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.layout import RankLayout, TensorSlice, fsdp_layout
+from paceline.weights.plan.plan import RELAY_MODES, MessageKey, TransferPlan, build_plan
 from support.tp_layouts import DenseModel, tp_layout
 
 Arrays = dict[str, np.ndarray]

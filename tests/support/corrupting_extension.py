@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paceline.rollout.worker_extension import PacelineWorkerExtension
+from paceline.rollout.engines.vllm.worker import PacelineWorkerExtension
 
 
 class CorruptingExtension(PacelineWorkerExtension):

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from paceline.core.trajectory import FinishReason
-from paceline.reshard.boxes import Box
-from paceline.reshard.layout import RankLayout, TensorSlice
-from paceline.reshard.verdict import DigestReport, SliceDigest
-from paceline.rollout.engine import Sample, SampleRequest, do_nothing
+from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
+from paceline.weights.digest.agreement import DigestReport, SliceDigest
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.layout import RankLayout, TensorSlice
 
 Event = tuple[str, Any]
 

@@ -13,17 +13,17 @@ import numpy as np
 from paceline.broker import names
 from paceline.broker.base import Broker, Outgoing
 from paceline.broker.mailbox import Mailbox
-from paceline.controller.membership import Member
-from paceline.controller.peers import LearnerWeights, Published, Received
+from paceline.controller.fleet.clients import LearnerWeights, Published, Received
+from paceline.controller.fleet.membership import Member
 from paceline.core.batch import BatchRow
 from paceline.core.errors import PeerLostError
 from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import FinishReason, PromptGroup, ScoredHeader
-from paceline.reshard.boxes import Box
-from paceline.reshard.layout import RankLayout, TensorSlice
-from paceline.reshard.verdict import DigestReport, SliceDigest
 from paceline.rpc.v1 import learner_pb2
+from paceline.weights.digest.agreement import DigestReport, SliceDigest
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.wire import decode_prompt_group, encode_scored_header
 
 

@@ -14,8 +14,8 @@ import torch
 
 from paceline.config.run import RunConfig
 from paceline.learner import checkpoint
-from paceline.learner.learner import Learner
-from paceline.learner.ranks import RankEnvironment, Ranks, form_group, leave_group, open_store
+from paceline.learner.distributed.ranks import RankEnvironment, Ranks, form_group, leave_group, open_store
+from paceline.learner.train.learner import Learner
 from support.learner_fakes import run_config, write_model
 from support.learner_scenarios import take_step, train
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from paceline.controller.membership import Member
+from paceline.controller.fleet.membership import Member
 from paceline.core.batch import BatchRow
 from paceline.core.errors import PacelineError
 from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
-from paceline.learner.commands import Commands
-from paceline.learner.group import CommandError, CommandQueue
-from paceline.learner.learner import Learner
+from paceline.learner.distributed.command_loop import CommandError, CommandQueue
+from paceline.learner.distributed.commands import Commands
 from paceline.learner.servicer import LearnerServicer
+from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire.guard import adjustments_to_proto
 from paceline.wire.protobuf import batch_row_to_proto

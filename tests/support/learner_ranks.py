@@ -21,7 +21,7 @@ def alone() -> Iterator[Any]:
     """A group of one in this process."""
     import torch
 
-    from paceline.learner.ranks import RankEnvironment, form_group, leave_group, open_store
+    from paceline.learner.distributed.ranks import RankEnvironment, form_group, leave_group, open_store
 
     environment = RankEnvironment.read({})
     ranks = form_group(environment, open_store(environment, 20), torch.device("cpu"), 20)
@@ -64,7 +64,7 @@ def main() -> None:
     """One rank."""
     import torch
 
-    from paceline.learner.ranks import RankEnvironment, form_group, leave_group, open_store
+    from paceline.learner.distributed.ranks import RankEnvironment, form_group, leave_group, open_store
 
     module, _, name = sys.argv[1].partition(":")
     environment = RankEnvironment.read()

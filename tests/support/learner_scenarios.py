@@ -11,12 +11,12 @@ import torch
 from paceline.config.run import RunConfig
 from paceline.core.errors import PeerLostError, VersionMismatchError
 from paceline.learner import checkpoint
-from paceline.learner.group import CommandError, CommandQueue, Group, attempt
-from paceline.learner.learner import Learner
-from paceline.learner.losses import PolicyLoss
-from paceline.learner.ranks import Ranks, leave_group
-from paceline.learner.step import StepOrder, StepResult, train_step
-from paceline.learner.trajectories import fetch_rows
+from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.distributed.command_loop import CommandError, CommandQueue, Group, attempt
+from paceline.learner.distributed.ranks import Ranks, leave_group
+from paceline.learner.train.learner import Learner
+from paceline.learner.train.losses import PolicyLoss
+from paceline.learner.train.step import StepOrder, StepResult, train_step
 from support.learner_fakes import POLICY, DictBlobs, make_batch, run_config
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.learner.learner import Learner
-from paceline.learner.ranks import Ranks
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.train.learner import Learner
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step
 

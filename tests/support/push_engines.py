@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from paceline.reshard.spec import WeightGroupSpec
+from paceline.weights.plan.spec import WeightGroupSpec
 from support.push_learners import LearnerGroup, report_of
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paceline.reshard.layout import RankLayout
-from paceline.reshard.spec import WeightGroupSpec
-from paceline.reshard.verdict import DigestReport
+from paceline.weights.digest.agreement import DigestReport
+from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.plan.spec import WeightGroupSpec
 
 _TIMEOUT_S = 60.0
 
@@ -80,7 +80,7 @@ class _Learner:
         from torch.distributed.fsdp import fully_shard
         from transformers import AutoConfig
 
-        from paceline.learner.weight_publisher import WeightPublisher
+        from paceline.learner.distributed.publisher import WeightPublisher
         from support.push_models import seeded_model
 
         self._config, self._rank = AutoConfig.for_model(**config), rank

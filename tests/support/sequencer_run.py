@@ -17,17 +17,17 @@ from paceline.broker.memory import MemoryBroker
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.audit import read
-from paceline.controller.checkpoints import ControllerState
-from paceline.controller.collect import Collector
-from paceline.controller.fleet_watch import FleetWatch
-from paceline.controller.guard_watch import GuardWatch
-from paceline.controller.inputs import Inputs
+from paceline.controller.batch.dispatch import Collector
+from paceline.controller.batch.inputs import Inputs
+from paceline.controller.events import EventHub
+from paceline.controller.fleet.membership import Fleet
+from paceline.controller.fleet.supervisor import FleetWatch
+from paceline.controller.guard.report import GuardWatch
 from paceline.controller.journal import Journal
-from paceline.controller.membership import Fleet
-from paceline.controller.records import MetricsFile
-from paceline.controller.sequencer import Progress, Sequencer
-from paceline.controller.watch import EventHub
-from paceline.controller.weight_push import WeightPush
+from paceline.controller.run.checkpoints import ControllerState
+from paceline.controller.run.records import MetricsFile
+from paceline.controller.run.sequencer import Progress, Sequencer
+from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
 from paceline.core.members import MemberKind
 from paceline.core.trajectory import RewardContext

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paceline.reshard.boxes import Box
-from paceline.reshard.layout import RankLayout, TensorSlice
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.layout import RankLayout, TensorSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.controller.membership import Fleet, Health
-from paceline.controller.membership import move as move_member
-from paceline.controller.phases import Phase, move
+from paceline.controller.fleet.membership import Fleet, Health
+from paceline.controller.fleet.membership import move as move_member
+from paceline.controller.run.phases import Phase, move
 from paceline.core.clock import ManualClock
 from paceline.core.errors import IllegalTransitionError
 from paceline.core.members import MemberKind

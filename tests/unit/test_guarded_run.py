@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.controller import checkpoints
 from paceline.controller.audit import violations
-from paceline.controller.checkpoints import ControllerState, folder_of
+from paceline.controller.run import checkpoints
+from paceline.controller.run.checkpoints import ControllerState, folder_of
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.guard import Reading
 from paceline.data.cursor import CursorState

@@ -13,10 +13,17 @@ from paceline.core.batch import BatchRow
 from paceline.core.errors import ConfigError, DataError, ModelError, PacelineError, VersionMismatchError
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
-from paceline.learner.group import STOP, CommandError, CommandQueue, Group, broadcast_bytes, gather_bytes
-from paceline.learner.optimizer import Schedule
-from paceline.learner.ranks import RankEnvironment, Ranks
-from paceline.learner.trajectories import fetch_rows
+from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.distributed.command_loop import (
+    STOP,
+    CommandError,
+    CommandQueue,
+    Group,
+    broadcast_bytes,
+    gather_bytes,
+)
+from paceline.learner.distributed.ranks import RankEnvironment, Ranks
+from paceline.learner.train.optimizer import Schedule
 from support.learner_fakes import POLICY, DictBlobs, make_batch
 from support.learner_ranks import alone
 

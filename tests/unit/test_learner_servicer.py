@@ -17,11 +17,11 @@ from paceline.core.errors import (
     PeerLostError,
     ProtocolError,
 )
-from paceline.learner import commands
-from paceline.learner.commands import decode_order
-from paceline.learner.group import CommandQueue
+from paceline.learner.distributed import commands
+from paceline.learner.distributed.command_loop import CommandQueue
+from paceline.learner.distributed.commands import decode_order
 from paceline.learner.servicer import LearnerServicer, LearnerState
-from paceline.learner.step import StepResult
+from paceline.learner.train.step import StepResult
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire.protobuf import batch_row_to_proto
 from support.learner_fakes import make_batch

@@ -9,12 +9,12 @@ import pytest
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.controller.membership import Health, Member
-from paceline.controller.peers import Published, Received
-from paceline.controller.weight_push import WeightPush
+from paceline.controller.fleet.clients import Published, Received
+from paceline.controller.fleet.membership import Health, Member
+from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import PeerLostError
 from paceline.core.members import MemberKind
-from paceline.reshard.rendezvous import Abandonment, abandon, open_store
+from paceline.weights.transport.rendezvous import Abandonment, abandon, open_store
 from support.fake_fleet import FakePeers
 
 CONFIG = {

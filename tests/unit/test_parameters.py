@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ModelError
-from paceline.reshard.parameters import ParameterIndex, Prepared
+from paceline.weights.geometry.parameters import ParameterIndex, Prepared
 
 
 def test_the_index_gives_what_the_model_holds_now_each_once() -> None:

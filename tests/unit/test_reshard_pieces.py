@@ -9,14 +9,20 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import InvalidMessageError, WeightSyncError
-from paceline.reshard.boxes import Box
-from paceline.reshard.cover import Need, assign_sources
-from paceline.reshard.digest import digest_array, name_factor
-from paceline.reshard.flows import take_leading
-from paceline.reshard.layout import RankLayout, TensorSlice, chunk_rows, expand_whole, fsdp_layout
-from paceline.reshard.plan import TransferPlan, build_plan
-from paceline.reshard.spec import WeightGroupSpec
-from paceline.reshard.verdict import DigestReport, SliceDigest, digests_agree, format_digest, model_digest
+from paceline.weights.digest.agreement import (
+    DigestReport,
+    SliceDigest,
+    digests_agree,
+    format_digest,
+    model_digest,
+)
+from paceline.weights.digest.definition import digest_array, name_factor
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.cover import Need, assign_sources
+from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows, expand_whole, fsdp_layout
+from paceline.weights.plan.flows import take_leading
+from paceline.weights.plan.plan import TransferPlan, build_plan
+from paceline.weights.plan.spec import WeightGroupSpec
 
 
 def whole(name: str, shape: tuple[int, ...]) -> RankLayout:

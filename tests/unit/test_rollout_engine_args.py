@@ -7,8 +7,8 @@ import pytest
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.rollout import environment
-from paceline.rollout.engine_args import engine_arguments
+from paceline.rollout.engines.vllm import environment
+from paceline.rollout.engines.vllm.arguments import engine_arguments
 
 
 def config(**rollout: Any) -> RunConfig:
@@ -35,7 +35,7 @@ def test_arguments_on_a_cpu() -> None:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "tensor_parallel_size": 2,
-        "worker_extension_cls": "paceline.rollout.worker_extension.PacelineWorkerExtension",
+        "worker_extension_cls": "paceline.rollout.engines.vllm.worker.PacelineWorkerExtension",
         "max_model_len": 128,
         "max_num_seqs": 32,
         "enforce_eager": True,

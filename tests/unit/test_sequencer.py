@@ -11,9 +11,9 @@ import pytest
 
 from paceline.broker import names
 from paceline.controller.audit import violations
-from paceline.controller.checkpoints import ControllerState
-from paceline.controller.membership import Health
-from paceline.controller.weight_push import _last_named
+from paceline.controller.fleet.membership import Health
+from paceline.controller.run.checkpoints import ControllerState
+from paceline.controller.weights.push import _last_named
 from paceline.core.errors import DataError, DeadlineError, PeerLostError, RewardError, WeightSyncError
 from paceline.core.ids import Purpose
 from paceline.core.members import MemberKind

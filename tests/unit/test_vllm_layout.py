@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.core.errors import ModelError
-from paceline.rollout.vllm_layout import describe_model, split_parameters
+from paceline.rollout.engines.vllm.layout import describe_model, split_parameters
 from support.fake_vllm import fake_qwen2
 from support.tp_layouts import DenseModel, tp_layout
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import DeadlineError, ModelError, PeerLostError, WeightSyncError
-from paceline.reshard.boxes import Box
-from paceline.reshard.layout import RankLayout, TensorSlice
-from paceline.reshard.verdict import DigestReport
-from paceline.rollout import weight_receiver
-from paceline.rollout.weight_receiver import WeightReceiver
+from paceline.rollout.engines.vllm import weight_receiver
+from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
+from paceline.weights.digest.agreement import DigestReport
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.layout import RankLayout, TensorSlice
 
 LAYOUT = RankLayout(
     dtype="float32",

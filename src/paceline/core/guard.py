@@ -1,7 +1,7 @@
 """Guard rules: which numbers of a training step are watched, and what a number beyond its bound asks for. Pure: no I/O, no clock.
 
 reading (a rule's number, the worst of a step) + limits -> actions
-actions beyond skip -> adjustments of the next steps, a rollback, or the end: `paceline.controller.warden`
+actions beyond skip -> adjustments of the next steps, a rollback, or the end: `paceline.controller.guard.policy`
 """
 
 from __future__ import annotations

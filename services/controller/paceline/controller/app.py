@@ -14,20 +14,20 @@ from paceline.broker import Broker, names, open_broker
 from paceline.broker.mailbox import Mailbox
 from paceline.config.load import load
 from paceline.config.run import RunConfig
-from paceline.controller import checkpoints
-from paceline.controller.collect import Collector
-from paceline.controller.fleet_watch import FleetWatch
-from paceline.controller.guard_watch import GuardWatch
-from paceline.controller.inputs import Inputs
+from paceline.controller.batch.dispatch import Collector
+from paceline.controller.batch.inputs import Inputs
+from paceline.controller.events import EventHub
+from paceline.controller.fleet.clients import Peers
+from paceline.controller.fleet.membership import Fleet
+from paceline.controller.fleet.supervisor import FleetWatch
+from paceline.controller.guard.report import GuardWatch
 from paceline.controller.journal import Journal
-from paceline.controller.membership import Fleet
-from paceline.controller.peers import Peers
-from paceline.controller.phases import Phase
-from paceline.controller.records import MetricsFile
-from paceline.controller.sequencer import Progress, Sequencer
+from paceline.controller.run import checkpoints
+from paceline.controller.run.phases import Phase
+from paceline.controller.run.records import MetricsFile
+from paceline.controller.run.sequencer import Progress, Sequencer
 from paceline.controller.servicer import ControllerServicer
-from paceline.controller.watch import EventHub
-from paceline.controller.weight_push import WeightPush
+from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.ids import run_id_for

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from paceline.config.run import RunConfig
-from paceline.controller.fleet_watch import FleetWatch
-from paceline.controller.sequencer import Progress
-from paceline.controller.watch import EventHub
+from paceline.controller.events import EventHub
+from paceline.controller.fleet.supervisor import FleetWatch
+from paceline.controller.run.sequencer import Progress
 from paceline.core.errors import InvalidMessageError
 from paceline.core.members import MemberKind
 from paceline.core.policy import PolicyTag

@@ -8,7 +8,7 @@ import os
 import sys
 
 from paceline.learner.app import LearnerApp, Options, run_follower
-from paceline.learner.ranks import RankEnvironment
+from paceline.learner.distributed.ranks import RankEnvironment
 from paceline.service.runtime import ServiceContext, run_service
 
 

@@ -24,10 +24,10 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError
 from paceline.core.members import MemberKind
 from paceline.learner import checkpoint
-from paceline.learner.commands import Commands
-from paceline.learner.group import STOP, CommandQueue, Group, Handler, broadcast_bytes
-from paceline.learner.learner import Learner
-from paceline.learner.ranks import (
+from paceline.learner.distributed.command_loop import STOP, CommandQueue, Group, Handler, broadcast_bytes
+from paceline.learner.distributed.commands import Commands
+from paceline.learner.distributed.publisher import WeightPublisher
+from paceline.learner.distributed.ranks import (
     RankEnvironment,
     Ranks,
     choose_device,
@@ -37,7 +37,7 @@ from paceline.learner.ranks import (
     use_threads,
 )
 from paceline.learner.servicer import LearnerServicer
-from paceline.learner.weight_publisher import WeightPublisher
+from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2_grpc
 from paceline.service import telemetry
 from paceline.service.controller_link import ControllerLink, MemberReport

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from paceline.core.errors import CheckpointError
-from paceline.learner.group import attempt
-from paceline.learner.learner import Learner
-from paceline.learner.loading import as_fsdp, state_by_name
-from paceline.learner.trainable import Trainable
+from paceline.learner.distributed.command_loop import attempt
+from paceline.learner.model.loading import as_fsdp, state_by_name
+from paceline.learner.train.learner import Learner
+from paceline.learner.train.trainable import Trainable
 from paceline.service.process import write_atomically
 
 MANIFEST = "manifest.json"

@@ -21,7 +21,7 @@ from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.learner.checkpoint import POLICY, Manifest
-from paceline.learner.folder import write_folder
+from paceline.learner.model.folder import write_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -10,14 +10,14 @@ from typing import Any
 from paceline.core.errors import DeadlineError, ProtocolError
 from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
-from paceline.learner import commands
-from paceline.learner.commands import Description, Loaded, Published, encode_order
-from paceline.learner.group import CommandQueue
-from paceline.learner.step import StepOrder, StepResult
-from paceline.reshard.rendezvous import abandon
-from paceline.reshard.verdict import format_digest, model_digest
+from paceline.learner.distributed import commands
+from paceline.learner.distributed.command_loop import CommandQueue
+from paceline.learner.distributed.commands import Description, Loaded, Published, encode_order
+from paceline.learner.train.step import StepOrder, StepResult
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
 from paceline.service import telemetry
+from paceline.weights.digest.agreement import format_digest, model_digest
+from paceline.weights.transport.rendezvous import abandon
 from paceline.wire.guard import adjustments_from_proto, reading_to_proto
 from paceline.wire.protobuf import batch_row_from_proto
 

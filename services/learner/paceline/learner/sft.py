@@ -24,14 +24,9 @@ from paceline.core.errors import DataError, ModelError, NumericsError, PacelineE
 from paceline.core.trajectory import Int32Array
 from paceline.data.prompts import encode_prompt, load_tokenizer
 from paceline.data.rows import read_rows
-from paceline.learner.batching import RowLength, effective_budget, plan_batch
-from paceline.learner.folder import gather_whole, write_folder
-from paceline.learner.learner import DTYPES
-from paceline.learner.loading import Precision, load_policy
-from paceline.learner.models import PolicyNetwork, num_parameters
-from paceline.learner.optimizer import Optimizer, Schedule
-from paceline.learner.packing import MicroBatch, PackedRow, pack
-from paceline.learner.ranks import (
+from paceline.learner.batch.pack import MicroBatch, PackedRow, pack
+from paceline.learner.batch.plan import RowLength, effective_budget, plan_batch
+from paceline.learner.distributed.ranks import (
     RankEnvironment,
     Ranks,
     choose_device,
@@ -40,7 +35,12 @@ from paceline.learner.ranks import (
     open_store,
     use_threads,
 )
-from paceline.learner.trainable import Trainable
+from paceline.learner.model.folder import gather_whole, write_folder
+from paceline.learner.model.loading import Precision, load_policy
+from paceline.learner.model.networks import PolicyNetwork, num_parameters
+from paceline.learner.train.learner import DTYPES
+from paceline.learner.train.optimizer import Optimizer, Schedule
+from paceline.learner.train.trainable import Trainable
 from paceline.service.logs import setup_logging
 from paceline.service.process import die_with_parent
 

@@ -8,7 +8,7 @@ import os
 import sys
 
 from paceline.rollout.app import Options, RolloutApp
-from paceline.rollout.vllm_engine import end_processes
+from paceline.rollout.engines.vllm.engine import end_processes
 from paceline.service.runtime import ServiceContext, run_service
 
 

@@ -14,13 +14,13 @@ from typing import Any
 from paceline.broker.opening import open_broker
 from paceline.core.errors import PacelineError
 from paceline.core.members import MemberKind
-from paceline.rollout.engine import Engine
+from paceline.rollout.engines.base import Engine
+from paceline.rollout.engines.vllm.engine import VllmEngine
+from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
 from paceline.rollout.sampler import Sampler, SamplerLimits
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.rollout.servicer import RolloutServicer
 from paceline.rollout.states import RolloutState
-from paceline.rollout.vllm_engine import VllmEngine
-from paceline.rollout.weight_receiver import WeightReceiver
 from paceline.rpc.v1 import rollout_pb2_grpc
 from paceline.service import logs, telemetry
 from paceline.service.controller_link import ControllerLink, MemberReport, Registration

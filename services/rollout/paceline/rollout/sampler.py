@@ -27,7 +27,7 @@ from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import DeadlineError, InvalidMessageError, NumericsError, PeerLostError
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import FinishReason, PromptGroup, Trajectory, TrajectoryHeader
-from paceline.rollout.engine import Engine, Sample, SampleRequest
+from paceline.rollout.engines.base import Engine, Sample, SampleRequest
 from paceline.service import telemetry
 from paceline.wire import decode_prompt_group, encode_trajectory, encode_trajectory_header
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ProtocolError, VersionMismatchError
 from paceline.core.policy import PolicyTag
-from paceline.reshard.layout import RankLayout
 from paceline.rollout import states
-from paceline.rollout.engine import Engine
+from paceline.rollout.engines.base import Engine
+from paceline.rollout.engines.vllm.weight_receiver import ReceiveResult, WeightReceiver
 from paceline.rollout.sampler import Sampler
 from paceline.rollout.states import RolloutState, Standing
-from paceline.rollout.weight_receiver import ReceiveResult, WeightReceiver
+from paceline.weights.geometry.layout import RankLayout
 
 log = logging.getLogger(__name__)
 

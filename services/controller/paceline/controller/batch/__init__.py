@@ -1,0 +1,1 @@
+"""Prompts out, scored samples in, and which of them make up a batch."""

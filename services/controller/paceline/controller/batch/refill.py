@@ -1,0 +1,99 @@
+"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): which groups teach nothing, and which prompts take their places.
+
+    complete groups -> equal scores? -> set aside, and the next prompts of the data cursor in their places
+
+With p1, p2, ... the prompts as the cursor yields them, B the prompts of a step, E the bound on further ones and d(k) the number of the
+first k groups whose scores are all equal, a step asks for p1 ... pk with the smallest k for which k = B + min(d(k), E). Each group that is
+set aside draws one prompt at once, not when all others are in. That does not make the batch depend on arrival: prompt k + 1 is drawn only
+when k + 1 - B of the first k are set aside, which the smallest k rules out in any order. A group without a reward is not replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from paceline.controller.batch.barrier import Barrier
+from paceline.core.errors import ConfigError
+from paceline.core.trajectory import ScoredHeader
+from paceline.data.prompts import Prompt
+
+DEGENERATE = "degenerate"
+"""The reason, in the journal, of a group that was set aside for its equal scores."""
+
+Draw = Callable[[int, Collection[int]], Mapping[int, Prompt]]
+"""`draw(count, without)`: the next `count` prompts whose ids are not in `without`; fewer where there are no others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replacement:
+    """Groups set aside, each with its one score, and the prompts in their places, which may be fewer."""
+
+    set_aside: Mapping[int, float]
+    prompts: Mapping[int, Prompt]
+
+
+class Refill:
+    """One step's refilling.
+
+    Args:
+        asked: the step's first prompt ids.
+        num_samples: samples of each prompt.
+        max_extra: most prompts beyond them.
+        draw: where further prompts come from.
+        metric: the reward component that is compared; None: the reward.
+    """
+
+    def __init__(
+        self,
+        *,
+        asked: Collection[int],
+        num_samples: int,
+        max_extra: int,
+        draw: Draw,
+        metric: str | None = None,
+    ) -> None:
+        self._asked, self._num_samples = set(asked), num_samples
+        self._max_extra, self._draw, self._metric = max_extra, draw, metric
+        self._num_first, self._num_aside = len(self._asked), 0
+
+    @property
+    def num_extra(self) -> int:
+        """Prompts drawn so far beyond the step's first ones."""
+        return len(self._asked) - self._num_first
+
+    @property
+    def num_unfilled(self) -> int:
+        """Groups set aside that no prompt replaces: the bound was reached, or there is no further prompt."""
+        return self._num_aside - self.num_extra
+
+    def settle(self, barrier: Barrier, prompt_ids: Iterable[int]) -> Replacement:
+        """Judges those of the groups that are complete: `barrier` sets aside what teaches nothing and expects what comes instead.
+
+        Raises:
+            ConfigError: a sample lacks the component `metric`.
+        """
+        set_aside = {}
+        for prompt_id in sorted(set(prompt_ids)):
+            if barrier.is_complete(prompt_id):
+                scores = {self._score(header) for header in barrier.group(prompt_id)}
+                if len(scores) == 1:
+                    barrier.set_aside(prompt_id)
+                    set_aside[prompt_id] = scores.pop()
+        self._num_aside += len(set_aside)
+        count = min(len(set_aside), self._max_extra - self.num_extra)
+        drawn = self._draw(count, self._asked) if count else {}
+        self._asked.update(drawn)
+        barrier.expect(dict.fromkeys(drawn, self._num_samples))
+        return Replacement(set_aside=set_aside, prompts=drawn)
+
+    def _score(self, header: ScoredHeader) -> float:
+        if self._metric is None:
+            return header.reward or 0.0
+        try:
+            return header.components[self._metric]
+        except KeyError:
+            raise ConfigError(
+                f"algorithm.dynamic_sampling.metric={self._metric!r} is no component of the reward of {header.trajectory_id}; its components "
+                f"are {', '.join(sorted(header.components)) or 'none'}; write one of them, or null for the whole reward"
+            ) from None

@@ -1,0 +1,1 @@
+"""The guard: rules about the training's health."""

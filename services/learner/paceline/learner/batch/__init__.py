@@ -1,0 +1,1 @@
+"""From a batch's headers to packed micro-batches."""

@@ -1,0 +1,72 @@
+"""A rank's rows of a step: fetched by key, decoded, and checked once more against what the step may train on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from paceline.core.batch import BatchRow
+from paceline.core.errors import DataError, VersionMismatchError
+from paceline.core.ids import Purpose
+from paceline.core.policy import PolicyTag
+from paceline.core.trajectory import Trajectory
+from paceline.learner.batch.pack import PackedRow
+from paceline.wire import decode_trajectory
+
+
+class Blobs(Protocol):
+    """Where trajectories lie; `paceline.broker.blobs.BlobReader` is one."""
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """Values in the order of the keys."""
+        ...
+
+
+def fetch_rows(
+    blobs: Blobs, rows: Sequence[BatchRow], wanted: Sequence[int], *, policy: PolicyTag, vocab_size: int
+) -> dict[int, PackedRow]:
+    """Fetches the rows at the indices `wanted`, by index.
+
+    Raises:
+        InvalidMessageError: a blob is no trajectory.
+        VersionMismatchError: a trajectory was drawn from another policy than `policy`.
+        DataError: a trajectory is not the one that its row names, or was not drawn for training, or a blob is missing.
+        BrokerError, DeadlineError: the broker is gone.
+    """
+    found = {}
+    for index, blob in zip(wanted, blobs.get([rows[index].blob_key for index in wanted]), strict=True):
+        trajectory = decode_trajectory(blob, vocab_size=vocab_size)
+        check_row(trajectory, rows[index], policy)
+        found[index] = PackedRow(
+            index=index,
+            prompt_token_ids=trajectory.prompt_token_ids,
+            response_token_ids=trajectory.response_token_ids,
+            response_mask=trajectory.response_mask,
+            response_log_probs=trajectory.response_log_probs,
+        )
+    return found
+
+
+def check_row(trajectory: Trajectory, row: BatchRow, policy: PolicyTag) -> None:
+    """The last door before training: policy, purpose, identity and lengths of one trajectory; raises as `fetch_rows`."""
+    name = str(row.trajectory_id)
+    if row.trajectory_id.purpose != Purpose.TRAIN.value:
+        raise DataError(f"trajectory {name} was not drawn to be trained on; it must not enter the batch")
+    if trajectory.policy != policy:
+        raise VersionMismatchError(
+            f"trajectory {name} was drawn from {trajectory.policy}, the step trains on {policy}; it must not enter the batch"
+        )
+    if trajectory.trajectory_id != row.trajectory_id:
+        raise DataError(
+            f"blob {row.blob_key} holds trajectory {trajectory.trajectory_id}, the batch names {name}"
+        )
+    lengths = (len(trajectory.prompt_token_ids), len(trajectory.response_token_ids))
+    if lengths != (row.num_prompt_tokens, row.num_response_tokens):
+        raise DataError(
+            f"trajectory {name} has {lengths[0]} + {lengths[1]} tokens, its header says "
+            f"{row.num_prompt_tokens} + {row.num_response_tokens}"
+        )
+    if not trajectory.response_mask.any():
+        raise DataError(
+            f"trajectory {name} has no token that the policy produced; nothing can be learned from it"
+        )

@@ -1,0 +1,1 @@
+"""The learner's ranks: process group, command loop, weight publishing."""

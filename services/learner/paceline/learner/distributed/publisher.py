@@ -1,0 +1,271 @@
+"""Publishes the policy: describes this learner rank's FSDP2 shards and sends them to the rollout ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from paceline.core.errors import ModelError, WeightSyncError
+from paceline.weights.digest.agreement import Atom, DigestReport, digest_atoms, pack_places
+from paceline.weights.digest.definition import TensorDigester
+from paceline.weights.digest.job import DigestJob, DigestPart
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.cover import Need, Supply, assign_sources
+from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows
+from paceline.weights.geometry.parameters import ParameterIndex, Prepared
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.transport.group import DTYPES, WeightGroup
+from paceline.weights.transport.rendezvous import Deadline, open_store
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_STORE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushResult:
+    """One learner rank's part of a push.
+
+    Attributes:
+        version: the policy version that was sent.
+        digests: every atom of the policy, summed over the learner ranks; on learner rank 0. Empty elsewhere.
+        bytes: bytes that this rank sent.
+        transfer_ms: from the first pack until the last message has left; the digest runs within it.
+        digest_ms: time of this rank's digest, on the device where there is one.
+        peak_extra_bytes: staging beside the parameters.
+    """
+
+    version: int
+    digests: DigestReport
+    bytes: int
+    transfer_ms: float
+    digest_ms: float
+    peak_extra_bytes: int
+
+
+class WeightPublisher:
+    """The sending end of weight pushes on one learner rank; used from the training thread alone.
+
+    Args:
+        model: a Hugging Face model under `fully_shard` (or not sharded at all), every rank the same one.
+        device: where its shards live.
+        backend: "gloo" or "nccl".
+        host: address on which learner rank 0 listens for the rendezvous, as the rollout ranks reach it.
+        exclude: parameter names that belong to no policy (a value head); they stay here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        backend: str,
+        *,
+        host: str = "127.0.0.1",
+        exclude: Collection[str] = (),
+    ) -> None:
+        self._device, self._backend, self._host = device, backend, host
+        self._exclude = frozenset(exclude) | _tied_names(model)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._index = ParameterIndex(model)
+        names = {path: _state_dict_name(path) for path in self._index.current()}
+        self._names = {path: name for path, name in names.items() if name not in self._exclude}
+        self._store: Any = None
+        self._group: WeightGroup | None = None
+        self._digester = TensorDigester(device)
+        self._atoms: list[Atom] = []
+        self._places = b""
+        self._supplies: list[Supply] = []
+        self._job = Prepared[DigestJob]()
+
+    def layout(self) -> RankLayout:
+        """What this rank holds, under the names of the Hugging Face state dict.
+
+        Raises:
+            ModelError: a parameter is sharded in a way that has no box, or the dtypes are mixed.
+        """
+        slices = []
+        dtypes: dict[torch.dtype, str] = {}
+        for name, param in self._parameters().items():
+            dtypes.setdefault(param.dtype, name)
+            box = _held_box(name, param)
+            if box.volume:
+                offset = (0,) * len(box.start)
+                shape = tuple(param.shape)
+                slices.append(TensorSlice(name=name, global_shape=shape, box=box, param=name, offset=offset))
+        if len(dtypes) != 1:
+            raise ModelError(
+                f"the policy's parameters must share one dtype, got {dtypes} (dtype: an example)"
+            )
+        return RankLayout(dtype=str(next(iter(dtypes))).removeprefix("torch."), slices=tuple(slices))
+
+    def open_store(self) -> tuple[str, int]:
+        """Opens the rendezvous store, once, on learner rank 0; returns the address for the group spec."""
+        if self._rank != 0:
+            raise WeightSyncError(f"the store lives at learner rank 0, this is rank {self._rank}")
+        if self._store is None:
+            self._store = open_store(self._host, _STORE_TIMEOUT_S)
+        return self._host, self._store.port
+
+    def join(self, spec: WeightGroupSpec) -> None:
+        """Leaves the group it is in, if any, and joins the one described; returns when all have joined.
+
+        Raises:
+            WeightSyncError: the spec does not fit this rank.
+            DeadlineError, PeerLostError: a member did not come within `spec.timeout_s`, or went away.
+        """
+        self.leave()
+        if spec.backend != self._backend:
+            raise WeightSyncError(
+                f"this learner publishes over {self._backend}, the group spec says {spec.backend}"
+            )
+        if self._rank == 0 and self._store is None:
+            raise WeightSyncError("learner rank 0 has no store; open_store() gives the address for the spec")
+        self._atoms = digest_atoms(spec.expanded_rollout_layouts())
+        self._places = pack_places(self._atoms)
+        needs = [
+            Need(name=atom.name, global_shape=atom.global_shape, box=atom.box, label="the digest")
+            for atom in self._atoms
+        ]
+        supplies = assign_sources(spec.learner_layouts, needs)
+        self._supplies = [supply for supply in supplies if supply.source == self._rank]
+        self._job.forget()
+        self._group = WeightGroup.form(
+            spec,
+            rank=self._rank,
+            layout=self.layout(),
+            device=self._device,
+            timeout_s=spec.timeout_s,
+            store=self._store,
+        )
+        self._warm_up(self._group)
+
+    @torch.no_grad()
+    def _warm_up(self, group: WeightGroup) -> None:
+        shards = {name: _local(param) for name, param in self._parameters().items()}
+        for packing in group.prepare(shards):
+            packing.warm_up()
+        self._digest_job(shards, DTYPES[group.spec.wire_dtype]).warm_up()
+
+    @torch.no_grad()
+    def publish(self, version: int, *, timeout_s: float | None = None) -> PushResult:
+        """Sends this rank's part of the parameters as they are now; every member must take part.
+
+        Raises:
+            WeightSyncError: no group has been joined, or it was aborted.
+            DeadlineError, PeerLostError: a rollout rank stalled or died; the group is gone, others may re-form.
+        """
+        group = self._group
+        if group is None:
+            raise WeightSyncError(f"version {version} cannot be published: no weight group has been joined")
+        deadline = Deadline(f"weight push of version {version}", timeout_s or group.spec.timeout_s)
+        shards = {name: _local(param) for name, param in self._parameters().items()}
+        job = self._digest_job(shards, DTYPES[group.spec.wire_dtype])
+        shares: list[torch.Tensor] = []
+        began = time.perf_counter()
+        try:
+            group.send(shards, deadline, lambda: shares.append(job.run()))
+            transfer_ms = 1e3 * (time.perf_counter() - began)
+            totals = group.sum_at_first(shares[0], deadline)
+        except BaseException:
+            self.leave()
+            raise
+        return PushResult(
+            version=version,
+            digests=self._report(version, totals),
+            bytes=group.plan.sent_bytes(self._rank),
+            transfer_ms=transfer_ms,
+            digest_ms=job.last_ms,
+            peak_extra_bytes=group.staging_bytes,
+        )
+
+    def leave(self) -> None:
+        """Cuts the connections of the current group; peers that still wait get an error. May be repeated."""
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
+
+    def _digest_job(self, shards: dict[str, torch.Tensor], wire_dtype: torch.dtype) -> DigestJob:
+        """Made once per group, and again where a shard's storage has moved."""
+
+        def make() -> DigestJob:
+            parts = [
+                DigestPart(
+                    name=supply.held.name,
+                    global_shape=supply.held.global_shape,
+                    box=supply.box,
+                    values=shards[supply.held.param][supply.held.to_local(supply.box).slices],
+                    output=supply.need,
+                )
+                for supply in self._supplies
+            ]
+            return DigestJob(self._digester, parts, len(self._atoms), wire_dtype)
+
+        return self._job.get(shards.values(), make)
+
+    def _report(self, version: int, totals: torch.Tensor) -> DigestReport:
+        if self._rank != 0:
+            return DigestReport.of(rank=f"learner rank {self._rank}", version=version, slices=())
+        values = self._digester.read_array(totals)
+        return DigestReport(rank="learner", version=version, places=self._places, values=values)
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """The policy's parameters, sharded, by state-dict name."""
+        for module in self._sharded:
+            # After a forward without gradients the root stays gathered and shows stale full tensors.
+            module.reshard()
+        found = self._index.current()
+        return {name: found[path] for path, name in self._names.items()}
+
+
+def _tied_names(model: nn.Module) -> frozenset[str]:
+    """Names under which the checkpoint does not hold a tensor of its own."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return frozenset()
+    config = config.get_text_config()
+    return frozenset({"lm_head.weight"}) if getattr(config, "tie_word_embeddings", False) else frozenset()
+
+
+def _state_dict_name(path: str) -> str:
+    for wrapper in _WRAPPERS:
+        path = path.replace(wrapper, "")
+    return path
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    # Without gradients this is what `to_local` returns, after 4 microseconds a parameter.
+    return param._local_tensor if isinstance(param, DTensor) else param.detach()
+
+
+def _held_box(name: str, param: torch.Tensor) -> Box:
+    """The box of a parameter that lies on this rank."""
+    whole = Box.whole(tuple(param.shape))
+    if not whole.start:
+        raise ModelError(f"{name}: a parameter without dimensions cannot be published; exclude it")
+    if not isinstance(param, DTensor):
+        return whole
+    mesh = param.device_mesh
+    sharded = [dim for dim, placement in enumerate(param.placements) if not isinstance(placement, Replicate)]
+    if not sharded:
+        return whole
+    placement = param.placements[sharded[0]]
+    if len(sharded) > 1 or type(placement) is not Shard:
+        raise ModelError(
+            f"{name}: placements {param.placements} have no single box; shard each parameter along one mesh "
+            "dimension and replicate it along the others"
+        )
+    dim = placement.dim
+    rank, size = mesh.get_local_rank(sharded[0]), mesh.size(sharded[0])
+    first, last = chunk_rows(whole.stop[dim], rank, size)
+    box = whole.split(dim, last)[0].split(dim, first)[1]
+    if tuple(param.to_local().shape) != box.shape:
+        raise ModelError(f"{name}: the shard has shape {tuple(param.to_local().shape)}, expected {box.shape}")
+    return box

@@ -1,0 +1,1 @@
+"""The networks: loading, sharding, attention."""

@@ -1,0 +1,189 @@
+"""Variable-length causal attention over packed sequences, registered with transformers under the name PACKED_ATTENTION.
+
+A micro-batch is one row of tokens, its sequences one after the other and without padding. Where they begin is worked out
+once, in `PackedSequences`, and travels through the model as the keyword argument `packed`: no layer derives it from
+position ids again, and no mask is made. On CUDA in half precision the work goes to `torch.nn.attention.varlen`; elsewhere
+sequences of equal length, which `paceline.learner.batch.pack` puts side by side, run as one batch of scaled dot products.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.core.errors import ModelError
+
+PACKED_ATTENTION = "paceline_packed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceBlock:
+    """`num_sequences` neighbouring sequences of `length` tokens each, from token `start` on."""
+
+    start: int
+    num_sequences: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last token."""
+        return self.start + self.num_sequences * self.length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedSequences:
+    """Where the sequences of a packed row begin.
+
+    Attributes:
+        cu_seqlens: (num_sequences + 1,) int32 on the model's device, from 0 to the number of tokens.
+        max_length: tokens of the longest sequence.
+        blocks: the same as runs of equal length, in order.
+    """
+
+    cu_seqlens: Tensor
+    max_length: int
+    blocks: tuple[SequenceBlock, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSequences:
+        """For sequences of these lengths (each at least 1), in this order."""
+        ends = [0]
+        for length in lengths:
+            ends.append(ends[-1] + length)
+        blocks, start = [], 0
+        for length, run in groupby(lengths):
+            block = SequenceBlock(start=start, num_sequences=len(list(run)), length=length)
+            blocks.append(block)
+            start = block.stop
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
+        return cls(cu_seqlens=cu_seqlens, max_length=max(lengths), blocks=tuple(blocks))
+
+
+def register() -> None:
+    """Makes PACKED_ATTENTION known to transformers; without a mask function of that name no mask is made."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: PackedSequences,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence.
+
+    Args:
+        module: the attention layer (unused; transformers passes it).
+        query: (1, H, T, D).
+        key: (1, G, T, D) with G dividing H (grouped-query attention).
+        value: as key.
+        attention_mask: None; `packed` says it all.
+        packed: where the sequences lie.
+        scaling: of the scores; None is D ** -0.5.
+        dropout: must be 0, or old and new log-probs would not be comparable.
+        sliding_window: look back at most so many tokens, oneself counted in.
+        others: what the layer passes beside; features that change the result are refused.
+
+    Returns:
+        (1, T, H, D), and None in the place of attention weights.
+
+    Raises:
+        ModelError: the layer asks for something else than plain causal attention.
+    """
+    refused = [name for name in ("softcap", "s_aux") if others.get(name) is not None]
+    if refused or dropout or attention_mask is not None:
+        what = ", ".join(
+            [*refused, *(["dropout"] if dropout else []), *(["mask"] * (attention_mask is not None))]
+        )
+        raise ModelError(
+            f"{type(module).__name__} asks for attention with {what}, which packed attention does not have; "
+            "set attention dropout to 0 in the model's config.json, or use another model"
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
+        out = _varlen(q, k, v, packed, scaling, sliding_window)
+    else:
+        out = _blockwise(q, k, v, packed, scaling, sliding_window)
+    return out.unsqueeze(0), None
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if _has_grouped_queries():
+            grouped["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out = varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        packed.cu_seqlens,
+        packed.cu_seqlens,
+        packed.max_length,
+        packed.max_length,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouped,
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+@lru_cache(maxsize=1)
+def _has_grouped_queries() -> bool:
+    """torch 2.11 came without the parameter."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _blockwise(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None, window: int | None
+) -> Tensor:
+    outputs = []
+    for block in packed.blocks:
+        shape = (block.num_sequences, block.length)
+        qb, kb, vb = (
+            x[block.start : block.stop].reshape(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
+        )  # (N, heads, L, D)
+        narrow = window is not None and window < block.length
+        mask = _window_mask(block.length, window, q.device) if narrow and window is not None else None
+        out = F.scaled_dot_product_attention(
+            qb,
+            kb,
+            vb,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    back = torch.arange(length, device=device)
+    distance = back.unsqueeze(1) - back.unsqueeze(0)
+    return (distance >= 0) & (distance < window)

@@ -1,0 +1,273 @@
+"""From a model folder to sharded networks: each rank reads its own rows of each tensor and never holds the whole model.
+
+The network is made without storage, given storage layer by layer and sharded at once, so that at most one layer exists in
+full on a rank; then every shard is filled from the safetensors files, or from the seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from paceline.core.errors import ModelError
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model import attention
+from paceline.learner.model.networks import PolicyNetwork, ValueNetwork, body_of, decoder_layers, hidden_size
+
+VALUE_HEAD_STD = 0.01
+
+ReadRows = Callable[[int, int], Tensor]
+"""Rows [start, stop) along dimension 0 of one tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """`compute` is what the forward pass runs in; `store` what parameters are kept in."""
+
+    compute: torch.dtype
+    store: torch.dtype = torch.float32
+
+
+def read_config(folder: str | Path) -> Any:
+    """The transformers configuration of a model folder.
+
+    Raises:
+        ModelError: the folder or its config.json is missing or not understood, or the model has dropout.
+    """
+    from transformers import AutoConfig
+
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"model folder {path} has no config.json; set model.path to a folder in the Hugging Face layout"
+        )
+    try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path}/config.json does not load: {error}") from error
+    if getattr(config, "attention_dropout", 0.0):
+        raise ModelError(f"{path}/config.json: attention_dropout={config.attention_dropout}; set it to 0")
+    return config
+
+
+def load_policy(
+    folder: str | Path,
+    ranks: Ranks,
+    precision: Precision,
+    *,
+    checkpointed_share: float = 0.0,
+    random_seed: int | None = None,
+) -> PolicyNetwork:
+    """A sharded policy.
+
+    Args:
+        folder: Hugging Face layout.
+        ranks: who shares it.
+        precision: of computing and storing.
+        checkpointed_share: of the layers, from the first on, that recompute their activations in the backward pass. The last ones'
+            activations are gone before the first recomputation.
+        random_seed: draw the weights from it instead of reading them.
+
+    Raises:
+        ModelError: tensors are missing or have other shapes than the model.
+    """
+    lm = _empty_lm(read_config(folder), checkpointed_share)
+    network = PolicyNetwork(lm)
+    _materialise(network, body_of(lm), lm, ranks, precision)
+    _fill(network, _source(folder, random_seed, lm.config))
+    return network
+
+
+def load_critic(
+    folder: str | Path,
+    ranks: Ranks,
+    precision: Precision,
+    *,
+    seed: int,
+    checkpointed_share: float = 0.0,
+    random_weights: bool = False,
+) -> ValueNetwork:
+    """A sharded critic; its value head is drawn from the seed where the folder has none. Arguments as `load_policy`."""
+    lm = _empty_lm(read_config(folder), checkpointed_share)
+    with torch.device("meta"):
+        network = ValueNetwork(lm, hidden_size(lm.config))
+    _materialise(network, network.body, lm, ranks, precision)
+    source = _source(folder, seed if random_weights else None, lm.config)
+    _fill(network, _ValueHeadSource(source, seed))
+    return network
+
+
+def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
+    """This rank's part of a parameter, and the rows [start, stop) along dimension 0 that it is."""
+    if not isinstance(parameter, DTensor):
+        return parameter, 0, parameter.shape[0]
+    local, mesh, total = parameter.to_local(), parameter.device_mesh, parameter.shape[0]
+    size = math.ceil(total / mesh.size())
+    start = min(mesh.get_local_rank() * size, total)
+    return local, start, min(start + size, total)
+
+
+def hugging_face_names(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by the names that checkpoints in the Hugging Face layout give them; tied ones once."""
+    for name, parameter in network.named_parameters():
+        yield name.removeprefix("lm."), parameter
+
+
+def as_fsdp(network: nn.Module) -> FSDPModule:
+    """The sharded network as what `fully_shard` made of it."""
+    if not isinstance(network, FSDPModule):
+        raise TypeError(f"{type(network).__name__} is not sharded")
+    return network
+
+
+def _empty_lm(config: Any, checkpointed_share: float) -> Any:
+    """The model on the meta device: shapes without storage."""
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention.PACKED_ATTENTION, dtype=torch.float32
+        )
+    if checkpointed_share:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        layers = decoder_layers(body_of(lm))
+        for layer in layers[math.ceil(checkpointed_share * len(layers)) :]:
+            layer.gradient_checkpointing = False  # type: ignore[assignment]
+    lm.train()
+    return lm
+
+
+def _materialise(network: nn.Module, body: nn.Module, lm: Any, ranks: Ranks, precision: Precision) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=torch.float32)
+    for layer in decoder_layers(body):
+        _give_storage(layer, lm, ranks.device, precision.store)
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
+    _give_storage(network, lm, ranks.device, precision.store)
+    if isinstance(network, PolicyNetwork):
+        lm.tie_weights()  # storage was given to each end of a tie by itself
+    fully_shard(network, mesh=ranks.mesh, mp_policy=policy)
+
+
+def _give_storage(module: nn.Module, lm: Any, device: torch.device, dtype: torch.dtype) -> None:
+    for part in module.modules():
+        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        part.to_empty(device=device, recurse=False)
+        for parameter in part.parameters(recurse=False):
+            parameter.data = parameter.data.to(dtype)
+        if any(True for _ in part.buffers(recurse=False)):
+            lm._init_weights(part)  # rotary frequencies: computed, never read from a file
+
+
+class _Files:
+    """Tensors of the safetensors files of a folder, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        self.where: dict[str, Any] = {}
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            paths = [folder / name for name in names]
+        else:
+            paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise ModelError(
+                f"model folder {folder} has no safetensors weights; convert them, or set model.load_format=random"
+            )
+        self.folder = folder
+        for path in paths:
+            try:
+                file = safe_open(str(path), framework="pt")
+            except Exception as error:
+                raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+            found: list[str] = file.keys()  # type: ignore[no-untyped-call]
+            for name in found:
+                self.where[name] = file
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.where
+
+    def rows(self, name: str, shape: torch.Size) -> ReadRows:
+        if name not in self.where:
+            raise ModelError(
+                f"{self.folder} has no tensor {name!r}, which the model of its config.json needs; it has "
+                f"{', '.join(sorted(self.where)[:4])} and others"
+            )
+        part = self.where[name].get_slice(name)
+        found = tuple(part.get_shape())
+        if found != tuple(shape):
+            raise ModelError(
+                f"{self.folder}: tensor {name!r} has shape {found}, the model needs {tuple(shape)}"
+            )
+        return lambda start, stop: cast(Tensor, part[start:stop])
+
+
+class _Seed:
+    """Weights drawn tensor by tensor from (seed, name), so that they do not depend on the number of ranks."""
+
+    def __init__(self, seed: int, std: float) -> None:
+        self.seed, self.std = seed, std
+
+    def __contains__(self, name: str) -> bool:
+        return not name.startswith("value_head.")
+
+    def rows(self, name: str, shape: torch.Size) -> ReadRows:
+        if len(shape) > 1:
+            return lambda start, stop: draw_normal(shape, self.std, self.seed, name)[start:stop]
+        fill = 0.0 if name.endswith("bias") else 1.0
+        return lambda start, stop: torch.full((stop - start, *shape[1:]), fill)
+
+
+class _ValueHeadSource:
+    """Another source, with a value head from the seed where that has none."""
+
+    def __init__(self, inner: _Files | _Seed, seed: int) -> None:
+        self.inner, self.seed = inner, seed
+
+    def rows(self, name: str, shape: torch.Size) -> ReadRows:
+        if not name.startswith("value_head.") or name in self.inner:
+            return self.inner.rows(name, shape)
+        if name.endswith("bias"):
+            return lambda start, stop: torch.zeros(stop - start)
+        return lambda start, stop: draw_normal(shape, VALUE_HEAD_STD, self.seed, name)[start:stop]
+
+
+def draw_normal(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
+    """N(0, std) in float32 on the CPU, the same for the same (seed, name) everywhere."""
+    word = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(word, "big") >> 1)
+    return torch.randn(shape, generator=generator, dtype=torch.float32).mul_(std)
+
+
+def _source(folder: str | Path, random_seed: int | None, config: Any) -> _Files | _Seed:
+    if random_seed is None:
+        return _Files(Path(folder))
+    return _Seed(random_seed, float(getattr(config, "initializer_range", 0.02)))
+
+
+def _fill(network: nn.Module, source: _Files | _Seed | _ValueHeadSource) -> None:
+    with torch.no_grad():
+        for name, parameter in hugging_face_names(network):
+            local, start, stop = local_rows(parameter)
+            read = source.rows(name, parameter.shape)
+            if stop > start:
+                local.copy_(read(start, stop))
+
+
+def state_by_name(network: nn.Module) -> Mapping[str, Tensor]:
+    """Sharded parameters by Hugging Face name, for checkpoints."""
+    return dict(hugging_face_names(network))

@@ -1,0 +1,133 @@
+"""The networks: a policy that scores tokens, a critic that values states; bodies are Hugging Face transformers models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.core.errors import ModelError
+from paceline.learner.algorithms.log_probs import chunked_log_probs, token_log_probs
+from paceline.learner.batch.pack import MicroBatch
+
+MAX_LOGITS_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
+"""Largest table of logits (tokens x vocabulary) that is made at once: 256 MiB in float32, 512 MiB in bfloat16."""
+
+
+class PolicyNetwork(nn.Module):
+    """A causal language model whose forward pass gives log-probs of response tokens, never all logits.
+
+    Args:
+        lm: the transformers model; its parameters keep their Hugging Face names under `lm`.
+    """
+
+    def __init__(self, lm: nn.Module) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(
+        self, batch: MicroBatch, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs (n,) of the response tokens, in float32, and their entropies (n,) or None."""
+        hidden = hidden_states(body_of(self.lm), batch)
+        head = output_head(self.lm)
+        most = MAX_LOGITS_ELEMENTS[hidden.device.type]
+        if hidden.device.type == "cpu" and hidden.shape[0] * head.out_features <= most:
+            # Autograd keeps the logits: no second product.
+            return token_log_probs(head(hidden), batch.targets, temperature, with_entropy)
+        log_probs, entropy = chunked_log_probs(
+            hidden,
+            head.weight,
+            batch.targets,
+            temperature,
+            max(1, most // head.out_features),
+            with_entropy,
+        )
+        # Copies, not views: see ValueNetwork.
+        return log_probs.clone(), None if entropy is None else entropy.clone()
+
+
+class ValueNetwork(nn.Module):
+    """The same kind of body with one number per position.
+
+    Args:
+        lm: the transformers model; its language-model head is not kept.
+        hidden_size: width of the body's states.
+    """
+
+    def __init__(self, lm: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        # The attribute's name is the one in the checkpoint ("model"), so that tensor names stay the same.
+        self.prefix = str(getattr(lm, "base_model_prefix", "model"))
+        setattr(self, self.prefix, body_of(lm))
+        self.value_head = nn.Linear(hidden_size, 1)
+
+    @property
+    def body(self) -> nn.Module:
+        """The transformers model without a head."""
+        body: nn.Module = getattr(self, self.prefix)
+        return body
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Values (n,) in float32 of the states in which the response tokens were chosen."""
+        values: Tensor = self.value_head(hidden_states(self.body, batch))
+        # A copy: FSDP's hooks do not survive in-place work on a view that a sharded module returns.
+        return values.float().squeeze(-1).clone()
+
+
+def hidden_states(body: nn.Module, batch: MicroBatch) -> Tensor:
+    """(n, H): last hidden states at the positions that predict response tokens."""
+    output = body(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, packed=batch.packed
+    )
+    states: Tensor = output.last_hidden_state
+    return states[0].index_select(0, batch.score_positions)
+
+
+def body_of(lm: nn.Module) -> nn.Module:
+    """The model without its head."""
+    body: nn.Module = getattr(lm, str(getattr(lm, "base_model_prefix", "model")))
+    return body
+
+
+def decoder_layers(body: nn.Module) -> nn.ModuleList:
+    """The layers that are sharded one by one.
+
+    Raises:
+        ModelError: the model has no list of decoder layers under `layers`.
+    """
+    layers = getattr(body, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ModelError(
+            f"{type(body).__name__} has no list of decoder layers; use a Llama- or Qwen-like model"
+        )
+    return layers
+
+
+def output_head(lm: nn.Module) -> nn.Linear:
+    """The language-model head.
+
+    Raises:
+        ModelError: it is no plain linear layer without bias.
+    """
+    find: Any = getattr(lm, "get_output_embeddings", None)
+    head = None if find is None else find()
+    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
+        raise ModelError(f"{type(lm).__name__} must have a linear language-model head without bias")
+    return head
+
+
+def hidden_size(config: Any) -> int:
+    """Width of the states."""
+    return int(config.get_text_config().hidden_size)
+
+
+def num_parameters(network: nn.Module) -> int:
+    """Elements of all parameters over all ranks; tied ones once."""
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def zero_grad(network: nn.Module) -> None:
+    """Forgets gradients."""
+    for parameter in network.parameters():
+        parameter.grad = None

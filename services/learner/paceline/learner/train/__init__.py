@@ -1,0 +1,1 @@
+"""One training step: score, advantages, update."""

@@ -1,0 +1,109 @@
+"""What a learner rank holds: policy, critic, reference, their optimizers, the KL coefficient, the guard's histories, and the version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.config.actor import OptimConfig
+from paceline.config.algorithm import KLControlConfig
+from paceline.config.run import RunConfig
+from paceline.core.guard import Histories
+from paceline.learner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.loading import Precision, load_critic, load_policy
+from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
+from paceline.learner.train.optimizer import Optimizer, Schedule
+from paceline.learner.train.trainable import N, Trainable
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Learner:
+    """One rank's part of everything that trains. `version` counts training steps; `critic` and `reference` may be absent."""
+
+    config: RunConfig
+    ranks: Ranks
+    actor: Trainable[PolicyNetwork]
+    critic: Trainable[ValueNetwork] | None
+    reference: PolicyNetwork | None
+    kl_controller: KLController
+    histories: Histories
+    version: int = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return int(self.actor.network.lm.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+
+    @classmethod
+    def build(cls, config: RunConfig, ranks: Ranks) -> Learner:
+        """Loads the networks of a run at version 0; every rank calls it alike.
+
+        Raises:
+            ModelError: the model folder is unusable.
+        """
+        seed, model = config.trainer.seed, config.model
+        random_weights = model.load_format == "random"
+        compute = DTYPES[model.dtype]
+        masters = Precision(compute=compute)
+        policy = load_policy(
+            model.path,
+            ranks,
+            masters,
+            checkpointed_share=model.checkpointed_share,
+            random_seed=seed if random_weights else None,
+        )
+        critic = reference = None
+        if config.needs_critic:
+            values = load_critic(
+                config.critic.path or model.path,
+                ranks,
+                masters,
+                seed=seed,
+                checkpointed_share=model.checkpointed_share,
+                random_weights=random_weights,
+            )
+            critic = _trainable(values, config.critic.optim, config.critic.grad_clip, config)
+        if config.needs_reference:
+            # Never updated, so kept in the type that it computes in.
+            frozen = Precision(compute=compute, store=compute)
+            reference = load_policy(model.path, ranks, frozen, random_seed=seed if random_weights else None)
+            reference.requires_grad_(False)
+        return cls(
+            config=config,
+            ranks=ranks,
+            actor=_trainable(policy, config.actor.optim, config.actor.grad_clip, config),
+            critic=critic,
+            reference=reference,
+            kl_controller=_kl_controller(config.algorithm.kl_ctrl),
+            histories=Histories(window=config.guard.window, min_history=config.guard.min_history),
+        )
+
+
+def _trainable(network: N, optim: OptimConfig, grad_clip: float, config: RunConfig) -> Trainable[N]:
+    return Trainable(
+        network=network,
+        optimizer=Optimizer(
+            network,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            grad_clip=grad_clip,
+        ),
+        schedule=Schedule(
+            peak=optim.lr,
+            kind=optim.lr_scheduler,
+            total_steps=config.trainer.total_steps,
+            warmup_ratio=optim.warmup_steps_ratio,
+            min_ratio=optim.min_lr_ratio,
+        ),
+    )
+
+
+def _kl_controller(config: KLControlConfig) -> KLController:
+    if config.type == "adaptive":
+        return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
+    return FixedKLController(config.kl_coef)

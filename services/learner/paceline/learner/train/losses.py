@@ -1,0 +1,108 @@
+"""The losses of policy and critic on one micro-batch, as shares of the mini-batch's: they add up over micro-batches and ranks.
+
+Each is called with a micro-batch and the counts of its mini-batch, and gives the share with its graph and a vector of sums
+for the metrics, whose `names` it has: the whole loss first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.config.run import RunConfig
+from paceline.learner.algorithms import kl, registry
+from paceline.learner.algorithms.aggregation import aggregate
+from paceline.learner.algorithms.statistics import masked_sum
+from paceline.learner.algorithms.value_losses import clipped_value_loss
+from paceline.learner.batch.minibatch import Denominators
+from paceline.learner.batch.pack import MicroBatch
+from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
+from paceline.learner.train.advantages import Prepared
+
+
+class PolicyLoss:
+    """The policy's loss on one micro-batch, as a share of the mini-batch's.
+
+    `names` are those of the vector of sums that comes with it: the whole loss, then the metrics. `kl_scale` multiplies actor.kl_loss_coef.
+    """
+
+    def __init__(self, config: RunConfig, network: PolicyNetwork, *, kl_scale: float = 1.0) -> None:
+        self._network, self._actor = network, config.actor
+        self._kl_loss_coef = config.actor.kl_loss_coef * kl_scale
+        self._temperature = config.rollout.temperature
+        self._constant = config.actor.loss_agg_constant or float(config.data.max_response_length)
+        self._function = registry.policy_loss(config.actor.policy_loss)
+        self._options = registry.configured_options(self._function, config.actor)
+        self._selects = registry.selects_tokens(self._function)
+        more = ("cov_frac",) if self._selects else ()
+        self._token_metrics = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", *more)
+        self.names = ("loss", *self._token_metrics, "pg_loss", "kl_loss")
+
+    def __call__(self, part: Prepared, whole: Denominators) -> tuple[Tensor, Tensor]:
+        """The share, with its graph, and the sums."""
+        batch = part.batch
+        flat, flat_entropy = self._network(batch, self._temperature, True)
+        log_probs = batch.table(flat)
+        chosen = {"selected": part.selected} if self._selects else {}
+        per_token, found = self._function(
+            log_probs, part.old_log_probs, part.advantages, batch.mask, **self._options, **chosen
+        )
+        if part.weights is not None:
+            per_token = per_token * part.weights
+        total = pg_loss = self._aggregate(per_token, batch, whole)
+        assert flat_entropy is not None
+        entropy = batch.table(flat_entropy if self._actor.entropy_coeff else flat_entropy.detach())
+        if self._actor.entropy_coeff:
+            total = total - self._actor.entropy_coeff * self._aggregate(entropy, batch, whole)
+        kl_loss = torch.zeros_like(pg_loss)
+        if self._actor.use_kl_loss and part.ref_log_probs is not None:
+            estimate = kl.kl_estimate(log_probs, part.ref_log_probs, self._actor.kl_loss_type)
+            kl_loss = self._aggregate(estimate, batch, whole)
+            total = total + self._kl_loss_coef * kl_loss
+        means = {**found, "entropy": _mean_of(entropy.detach(), batch)}
+        sums = _sums(total, batch, means, self._token_metrics, whole)
+        return total, torch.cat([sums, torch.stack([pg_loss, kl_loss]).detach().double()])
+
+    def _aggregate(self, per_token: Tensor, batch: MicroBatch, whole: Denominators) -> Tensor:
+        return aggregate(
+            per_token,
+            batch.mask,
+            self._actor.loss_agg_mode,
+            num_tokens=whole.num_tokens,
+            num_sequences=whole.num_sequences,
+            constant=self._constant,
+        )
+
+
+class ValueLoss:
+    """The critic's loss on one micro-batch, as a share of the mini-batch's token mean."""
+
+    names = ("vf_loss", "vf_clipfrac")
+
+    def __init__(self, config: RunConfig, network: ValueNetwork) -> None:
+        self._network, self._clip = network, config.critic.vf_clip_param
+
+    def __call__(self, part: Prepared, whole: Denominators) -> tuple[Tensor, Tensor]:
+        """The share, with its graph, and the sums."""
+        batch = part.batch
+        assert part.values is not None and part.returns is not None  # noqa: PT018  a critic has made them
+        values = batch.table(self._network(batch))
+        per_token, found = clipped_value_loss(values, part.values, part.returns, batch.mask, self._clip)
+        total = aggregate(per_token, batch.mask, "token-mean", num_tokens=whole.num_tokens)
+        return total, _sums(total, batch, found, self.names[1:], whole)
+
+
+def _sums(
+    total: Tensor, batch: MicroBatch, means: Mapping[str, Tensor], names: Sequence[str], whole: Denominators
+) -> Tensor:
+    """[loss, then each metric's share of the mini-batch's token mean], float64."""
+    share = batch.mask.sum().double() / whole.num_tokens
+    zero = share.new_zeros(())
+    # A loss without such a metric (no clip, say) reports 0.
+    return torch.stack([total.detach().double(), *(means.get(name, zero).double() * share for name in names)])
+
+
+def _mean_of(table: Tensor, batch: MicroBatch) -> Tensor:
+    return masked_sum(table, batch.mask) / batch.mask.sum().clamp(min=1)

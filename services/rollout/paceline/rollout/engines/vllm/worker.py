@@ -1,0 +1,147 @@
+"""Methods mixed into vLLM's workers (`worker_extension_cls`), called through `collective_rpc` on every TP rank.
+
+Every answer is a dict of plain values; errors come back inside it. An exception would leave the answers of the
+other ranks in the executor's queues, to be taken for those of the next call.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+import torch
+
+from paceline.core.errors import DeadlineError, PeerLostError
+from paceline.rollout.engines.rank_receiver import RankReceiver
+from paceline.weights.plan.spec import WeightGroupSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+Reply = dict[str, Any]
+
+
+def _keep_plain_cpu_linears() -> None:
+    """Stops vLLM from repacking linear weights on the CPU.
+
+    Repacked, a layer's weight is an empty tensor and a push into it would be lost. vLLM has no switch for this,
+    so the function that repacks is replaced, before the model is built; on other platforms nothing is touched.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import vllm.model_executor.layers.utils as utils
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def forget_cpu_moe_kernels(model: nn.Module) -> None:
+    """Makes vLLM set up its Mixture-of-Experts kernels again on the next load; for the CPU only.
+
+    vLLM 0.32 repacks expert weights for its CPU kernel only while it first builds that kernel; a later load
+    leaves them plain, and the kernel reads them wrongly without a word. CUDA kernels take them as they are.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _answering(
+    method: Callable[Concatenate[PacelineWorkerExtension, P], Reply],
+) -> Callable[..., Reply]:
+    @functools.wraps(method)
+    def answer(self: PacelineWorkerExtension, *args: P.args, **kwargs: P.kwargs) -> Reply:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:  # the boundary: it travels to the caller as a value
+            logger.warning("%s failed", method.__name__, exc_info=True)
+            receiver: RankReceiver | None = self.__dict__.get("_paceline_state")
+            rank_name = receiver.rank_name if receiver is not None else ""
+            return {"error": _describe_error(error) | {"rank_name": rank_name}}
+
+    return answer
+
+
+def _describe_error(error: Exception) -> Reply:
+    reply: Reply = {"kind": type(error).__name__, "message": str(error)}
+    if isinstance(error, DeadlineError):
+        reply |= {"phase": error.phase, "peer": error.peer, "seconds": error.seconds, "hint": error.hint}
+    if isinstance(error, PeerLostError):
+        reply["peer"] = error.peer
+    return reply
+
+
+class PacelineWorkerExtension:
+    """What Paceline adds to a worker. Attributes of the worker itself carry other names, by the prefix."""
+
+    # Of vLLM's worker, once mixed in:
+    rank: int
+    device: torch.device
+    model_runner: Any
+    vllm_config: Any
+    get_model: Callable[[], nn.Module]
+
+    @_answering
+    def paceline_describe(self) -> Reply:
+        """The layout of this rank, as bytes."""
+        return {"layout": self._paceline_receiver().describe().to_bytes()}
+
+    @_answering
+    def paceline_join(self, spec: bytes, rank_offset: int, timeout_s: float) -> Reply:
+        """Joins the weight group; `rank_offset` is the group rank of this server's first TP rank."""
+        group_spec = WeightGroupSpec.from_bytes(spec)
+        self._paceline_receiver().join(group_spec, rank_offset + self.rank, timeout_s)
+        return {}
+
+    @_answering
+    def paceline_receive(self, version: int, timeout_s: float) -> Reply:
+        """Takes part in a push and digests what lies in the parameters afterwards."""
+        receipt = self._paceline_receiver().receive(version, timeout_s)
+        return {
+            "digests": receipt.digests.to_bytes(),
+            "num_bytes": receipt.num_bytes,
+            "relayed_bytes": receipt.relayed_bytes,
+            "transfer_ms": receipt.transfer_ms,
+            "digest_ms": receipt.digest_ms,
+            "peak_extra_bytes": receipt.peak_extra_bytes,
+        }
+
+    @_answering
+    def paceline_digest(self, version: int) -> Reply:
+        """Digests what lies in the parameters now; `version` is only written into the report."""
+        return {"digests": self._paceline_receiver().digest(version, f"TP rank {self.rank}").to_bytes()}
+
+    @_answering
+    def paceline_leave(self) -> Reply:
+        """Leaves the group; peers that still wait get an error."""
+        self._paceline_receiver().leave()
+        return {}
+
+    def _paceline_receiver(self) -> RankReceiver:
+        # vLLM calls no __init__ of an extension.
+        receiver: RankReceiver | None = self.__dict__.get("_paceline_state")
+        if receiver is None:
+            receiver = RankReceiver(self.get_model(), torch.device(self.device), self._paceline_load_full)
+            self.__dict__["_paceline_state"] = receiver
+        return receiver
+
+    def _paceline_load_full(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            forget_cpu_moe_kernels(self.get_model())
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+            self.model_runner.reload_weights(weights_iterator=tensors, is_checkpoint_format=True)
+
+
+_keep_plain_cpu_linears()

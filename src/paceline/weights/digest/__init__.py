@@ -1,0 +1,1 @@
+"""Digests of parameters that add up over shards, and their comparison."""

@@ -1,0 +1,201 @@
+"""Layouts: which box of which global tensor a rank holds or needs, and where it lies in its memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgpack
+
+from paceline.core.errors import InvalidMessageError, WeightSyncError
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.transport.dtypes import ITEM_SIZES
+
+LAYOUT_SCHEMA: Final = 1
+_MAX_DIMS: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSlice:
+    """One box of a global tensor, and its place in one parameter of the rank.
+
+    Attributes:
+        name: the tensor's name in the Hugging Face state dict.
+        global_shape: the whole tensor's shape.
+        box: the part that this rank holds (a learner) or needs (a rollout rank), in global indices.
+        param: the rank's own name of the parameter that carries the part (`...qkv_proj.weight`).
+        offset: index in that parameter at which the box begins; as many dimensions as the tensor has.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
+    param: str
+    offset: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        dims = len(self.global_shape)
+        if not 1 <= dims <= _MAX_DIMS or len(self.box.start) != dims or len(self.offset) != dims:
+            raise ValueError(
+                f"{self.name}: shape {self.global_shape}, box {self.box} and offset {self.offset} must have the "
+                f"same number of dimensions, 1 to {_MAX_DIMS}"
+            )
+        if not Box.whole(self.global_shape).contains(self.box) or min(self.offset) < 0:
+            raise ValueError(
+                f"{self.name}: box {self.box} must lie within shape {self.global_shape} and offset "
+                f"{self.offset} must not be negative"
+            )
+
+    @property
+    def local_box(self) -> Box:
+        """Where the box lies in the rank's parameter."""
+        return self.to_local(self.box)
+
+    def to_local(self, part: Box) -> Box:
+        """Where a part of the box (in global indices) lies in the rank's parameter."""
+        return part.relative_to(self.box.start).translate(self.offset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLayout:
+    """All that one rank holds or needs.
+
+    Attributes:
+        dtype: element type of the rank's parameters, as torch names it ("float32").
+        slices: its parts; at most one rank-local place per element.
+        whole: the rank takes the general path: it needs every tensor in full, in checkpoint form, and
+            loads it through the inference engine. `slices` is then empty; `expand_whole` fills it.
+    """
+
+    dtype: str
+    slices: tuple[TensorSlice, ...]
+    whole: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings, fit for msgpack."""
+        return {
+            "schema": LAYOUT_SCHEMA,
+            "dtype": self.dtype,
+            "whole": self.whole,
+            "slices": [
+                [s.name, list(s.global_shape), list(s.box.start), list(s.box.stop), s.param, list(s.offset)]
+                for s in self.slices
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: object) -> RankLayout:
+        """Reads what `to_dict` wrote; raises InvalidMessageError where anything is off."""
+        try:
+            return _read_layout(data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidMessageError(f"weight layout: {error}", reason="bad_layout") from error
+
+    def to_bytes(self) -> bytes:
+        """The layout as one msgpack message."""
+        packed: bytes = msgpack.packb(self.to_dict())
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RankLayout:
+        """Reads what `to_bytes` wrote; raises InvalidMessageError where anything is off."""
+        try:
+            plain = msgpack.unpackb(data)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise InvalidMessageError(f"weight layout: not msgpack: {error}", reason="bad_layout") from error
+        return cls.from_dict(plain)
+
+
+def chunk_rows(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
+    """First and one-past-last row of `rank` under `torch.chunk`: equal chunks, the last ones short or empty."""
+    size = math.ceil(num_rows / world_size)
+    return min(rank * size, num_rows), min((rank + 1) * size, num_rows)
+
+
+def fsdp_layout(
+    shapes: Mapping[str, tuple[int, ...]], *, rank: int, world_size: int, dtype: str
+) -> RankLayout:
+    """The layout of one FSDP2 rank: every tensor sharded along dimension 0.
+
+    Args:
+        shapes: global shape by tensor name, in the model's order.
+        rank: this rank in the sharding mesh.
+        world_size: size of the sharding mesh.
+        dtype: element type of the shards.
+
+    Raises:
+        WeightSyncError: a tensor has no dimension to shard.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not in 0..{world_size - 1}")
+    slices = []
+    for name, shape in shapes.items():
+        if not shape:
+            raise WeightSyncError(f"{name}: a tensor without dimensions cannot be sharded; leave it out")
+        first, last = chunk_rows(shape[0], rank, world_size)
+        box = Box((first, *(0 for _ in shape[1:])), (last, *shape[1:]))
+        if box.volume:
+            offset = (0,) * len(shape)
+            slices.append(TensorSlice(name=name, global_shape=shape, box=box, param=name, offset=offset))
+    return RankLayout(dtype=dtype, slices=tuple(slices))
+
+
+def tensor_shapes(layouts: Iterable[RankLayout]) -> dict[str, tuple[int, ...]]:
+    """Global shape by tensor name, in order of first mention; raises WeightSyncError where ranks disagree."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank, layout in enumerate(layouts):
+        for part in layout.slices:
+            known = shapes.setdefault(part.name, part.global_shape)
+            if known != part.global_shape:
+                raise WeightSyncError(
+                    f"{part.name}: rank {rank} gives shape {part.global_shape}, another rank {known}; "
+                    "the two sides do not run the same model"
+                )
+    return shapes
+
+
+def expand_whole(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> RankLayout:
+    """The layout with every tensor in full where it asks for the general path, else the layout itself."""
+    if not layout.whole:
+        return layout
+    slices = tuple(
+        TensorSlice(name=name, global_shape=shape, box=Box.whole(shape), param=name, offset=(0,) * len(shape))
+        for name, shape in shapes.items()
+    )
+    return RankLayout(dtype=layout.dtype, slices=slices, whole=True)
+
+
+def _read_layout(data: object) -> RankLayout:
+    if not isinstance(data, dict) or data.get("schema") != LAYOUT_SCHEMA:
+        raise ValueError(f"need a map of schema {LAYOUT_SCHEMA}")
+    if data["dtype"] not in ITEM_SIZES:
+        raise ValueError(f"dtype {data['dtype']!r} is none of {', '.join(ITEM_SIZES)}")
+    if not isinstance(data["whole"], bool) or not isinstance(data["slices"], list):
+        raise TypeError("`whole` must be a bool and `slices` a list")
+    return RankLayout(
+        dtype=data["dtype"], slices=tuple(map(_read_slice, data["slices"])), whole=data["whole"]
+    )
+
+
+def _read_slice(fields: object) -> TensorSlice:
+    if not isinstance(fields, list) or len(fields) != 6:
+        raise TypeError("a slice is a list of six fields")
+    name, shape, start, stop, param, offset = fields
+    if not isinstance(name, str) or not isinstance(param, str) or not name or not param:
+        raise TypeError("a slice's names must be non-empty strings")
+    return TensorSlice(
+        name=name,
+        global_shape=read_ints(shape),
+        box=Box(read_ints(start), read_ints(stop)),
+        param=param,
+        offset=read_ints(offset),
+    )
+
+
+def read_ints(values: object) -> tuple[int, ...]:
+    """A tuple of plain integers out of an untrusted list; raises TypeError otherwise."""
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise TypeError(f"need a list of integers, got {values!r}")
+    return tuple(values)

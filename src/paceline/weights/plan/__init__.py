@@ -1,0 +1,1 @@
+"""Who sends what to whom, in which round."""

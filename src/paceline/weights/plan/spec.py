@@ -1,0 +1,134 @@
+"""What a rank must know to join the group that carries weights: one message for all members of an epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgpack
+
+from paceline.core.errors import InvalidMessageError
+from paceline.weights.geometry.layout import RankLayout, expand_whole, tensor_shapes
+from paceline.weights.plan.plan import RELAY_MODES
+from paceline.weights.transport.dtypes import ITEM_SIZES
+
+SPEC_SCHEMA: Final = 1
+BACKENDS: Final = ("gloo", "nccl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGroupSpec:
+    """The weight group of one membership epoch.
+
+    Ranks 0..L-1 are the learner's, then follow the rollout servers' TP ranks, server by server.
+
+    Attributes:
+        epoch: membership epoch; never used twice with one store.
+        backend: "gloo" or "nccl".
+        store_host, store_port: where learner rank 0 listens for the rendezvous.
+        learner_layouts, rollout_layouts: what each rank holds or needs, by rank.
+        wire_dtype: element type on the wire; equal to that of the rollout ranks' parameters.
+        round_bytes: most bytes that any rank receives in a round or packs for one; staging is two rounds on either side.
+        relay: whether rollout ranks pass on to each other what several need; see `build_plan`.
+        timeout_s: deadline of forming, and of each push that is given none of its own.
+    """
+
+    epoch: int
+    backend: str
+    store_host: str
+    store_port: int
+    learner_layouts: tuple[RankLayout, ...]
+    rollout_layouts: tuple[RankLayout, ...]
+    wire_dtype: str
+    round_bytes: int = 512 << 20
+    relay: str = "never"
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend {self.backend!r} is none of {', '.join(BACKENDS)}")
+        if self.relay not in RELAY_MODES:
+            raise ValueError(f"relay {self.relay!r} is none of {', '.join(RELAY_MODES)}")
+        if self.wire_dtype not in ITEM_SIZES:
+            raise ValueError(f"wire dtype {self.wire_dtype!r} is none of {', '.join(ITEM_SIZES)}")
+        if not self.learner_layouts or not self.rollout_layouts:
+            raise ValueError("a weight group needs at least one learner and one rollout rank")
+        if not 0 < self.store_port < 1 << 16 or self.round_bytes < 1 or not self.timeout_s > 0:
+            raise ValueError(
+                f"store port {self.store_port}, round_bytes {self.round_bytes} and timeout_s {self.timeout_s} "
+                "must be positive"
+            )
+        for rank, layout in enumerate(self.rollout_layouts):
+            if layout.dtype != self.wire_dtype:
+                raise ValueError(
+                    f"rollout rank {rank} keeps {layout.dtype} parameters, the wire carries {self.wire_dtype}; "
+                    "they must be equal, or digests could not be"
+                )
+
+    @property
+    def num_learners(self) -> int:
+        """Learner ranks; also the group rank of the first rollout rank."""
+        return len(self.learner_layouts)
+
+    @property
+    def world_size(self) -> int:
+        """All ranks of the group."""
+        return len(self.learner_layouts) + len(self.rollout_layouts)
+
+    def expanded_rollout_layouts(self) -> tuple[RankLayout, ...]:
+        """The rollout ranks' layouts, those that take the general path filled with every learner tensor."""
+        shapes = tensor_shapes(self.learner_layouts)
+        return tuple(expand_whole(layout, shapes) for layout in self.rollout_layouts)
+
+    def rank_name(self, rank: int) -> str:
+        """How a group rank is called in messages."""
+        first = self.num_learners
+        return f"learner rank {rank}" if rank < first else f"rollout rank {rank - first}"
+
+    def to_bytes(self) -> bytes:
+        """The spec as one msgpack message."""
+        plain: dict[str, Any] = {
+            "schema": SPEC_SCHEMA,
+            "epoch": self.epoch,
+            "backend": self.backend,
+            "store_host": self.store_host,
+            "store_port": self.store_port,
+            "learner_layouts": [layout.to_dict() for layout in self.learner_layouts],
+            "rollout_layouts": [layout.to_dict() for layout in self.rollout_layouts],
+            "wire_dtype": self.wire_dtype,
+            "round_bytes": self.round_bytes,
+            "relay": self.relay,
+            "timeout_s": float(self.timeout_s),
+        }
+        packed: bytes = msgpack.packb(plain)
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> WeightGroupSpec:
+        """Reads what `to_bytes` wrote; raises InvalidMessageError where anything is off."""
+        try:
+            plain = msgpack.unpackb(data)
+            if not isinstance(plain, dict) or plain.pop("schema", None) != SPEC_SCHEMA:
+                raise ValueError(f"need a map of schema {SPEC_SCHEMA}")
+            for key, kind in _KINDS.items():
+                if type(plain[key]) is not kind:
+                    raise TypeError(f"{key} must be {kind.__name__}, got {plain[key]!r}")
+            for side in ("learner_layouts", "rollout_layouts"):
+                plain[side] = tuple(map(RankLayout.from_dict, plain[side]))
+            return cls(**plain)
+        except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+            raise InvalidMessageError(f"weight group spec: {error}", reason="bad_weight_group") from error
+
+
+_KINDS: Final[dict[str, type]] = {
+    "epoch": int,
+    "backend": str,
+    "store_host": str,
+    "store_port": int,
+    "learner_layouts": list,
+    "rollout_layouts": list,
+    "wire_dtype": str,
+    "round_bytes": int,
+    "relay": str,
+    "timeout_s": float,
+}

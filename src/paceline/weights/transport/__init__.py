@@ -1,0 +1,1 @@
+"""The process group of a push, its rendezvous, and the copies at its ends."""

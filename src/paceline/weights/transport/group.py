@@ -1,0 +1,393 @@
+"""The group that carries weights: forming it, one push over it, taking it down.
+
+The group lives outside torch's default one, so that the learner needs nothing of the inference engine and the
+engine nothing of the learner. A push goes round by round, with two staging slots on either side:
+
+    learner     pack round k into slot k % 2 (once the send of k - 2 is done), send it, do not wait
+    rollout     post round k + 1: receive it, and send on what of k the plan says; wait for round k; scatter it into the parameters
+
+On CUDA the caller's stream packs and scatters, NCCL's own stream transfers, round after round without a gap, and a `wait` makes one
+stream wait for the other: the same order of calls overlaps all three. With gloo a `wait` blocks the thread; staging is then in
+host memory, also for parameters on a GPU, which is the way for two sides that share one (NCCL refuses them).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from paceline.core.errors import WeightSyncError
+from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.geometry.parameters import Prepared
+from paceline.weights.plan.plan import MessageKey, Piece, TransferPlan, build_plan
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.transport.copies import Moves
+from paceline.weights.transport.rendezvous import Abandonment, Deadline, make_process_group
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NUM_SLOTS: Final = 2
+_GREETING_BYTES: Final = 128
+_TAG_GREETING, _TAG_DIGESTS, _TAG_ROUND = 1, 2, 16
+
+Message = tuple[torch.Tensor, int, int]
+"""A contiguous tensor, the group rank that it goes to or comes from, and a tag that this pair uses for nothing else meanwhile"""
+
+Round = tuple[tuple[Piece, torch.Tensor], ...]
+"""Pieces of a round with their elements in staging, in the piece's shape"""
+
+
+def plan_of(spec: WeightGroupSpec) -> TransferPlan:
+    """The plan that every rank of the group works by."""
+    return build_plan(
+        spec.learner_layouts,
+        spec.rollout_layouts,
+        item_bytes=DTYPES[spec.wire_dtype].itemsize,
+        round_bytes=spec.round_bytes,
+        relay=spec.relay,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slice:
+    """A message's place in staging: `slot` is the parity of the round that filled it."""
+
+    key: MessageKey
+    slot: int
+    begin: int
+    size: int
+
+
+class WeightGroup:
+    """One member's end of the group of one membership epoch.
+
+    Every method that waits takes a Deadline. After any error the group is aborted and only fit to be dropped.
+    """
+
+    def __init__(
+        self,
+        spec: WeightGroupSpec,
+        rank: int,
+        plan: TransferPlan,
+        process_group: Any,
+        device: torch.device,
+        abandonment: Abandonment,
+    ) -> None:
+        self.spec, self.rank, self.plan, self.device = spec, rank, plan, device
+        self._process_group, self._abandonment = process_group, abandonment
+        self._pending: list[_Pending] = []
+        placed = self._layout_rounds()
+        sizes = [0] * _NUM_SLOTS
+        for message in (message for ours in (*self._sends, *self._receives) for message in ours):
+            sizes[message.slot] = max(sizes[message.slot], message.begin + message.size)
+        self._wire_device = device if spec.backend == "nccl" else torch.device("cpu")
+        pinned = device.type == "cuda" and self._wire_device.type == "cpu"
+        self._slots = [
+            torch.empty(size, dtype=DTYPES[spec.wire_dtype], device=self._wire_device, pin_memory=pinned)
+            for size in sizes
+        ]
+        self.rounds: tuple[Round, ...] = tuple(
+            tuple(
+                (piece, self._slots[number % _NUM_SLOTS][at : at + piece.box.volume].view(piece.box.shape))
+                for piece, at in pieces
+            )
+            for number, pieces in enumerate(placed)
+        )
+        self._packing = Prepared[list[Moves]]()
+
+    @classmethod
+    def form(
+        cls,
+        spec: WeightGroupSpec,
+        *,
+        rank: int,
+        layout: RankLayout,
+        device: torch.device,
+        timeout_s: float,
+        store: Store | None = None,
+    ) -> WeightGroup:
+        """Joins the group; returns when every rank has joined, is connected and has the same plan.
+
+        Args:
+            rank: rank in the group: learners first.
+            layout: what this rank holds or needs right now; must be what the spec says of it.
+            store: learner rank 0's own store; the others connect to it.
+
+        Raises:
+            WeightSyncError: the spec describes another model or another plan than this rank's.
+            DeadlineError, PeerLostError: a member did not come or went away.
+        """
+        known = (*spec.learner_layouts, *spec.rollout_layouts)[rank]
+        if known != layout:
+            raise WeightSyncError(
+                f"{spec.rank_name(rank)}: the group spec describes other slices than this rank has; it was made "
+                "from an older description or for another rank"
+            )
+        plan = plan_of(spec)
+        deadline = Deadline("weight group join", timeout_s)
+        try:
+            if store is None:
+                store = TCPStore(
+                    spec.store_host,
+                    spec.store_port,
+                    timeout=deadline.remaining("learner rank 0"),
+                    wait_for_workers=False,
+                )
+            process_group = make_process_group(spec, rank, store, deadline)
+        except RuntimeError as error:
+            raise deadline.translate(error, "some member of the weight group") from error
+        group = cls(spec, rank, plan, process_group, device, Abandonment(store, spec.epoch))
+        group._greet(deadline)
+        return group
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory held beside the parameters, from forming to abort."""
+        return sum(slot.nbytes for slot in self._slots)
+
+    def prepare(self, shards: Mapping[str, torch.Tensor]) -> list[Moves]:
+        """How a learner packs each round; worked out once, and again where a shard's storage has moved."""
+        return self._packing.get(
+            shards.values(),
+            lambda: [
+                Moves([(shards[piece.source_param][piece.source_box.slices], view) for piece, view in pieces])
+                for pieces in self.rounds
+            ],
+        )
+
+    def send(
+        self,
+        shards: Mapping[str, torch.Tensor],
+        deadline: Deadline,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """A learner's part of a push: casts, packs and sends every round.
+
+        Args:
+            shards: this rank's shards by name, as its layout describes them.
+            meanwhile: called once while the last rounds are under way.
+        """
+        pending: list[_Pending] = []
+        with self._aborting():
+            for number, packing in enumerate(self.prepare(shards)):
+                if number >= _NUM_SLOTS:
+                    pending[number - _NUM_SLOTS].wait(deadline)
+                packing.run()
+                pending.append(self._post_round(number, deadline))
+            if meanwhile is not None:
+                meanwhile()
+            for work in pending[-_NUM_SLOTS:]:
+                work.wait(deadline)
+            self._finish(deadline)
+
+    def receive(self, deadline: Deadline) -> Iterator[Round]:
+        """A rollout rank's part of a push: yields each of `rounds` when its elements are in staging.
+
+        They stay there until the next item is asked for. What other rollout ranks are to get of a round goes out meanwhile.
+        """
+        with self._aborting():
+            following = self._post_round(0, deadline)
+            for number, pieces in enumerate(self.rounds):
+                arriving = following
+                if not arriving.on_stream:
+                    # What is sent on must have come, and the slot that was sent from be free. NCCL goes in order by itself.
+                    arriving.wait(deadline)
+                following = self._post_round(number + 1, deadline)
+                arriving.wait(deadline)
+                yield pieces
+            self._finish(deadline)
+
+    def sum_at_first(self, values: torch.Tensor, deadline: Deadline) -> torch.Tensor:
+        """Adds up int64 vectors of the learner ranks; learner rank 0 gets the sum, the others their own back."""
+        learners = range(1, self.spec.num_learners)
+        values = values.to(self._wire_device)
+        with self._aborting():
+            if self.rank != 0:
+                self._post([(values, 0, _TAG_DIGESTS)], [], deadline).wait(deadline)
+                self._finish(deadline)
+                return values
+            shares = [torch.empty_like(values) for _ in learners]
+            receives = [(share, peer, _TAG_DIGESTS) for share, peer in zip(shares, learners, strict=True)]
+            self._post([], receives, deadline).wait(deadline)
+            self._finish(deadline)
+        return torch.stack([values, *shares]).sum(dim=0)
+
+    def abort(self) -> None:
+        """Cuts all connections and frees staging; whoever waits for this rank gets an error. May be repeated."""
+        for pending in self._pending:
+            pending.drop()
+        self._pending = []
+        if self._process_group is not None:
+            self._process_group.abort()
+        self._process_group = None
+        self._slots, self.rounds = [], ()
+        self._packing.forget()
+
+    def _layout_rounds(self) -> list[list[tuple[Piece, int]]]:
+        """Per round, the pieces that this rank packs or scatters, with their place in the staging slot; and its messages.
+
+        What a learner sends to several replicas alike is packed once. What a rollout rank passes on lies in one stretch, channel
+        by channel and learner after learner, so that it goes out as one message.
+        """
+        plan, first = self.plan, self.spec.num_learners
+        sending = self.rank < first
+        pieces: dict[MessageKey, list[Piece]] = {}
+        for piece in plan.of_source(self.rank) if sending else plan.of_destination(self.rank - first):
+            pieces.setdefault(plan.message_of(piece), []).append(piece)
+        self._sends: list[list[_Slice]] = [[] for _ in range(plan.num_rounds)]
+        self._receives: list[list[_Slice]] = [[] for _ in range(plan.num_rounds)]
+        rounds: list[list[tuple[Piece, int]]] = [[] for _ in range(plan.num_rounds)]
+        places: dict[object, int] = {}
+        filled = [0] * plan.num_rounds
+        for key in sorted(pieces, key=lambda key: (key.round, key.channel, key.sender, key.receiver)):
+            number, size = key.round, plan.message_sizes[key]
+            alike = tuple((piece.source_param, piece.source_box) for piece in pieces[key]) if sending else key
+            begin = places.setdefault((number, alike), filled[number])
+            messages = self._sends if sending else self._receives
+            messages[number].append(_Slice(key=key, slot=number % _NUM_SLOTS, begin=begin, size=size))
+            if begin == filled[number]:
+                rounds[number] += [(piece, begin + piece.offset) for piece in pieces[key]]
+                filled[number] += size
+        if not sending:
+            for key in sorted(key for key in plan.message_sizes if key.sender == self.rank):
+                self._sends[key.round].append(self._passed_on(key))
+        return rounds
+
+    def _passed_on(self, key: MessageKey) -> _Slice:
+        """Where that which a rollout rank passes on in this message arrived the round before."""
+        parts = [
+            part
+            for part in self._receives[key.round - 1]
+            if part.key.channel == key.channel and part.key.sender < self.spec.num_learners
+        ]
+        size = self.plan.message_sizes[key]
+        begin = min(part.begin for part in parts)
+        assert sum(part.size for part in parts) == size, "a relay passes on what it got, no more and no less"
+        return _Slice(key=key, slot=(key.round - 1) % _NUM_SLOTS, begin=begin, size=size)
+
+    def _post_round(self, number: int, deadline: Deadline) -> _Pending:
+        """Starts this rank's part of a round; of one that does not exist, nothing."""
+        if number >= self.plan.num_rounds:
+            return self._post([], [], deadline)
+        sends = [self._message(part, part.key.receiver) for part in self._sends[number]]
+        receives = [self._message(part, part.key.sender) for part in self._receives[number]]
+        return self._post(sends, receives, deadline)
+
+    def _message(self, part: _Slice, peer: int) -> Message:
+        tag = _TAG_ROUND + part.key.round * self.plan.num_channels + part.key.channel
+        return self._slots[part.slot][part.begin : part.begin + part.size], peer, tag
+
+    def _post(self, sends: Sequence[Message], receives: Sequence[Message], deadline: Deadline) -> _Pending:
+        pending = _Pending(on_stream=self.spec.backend == "nccl")
+        self._pending = [other for other in self._pending if not other.done] + [pending]
+        calls = [("send", *message) for message in sends] + [("recv", *message) for message in receives]
+        if not calls:
+            return pending
+        if pending.on_stream:
+            # One NCCL group per round. Outside of a group each pair would get a communicator of its own.
+            self._live_group()._start_coalescing()
+        for call, tensor, peer, tag in calls:
+            try:
+                pending.add(getattr(self._live_group(), call)([tensor], peer, tag), self.spec.rank_name(peer))
+            except RuntimeError as error:
+                raise deadline.translate(error, self.spec.rank_name(peer)) from error
+        if pending.on_stream:
+            pending.drop()
+            pending.add(self._live_group()._end_coalescing(), "some member of the weight group")
+        return pending
+
+    def _live_group(self) -> Any:
+        if self._process_group is None:
+            raise WeightSyncError(
+                f"{self.spec.rank_name(self.rank)}: the weight group was aborted; form a new one"
+            )
+        return self._process_group
+
+    def _greet(self, deadline: Deadline) -> None:
+        """One small message per pair that will ever talk: makes the connections, compares the plans."""
+        num_learners, world = self.spec.num_learners, self.spec.world_size
+        learner = self.rank < num_learners
+        mine = torch.zeros(_GREETING_BYTES, dtype=torch.uint8)
+        mine[:32] = torch.frombuffer(bytearray(self.plan.fingerprint), dtype=torch.uint8)
+        mine = mine.to(self._wire_device)
+        targets = [*range(num_learners, world), *([0] if self.rank else [])] if learner else []
+        targets += [to for origin, to in self.plan.relay_pairs if origin == self.rank]
+        origins = [*(range(1, num_learners) if self.rank == 0 else range(0 if learner else num_learners))]
+        origins += [origin for origin, to in self.plan.relay_pairs if to == self.rank]
+        received = [(torch.empty_like(mine), origin, _TAG_GREETING) for origin in origins]
+        with self._aborting():
+            sends = [(mine, to, _TAG_GREETING) for to in targets]
+            self._post(sends, received, deadline).wait(deadline)
+            self._finish(deadline)
+            for greeting, origin, _ in received:
+                if not torch.equal(greeting, mine):
+                    raise WeightSyncError(
+                        f"{self.spec.rank_name(self.rank)} and {self.spec.rank_name(origin)} computed different "
+                        "transfer plans; both must run the same version of Paceline and get the same spec"
+                    )
+
+    def _finish(self, deadline: Deadline) -> None:
+        """Waits until the device has done all that was queued; nothing to do without a stream."""
+        if self.device.type != "cuda":
+            return
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        # CUDA has no wait with a deadline, so this asks again and again.
+        self._abandonment.rest()
+        while not done.query():
+            deadline.remaining("the device's queue")
+            self._abandonment.check(deadline.phase)
+            time.sleep(50e-6)
+
+    def _aborting(self) -> _AbortOnError:
+        return _AbortOnError(self)
+
+
+class _AbortOnError:
+    """Aborts the group where its body fails, so that no peer waits for a rank that has given up."""
+
+    def __init__(self, group: WeightGroup) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._group.abort()
+
+
+class _Pending:
+    """Transfers under way, each with its peer's name; waits for each exactly once (gloo hangs on a second)."""
+
+    def __init__(self, *, on_stream: bool) -> None:
+        self._works: list[tuple[Any, str]] = []
+        self.on_stream = on_stream
+
+    def add(self, work: Any, peer: str) -> None:
+        self._works.append((work, peer))
+
+    def wait(self, deadline: Deadline) -> None:
+        while self._works:
+            work, peer = self._works.pop(0)
+            try:
+                if self.on_stream:
+                    work.wait()
+                else:
+                    work.wait(deadline.remaining(peer))
+            except RuntimeError as error:
+                raise deadline.translate(error, peer) from error
+            finally:
+                # The traceback of an error would keep it, and with it the connections, alive.
+                del work
+
+    @property
+    def done(self) -> bool:
+        return not self._works
+
+    def drop(self) -> None:
+        self._works = []
