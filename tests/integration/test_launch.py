@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.cli import run_dir as run_dirs
+from paceline.cli.launch import run_dir as run_dirs
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -21,9 +21,10 @@ SUPPORT = Path(__file__).parents[1] / "support"
 DRIVER = """
 import asyncio, json, sys
 from pathlib import Path
-from paceline.cli import launch, run_dir as run_dirs
-from paceline.cli.plan import ProcessSpec, Role
-from paceline.cli.view import PlainView
+from paceline.cli.launch import run as launch
+from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.launch.plan import ProcessSpec, Role
+from paceline.cli.live.view import PlainView
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 

@@ -17,14 +17,15 @@ import pytest
 import yaml
 from rich.console import Console
 
-from paceline.cli import doctor, dry_run, plan
-from paceline.cli import run_dir as run_dirs
-from paceline.cli.check import quick_check
-from paceline.cli.follow import RunEnd, follow
-from paceline.cli.live import LiveView
+from paceline.cli.commands import doctor
+from paceline.cli.commands.check import quick_check
+from paceline.cli.launch import dry_run, plan
+from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.launch.plan import Machine
+from paceline.cli.live.follow import RunEnd, follow
+from paceline.cli.live.table import LiveView
+from paceline.cli.live.view import PlainView, numbers, step_line
 from paceline.cli.main import main
-from paceline.cli.plan import Machine
-from paceline.cli.view import PlainView, numbers, step_line
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError, PeerLostError

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.charts import CARD, Series, _smooth, line_chart, short, stacked_bars, ticks_between
-from paceline.cli.report import write_report
-from paceline.cli.report_data import phase_seconds, read_run
-from paceline.cli.summary import closing_lines
+from paceline.cli.commands.report import write_report
+from paceline.cli.report.charts import CARD, Series, _smooth, line_chart, short, stacked_bars, ticks_between
+from paceline.cli.report.data import phase_seconds, read_run
+from paceline.cli.report.summary import closing_lines
 from paceline.core.errors import DataError
 from support.synthetic_run import write_run
 

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.reward.builtin import gsm8k
-from paceline.reward.registry import load, resolve
+from paceline.reward.functions.registry import load, resolve
 
 SUPPORT = "support.reward_functions"
 

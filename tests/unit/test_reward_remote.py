@@ -12,8 +12,8 @@ import pytest
 from paceline.config.reward import RewardConfig, RewardFunctionConfig, RewardServiceConfig
 from paceline.core.errors import ConfigError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
-from paceline.reward.gateway import Gateway, check_extra_keys, function_specs
-from paceline.reward.remote import RemoteOptions, RemoteScorer, join_error, split_error
+from paceline.reward.remote.client import RemoteOptions, RemoteScorer, join_error, split_error
+from paceline.reward.scorer import Gateway, check_extra_keys, function_specs
 from paceline.reward.scoring import Verdict
 from support.reward_servers import OddServer, serving
 

@@ -22,8 +22,8 @@ from paceline.core.errors import (
     RewardErrorKind,
 )
 from paceline.core.scoring import ScoreItem
+from paceline.reward.functions.pool import ScorerPool
 from paceline.reward.scoring import FunctionSpec, Verdict
-from paceline.reward.workers import ScorerPool
 
 OBEDIENT = FunctionSpec(name="f", reference="support.reward_functions:obedient")
 LENGTH = FunctionSpec(name="length", reference="support.reward_functions:length", weight=0.5)
@@ -233,7 +233,7 @@ async def test_a_cancelled_call_leaves_the_pool_usable() -> None:
 async def test_workers_that_cannot_be_replaced_end_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.reward.workers._RESTART_PAUSES_S", (0.0, 0.01))
+    monkeypatch.setattr("paceline.reward.functions.pool._RESTART_PAUSES_S", (0.0, 0.01))
     path = tmp_path / "fleeting.py"
     path.write_text("import os\ndef f(response, ground_truth):\n    os._exit(1)\n")
     async with ScorerPool(
@@ -251,7 +251,7 @@ def test_workers_die_with_their_parent() -> None:
         "import asyncio, os, signal\n"
         "from paceline.core.scoring import ScoreItem\n"
         "from paceline.reward.scoring import FunctionSpec\n"
-        "from paceline.reward.workers import ScorerPool\n"
+        "from paceline.reward.functions.pool import ScorerPool\n"
         "async def main():\n"
         f"    pool = ScorerPool([FunctionSpec(name='f', reference={OBEDIENT.reference!r})], num_workers=1, timeout_s=60)\n"
         "    await pool.start()\n"
@@ -346,5 +346,5 @@ def children() -> list[int]:
         int(pid)
         for task in Path("/proc/self/task").iterdir()
         for pid in (task / "children").read_text().split()
-        if "paceline.reward.worker" in Path(f"/proc/{pid}/cmdline").read_text()
+        if "paceline.reward.functions.child" in Path(f"/proc/{pid}/cmdline").read_text()
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.machine import free_port
+from paceline.cli.launch.machine import free_port
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DeadlineError, PeerLostError, ProtocolError

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     name = parser.parse_args(words[:1]).command
     module, told = COMMANDS[name]
-    command = importlib.import_module(f"paceline.cli.{module}")
+    command = importlib.import_module(f"paceline.cli.commands.{module}")
     command_parser = argparse.ArgumentParser(prog=f"paceline {name}", description=told)
     command.add_arguments(command_parser)
     # Intermixed: overrides may stand before and after options.

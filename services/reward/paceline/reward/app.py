@@ -18,7 +18,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.members import MemberKind
 from paceline.data.prompts import load_tokenizer
 from paceline.reward.consumer import Consumer, ConsumerOptions
-from paceline.reward.gateway import Gateway, check_extra_keys
+from paceline.reward.scorer import Gateway, check_extra_keys
 from paceline.reward.servicer import RewardServicer
 from paceline.rpc.v1 import reward_pb2_grpc
 from paceline.service import telemetry

@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import PacelineError, exit_code
-from paceline.reward import registry
+from paceline.reward.functions import registry
 from paceline.service.logs import setup_logging
 from paceline.service.process import die_with_parent
 

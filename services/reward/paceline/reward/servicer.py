@@ -6,7 +6,7 @@ from paceline.core.errors import EnvironmentLackError
 from paceline.core.reward_function import one_line
 from paceline.core.scoring import ScoreResult
 from paceline.reward.consumer import Scorer
-from paceline.reward.remote import join_error
+from paceline.reward.remote.client import join_error
 from paceline.reward.scoring import Verdict
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.wire.protobuf import score_item_from_proto, score_result_to_proto

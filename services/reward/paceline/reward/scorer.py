@@ -12,10 +12,10 @@ from paceline.config.reward import RewardConfig
 from paceline.core.errors import ConfigError
 from paceline.core.reward_function import RESERVED_NAMES
 from paceline.core.scoring import ScoreItem
-from paceline.reward.registry import BUILTIN_NAMES
-from paceline.reward.remote import RemoteOptions, RemoteScorer
+from paceline.reward.functions.pool import ScorerPool
+from paceline.reward.functions.registry import BUILTIN_NAMES
+from paceline.reward.remote.client import RemoteOptions, RemoteScorer
 from paceline.reward.scoring import FunctionSpec, Verdict, add, check_names
-from paceline.reward.workers import ScorerPool
 from paceline.service.transport import DEFAULT_MAX_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)

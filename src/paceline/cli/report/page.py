@@ -8,11 +8,11 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from paceline.cli.charts import WIDE, Series, line_chart, stacked_bars
-from paceline.cli.report_data import RunData, Samples, phase_seconds
-from paceline.cli.report_guard import guard_section
-from paceline.cli.report_style import STYLE
-from paceline.cli.summary import TRAIN_REWARD, VAL_REWARD
+from paceline.cli.report.charts import WIDE, Series, line_chart, stacked_bars
+from paceline.cli.report.data import RunData, Samples, phase_seconds
+from paceline.cli.report.guard import guard_section
+from paceline.cli.report.style import STYLE
+from paceline.cli.report.summary import TRAIN_REWARD, VAL_REWARD
 
 # title, what it tells, (metric, label)...
 _CHARTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (

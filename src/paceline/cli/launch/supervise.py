@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.cli import processes
-from paceline.cli.plan import ProcessSpec, Role
-from paceline.cli.processes import ManagedProcess
+from paceline.cli.launch import processes
+from paceline.cli.launch.plan import ProcessSpec, Role
+from paceline.cli.launch.processes import ManagedProcess
 from paceline.core.errors import ProtocolError
 
 # Consumers go before what they consume from; the controller hears of every farewell.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.report_guard import Fired, fired_rules, is_routine
-from paceline.cli.summary import read_lines
+from paceline.cli.report.guard import Fired, fired_rules, is_routine
+from paceline.cli.report.summary import read_lines
 
 Row = Mapping[str, Any]
 

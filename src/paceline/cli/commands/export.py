@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from paceline.cli import run_dir as run_dirs
+from paceline.cli.launch import run_dir as run_dirs
 from paceline.core.errors import CheckpointError
 
 

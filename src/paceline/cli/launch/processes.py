@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cli.plan import ProcessSpec
+from paceline.cli.launch.plan import ProcessSpec
 from paceline.core.errors import EnvironmentLackError
 from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
 

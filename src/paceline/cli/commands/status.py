@@ -8,8 +8,8 @@ import asyncio
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli import run_dir as run_dirs
-from paceline.cli.view import phase_words, step_line
+from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.live.view import phase_words, step_line
 from paceline.core.errors import ConfigError
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service import channels

@@ -13,7 +13,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.view import Metrics, StepNumbers, numbers, phase_words
+from paceline.cli.live.view import Metrics, StepNumbers, numbers, phase_words
 
 _NUM_ROWS = 14
 _NUM_NOTICES = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from paceline.cli.ranks import run_ranks
+from paceline.cli.launch.ranks import run_ranks
 from paceline.config.load import dump_yaml, load
 from paceline.config.run import SftRunConfig
 from paceline.core.errors import DataError, ModelError

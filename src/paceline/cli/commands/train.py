@@ -8,12 +8,13 @@ import logging
 import sys
 from pathlib import Path
 
-from paceline.cli import dry_run, launch
-from paceline.cli import run_dir as run_dirs
-from paceline.cli.check import quick_check
-from paceline.cli.live import LiveView
-from paceline.cli.summary import closing_lines
-from paceline.cli.view import PlainView, View
+from paceline.cli.commands.check import quick_check
+from paceline.cli.launch import dry_run
+from paceline.cli.launch import run as launch
+from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.live.table import LiveView
+from paceline.cli.live.view import PlainView, View
+from paceline.cli.report.summary import closing_lines
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.service.grpc_server import check_port

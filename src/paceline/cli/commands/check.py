@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.cli import plan
-from paceline.cli.plan import Machine
+from paceline.cli.launch import plan
+from paceline.cli.launch.plan import Machine
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError, PacelineError
@@ -135,7 +135,8 @@ def _prompts(config: RunConfig, split: str) -> str:
 
 
 def _rewards(config: RunConfig) -> str:
-    from paceline.reward import gateway, registry
+    from paceline.reward import scorer as gateway
+    from paceline.reward.functions import registry
 
     for function in config.reward.functions:
         registry.load(function.name, function.kwargs)

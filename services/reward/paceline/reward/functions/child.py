@@ -1,4 +1,4 @@
-"""A scoring worker process: `python -m paceline.reward.worker`, started and fed by a scorer pool over its pipes.
+"""A scoring worker process: `python -m paceline.reward.functions.child`, started and fed by a scorer pool over its pipes.
 
 In:  one setup (the functions, the memory limit), then batches of items.
 Out: "ready" or "refused" once, then rows of results in the order of the items.
@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 from paceline.core.errors import ConfigError, RewardError
 from paceline.core.reward_function import describe, kind_of, one_line
 from paceline.core.scoring import ScoreItem
-from paceline.reward import frames
-from paceline.reward.registry import load
+from paceline.reward.functions import frames
+from paceline.reward.functions.registry import load
 from paceline.reward.scoring import FunctionSpec, combine
 
 OUT_OF_MEMORY_EXIT = 97

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cli import plan
-from paceline.cli import run_dir as run_dirs
-from paceline.cli.follow import RunEnd, follow
-from paceline.cli.machine import free_port
-from paceline.cli.plan import Machine, ProcessSpec, Role
-from paceline.cli.processes import ManagedProcess
-from paceline.cli.supervise import Supervisor
-from paceline.cli.view import View
+from paceline.cli.launch import plan
+from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.launch.machine import free_port
+from paceline.cli.launch.plan import Machine, ProcessSpec, Role
+from paceline.cli.launch.processes import ManagedProcess
+from paceline.cli.launch.supervise import Supervisor
+from paceline.cli.live.follow import RunEnd, follow
+from paceline.cli.live.view import View
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DeadlineError, PacelineError, PeerLostError, exit_code
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.cli import machine
-from paceline.cli.plan import KEEP_MEMORY, ProcessSpec, Role, torchrun_env
-from paceline.cli.processes import ManagedProcess
-from paceline.cli.supervise import Supervisor
+from paceline.cli.launch import machine
+from paceline.cli.launch.plan import KEEP_MEMORY, ProcessSpec, Role, torchrun_env
+from paceline.cli.launch.processes import ManagedProcess
+from paceline.cli.launch.supervise import Supervisor
 from paceline.core.errors import PeerLostError
 from paceline.service.process import adopt_orphans
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.cli import machine
+from paceline.cli.launch import machine
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from paceline.core.errors import ConfigError, DeadlineError, PeerLostError
-from paceline.reward import frames
+from paceline.reward.functions import frames
+from paceline.reward.functions.child import OUT_OF_MEMORY_EXIT, Progress
 from paceline.reward.scoring import FunctionSpec
-from paceline.reward.worker import OUT_OF_MEMORY_EXIT, Progress
 
 _EXIT_DEADLINE_S = 10.0
 _PIPES_DEADLINE_S = 1.0
@@ -98,7 +98,7 @@ class Sandbox:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "paceline.reward.worker",
+                "paceline.reward.functions.child",
                 str(os.getpid()),
                 str(page),
                 stdin=asyncio.subprocess.PIPE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from paceline.cli.view import View
+from paceline.cli.live.view import View
 from paceline.core.errors import PeerLostError
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service import channels

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints what the function returns, or why its answer would be refused."""
-    from paceline.reward import registry
+    from paceline.reward.functions import registry
 
     extra = dict(_pair(word) for word in args.extra)
     function = registry.load(args.function, extra)

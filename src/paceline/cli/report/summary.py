@@ -52,7 +52,7 @@ def _before_and_after(metrics: list[dict[str, object]], key: str) -> str:
 
 
 def _report(run_dir: Path) -> str:
-    from paceline.cli.report import write_report
+    from paceline.cli.commands.report import write_report
 
     try:
         return f"report: {write_report(run_dir)}"

@@ -17,7 +17,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli import machine
+from paceline.cli.launch import machine
 from paceline.core.errors import EnvironmentLackError
 
 _GIB = 2**30

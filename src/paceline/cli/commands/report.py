@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from paceline.cli import run_dir as run_dirs
+from paceline.cli.launch import run_dir as run_dirs
 from paceline.core.errors import DataError
 from paceline.service.process import write_atomically
 
@@ -35,8 +35,8 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     Raises:
         DataError: the folder holds no run.
     """
-    from paceline.cli.report_data import read_run
-    from paceline.cli.report_page import page
+    from paceline.cli.report.data import read_run
+    from paceline.cli.report.page import page
 
     if not any(
         (run_dir / name).exists() for name in ("metrics.jsonl", "events.jsonl", "config.resolved.yaml")

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 from paceline.core.errors import ConfigError, PacelineError, ProtocolError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
-from paceline.reward import frames
-from paceline.reward.sandbox import Sandbox, SandboxOptions
+from paceline.reward.functions import frames
+from paceline.reward.functions.process import Sandbox, SandboxOptions
 from paceline.reward.scoring import RETRIED_KINDS, FunctionSpec, Verdict, check_names, failed
 
 _log = logging.getLogger(__name__)
@@ -353,7 +353,7 @@ def _parse_row(
     """Reads a worker's result row, which code in the worker may have spoilt.
 
     Raises:
-        ProtocolError: it is not what `paceline.reward.worker` writes.
+        ProtocolError: it is not what `paceline.reward.functions.child` writes.
     """
     try:
         number, reward, components, kind, message, seconds = row

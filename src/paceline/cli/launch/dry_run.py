@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from paceline.cli import plan
-from paceline.cli.plan import Machine, ProcessSpec
+from paceline.cli.launch import plan
+from paceline.cli.launch.plan import Machine, ProcessSpec
 from paceline.config.run import RunConfig
 from paceline.service.process import BROKER_URL, DIE_WITH_PARENT, TOKEN
 

@@ -1,0 +1,1 @@
+"""Reward functions in killable child processes."""

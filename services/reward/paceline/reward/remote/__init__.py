@@ -1,0 +1,1 @@
+"""Scoring by services that somebody else runs."""

@@ -1,0 +1,1 @@
+"""The sub-commands of `paceline`, one module each."""
