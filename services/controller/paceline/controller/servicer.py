@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 
@@ -56,7 +57,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         self._over.set()
 
     async def Register(
-        self, request: controller_pb2.RegisterRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.RegisterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.RegisterResponse:
         """Takes a member in and tells it all it needs."""
         kind = member_kind_from_proto(request.kind)
@@ -85,7 +86,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         )
 
     async def Heartbeat(
-        self, request: controller_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.HeartbeatResponse:
         """Notes a sign of life."""
         member = self._fleet.fleet.get(request.member_id)
@@ -109,7 +110,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         return controller_pb2.HeartbeatResponse(known=known, run_over=self._over.is_set())
 
     async def Leave(
-        self, request: controller_pb2.LeaveRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.LeaveRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.LeaveResponse:
         """Lets a member go."""
         await self._fleet.apply(
@@ -118,7 +119,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         return controller_pb2.LeaveResponse()
 
     async def GetStatus(
-        self, request: controller_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.GetStatusResponse:
         """What the run is doing now."""
         progress, now = self._progress, time.monotonic()
@@ -149,14 +150,14 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         )
 
     async def Watch(
-        self, request: controller_pb2.WatchRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[controller_pb2.WatchEvent]:
         """Events until the run ends."""
         async for event in self._hub.watch(request.from_step):
             yield event
 
     async def StopRun(
-        self, request: controller_pb2.StopRunRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.StopRunResponse:
         """Ends the run in order."""
         self._stop(request.reason or "asked to stop")
