@@ -126,16 +126,6 @@ class RolloutServer:
                 self._move(states.Forgotten())
                 await self._ready().sampler.close()
 
-    async def drain(self) -> None:
-        """Finishes what is under way and takes no more. -> DRAINING -> LEFT; may be repeated."""
-        async with self._one_at_a_time:
-            if self._standing.state is RolloutState.LEFT:
-                return
-            self._move(states.DrainBegan())
-            if self._parts is not None:
-                await self._parts.sampler.close(finish=True)
-            self._move(states.Left())
-
     def _ready(self) -> Parts:
         if self._parts is None:
             raise ProtocolError(
