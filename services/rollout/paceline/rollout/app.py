@@ -135,9 +135,7 @@ class RolloutApp:
 
     def _report(self) -> MemberReport:
         standing = self._server.standing
-        return MemberReport(
-            state=standing.state.value, policy=standing.policy, in_flight=self._server.in_flight
-        )
+        return MemberReport(state=standing.state, policy=standing.policy, in_flight=self._server.in_flight)
 
     async def _heartbeats(self, link: ControllerLink) -> None:
         def reregistered(_: Registration) -> None:

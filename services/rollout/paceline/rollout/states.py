@@ -11,21 +11,13 @@ completely: no token is ever drawn from weights that did not arrive.
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
 from paceline.core.errors import IllegalTransitionError, VersionMismatchError
+from paceline.core.members import RECEIVABLE_STATES, RolloutState
 from paceline.core.policy import PolicyTag
-
-
-class RolloutState(enum.Enum):
-    """What a rollout server is doing; the value is the word in its heartbeats."""
-
-    JOINING = "joining"
-    STALE = "stale"
-    SYNCING = "syncing"
-    SERVING = "serving"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +68,9 @@ class Forgotten:
 
 Event = EngineReady | ReceiveBegan | ReceiveEnded | ReceiveFailed | Committed | Forgotten
 
-_LEGAL_IN: Final[dict[type[Event], tuple[RolloutState, ...]]] = {
+_LEGAL_IN: Final[dict[type[Event], Collection[RolloutState]]] = {
     EngineReady: (RolloutState.JOINING,),
-    ReceiveBegan: (RolloutState.STALE, RolloutState.SYNCING, RolloutState.SERVING),
+    ReceiveBegan: RECEIVABLE_STATES,
     ReceiveEnded: (RolloutState.SYNCING,),
     ReceiveFailed: (RolloutState.SYNCING,),
     Committed: (RolloutState.SYNCING,),
