@@ -158,7 +158,7 @@ class _Headers:
         return details._replace(metadata=grpc.aio.Metadata(*metadata))
 
 
-class _UnaryHeaders(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class _UnaryHeaders(grpc.aio.UnaryUnaryClientInterceptor):
     def __init__(self, headers: _Headers) -> None:
         self._headers = headers
 
@@ -166,7 +166,7 @@ class _UnaryHeaders(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         return await continuation(self._headers.add(details), request)
 
 
-class _StreamHeaders(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[misc]
+class _StreamHeaders(grpc.aio.UnaryStreamClientInterceptor):
     def __init__(self, headers: _Headers) -> None:
         self._headers = headers
 
@@ -174,7 +174,7 @@ class _StreamHeaders(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[mis
         return await continuation(self._headers.add(details), request)
 
 
-class _BothWaysHeaders(grpc.aio.StreamStreamClientInterceptor):  # type: ignore[misc]
+class _BothWaysHeaders(grpc.aio.StreamStreamClientInterceptor):
     def __init__(self, headers: _Headers) -> None:
         self._headers = headers
 
