@@ -93,6 +93,10 @@ class Fleet:
         """Members of a kind that may be called, in order of id."""
         return [m for m in self.members(kind) if m.usable]
 
+    def get(self, member_id: str) -> Member | None:
+        """The current incarnation in a slot."""
+        return self._members.get(member_id)
+
     def register(
         self, *, kind: MemberKind, member_id: str, incarnation: str, address: str, num_ranks: int
     ) -> list[FleetChange]:

@@ -196,8 +196,7 @@ class WeightPush:
             raise next(iter(differences.values()))
         for member in members:
             if member.member_id in differences:
-                error = differences[member.member_id]
-                await self._expel(member, f"{type(error).__name__}: {error}")
+                await self._expel(member, f"WeightSyncError: {differences[member.member_id]}")
         return tuple(member for member in members if member.member_id not in differences)
 
     async def commit(self, candidate: Candidate) -> dict[str, float]:
