@@ -23,13 +23,13 @@ from paceline.core.errors import (
     WeightSyncError,
 )
 from paceline.core.ids import Purpose, sample_seed
+from paceline.core.members import RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import PromptGroup, RewardContext, SamplingSpec, Trajectory
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
 from paceline.rollout.sampler import Sampler, SamplerLimits
 from paceline.rollout.server import Parts, RolloutServer
-from paceline.rollout.states import RolloutState
 from paceline.wire import decode_trajectory, decode_trajectory_header, encode_prompt_group
 from support.fake_engine import FakeEngine
 

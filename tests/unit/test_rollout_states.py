@@ -5,9 +5,10 @@ import itertools
 import pytest
 
 from paceline.core.errors import IllegalTransitionError, VersionMismatchError
+from paceline.core.members import RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rollout import states
-from paceline.rollout.states import RolloutState, Standing, advance
+from paceline.rollout.states import Standing, advance
 
 V3 = PolicyTag(version=3, digest="0" * 16)
 V4 = PolicyTag(version=4, digest="1" * 16)

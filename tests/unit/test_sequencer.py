@@ -16,7 +16,7 @@ from paceline.controller.run.checkpoints import ControllerState
 from paceline.controller.weights.push import _last_named
 from paceline.core.errors import DataError, DeadlineError, PeerLostError, RewardError, WeightSyncError
 from paceline.core.ids import Purpose
-from paceline.core.members import MemberKind
+from paceline.core.members import LearnerState, MemberKind, RewardState, RolloutState
 from paceline.data.cursor import PromptCursor
 from support.fake_fleet import Answer, score_all
 from support.sequencer_run import RUN, run
@@ -153,9 +153,9 @@ async def test_the_last_server_is_tried_though_it_is_suspected(tmp_path: Path) -
     async with run(
         tmp_path, trainer__val_before_train=False, trainer__total_steps=1, rollout__replicas=1
     ) as it:
-        await it.enlist("learner", MemberKind.LEARNER, "ready")
-        await it.enlist("reward-0", MemberKind.REWARD, "serving")
-        await it.enlist("rollout-0", MemberKind.ROLLOUT, "stale")
+        await it.enlist("learner", MemberKind.LEARNER, LearnerState.READY)
+        await it.enlist("reward-0", MemberKind.REWARD, RewardState.SERVING)
+        await it.enlist("rollout-0", MemberKind.ROLLOUT, RolloutState.STALE)
         it.fleet.fleet.members(MemberKind.ROLLOUT)[0].health = Health.SUSPECT
         await it.go()
         assert [c for c in it.peers.calls if c.startswith("commit")] == [
@@ -166,15 +166,15 @@ async def test_the_last_server_is_tried_though_it_is_suspected(tmp_path: Path) -
 
 async def test_a_newcomer_gets_the_current_version_before_the_next_step(tmp_path: Path) -> None:
     async with run(tmp_path, rollout__replicas=1) as it:
-        await it.enlist("learner", MemberKind.LEARNER, "ready")
-        await it.enlist("reward-0", MemberKind.REWARD, "serving")
-        await it.enlist("rollout-0", MemberKind.ROLLOUT, "stale")
+        await it.enlist("learner", MemberKind.LEARNER, LearnerState.READY)
+        await it.enlist("reward-0", MemberKind.REWARD, RewardState.SERVING)
+        await it.enlist("rollout-0", MemberKind.ROLLOUT, RolloutState.STALE)
         train = it.peers.train
 
         async def train_and_enlist(*args: Any, **kwargs: Any) -> Any:
             reply = await train(*args, **kwargs)
             if kwargs["step"] == 1:
-                await it.enlist("rollout-1", MemberKind.ROLLOUT, "stale")
+                await it.enlist("rollout-1", MemberKind.ROLLOUT, RolloutState.STALE)
             return reply
 
         it.peers.train = train_and_enlist  # type: ignore[method-assign]
@@ -320,14 +320,14 @@ async def test_silence_ends_in_an_error_that_names_what_is_missing(tmp_path: Pat
 
 async def test_start_names_who_does_not_come(tmp_path: Path) -> None:
     async with run(tmp_path, service__startup_timeout_s=0.2) as it:
-        await it.enlist("learner", MemberKind.LEARNER, "loading")
+        await it.enlist("learner", MemberKind.LEARNER, LearnerState.LOADING)
         with pytest.raises(DeadlineError, match="the learner and the reward service and 2 rollout server"):
             await it.sequencer.run()
 
 
 async def test_a_member_that_dies_while_starting_ends_the_start_at_once(tmp_path: Path) -> None:
     async with run(tmp_path, service__startup_timeout_s=10.0) as it:
-        await it.enlist("learner", MemberKind.LEARNER, "loading")
+        await it.enlist("learner", MemberKind.LEARNER, LearnerState.LOADING)
         starting = asyncio.create_task(it.sequencer.run())
         await asyncio.sleep(0.05)
         await it.fleet.expel(it.fleet.fleet.members()[0], "out of memory")

@@ -13,14 +13,13 @@ from typing import Any
 
 from paceline.broker.opening import open_broker
 from paceline.core.errors import PacelineError
-from paceline.core.members import MemberKind
+from paceline.core.members import MemberKind, RolloutState
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.engines.vllm.engine import VllmEngine
 from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
 from paceline.rollout.sampler import Sampler, SamplerLimits
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.rollout.servicer import RolloutServicer
-from paceline.rollout.states import RolloutState
 from paceline.rpc.v1 import rollout_pb2_grpc
 from paceline.service import logs, telemetry
 from paceline.service.controller_link import ControllerLink, MemberReport, Registration
@@ -137,9 +136,7 @@ class RolloutApp:
 
     def _report(self) -> MemberReport:
         standing = self._server.standing
-        return MemberReport(
-            state=standing.state.value, policy=standing.policy, in_flight=self._server.in_flight
-        )
+        return MemberReport(state=standing.state, policy=standing.policy, in_flight=self._server.in_flight)
 
     async def _heartbeats(self, link: ControllerLink) -> None:
         def reregistered(_: Registration) -> None:

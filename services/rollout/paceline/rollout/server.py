@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.core.errors import ProtocolError, VersionMismatchError
+from paceline.core.members import RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rollout import states
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.engines.vllm.weight_receiver import ReceiveResult, WeightReceiver
 from paceline.rollout.sampler import Sampler
-from paceline.rollout.states import RolloutState, Standing
+from paceline.rollout.states import Standing
 from paceline.weights.geometry.layout import RankLayout
 
 log = logging.getLogger(__name__)

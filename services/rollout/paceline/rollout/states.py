@@ -12,22 +12,11 @@ been received completely: tokens are never drawn from weights that did not arriv
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import IllegalTransitionError, VersionMismatchError
+from paceline.core.members import RECEIVABLE_STATES, RolloutState
 from paceline.core.policy import PolicyTag
-
-
-class RolloutState(enum.Enum):
-    """What a rollout server is doing; the value is the word in its heartbeats."""
-
-    JOINING = "joining"
-    STALE = "stale"
-    SYNCING = "syncing"
-    SERVING = "serving"
-    DRAINING = "draining"
-    LEFT = "left"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +77,6 @@ class Left:
 
 Event = EngineReady | ReceiveBegan | ReceiveEnded | ReceiveFailed | Committed | Forgotten | DrainBegan | Left
 
-_RECEIVABLE = (RolloutState.STALE, RolloutState.SYNCING, RolloutState.SERVING)
-
 
 def advance(standing: Standing, event: Event) -> Standing:
     """The standing after `event`.
@@ -102,7 +89,7 @@ def advance(standing: Standing, event: Event) -> Standing:
     match event:
         case EngineReady() if state is RolloutState.JOINING:
             return Standing(state=RolloutState.STALE)
-        case ReceiveBegan() if state in _RECEIVABLE:
+        case ReceiveBegan() if state in RECEIVABLE_STATES:
             return Standing(state=RolloutState.SYNCING)
         case ReceiveEnded(version) if state is RolloutState.SYNCING:
             return replace(standing, received=version)
