@@ -211,10 +211,9 @@ class ControllerLink:
             in_flight=report.in_flight if report else 0,
             failure=failure,
         )
-        answer: controller_pb2.HeartbeatResponse = await channels.call(
+        return await channels.call(
             self._stub.Heartbeat, request, timeout_s=timeout_s, phase="HEARTBEAT", peer=PEER
         )
-        return answer
 
     async def _register_again(self, before: Registration, timeout_s: float) -> Registration:
         log.warning("the controller does not know %s (any more): registering again", self.member_id)
