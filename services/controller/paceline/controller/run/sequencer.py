@@ -187,7 +187,6 @@ class Sequencer:
             run_id=self._run_id,
             step=self.progress.step,
             cursor=self._inputs.cursor.state,
-            journal_position=self._journal.position,
             num_prompts=len(self._inputs.train.prompts),
             seed=self._config.trainer.seed,
             guard=self._guard.state_dict(),
@@ -229,13 +228,15 @@ class Sequencer:
                 await self._form(rollouts, version)
             await self._move(Phase.PUBLISH)
             with span("publish", attributes={"paceline.version": version}):
-                outcome = await self._push.push(version)
-            if outcome is not None:
+                candidate = await self._push.transfer(version)
+            if candidate is not None:
                 break
-        await self._journal.record("commit", version=version, digest=outcome.policy.digest)
+        await self._journal.record("commit", version=version, digest=candidate.policy.digest)
         await self._move(Phase.COMMIT)
-        self.progress.policy = outcome.policy
-        return outcome.metrics
+        with span("commit", attributes={"paceline.version": version}):
+            metrics = await self._push.commit(candidate)
+        self.progress.policy = candidate.policy
+        return metrics
 
     async def _form(self, rollouts: list[Member], version: int) -> None:
         if self.progress.phase is not Phase.FORMING:
