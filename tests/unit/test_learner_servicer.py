@@ -17,11 +17,12 @@ from paceline.core.errors import (
     PeerLostError,
     ProtocolError,
 )
+from paceline.core.members import LearnerState
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.learner.distributed import commands
 from paceline.learner.distributed.command_loop import CommandQueue
-from paceline.learner.servicer import LearnerServicer, LearnerState
+from paceline.learner.servicer import LearnerServicer
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire.training import decode_order, order_to_proto
 from support.learner_fakes import make_batch

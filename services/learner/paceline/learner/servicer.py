@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Callable
 from typing import Any
 
 from paceline.core.errors import DeadlineError, ProtocolError
+from paceline.core.members import LearnerState
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.learner.distributed import commands
@@ -20,17 +20,6 @@ from paceline.weights.transport.rendezvous import abandon
 from paceline.wire.training import encode_order, order_from_proto, result_to_proto
 
 _STORE_TIMEOUT_S = 10.0
-
-
-class LearnerState(enum.Enum):
-    """What the learner says of itself in heartbeats."""
-
-    LOADING = "loading"
-    READY = "ready"
-    TRAINING = "training"
-    PUBLISHING = "publishing"
-    SAVING = "saving"
-    ROLLING_BACK = "rolling back"
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
