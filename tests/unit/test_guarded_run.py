@@ -258,7 +258,6 @@ def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:
             run_id="r",
             step=step,
             cursor=CursorState(epoch=0, position=0),
-            journal_position=0,
             num_prompts=1,
             seed=0,
             good=good,

@@ -17,10 +17,11 @@ from paceline.core.errors import (
     PeerLostError,
     ProtocolError,
 )
+from paceline.core.members import LearnerState
 from paceline.learner.distributed import commands
 from paceline.learner.distributed.command_loop import CommandQueue
 from paceline.learner.distributed.commands import decode_order
-from paceline.learner.servicer import LearnerServicer, LearnerState
+from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.step import StepResult
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire.protobuf import batch_row_to_proto

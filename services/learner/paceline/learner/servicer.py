@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Callable
 from typing import Any
 
 from paceline.core.errors import DeadlineError, ProtocolError
 from paceline.core.guard import Adjustments
+from paceline.core.members import LearnerState
 from paceline.core.policy import PolicyTag
 from paceline.learner.distributed import commands
 from paceline.learner.distributed.command_loop import CommandQueue
@@ -23,17 +23,6 @@ from paceline.wire.guard import adjustments_from_proto, reading_to_proto
 from paceline.wire.protobuf import batch_row_from_proto
 
 _STORE_TIMEOUT_S = 10.0
-
-
-class LearnerState(enum.Enum):
-    """What the learner says of itself in heartbeats."""
-
-    LOADING = "loading"
-    READY = "ready"
-    TRAINING = "training"
-    PUBLISHING = "publishing"
-    SAVING = "saving"
-    ROLLING_BACK = "rolling back"
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.core.errors import ProtocolError, VersionMismatchError
+from paceline.core.members import RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rollout import states
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
 from paceline.rollout.sampler import Sampler
-from paceline.rollout.states import RolloutState, Standing
+from paceline.rollout.states import Standing
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.receipt import PushReceipt
 
@@ -126,16 +127,6 @@ class RolloutServer:
             if self._standing.state in (RolloutState.SYNCING, RolloutState.SERVING):
                 self._move(states.Forgotten())
                 await self._ready().sampler.close()
-
-    async def drain(self) -> None:
-        """Finishes what is under way and takes no more. -> DRAINING -> LEFT; may be repeated."""
-        async with self._one_at_a_time:
-            if self._standing.state is RolloutState.LEFT:
-                return
-            self._move(states.DrainBegan())
-            if self._parts is not None:
-                await self._parts.sampler.close(finish=True)
-            self._move(states.Left())
 
     def _ready(self) -> Parts:
         if self._parts is None:

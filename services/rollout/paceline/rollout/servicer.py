@@ -49,8 +49,3 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Lets go of the weight group."""
         await self._server.leave(request.epoch)
         return rollout_pb2.LeaveRolloutGroupResponse()
-
-    async def Drain(self, request: rollout_pb2.DrainRequest, context: Any) -> rollout_pb2.DrainResponse:
-        """Finishes and leaves."""
-        await self._server.drain()
-        return rollout_pb2.DrainResponse()

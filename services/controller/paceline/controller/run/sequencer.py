@@ -41,7 +41,7 @@ from paceline.controller.run.records import MetricsFile, write_trajectories
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import PeerLostError
 from paceline.core.ids import Purpose
-from paceline.core.members import MemberKind
+from paceline.core.members import RECEIVABLE_STATES, LearnerState, MemberKind, RewardState
 from paceline.core.policy import PolicyTag
 from paceline.data.prompts import PromptSet
 from paceline.rpc.v1 import learner_pb2
@@ -187,7 +187,6 @@ class Sequencer:
             run_id=self._run_id,
             step=self.progress.step,
             cursor=self._inputs.cursor.state,
-            journal_position=self._journal.position,
             num_prompts=len(self._inputs.train.prompts),
             seed=self._config.trainer.seed,
             guard=self._guard.state_dict(),
@@ -229,13 +228,15 @@ class Sequencer:
                 await self._form(rollouts, version)
             await self._move(Phase.PUBLISH)
             with span("publish", attributes={"paceline.version": version}):
-                outcome = await self._push.push(version)
-            if outcome is not None:
+                candidate = await self._push.transfer(version)
+            if candidate is not None:
                 break
-        await self._journal.record("commit", version=version, digest=outcome.policy.digest)
+        await self._journal.record("commit", version=version, digest=candidate.policy.digest)
         await self._move(Phase.COMMIT)
-        self.progress.policy = outcome.policy
-        return outcome.metrics
+        with span("commit", attributes={"paceline.version": version}):
+            metrics = await self._push.commit(candidate)
+        self.progress.policy = candidate.policy
+        return metrics
 
     async def _form(self, rollouts: list[Member], version: int) -> None:
         if self.progress.phase is not Phase.FORMING:
@@ -276,9 +277,11 @@ class Sequencer:
         def missing() -> list[str]:
             fleet = self._fleet.fleet
             lacking = (
-                [] if any(m.state == "ready" for m in fleet.usable(MemberKind.LEARNER)) else ["the learner"]
+                []
+                if any(m.state is LearnerState.READY for m in fleet.usable(MemberKind.LEARNER))
+                else ["the learner"]
             )
-            if not any(m.state == "serving" for m in fleet.usable(MemberKind.REWARD)):
+            if not any(m.state is RewardState.SERVING for m in fleet.usable(MemberKind.REWARD)):
                 lacking.append("the reward service")
             short = self._config.rollout.replicas - len(self._ready_rollouts())
             return lacking + ([f"{short} rollout server(s)"] if short > 0 else [])
@@ -303,7 +306,7 @@ class Sequencer:
 
     def _ready_rollouts(self) -> list[Member]:
         members = self._fleet.fleet.usable(MemberKind.ROLLOUT)
-        ready = [m for m in members if m.state in ("stale", "syncing", "serving")]
+        ready = [m for m in members if m.state in RECEIVABLE_STATES]
         # A suspect one is left out of a push while there are others; if it comes back it is a newcomer, with weights to get. The last
         # one is tried all the same: on a machine with too much to do silence is no death.
         return [m for m in ready if m.health is Health.ALIVE] or ready
