@@ -13,7 +13,7 @@ import numpy as np
 from paceline.broker import names
 from paceline.broker.base import Broker, Outgoing
 from paceline.broker.mailbox import Mailbox
-from paceline.controller.fleet.clients import LearnerWeights, Published, Received
+from paceline.controller.fleet.clients import LearnerWeights
 from paceline.controller.fleet.membership import Member
 from paceline.core.errors import PeerLostError
 from paceline.core.guard import Adjustments, Reading
@@ -23,6 +23,7 @@ from paceline.core.trajectory import FinishReason, PromptGroup, ScoredHeader
 from paceline.weights.digest.agreement import DigestReport, SliceDigest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.receipt import PushReceipt
 from paceline.wire import decode_prompt_group, encode_scored_header
 
 
@@ -76,28 +77,31 @@ class FakePeers:
     async def join_rollout(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
         self.calls.append(f"join {member.member_id} e{epoch} at {rank_offset}")
 
-    async def publish(self, member: Member, *, epoch: int, version: int) -> Published:
+    async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         self.calls.append(f"publish v{version} e{epoch}")
-        return Published(
-            report=report("learner", version, 7 + self.source),
-            digest=f"{7 + self.source:016x}",
-            bytes_sent=8,
+        return PushReceipt(
+            version=version,
+            reports=(report("learner", version, 7 + self.source),),
+            num_bytes=8,
+            relayed_bytes=0,
             transfer_ms=1,
             digest_ms=1,
             peak_extra_bytes=16,
         )
 
-    async def receive(self, member: Member, *, epoch: int, version: int) -> Received:
+    async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         self.calls.append(f"receive {member.member_id} v{version} e{epoch}")
         if member.member_id in self.lose:
             raise PeerLostError(f"{member.member_id} went away", peer=member.member_id)
         value = 1 if member.member_id in self.corrupt else 7 + self.source
-        return Received(
+        return PushReceipt(
+            version=version,
             reports=(report(member.member_id, version, value),),
+            num_bytes=8,
+            relayed_bytes=4,
             transfer_ms=1,
             digest_ms=1,
             peak_extra_bytes=32,
-            bytes_relayed=4,
         )
 
     async def commit(self, member: Member, policy: PolicyTag) -> None:

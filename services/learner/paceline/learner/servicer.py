@@ -12,10 +12,11 @@ from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.learner.distributed import commands
 from paceline.learner.distributed.command_loop import CommandQueue
-from paceline.learner.distributed.commands import Description, Loaded, Published
+from paceline.learner.distributed.commands import Description, Loaded
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
 from paceline.service import telemetry
 from paceline.weights.digest.agreement import format_digest, model_digest
+from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.rendezvous import abandon
 from paceline.wire.training import encode_order, order_from_proto, result_to_proto
 
@@ -80,20 +81,12 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self, request: learner_pb2.PublishWeightsRequest, context: Any
     ) -> learner_pb2.PublishWeightsResponse:
         """Sends the weights that the learner holds."""
-        pushed: Published = await self._run(
+        receipt: PushReceipt = await self._run(
             commands.PUBLISH, {"version": request.version}, LearnerState.PUBLISHING
         )
-        result = pushed.result
-        digest = format_digest(model_digest([result.digests]))
-        self._policy = PolicyTag(version=result.version, digest=digest)
-        return learner_pb2.PublishWeightsResponse(
-            digests=result.digests.to_bytes(),
-            digest=digest,
-            bytes_sent=pushed.bytes_sent,
-            transfer_ms=result.transfer_ms,
-            digest_ms=result.digest_ms,
-            peak_extra_bytes=pushed.peak_extra_bytes,
-        )
+        digest = format_digest(model_digest(receipt.reports))
+        self._policy = PolicyTag(version=receipt.version, digest=digest)
+        return learner_pb2.PublishWeightsResponse(receipt=receipt.to_bytes())
 
     async def LeaveWeightGroup(
         self, request: learner_pb2.LeaveLearnerGroupRequest, context: Any

@@ -5,7 +5,6 @@ Arguments are plain values, since they travel as msgpack. Results are rank 0's.
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +16,12 @@ from paceline.learner import checkpoint
 from paceline.learner.batch.fetch import Blobs, fetch_rows
 from paceline.learner.batch.pack import PackedRow
 from paceline.learner.distributed.command_loop import Arguments, CommandError, Handler, attempt, gather_bytes
-from paceline.learner.distributed.publisher import PushResult, WeightPublisher
+from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.step import train_step
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 from paceline.wire.training import decode_order
 
 TRAIN, SAVE, LOAD, DESCRIBE = "train", "save", "load", "describe"
@@ -45,15 +45,6 @@ class Loaded:
 
     step: int
     seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
-    """Rank 0's push result, the bytes of all ranks, and the staging of the rank with most."""
-
-    result: PushResult
-    bytes_sent: int
-    peak_extra_bytes: int
 
 
 class Commands:
@@ -137,7 +128,7 @@ class Commands:
         spec: WeightGroupSpec = attempt(ranks, lambda: WeightGroupSpec.from_bytes(arguments["spec"]))
         attempt(ranks, lambda: self._publisher.join(spec))
 
-    def _publish(self, arguments: Arguments) -> Published:
+    def _publish(self, arguments: Arguments) -> PushReceipt:
         learner, version = self._learner, arguments["version"]
         if version != learner.version:
             raise CommandError(
@@ -147,14 +138,13 @@ class Commands:
             )
         timeout_s = learner.config.weights.push_timeout_s
         self._show_shards()
-        result: PushResult = attempt(
+        receipt: PushReceipt = attempt(
             learner.ranks, lambda: self._publisher.publish(version, timeout_s=timeout_s)
         )
-        mine = struct.pack("<QQ", result.bytes, result.peak_extra_bytes)
-        sent, staging = zip(
-            *(struct.unpack("<QQ", sizes) for sizes in gather_bytes(mine, learner.ranks)), strict=True
-        )
-        return Published(result=result, bytes_sent=sum(sent), peak_extra_bytes=max(staging))
+        # Rank 0's report is large and already where it is needed: it is not gathered.
+        numbers = gather_bytes(dataclasses.replace(receipt, reports=()).to_bytes(), learner.ranks)
+        merged = PushReceipt.merge([PushReceipt.from_bytes(data) for data in numbers])
+        return dataclasses.replace(merged, reports=receipt.reports)
 
     def _show_shards(self) -> None:
         """The publisher sees the language model, whose root tensors are gathered and let go of by the network around it."""
