@@ -5,6 +5,7 @@ Arguments are plain values, since they travel as msgpack. Results are rank 0's.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
