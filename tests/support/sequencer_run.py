@@ -29,7 +29,7 @@ from paceline.controller.run.records import MetricsFile
 from paceline.controller.run.sequencer import Progress, Sequencer
 from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
-from paceline.core.members import MemberKind
+from paceline.core.members import LearnerState, MemberKind, MemberState, RewardState, RolloutState
 from paceline.core.trajectory import RewardContext
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt, PromptSet
@@ -125,7 +125,7 @@ class Run:
     def _alive(self) -> None:
         self.fleet.require(MemberKind.ROLLOUT)
 
-    async def enlist(self, member_id: str, kind: MemberKind, state: str) -> None:
+    async def enlist(self, member_id: str, kind: MemberKind, state: MemberState) -> None:
         fleet = self.fleet.fleet
         changes = fleet.register(
             kind=kind, member_id=member_id, incarnation="a", address=member_id, num_ranks=1
@@ -134,10 +134,10 @@ class Run:
         await self.fleet.apply(changes)
 
     async def enlist_all(self) -> None:
-        await self.enlist("learner", MemberKind.LEARNER, "ready")
-        await self.enlist("reward-0", MemberKind.REWARD, "serving")
+        await self.enlist("learner", MemberKind.LEARNER, LearnerState.READY)
+        await self.enlist("reward-0", MemberKind.REWARD, RewardState.SERVING)
         for i in range(2):
-            await self.enlist(f"rollout-{i}", MemberKind.ROLLOUT, "stale")
+            await self.enlist(f"rollout-{i}", MemberKind.ROLLOUT, RolloutState.STALE)
 
     async def go(self, answer: Answer = score_all, *, timeout_s: float = 20) -> None:
         answering = asyncio.create_task(answer_prompts(self.broker, RUN, self.peers, answer))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
@@ -17,6 +17,9 @@ from paceline.service.transport import (
     bearer,
     common_options,
 )
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
 
 # Idempotent calls ride out a restart of their peer; the call's own deadline bounds the whole.
 _RETRY = {
@@ -67,14 +70,14 @@ def connect(
 
 
 async def call(
-    method: Callable[..., Any],
-    request: Any,
+    method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Reply],
+    request: _Request,
     *,
     timeout_s: float,
     phase: str,
     peer: str,
     wait_for_ready: bool | None = None,
-) -> Any:
+) -> _Reply:
     """One unary call with a deadline.
 
     Args:
@@ -98,13 +101,13 @@ async def call(
 
 
 async def stream(
-    method: Callable[..., Any],
-    request: Any,
+    method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply],
+    request: _Request,
     *,
     phase: str,
     peer: str,
     timeout_s: float | None = None,
-) -> AsyncIterator[Any]:
+) -> AsyncIterator[_Reply]:
     """The answers of a server-streaming call; errors as in `call`.
 
     `timeout_s` bounds the whole stream; None leaves that to the keep-alive, which ends a stream whose peer is frozen or gone
@@ -158,7 +161,7 @@ class _Headers:
         return details._replace(metadata=grpc.aio.Metadata(*metadata))
 
 
-class _UnaryHeaders(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class _UnaryHeaders(grpc.aio.UnaryUnaryClientInterceptor):
     def __init__(self, headers: _Headers) -> None:
         self._headers = headers
 
@@ -166,7 +169,7 @@ class _UnaryHeaders(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         return await continuation(self._headers.add(details), request)
 
 
-class _StreamHeaders(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[misc]
+class _StreamHeaders(grpc.aio.UnaryStreamClientInterceptor):
     def __init__(self, headers: _Headers) -> None:
         self._headers = headers
 
@@ -174,7 +177,7 @@ class _StreamHeaders(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[mis
         return await continuation(self._headers.add(details), request)
 
 
-class _BothWaysHeaders(grpc.aio.StreamStreamClientInterceptor):  # type: ignore[misc]
+class _BothWaysHeaders(grpc.aio.StreamStreamClientInterceptor):
     def __init__(self, headers: _Headers) -> None:
         self._headers = headers
 

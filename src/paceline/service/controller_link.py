@@ -19,22 +19,17 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, ProtocolError
-from paceline.core.members import MemberKind
+from paceline.core.members import MemberKind, MemberState
 from paceline.core.policy import PolicyTag
-from paceline.rpc.v1 import common_pb2, controller_pb2, controller_pb2_grpc
+from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service import channels
+from paceline.wire.members import member_kind_to_proto
+from paceline.wire.protobuf import policy_tag_to_proto
 
 log = logging.getLogger(__name__)
 
 PEER = "controller"
 _PARTING_S = 3.0
-
-
-_KINDS = {
-    MemberKind.ROLLOUT: common_pb2.MEMBER_KIND_ROLLOUT,
-    MemberKind.LEARNER: common_pb2.MEMBER_KIND_LEARNER,
-    MemberKind.REWARD: common_pb2.MEMBER_KIND_REWARD,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +46,9 @@ class Registration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReport:
-    """What a member says of itself in a heartbeat; `state` is its own state's word."""
+    """What a member reports of itself in a heartbeat."""
 
-    state: str
+    state: MemberState
     policy: PolicyTag | None = None
     in_flight: int = 0
 
@@ -90,7 +85,7 @@ class ControllerLink:
             PacelineError: the controller refused; its own class and words.
         """
         request = controller_pb2.RegisterRequest(
-            kind=_KINDS[self._kind],
+            kind=member_kind_to_proto(self._kind),
             member_id=self.member_id,
             incarnation=self.incarnation,
             address=self._address,
@@ -181,7 +176,7 @@ class ControllerLink:
     async def fail(self, message: str) -> None:
         """Tells the controller in one sentence why this process is about to end; best effort, within 3 s."""
         try:
-            await self._heartbeat(MemberReport(state="failed"), timeout_s=_PARTING_S, failure=message)
+            await self._heartbeat(None, timeout_s=_PARTING_S, failure=message)
         except PacelineError as error:
             log.warning("could not report the failure: %s", error)
 
@@ -205,23 +200,20 @@ class ControllerLink:
         return self._registration
 
     async def _heartbeat(
-        self, report: MemberReport, *, timeout_s: float, failure: str = ""
+        self, report: MemberReport | None, *, timeout_s: float, failure: str = ""
     ) -> controller_pb2.HeartbeatResponse:
-        policy = report.policy
+        policy = report.policy if report else None
         request = controller_pb2.HeartbeatRequest(
             member_id=self.member_id,
             incarnation=self.incarnation,
-            state=report.state,
-            policy=None
-            if policy is None
-            else common_pb2.PolicyTag(version=policy.version, digest=policy.digest),
-            in_flight=report.in_flight,
+            state=report.state.value if report else "",
+            policy=policy_tag_to_proto(policy) if policy else None,
+            in_flight=report.in_flight if report else 0,
             failure=failure,
         )
-        answer: controller_pb2.HeartbeatResponse = await channels.call(
+        return await channels.call(
             self._stub.Heartbeat, request, timeout_s=timeout_s, phase="HEARTBEAT", peer=PEER
         )
-        return answer
 
     async def _register_again(self, before: Registration, timeout_s: float) -> Registration:
         log.warning("the controller does not know %s (any more): registering again", self.member_id)

@@ -143,7 +143,7 @@ def _port_taken(
     )
 
 
-class _Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class _Door(grpc.aio.ServerInterceptor):
     """Wraps every method but health: checks the token, maps errors, opens a span where the caller is traced."""
 
     def __init__(self, token: str) -> None:

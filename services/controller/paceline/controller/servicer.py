@@ -5,24 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 
 from paceline.config.run import RunConfig
 from paceline.controller.events import EventHub
+from paceline.controller.fleet.membership import Member
 from paceline.controller.fleet.supervisor import FleetWatch
 from paceline.controller.run.sequencer import Progress
 from paceline.core.errors import InvalidMessageError
-from paceline.core.members import MemberKind
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import common_pb2, controller_pb2, controller_pb2_grpc
-
-_KINDS = {
-    common_pb2.MEMBER_KIND_ROLLOUT: MemberKind.ROLLOUT,
-    common_pb2.MEMBER_KIND_LEARNER: MemberKind.LEARNER,
-    common_pb2.MEMBER_KIND_REWARD: MemberKind.REWARD,
-}
-_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+from paceline.wire.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
 
 
 class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
@@ -62,13 +57,13 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         self._over.set()
 
     async def Register(
-        self, request: controller_pb2.RegisterRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.RegisterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.RegisterResponse:
         """Takes a member in and tells it all it needs."""
-        kind = _KINDS.get(request.kind)
-        if kind is None or not request.member_id or not request.incarnation:
+        kind = member_kind_from_proto(request.kind)
+        if not request.member_id or not request.incarnation:
             raise InvalidMessageError(
-                f"a member must name its kind, id and incarnation; got kind {request.kind}, id {request.member_id!r}, "
+                f"a member must name its id and incarnation; got id {request.member_id!r}, "
                 f"incarnation {request.incarnation!r}",
                 reason="incomplete_registration",
             )
@@ -91,16 +86,22 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         )
 
     async def Heartbeat(
-        self, request: controller_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.HeartbeatResponse:
         """Notes a sign of life."""
+        member = self._fleet.fleet.get(request.member_id)
+        if member is None:
+            return controller_pb2.HeartbeatResponse(known=False, run_over=self._over.is_set())
+        # A member that reports why it ends need not have a state any more.
+        only_failure = request.failure and not request.state
+        state = None if only_failure else member_state_from_word(member.kind, request.state)
         policy = None
         if request.HasField("policy") and request.policy.digest:
             policy = PolicyTag(version=request.policy.version, digest=request.policy.digest)
         known, changes = self._fleet.fleet.heartbeat(
             request.member_id,
             request.incarnation,
-            state=request.state,
+            state=state,
             policy=policy,
             in_flight=request.in_flight,
             failure=request.failure,
@@ -109,7 +110,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         return controller_pb2.HeartbeatResponse(known=known, run_over=self._over.is_set())
 
     async def Leave(
-        self, request: controller_pb2.LeaveRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.LeaveRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.LeaveResponse:
         """Lets a member go."""
         await self._fleet.apply(
@@ -118,15 +119,15 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         return controller_pb2.LeaveResponse()
 
     async def GetStatus(
-        self, request: controller_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.GetStatusResponse:
         """What the run is doing now."""
         progress, now = self._progress, time.monotonic()
         members = [
             controller_pb2.MemberStatus(
                 member_id=member.member_id,
-                kind=_NUMBERS[member.kind],
-                state=member.state if member.usable else member.health.value,
+                kind=member_kind_to_proto(member.kind),
+                state=_status_word(member),
                 address=member.address,
                 policy=_tag(member.policy),
                 seconds_since_heartbeat=now - member.last_heard,
@@ -149,18 +150,24 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         )
 
     async def Watch(
-        self, request: controller_pb2.WatchRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[controller_pb2.WatchEvent]:
         """Events until the run ends."""
         async for event in self._hub.watch(request.from_step):
             yield event
 
     async def StopRun(
-        self, request: controller_pb2.StopRunRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.StopRunResponse:
         """Ends the run in order."""
         self._stop(request.reason or "asked to stop")
         return controller_pb2.StopRunResponse()
+
+
+def _status_word(member: Member) -> str:
+    if not member.usable:
+        return member.health.value
+    return member.state.value if member.state else "registered"
 
 
 def _tag(policy: PolicyTag | None) -> common_pb2.PolicyTag | None:

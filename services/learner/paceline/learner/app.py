@@ -201,7 +201,7 @@ class LearnerApp:
         self._context.stop("the run is over")
 
     def _report(self) -> MemberReport:
-        return MemberReport(state=self._servicer.state.value, policy=self._servicer.policy)
+        return MemberReport(state=self._servicer.state, policy=self._servicer.policy)
 
     def _changed(self) -> None:
         if self._link is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import enum
 import logging
 import os
 from collections.abc import Awaitable, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 
 from paceline.broker import open_broker
 from paceline.core.errors import PacelineError
-from paceline.core.members import MemberKind
+from paceline.core.members import MemberKind, RewardState
 from paceline.core.reward_function import check_extra_keys
 from paceline.data.prompts import load_tokenizer
 from paceline.reward.consumer import Consumer, ConsumerOptions
@@ -34,13 +33,6 @@ _log = logging.getLogger(__name__)
 
 _REGISTER_TIMEOUT_S = 60.0
 _WIND_UP_S = 5.0
-
-
-class RewardState(enum.Enum):
-    """What the service says of itself in heartbeats."""
-
-    STARTING = "starting"
-    SERVING = "serving"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +132,7 @@ class RewardService:
 
     def _report(self) -> MemberReport:
         in_flight = self._consumer.num_in_flight if self._consumer else 0
-        return MemberReport(state=self._state.value, in_flight=in_flight)
+        return MemberReport(state=self._state, in_flight=in_flight)
 
 
 async def _tell(link: ControllerLink, work: Awaitable[None]) -> None:

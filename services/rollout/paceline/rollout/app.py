@@ -1,6 +1,6 @@
 """The rollout service's process: wiring, in the order in which things start and, reversed, end.
 
-gRPC server -> register -> heartbeats (joining) -> engine -> stale -> pushes and prompts, until the run is over or it is drained
+gRPC server -> register -> heartbeats (joining) -> engine -> stale -> pushes and prompts, until the run is over or the process is told to stop
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from paceline.broker.opening import open_broker
 from paceline.core.errors import PacelineError
 from paceline.core.members import MemberKind
+from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.engines.vllm.engine import VllmEngine
 from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
-from paceline.rollout.sampler import Sampler, SamplerLimits
+from paceline.rollout.sampler import Sampler
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.rollout.servicer import RolloutServicer
-from paceline.rollout.states import RolloutState
 from paceline.rpc.v1 import rollout_pb2_grpc
 from paceline.service import logs, telemetry
 from paceline.service.controller_link import ControllerLink, MemberReport, Registration
@@ -54,7 +54,7 @@ class RolloutApp:
         self._server = RolloutServer(self._changed)
 
     async def run(self) -> None:
-        """Serves until the run is over, it is drained, or it is told to stop."""
+        """Serves until the run is over or the process is told to stop."""
         context, options, token = self._context, self._options, env_token()
         service = (rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(self._server))
         listening = await start_server([service], host=options.host, port=options.port, token=token)
@@ -132,14 +132,10 @@ class RolloutApp:
     def _changed(self) -> None:
         if self._link is not None:
             self._link.poke()
-        if self._server.standing.state is RolloutState.LEFT:
-            self._context.stop("drained")
 
     def _report(self) -> MemberReport:
         standing = self._server.standing
-        return MemberReport(
-            state=standing.state.value, policy=standing.policy, in_flight=self._server.in_flight
-        )
+        return MemberReport(state=standing.state, policy=standing.policy, in_flight=self._server.in_flight)
 
     async def _heartbeats(self, link: ControllerLink) -> None:
         def reregistered(_: Registration) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.commands import arguments
 from paceline.cli.launch import plan
 from paceline.cli.launch.plan import Machine
 from paceline.config.load import load
@@ -20,10 +21,7 @@ _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("config", metavar="CONFIG.yaml", help="configuration of a run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="values in place of the file's"
-    )
+    arguments.add_config(parser, description="configuration of a run")
 
 
 def run(args: argparse.Namespace) -> int:

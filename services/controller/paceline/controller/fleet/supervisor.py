@@ -10,7 +10,7 @@ from paceline.controller.events import EventHub
 from paceline.controller.fleet.membership import Fleet, FleetChange, Health, Member
 from paceline.controller.journal import Journal
 from paceline.core.errors import DeadlineError, PeerLostError
-from paceline.core.members import MemberKind
+from paceline.core.members import READY_STATES, MemberKind
 
 _SWEEP_S = 0.5
 
@@ -49,13 +49,13 @@ class FleetWatch:
     def _tell(self, change: FleetChange) -> None:
         """People hear of comings and goings, and once of every incarnation that it is ready for work."""
         member, what = change.member, change.what
-        if what in ("state:stale", "state:ready", "state:serving"):
+        if change.state in READY_STATES:
             key = (member.member_id, member.incarnation)
             if key in self._ready:
                 return
             self._ready.add(key)
             what = "ready"
-        elif what.startswith("state:"):
+        elif change.state is not None:
             return
         self._hub.notice(f"{member.member_id} is {what}{f': {change.reason}' if change.reason else ''}")
 
