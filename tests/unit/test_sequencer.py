@@ -173,7 +173,7 @@ async def test_a_newcomer_gets_the_current_version_before_the_next_step(tmp_path
 
         async def train_and_enlist(*args: Any, **kwargs: Any) -> Any:
             reply = await train(*args, **kwargs)
-            if kwargs["step"] == 1:
+            if args[1].step == 1:
                 await it.enlist("rollout-1", MemberKind.ROLLOUT, RolloutState.STALE)
             return reply
 
@@ -183,13 +183,63 @@ async def test_a_newcomer_gets_the_current_version_before_the_next_step(tmp_path
         assert it.peers.calls.index("commit rollout-1 1") < it.peers.calls.index("train 2")
 
 
-async def test_a_corrupt_digest_is_never_committed(tmp_path: Path) -> None:
-    async with run(tmp_path) as it:
+async def test_a_version_is_in_the_journal_before_any_server_serves_it(tmp_path: Path) -> None:
+    async with run(tmp_path, trainer__val_before_train=False, trainer__total_steps=1) as it:
+        await it.enlist_all()
+        record = it.journal.record
+
+        async def recorded(event: str, **fields: Any) -> None:
+            if event in ("phase", "commit"):
+                it.peers.calls.append(f"journal: {event} {fields.get('to', fields.get('version'))}")
+            await record(event, **fields)
+
+        it.journal.record = recorded  # type: ignore[method-assign]
+        await it.go()
+
+        def push(version: int) -> list[str]:
+            return [
+                "journal: phase publish",
+                f"publish v{version} e1",
+                *(f"receive rollout-{i} v{version} e1" for i in range(2)),
+                f"journal: commit {version}",
+                "journal: phase commit",
+                *(f"commit rollout-{i} {version}" for i in range(2)),
+            ]
+
+        pushes = (
+            "publish",
+            "receive",
+            "commit",
+            *(f"journal: {e}" for e in ("phase publish", "phase commit", "commit")),
+        )
+        assert [c for c in it.peers.calls if c.startswith(pushes)] == [*push(0), *push(1)]
+
+
+async def test_a_server_whose_digest_differs_is_put_out_and_the_rest_go_on(tmp_path: Path) -> None:
+    async with run(tmp_path, trainer__val_before_train=False) as it:
         await it.enlist_all()
         it.peers.corrupt = {"rollout-0"}
+        await it.go()
+        assert [m.member_id for m in it.fleet.fleet.usable(MemberKind.ROLLOUT)] == ["rollout-1"]
+        assert not [c for c in it.peers.calls if c.startswith("commit rollout-0")]
+        (dead,) = [e for e in it.events() if e["event"] == "member" and e["what"] == "dead"]
+        assert dead["member"] == "rollout-0"
+        assert dead["reason"].startswith(
+            "WeightSyncError: w: rollout-0 holds (0,)..(2,) with digest 0000000000000001"
+        )
+        assert [c for c in it.peers.calls if c.startswith("train")] == ["train 1", "train 2"]
+        assert violations(it.events(), num_samples=2) == []
+
+
+async def test_a_digest_that_no_server_shares_is_never_committed(tmp_path: Path) -> None:
+    async with run(tmp_path) as it:
+        await it.enlist_all()
+        it.peers.corrupt = {"rollout-0", "rollout-1"}
         with pytest.raises(WeightSyncError, match="rollout-0 holds"):
             await it.go()
         assert not [c for c in it.peers.calls if c.startswith("commit")]
+        assert not [e for e in it.events() if e["event"] == "commit"]
+        assert len(it.fleet.fleet.usable(MemberKind.ROLLOUT)) == 2
 
 
 async def test_a_group_without_reward_is_dropped_with_its_reason_and_the_step_goes_on(tmp_path: Path) -> None:

@@ -20,8 +20,6 @@ class RolloutState(enum.Enum):
     STALE = "stale"
     SYNCING = "syncing"
     SERVING = "serving"
-    DRAINING = "draining"
-    LEFT = "left"
 
 
 class LearnerState(enum.Enum):

@@ -1,6 +1,6 @@
 """The rollout service's process: wires engine, broker and sampler in the order in which they start and, reversed, end.
 
-join the fleet (joining) -> engine -> stale -> pushes and prompts, until the run is over or the server is drained
+join the fleet (joining) -> engine -> stale -> pushes and prompts, until the run is over or the process is told to stop
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import asyncio
 
 from paceline.broker.opening import open_broker
 from paceline.config.run import RunConfig
-from paceline.core.members import RolloutState
+from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.engines.vllm.engine import VllmEngine
 from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
-from paceline.rollout.sampler import Sampler, SamplerLimits
+from paceline.rollout.sampler import Sampler
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.rollout.servicer import RolloutServicer
 from paceline.rpc.v1 import rollout_pb2_grpc
@@ -29,10 +29,10 @@ class RolloutApp:
 
     def __init__(self, session: MemberSession) -> None:
         self._session = session
-        self._server = RolloutServer(self._changed)
+        self._server = RolloutServer(session.poke)
 
     async def run(self) -> None:
-        """Serves until the run is over, it is drained, or it is told to stop."""
+        """Serves until the run is over or the process is told to stop."""
         registration = await self._session.join(
             rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
             RolloutServicer(self._server),
@@ -80,11 +80,6 @@ class RolloutApp:
         )
         session.spawn("engine health", self._check_health(engine))
         await context.stopping.wait()
-
-    def _changed(self) -> None:
-        self._session.poke()
-        if self._server.standing.state is RolloutState.LEFT:
-            self._session.context.stop("drained")
 
     def _reregistered(self) -> None:
         self._session.spawn("forget", self._server.forget())

@@ -1,7 +1,8 @@
-"""Weights from learner to rollout servers: membership epochs, pushes, and the verdict before a commit.
+"""Weights from learner to rollout servers: membership epochs, pushes, and the commit.
 
-    form:  describe all -> one spec -> all join at once -> epoch e
-    push:  learner publishes while every server of the epoch receives -> digests compared -> servers commit
+    form:     describe all -> one spec -> all join at once -> epoch e
+    transfer: learner publishes while every server of the epoch receives -> digests compared -> candidate
+    commit:   candidate -> its servers sample the new version
 
 A server that fails in either is put out of the fleet; the rest form a new epoch and go on. A member that gives up cuts all of its
 connections, so that failures spread: who only reports that another went away is not to blame. Nobody serves a version whose digests
@@ -13,18 +14,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from paceline.config.run import RunConfig
-from paceline.controller.fleet.clients import LearnerWeights, Peers, Published, Received
+from paceline.controller.fleet.clients import LearnerWeights, Peers
 from paceline.controller.fleet.membership import Member
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, WeightSyncError
 from paceline.core.policy import PolicyTag
-from paceline.weights.digest.agreement import digests_agree
+from paceline.weights.digest.agreement import disagreement, format_digest, model_digest
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 
 T = TypeVar("T")
 Expel = Callable[[Member, str], Coroutine[Any, Any, None]]
@@ -47,10 +49,18 @@ class Epoch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PushOutcome:
-    """A committed push: the policy tag in force, and the metrics of `weights/`."""
+class Candidate:
+    """A version that was pushed and compared, but that nobody serves yet.
+
+    Attributes:
+        servers: those that hold the learner's digest.
+        began: monotonic time at which the push began.
+        metrics: those of the transfer.
+    """
 
     policy: PolicyTag
+    servers: tuple[Member, ...]
+    began: float
     metrics: dict[str, float]
 
 
@@ -66,11 +76,6 @@ class WeightPush:
         self._config, self._peers, self._expel, self._gone = config, peers, expel, gone
         self._epoch: Epoch | None = None
         self._last_number = 0
-
-    @property
-    def epoch(self) -> Epoch | None:
-        """The group in being, if there is one."""
-        return self._epoch
 
     def fits(self, learner: Member, rollouts: list[Member]) -> bool:
         """Whether the group in being is made of exactly these members."""
@@ -143,20 +148,22 @@ class WeightPush:
             raise outcome
         return outcome is None and len(joined) == len(rollouts)
 
-    async def push(self, version: int) -> PushOutcome | None:
-        """Pushes and commits `version` over the epoch in being.
+    async def transfer(self, version: int) -> Candidate | None:
+        """Sends `version` to every server of the epoch in being and compares digests; no server serves it yet.
 
-        Returns None where a rollout server was lost on the way: the epoch is gone, form another and push again.
+        A server whose digest differs from the learner's is put out of the fleet, with what differs. Returns None where a server was
+        lost on the way: the epoch is gone, form another and transfer again.
 
         Raises:
-            PeerLostError, DeadlineError, WeightSyncError: the learner's side failed.
+            PeerLostError, DeadlineError: the learner's side failed.
+            WeightSyncError: no group is formed, or no server holds what the learner sent.
         """
         epoch = self._epoch
         if epoch is None:
             raise WeightSyncError("no weight group is formed; a push needs one")
         began = time.monotonic()
 
-        async def receive(member: Member) -> Received:
+        async def receive(member: Member) -> PushReceipt:
             receiving = self._peers.receive(member, epoch=epoch.number, version=version)
             return await self._awaited_by_others(epoch, member, receiving)
 
@@ -168,25 +175,50 @@ class WeightPush:
         if len(received) < len(epoch.rollouts) and not (failure and _is_lost(epoch.learner, failure)):
             await self.dissolve()
             return None
-        published = sending.result()
-        digests_agree(published.report, [report for mine in received.values() for report in mine.reports])
-        policy = PolicyTag(version=version, digest=published.digest)
+        sent = sending.result()
+        return Candidate(
+            policy=PolicyTag(version=version, digest=format_digest(model_digest(sent.reports))),
+            servers=await self._agreeing(epoch.rollouts, sent, received),
+            began=began,
+            metrics=_metrics(sent, received.values()),
+        )
 
+    async def _agreeing(
+        self, members: list[Member], sent: PushReceipt, received: dict[str, PushReceipt]
+    ) -> tuple[Member, ...]:
+        """The servers that hold what the learner sent; the others are expelled, unless there are only others."""
+        differences: dict[str, str] = {}
+        for member in members:
+            difference = disagreement(sent.reports[0], received[member.member_id].reports)
+            if difference is not None:
+                differences[member.member_id] = difference
+        if len(differences) == len(members):
+            raise WeightSyncError(next(iter(differences.values())))
+        for member in members:
+            if member.member_id in differences:
+                await self._expel(member, f"WeightSyncError: {differences[member.member_id]}")
+        return tuple(member for member in members if member.member_id not in differences)
+
+    async def commit(self, candidate: Candidate) -> dict[str, float]:
+        """Makes the candidate the policy of its servers, which sample from then on; returns the metrics of `weights/`.
+
+        Raises:
+            PeerLostError: no server committed.
+        """
         opened: list[float] = []
 
         async def commit(member: Member) -> bool:
-            await self._while_alive(member, self._peers.commit(member, policy))
+            await self._while_alive(member, self._peers.commit(member, candidate.policy))
             opened.append(time.monotonic())
             return True
 
-        committed = await self._each(epoch.rollouts, commit)
-        if not committed:
+        if not await self._each(candidate.servers, commit):
             raise PeerLostError("no rollout server committed the new weights; none is left", peer="rollout")
-        pauses = {
-            "weights/first_open_ms": (min(opened) - began) * 1e3,
-            "weights/pause_ms": (time.monotonic() - began) * 1e3,
+        return {
+            **candidate.metrics,
+            "weights/first_open_ms": (min(opened) - candidate.began) * 1e3,
+            "weights/pause_ms": (time.monotonic() - candidate.began) * 1e3,
         }
-        return PushOutcome(policy=policy, metrics=_metrics(published, received) | pauses)
 
     async def _awaited_by_others(self, epoch: Epoch, member: Member, call: Coroutine[Any, Any, T]) -> T:
         """What a call returns that all members of the epoch have to answer together. Where it fails by this one's doing the others are
@@ -228,7 +260,7 @@ class WeightPush:
 
     async def _each(
         self,
-        members: list[Member],
+        members: Sequence[Member],
         act: Callable[[Member], Coroutine[Any, Any, T]],
         *,
         beside: asyncio.Task[Any] | None = None,
@@ -299,14 +331,16 @@ def _is_lost(learner: Member, error: BaseException) -> bool:
     return peer is not None and (peer == learner.member_id or peer.startswith("learner"))
 
 
-def _metrics(published: Published, received: dict[str, Received]) -> dict[str, float]:
-    """`weights/bytes` is what leaves the learners, `relayed_bytes` what rollout ranks pass on, `peak_extra_bytes` the most staging of a rank."""
+def _metrics(sent: PushReceipt, received: Iterable[PushReceipt]) -> dict[str, float]:
+    """`weights/bytes` is what leaves the learners, `relayed_bytes` what rollout ranks pass on to each other.
+
+    Times and `peak_extra_bytes`, the staging, are those of the rank with most.
+    """
+    merged = PushReceipt.merge([sent, *received])
     return {
-        "weights/bytes": float(published.bytes_sent),
-        "weights/relayed_bytes": float(sum(r.bytes_relayed for r in received.values())),
-        "weights/peak_extra_bytes": float(
-            max([published.peak_extra_bytes, *(r.peak_extra_bytes for r in received.values())])
-        ),
-        "weights/transfer_ms": max([published.transfer_ms, *(r.transfer_ms for r in received.values())]),
-        "weights/digest_ms": max([published.digest_ms, *(r.digest_ms for r in received.values())]),
+        "weights/bytes": float(sent.num_bytes),
+        "weights/relayed_bytes": float(merged.relayed_bytes),
+        "weights/peak_extra_bytes": float(merged.peak_extra_bytes),
+        "weights/transfer_ms": merged.transfer_ms,
+        "weights/digest_ms": merged.digest_ms,
     }
