@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.core.errors import DeadlineError, ProtocolError
 from paceline.core.guard import Adjustments
-from paceline.core.members import LearnerState
+from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.learner.distributed import commands
 from paceline.learner.distributed.command_loop import CommandQueue
@@ -199,7 +199,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
                 raise
             raise DeadlineError(
                 phase=name.upper(),
-                peer="the learner's ranks",
+                peer=RankRef(MemberKind.LEARNER),
                 seconds=self._command_timeout_s,
                 hint="raise learner.command_timeout_s if the work is that large",
             ) from None
