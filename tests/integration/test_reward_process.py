@@ -1,4 +1,4 @@
-"""The reward service as the process that it is: a fake controller, a real Redis, real worker processes."""
+"""The reward service as a process: a fake controller, a real Redis, real child processes."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ import pytest
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.controller.fleet.clients import Published, Received
 from paceline.controller.fleet.membership import Health, Member
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import PeerLostError
 from paceline.core.members import MemberKind
+from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.rendezvous import Abandonment, abandon, open_store
 from support.fake_fleet import FakePeers
 
@@ -45,14 +45,14 @@ class SilentPeers(FakePeers):
         if epoch == 1:
             await self._wait()
 
-    async def receive(self, member: Member, *, epoch: int, version: int) -> Received:
+    async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         if member.member_id in self.freeze:
             await asyncio.Event().wait()
         if member.member_id not in self.lose:
             await self._wait()
         return await super().receive(member, epoch=epoch, version=version)
 
-    async def publish(self, member: Member, *, epoch: int, version: int) -> Published:
+    async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         await self._wait()
         return await super().publish(member, epoch=epoch, version=version)
 

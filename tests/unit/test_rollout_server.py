@@ -398,8 +398,8 @@ async def test_describe_and_receive_answer_per_rank() -> None:
         layouts = await b.server.describe()
         assert [layout.slices[0].box.start for layout in layouts] == [(0,), (1,)]
         result = await b.server.receive(1, 9)
-        assert [report.slices[0].value for report in result.digests] == [9, 9]
-        assert (result.bytes, result.transfer_ms) == (8, 2.0)
+        assert [report.slices[0].value for report in result.reports] == [9, 9]
+        assert (result.num_bytes, result.transfer_ms) == (8, 2.0)
 
 
 async def test_orders_are_refused_while_the_engine_loads() -> None:

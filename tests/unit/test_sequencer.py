@@ -151,7 +151,7 @@ async def test_a_newcomer_gets_the_current_version_before_the_next_step(tmp_path
 
         async def train_and_enlist(*args: Any, **kwargs: Any) -> Any:
             reply = await train(*args, **kwargs)
-            if kwargs["step"] == 1:
+            if args[1].step == 1:
                 await it.enlist("rollout-1", MemberKind.ROLLOUT, RolloutState.STALE)
             return reply
 

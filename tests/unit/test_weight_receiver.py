@@ -14,6 +14,7 @@ from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
 from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.receipt import PushReceipt
 
 LAYOUT = RankLayout(
     dtype="float32",
@@ -42,14 +43,16 @@ class FakeEngine:
 
 def receipt(rank: int, num_bytes: int, ms: float) -> dict[str, Any]:
     report = DigestReport.of(rank=f"rollout rank {rank}", version=4, slices=())
-    return {
-        "digests": report.to_bytes(),
-        "num_bytes": num_bytes,
-        "relayed_bytes": num_bytes // 2,
-        "transfer_ms": ms,
-        "digest_ms": ms / 2,
-        "peak_extra_bytes": num_bytes,
-    }
+    part = PushReceipt(
+        version=4,
+        reports=(report,),
+        num_bytes=num_bytes,
+        relayed_bytes=num_bytes // 2,
+        transfer_ms=ms,
+        digest_ms=ms / 2,
+        peak_extra_bytes=num_bytes,
+    )
+    return {"receipt": part.to_bytes()}
 
 
 def failure(kind: str, **fields: Any) -> dict[str, Any]:
@@ -60,9 +63,9 @@ async def test_a_push_is_received_then_the_prefix_cache_is_reset() -> None:
     engine = FakeEngine([receipt(0, 100, 3.0), receipt(1, 140, 2.0)])
     result = await WeightReceiver(engine).receive(4, 20.0)
     assert engine.calls == [("paceline_receive", 30.0, (4, 20.0)), ("reset_prefix_cache",)]
-    assert (result.version, result.bytes, result.transfer_ms, result.digest_ms) == (4, 240, 3.0, 1.5)
+    assert (result.version, result.num_bytes, result.transfer_ms, result.digest_ms) == (4, 240, 3.0, 1.5)
     assert (result.peak_extra_bytes, result.relayed_bytes) == (140, 120)
-    assert [report.rank for report in result.digests] == ["rollout rank 0", "rollout rank 1"]
+    assert [report.rank for report in result.reports] == ["rollout rank 0", "rollout rank 1"]
 
 
 async def test_describe_and_join_reach_every_worker() -> None:

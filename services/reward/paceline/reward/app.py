@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from paceline.broker import open_broker
 from paceline.core.errors import PacelineError
 from paceline.core.members import MemberKind, RewardState
+from paceline.core.reward_function import check_extra_keys
 from paceline.data.prompts import load_tokenizer
 from paceline.reward.consumer import Consumer, ConsumerOptions
-from paceline.reward.scorer import Gateway, check_extra_keys
+from paceline.reward.scorer import ScorerSettings
 from paceline.reward.servicer import RewardServicer
+from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2_grpc
 from paceline.service import telemetry
 from paceline.service.controller_link import ControllerLink, MemberReport, Registration
@@ -97,20 +99,22 @@ class RewardService:
     async def _work(self, registration: Registration, servicer: RewardServicer, link: ControllerLink) -> None:
         config = registration.config
         check_extra_keys(config.data.extra_keys)
-        gateway = Gateway.of(
-            config.reward,
-            token=os.environ.get(REWARD_TOKEN, ""),
-            max_message_bytes=config.service.max_message_mib * 2**20,
+        scorer = WeightedSum.configured(
+            ScorerSettings(
+                config=config.reward,
+                token=os.environ.get(REWARD_TOKEN, ""),
+                max_message_bytes=config.service.max_message_mib * 2**20,
+            )
         )
-        self._context.defer("scorers", gateway.close)
+        self._context.defer("scorers", scorer.close)
         folder = config.model.tokenizer_path or config.model.path
         # Importing the tokenizer library takes seconds, in which heartbeats must go on.
-        tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_tokenizer, folder), gateway.start())
+        tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_tokenizer, folder), scorer.start())
         broker = open_broker(registration.broker_url)
         self._context.defer("broker", broker.close)
         self._consumer = Consumer(
             broker=broker,
-            scorer=gateway,
+            scorer=scorer,
             tokenizer=tokenizer,
             options=ConsumerOptions(
                 run_id=registration.run_id,
@@ -120,7 +124,7 @@ class RewardService:
                 room_timeout_s=config.barrier.stall_timeout_s,
             ),
         )
-        servicer.scorer = gateway
+        servicer.scorer = scorer
         self._state = RewardState.SERVING
         link.poke()
         _log.info("serving")

@@ -14,19 +14,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from paceline.config.run import RunConfig
-from paceline.controller.fleet.clients import LearnerWeights, Peers, Published, Received
+from paceline.controller.fleet.clients import LearnerWeights, Peers
 from paceline.controller.fleet.membership import Member
 from paceline.controller.weights import blame
 from paceline.core.errors import PacelineError, PeerLostError, WeightSyncError
 from paceline.core.policy import PolicyTag
-from paceline.weights.digest.agreement import digests_agree
+from paceline.weights.digest.agreement import disagreement, format_digest, model_digest
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 
 T = TypeVar("T")
 Expel = Callable[[Member, str], Coroutine[Any, Any, None]]
@@ -163,7 +164,7 @@ class WeightPush:
             raise WeightSyncError("no weight group is formed; a push needs one")
         began = time.monotonic()
 
-        async def receive(member: Member) -> Received:
+        async def receive(member: Member) -> PushReceipt:
             receiving = self._peers.receive(member, epoch=epoch.number, version=version)
             return await self._awaited_by_others(epoch, member, receiving)
 
@@ -177,26 +178,25 @@ class WeightPush:
         ):
             await self.dissolve()
             return None
-        published = sending.result()
+        sent = sending.result()
         return Candidate(
-            policy=PolicyTag(version=version, digest=published.digest),
-            servers=await self._agreeing(epoch.rollouts, published, received),
+            policy=PolicyTag(version=version, digest=format_digest(model_digest(sent.reports))),
+            servers=await self._agreeing(epoch.rollouts, sent, received),
             began=began,
-            metrics=_metrics(published, received),
+            metrics=_metrics(sent, received.values()),
         )
 
     async def _agreeing(
-        self, members: list[Member], published: Published, received: dict[str, Received]
+        self, members: list[Member], sent: PushReceipt, received: dict[str, PushReceipt]
     ) -> tuple[Member, ...]:
         """The servers that hold what the learner sent; the others are expelled, unless there are only others."""
-        differences: dict[str, WeightSyncError] = {}
+        differences: dict[str, str] = {}
         for member in members:
-            try:
-                digests_agree(published.report, received[member.member_id].reports)
-            except WeightSyncError as error:
-                differences[member.member_id] = error
+            difference = disagreement(sent.reports[0], received[member.member_id].reports)
+            if difference is not None:
+                differences[member.member_id] = difference
         if len(differences) == len(members):
-            raise next(iter(differences.values()))
+            raise WeightSyncError(next(iter(differences.values())))
         for member in members:
             if member.member_id in differences:
                 await self._expel(member, f"WeightSyncError: {differences[member.member_id]}")
@@ -294,14 +294,16 @@ class WeightPush:
         return good
 
 
-def _metrics(published: Published, received: dict[str, Received]) -> dict[str, float]:
-    """`weights/bytes` is what leaves the learners, `relayed_bytes` what rollout ranks pass on, `peak_extra_bytes` the most staging of a rank."""
+def _metrics(sent: PushReceipt, received: Iterable[PushReceipt]) -> dict[str, float]:
+    """`weights/bytes` is what leaves the learners, `relayed_bytes` what rollout ranks pass on to each other.
+
+    Times and `peak_extra_bytes`, the staging, are those of the rank with most.
+    """
+    merged = PushReceipt.merge([sent, *received])
     return {
-        "weights/bytes": float(published.bytes_sent),
-        "weights/relayed_bytes": float(sum(r.bytes_relayed for r in received.values())),
-        "weights/peak_extra_bytes": float(
-            max([published.peak_extra_bytes, *(r.peak_extra_bytes for r in received.values())])
-        ),
-        "weights/transfer_ms": max([published.transfer_ms, *(r.transfer_ms for r in received.values())]),
-        "weights/digest_ms": max([published.digest_ms, *(r.digest_ms for r in received.values())]),
+        "weights/bytes": float(sent.num_bytes),
+        "weights/relayed_bytes": float(merged.relayed_bytes),
+        "weights/peak_extra_bytes": float(merged.peak_extra_bytes),
+        "weights/transfer_ms": merged.transfer_ms,
+        "weights/digest_ms": merged.digest_ms,
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -25,23 +24,12 @@ from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.geometry.parameters import ParameterIndex, Prepared
 from paceline.weights.plan.plan import Piece
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.copies import Moves
 from paceline.weights.transport.group import DTYPES, WeightGroup
 from paceline.weights.transport.rendezvous import Deadline
 
 LoadFull = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReceipt:
-    """What one rank got in a push: see `ReceiveResult`."""
-
-    digests: DigestReport
-    num_bytes: int
-    relayed_bytes: int
-    transfer_ms: float
-    digest_ms: float
-    peak_extra_bytes: int
 
 
 class RankReceiver:
@@ -92,7 +80,7 @@ class RankReceiver:
             self._warm_up(self._group, slices)
 
     @torch.no_grad()
-    def receive(self, version: int, timeout_s: float) -> RankReceipt:
+    def receive(self, version: int, timeout_s: float) -> PushReceipt:
         """Takes part in one push. After an error the model may be half new: it must not be served."""
         group = self._group
         if group is None:
@@ -116,8 +104,9 @@ class RankReceiver:
             else self.digest(version, name)
         )
         rank = group.rank - group.spec.num_learners
-        return RankReceipt(
-            digests=report,
+        return PushReceipt(
+            version=version,
+            reports=(report,),
             num_bytes=group.plan.received_bytes(rank),
             relayed_bytes=group.plan.relayed_bytes(rank),
             transfer_ms=1e3 * (received - began),

@@ -106,15 +106,7 @@ class PacelineWorkerExtension:
     @_answering
     def paceline_receive(self, version: int, timeout_s: float) -> Reply:
         """Takes part in a push and digests what lies in the parameters afterwards."""
-        receipt = self._paceline_receiver().receive(version, timeout_s)
-        return {
-            "digests": receipt.digests.to_bytes(),
-            "num_bytes": receipt.num_bytes,
-            "relayed_bytes": receipt.relayed_bytes,
-            "transfer_ms": receipt.transfer_ms,
-            "digest_ms": receipt.digest_ms,
-            "peak_extra_bytes": receipt.peak_extra_bytes,
-        }
+        return {"receipt": self._paceline_receiver().receive(version, timeout_s).to_bytes()}
 
     @_answering
     def paceline_digest(self, version: int) -> Reply:
