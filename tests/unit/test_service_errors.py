@@ -21,6 +21,7 @@ from paceline.core.errors import (
     RewardError,
     RewardErrorKind,
 )
+from paceline.core.members import MemberKind, RankRef
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import channels
@@ -101,6 +102,19 @@ async def test_every_class_comes_back(
     assert vars(caught.value) == vars(servicer.error)
     assert isinstance(caught.value.__cause__, grpc.aio.AioRpcError)
     assert caught.value.__cause__.code() is STATUS_CODES[kind]
+
+
+@pytest.mark.parametrize("peer", [RankRef(MemberKind.ROLLOUT, 3), RankRef(MemberKind.LEARNER)])
+async def test_a_rank_comes_back_as_a_rank(raiser: tuple[Raiser, RunningServer], peer: RankRef) -> None:
+    servicer, server = raiser
+    for error in (
+        PeerLostError("went away", peer=peer),
+        DeadlineError(phase="PUSH", peer=peer, seconds=2.0),
+    ):
+        servicer.error = error
+        with pytest.raises(type(error)) as caught:
+            await ask(server)
+        assert vars(caught.value) == vars(error)
 
 
 def test_the_table_names_every_class_and_nothing_retryable() -> None:
