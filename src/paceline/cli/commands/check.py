@@ -8,21 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.commands import arguments
 from paceline.cli.launch import plan
 from paceline.cli.launch.plan import Machine
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError, PacelineError
+from paceline.core.reward_function import check_extra_keys
 
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("config", metavar="CONFIG.yaml", help="configuration of a run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="values in place of the file's"
-    )
+    arguments.add_config(parser, description="configuration of a run")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,12 +134,11 @@ def _prompts(config: RunConfig, split: str) -> str:
 
 
 def _rewards(config: RunConfig) -> str:
-    from paceline.reward import scorer as gateway
     from paceline.reward.functions import registry
 
     for function in config.reward.functions:
         registry.load(function.name, function.kwargs)
-    gateway.check_extra_keys(config.data.extra_keys)
+    check_extra_keys(config.data.extra_keys)
     names = [one.name for one in config.reward.functions]
     names += [f"{one.name} at {one.address}" for one in config.reward.services]
     return ", ".join(names)

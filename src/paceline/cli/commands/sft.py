@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from paceline.cli.commands import arguments
 from paceline.cli.launch.ranks import run_ranks
 from paceline.config.load import dump_yaml, load
 from paceline.config.run import SftRunConfig
@@ -14,10 +15,7 @@ from paceline.service.process import write_atomically
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("config", metavar="CONFIG.yaml", help="configuration with an sft: section")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="values in place of the file's"
-    )
+    arguments.add_config(parser, description="configuration with an sft: section")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration, start nothing"
     )

@@ -8,6 +8,7 @@ import asyncio
 from rich.console import Console
 from rich.table import Table
 
+from paceline.cli.commands import arguments
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.live.view import phase_words, step_line
 from paceline.core.errors import ConfigError
@@ -18,9 +19,7 @@ from paceline.service.process import env_token
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument(
-        "run", nargs="?", metavar="RUN", help="run directory, or its name under runs/; default: the latest"
-    )
+    arguments.add_run(parser)
     parser.add_argument(
         "--controller", metavar="HOST:PORT", help="ask this controller (token in PACELINE_TOKEN)"
     )
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if args.controller:
         address, token = args.controller, env_token()
     else:
-        folder = run_dirs.find(args.run)
+        folder = run_dirs.find(args.run_name)
         note = run_dirs.read_note(folder)
         if note is None:
             raise ConfigError(

@@ -8,6 +8,7 @@ import logging
 import sys
 from pathlib import Path
 
+from paceline.cli.commands import arguments
 from paceline.cli.commands.check import quick_check
 from paceline.cli.launch import dry_run
 from paceline.cli.launch import run as launch
@@ -25,10 +26,7 @@ log = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("config", metavar="CONFIG.yaml", help="configuration of the run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="values in place of the file's"
-    )
+    arguments.add_config(parser, description="configuration of the run")
     parser.add_argument(
         "--dry-run",
         action="store_true",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from paceline.broker.address import redact
 from paceline.cli.launch import plan
 from paceline.cli.launch.plan import Machine, ProcessSpec
 from paceline.config.run import RunConfig
@@ -28,7 +29,7 @@ def describe(config: RunConfig, resources: Machine | None = None) -> str:
             master_port=0,
         ),
     ]
-    tree = masked(config)
+    tree = config.model_dump(mode="json")
     parts = [_broker(config)]
     told: set[str] = set()
     for spec in specs:
@@ -37,22 +38,10 @@ def describe(config: RunConfig, resources: Machine | None = None) -> str:
         if role not in told:
             told.add(role)
             sections = {name: tree[name] for name in plan.SECTIONS[role]}
-            parts.append(_indent(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)))
+            parts.append(_indent(redact(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True))))
         else:
             parts.append(f"  (configuration as {role} above)\n")
     return "\n".join(parts)
-
-
-def masked(config: RunConfig) -> dict[str, object]:
-    """The resolved tree with the password in broker.url left out."""
-    tree: dict[str, object] = config.model_dump(mode="json")
-    url = config.broker.url
-    if url and "@" in url:
-        scheme, _, rest = url.partition("://")
-        tree["broker"] = config.broker.model_dump(mode="json") | {
-            "url": f"{scheme}://***@{rest.rpartition('@')[2]}"
-        }
-    return tree
 
 
 def _broker(config: RunConfig) -> str:

@@ -5,20 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
 from typing import Protocol, TextIO
 
-Metrics = Mapping[str, float]
+from paceline.cli.metrics import columns
 
-LEARN_PHASES = (
-    "timing_s/fetch",
-    "timing_s/old_log_prob",
-    "timing_s/ref",
-    "timing_s/values",
-    "timing_s/adv",
-    "timing_s/update_critic",
-    "timing_s/update_actor",
-)
+Metrics = Mapping[str, float]
 
 
 class View(Protocol):
@@ -49,43 +40,6 @@ class View(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepNumbers:
-    """The handful of a step's metrics that fit into a row; None where the step has none. Seconds where it says `_s`."""
-
-    reward: float | None
-    val_reward: float | None
-    kl: float | None
-    clip_frac: float | None
-    entropy: float | None
-    tokens_per_s: float | None
-    gen_s: float | None
-    reward_s: float | None
-    learn_s: float | None
-    weights_s: float | None
-    step_s: float | None
-    wait_s: float | None
-
-
-def numbers(metrics: Metrics) -> StepNumbers:
-    """Picks a row's numbers. KL is the one to the reference where the run measures it, else that of the update."""
-    learn = [metrics[name] for name in LEARN_PHASES if name in metrics]
-    return StepNumbers(
-        reward=_first(metrics, "critic/score/mean", "reward/mean"),
-        val_reward=_first(metrics, "val/reward/mean"),
-        kl=_first(metrics, "algorithm/reference_kl", "actor/kl_loss", "actor/ppo_kl"),
-        clip_frac=_first(metrics, "actor/pg_clipfrac"),
-        entropy=_first(metrics, "actor/entropy"),
-        tokens_per_s=_first(metrics, "perf/tokens_per_s"),
-        gen_s=_first(metrics, "timing_s/gen"),
-        reward_s=_first(metrics, "timing_s/reward"),
-        learn_s=metrics.get("timing_s/learn", sum(learn) if learn else None),
-        weights_s=_first(metrics, "timing_s/update_weights"),
-        step_s=_first(metrics, "timing_s/step"),
-        wait_s=_first(metrics, "barrier/wait_s"),
-    )
-
-
 class PlainView:
     """One line a step and one a milestone; a sign of life every `quiet_s` seconds without either."""
 
@@ -108,13 +62,12 @@ class PlainView:
         """One line where nothing was said for long."""
         now = time.monotonic()
         if now - self._spoke > self._quiet_s:
-            self._say(
-                f"step {self._step}/{self._total_steps}: {self._words}, {now - self._phase_began:.0f} s so far"
-            )
+            seconds = now - self._phase_began
+            self._say(f"step {self._step}/{self._total_steps}: {self._words}, {seconds:.0f} s so far")
 
     def step(self, step: int, metrics: Metrics) -> None:
         """One line; none of the starting weights that are not validated."""
-        if any(value is not None for value in astuple(numbers(metrics))):
+        if any(column.cell(metrics) for column in columns()):
             self._say(step_line(step, self._total_steps, metrics))
 
     def notice(self, text: str) -> None:
@@ -131,32 +84,11 @@ class PlainView:
 
 def step_line(step: int, total_steps: int, metrics: Metrics) -> str:
     """A step in one line."""
-    row = numbers(metrics)
-    parts = [
-        _part("reward", row.reward, ".3f"),
-        _part("val", row.val_reward, ".3f"),
-        _part("kl", row.kl, ".4f"),
-        _part("clip", row.clip_frac, ".3f"),
-        _part("entropy", row.entropy, ".3f"),
-        _part("tokens/s", row.tokens_per_s, ",.0f"),
-        _part("gen", row.gen_s, ".2f", " s"),
-        _part("score", row.reward_s, ".2f", " s"),
-        _part("learn", row.learn_s, ".2f", " s"),
-        _part("push", row.weights_s, ".2f", " s"),
-        _part("step", row.step_s, ".2f", " s"),
-        _part("wait", row.wait_s, ".2f", " s"),
-    ]
-    return f"step {step}/{total_steps}  " + "  ".join(part for part in parts if part)
+    cells = [(column, column.cell(metrics)) for column in columns()]
+    parts = [f"{column.title} {cell} {column.unit}".rstrip() for column, cell in cells if cell]
+    return f"step {step}/{total_steps}  " + "  ".join(parts)
 
 
 def phase_words(phase: str, admitted: int, wanted: int) -> str:
     """A phase, with how far it is where that is known."""
     return f"{phase} {admitted}/{wanted}" if wanted else phase
-
-
-def _part(name: str, value: float | None, form: str, unit: str = "") -> str:
-    return "" if value is None else f"{name} {value:{form}}{unit}"
-
-
-def _first(metrics: Metrics, *names: str) -> float | None:
-    return next((metrics[name] for name in names if name in metrics), None)

@@ -1,4 +1,4 @@
-"""From the name of a reward function to the function: built-ins, `module:function`, `path/to/file.py:function`."""
+"""Finds reward functions by reference: a built-in's name, `module:function` or `path/to/file.py:function`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from paceline.core.errors import ConfigError
-from paceline.core.reward_function import RewardFunction, look_over
+from paceline.core.reward_function import RewardFunction, inspect_function
 from paceline.core.user_function import find_function
 from paceline.reward import builtin
 from paceline.reward.builtin import mathematics
@@ -24,25 +24,25 @@ def resolve(reference: str) -> RewardFunction:
         ConfigError: there is no such built-in, file, module or function; the module fails to import; or the
             function cannot be called with a response and a ground truth.
     """
-    found = getattr(builtin, reference) if reference in BUILTIN_NAMES else _find(reference)
-    function = look_over(reference, found)
+    target = getattr(builtin, reference) if reference in BUILTIN_NAMES else _import_target(reference)
+    function = inspect_function(reference, target)
     if function.is_async:
         raise ConfigError(
-            f"reward function {reference!r} is async: write a plain def (each worker process scores one item at a "
-            "time), or run it as a reward service of its own (paceline.sdk.serve_reward)"
+            f"reward function {reference!r} is async: write a plain def (each reward process scores one item "
+            "at a time), or run it as a reward service of its own (paceline.sdk.serve_reward)"
         )
     return function
 
 
 def load(reference: str, arguments: Mapping[str, object]) -> RewardFunction:
-    """Resolves a function that is about to be called, checks its configured arguments and makes its first call fast.
+    """Resolves a function, checks its configured arguments and imports what its first call would import.
 
     Raises:
         ConfigError: as `resolve`; an argument is unknown; or what the function needs is not installed.
     """
     function = resolve(reference)
     if reference in BUILTIN_NAMES:
-        # A built-in takes any field of an item, but a configured argument that it does not name is a slip of the pen.
+        # A built-in accepts every field of an item; a configured argument that it does not name is a mistake.
         dataclasses.replace(function, takes_any=False).check_arguments(arguments)
     function.check_arguments(arguments)
     if reference == "math_verify":
@@ -53,7 +53,7 @@ def load(reference: str, arguments: Mapping[str, object]) -> RewardFunction:
     return function
 
 
-def _find(reference: str) -> object:
+def _import_target(reference: str) -> object:
     place, _, name = reference.rpartition(":")
     if not place or not name:
         raise ConfigError(

@@ -1,18 +1,25 @@
-"""The report of a run with known numbers."""
+"""The report of a run with known numbers, and the closing lines."""
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from paceline.cli.commands.report import write_report
+from paceline.cli import metrics
+from paceline.cli.live.table import LiveView
+from paceline.cli.live.view import step_line
+from paceline.cli.metrics import Metric
 from paceline.cli.report.charts import CARD, Series, _smooth, line_chart, short, stacked_bars, ticks_between
 from paceline.cli.report.data import phase_seconds, read_run
 from paceline.cli.report.summary import closing_lines
+from paceline.cli.report.write import write_report
 from paceline.core.errors import DataError
 from support.synthetic_run import write_run
 
@@ -59,6 +66,30 @@ def test_it_shows_every_curve_that_was_asked_for(run_dir: Path) -> None:
     assert "step 60: validation 0.92" in text
 
 
+def test_a_line_in_the_table_of_metrics_puts_a_metric_on_the_page_and_in_the_live_view(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"actor/sparsity": 0.125, "actor/density": 0.875}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **values}))
+    assert "Sparsity" not in write_report(tmp_path).read_text()
+    added = (
+        Metric("actor/sparsity", "Sparsity", "zeros", column="sparse", format=".1%"),
+        Metric("actor/density", "Sparsity", "others"),
+    )
+    monkeypatch.setattr(metrics, "METRICS", (*metrics.METRICS, *added))
+    text = write_report(tmp_path).read_text()
+    assert "<b>Sparsity</b>" in text
+    assert "step 1: zeros 0.125" in text
+    assert "step 1: others 0.875" in text
+    assert step_line(1, 2, values) == "step 1/2  sparse 12.5%"
+    screen = io.StringIO()
+    view = LiveView("run", 2, console=Console(file=screen, width=160, color_system=None))
+    view.step(1, values)
+    view.close()
+    header, row = (line.split() for line in screen.getvalue().splitlines()[-2:])
+    assert (header[-1], row) == ("sparse", ["1/2", "12.5%"])
+
+
 def test_a_model_cannot_write_into_the_page_and_secrets_stay_out(run_dir: Path) -> None:
     text = write_report(run_dir).read_text()
     assert "<b>Answer:</b>" not in text
@@ -101,13 +132,13 @@ def test_phases_and_the_unclaimed_rest_add_up_to_the_step(run_dir: Path) -> None
 
 def test_samples_are_of_the_first_the_last_and_the_validation_step_best_first(run_dir: Path) -> None:
     samples = read_run(run_dir).samples
-    assert [one.title for one in samples] == [
+    assert [sample.title for sample in samples] == [
         "Training, step 1",
         "Training, step 60",
         "Validation after step 60",
     ]
-    for one in samples:
-        rewards = [row["reward"] for row in one.rows]
+    for step_samples in samples:
+        rewards = [row["reward"] for row in step_samples.rows]
         assert len(rewards) == 6
         assert rewards == sorted(rewards, reverse=True)
         assert {0.0, 1.0} == set(rewards)
