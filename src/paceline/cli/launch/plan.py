@@ -76,11 +76,19 @@ def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessS
     )
 
 
-def checks(run_dir: Path) -> list[ProcessSpec]:
+def checks(config: RunConfig, run_dir: Path) -> list[ProcessSpec]:
     """What looks for faults beside the starting controller, which itself checks data and model; each ends by itself."""
-    command = (*_module("reward.check"), str(run_dir / "config.resolved.yaml"))
+    roles = [Role.REWARD]
+    if config.actor.policy_loss.type == "custom":
+        roles.append(Role.LEARNER)
     return [
-        ProcessSpec(name="reward-check", role=Role.REWARD, command=command, env=_common(num_threads=1)),
+        ProcessSpec(
+            name=f"{role.value}-check",
+            role=role,
+            command=(*_module(f"{role.value}.check"), str(run_dir / "config.resolved.yaml")),
+            env=_common(num_threads=1),
+        )
+        for role in roles
     ]
 
 

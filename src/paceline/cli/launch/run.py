@@ -57,7 +57,7 @@ class Plan:
     """What is started; tests put other processes here."""
 
     controller: Callable[[RunConfig, Path, Path], ProcessSpec] = plan.controller
-    checks: Callable[[Path], Sequence[ProcessSpec]] = plan.checks
+    checks: Callable[[RunConfig, Path], Sequence[ProcessSpec]] = plan.checks
     members: Callable[..., Sequence[ProcessSpec]] = plan.members
 
 
@@ -136,7 +136,9 @@ class _Launcher:
 
     async def _start_and_follow(self) -> Outcome:
         broker_url, redis_pid = self._start_broker()
-        checks = [asyncio.create_task(self._check(spec)) for spec in self._what.checks(self._run_dir)]
+        checks = [
+            asyncio.create_task(self._check(spec)) for spec in self._what.checks(self._config, self._run_dir)
+        ]
         try:
             controller = await self._start_controller(broker_url)
             for check in checks:
@@ -186,7 +188,7 @@ class _Launcher:
                 phase="START",
                 peer=spec.name,
                 seconds=timeout_s,
-                hint="the module of a reward function does not return from its import",
+                hint="a module of yours, with a reward function or a policy loss, does not return from its import",
             ) from error
         if process.exited.result() != 0:
             raise _death_at_start(process)
