@@ -157,8 +157,9 @@ def server_side(pipe: Connection, config: RunConfig, broker_url: str) -> None:
 
 
 async def _serve(pipe: Connection, config: RunConfig, broker_url: str) -> None:
+    from paceline.rollout.capacity import SamplerLimits
     from paceline.rollout.engines.vllm.engine import VllmEngine
-    from paceline.rollout.sampler import Sampler, SamplerLimits
+    from paceline.rollout.sampler import Sampler
 
     engine = await VllmEngine.start(config, load_format="auto")
     broker = open_broker(broker_url)

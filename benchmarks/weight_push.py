@@ -27,7 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from paceline.weights.digest.agreement import DigestReport, SliceDigest, digests_agree
+from paceline.weights.digest.agreement import DigestReport, SliceDigest, disagreement
 from paceline.weights.digest.definition import TensorDigester
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice, tensor_shapes
@@ -97,8 +97,9 @@ class Learner:
 
     def push(self, version: int) -> tuple[float, bytes]:
         """Milliseconds of the transfer, and the digests."""
-        result = self.publisher.publish(version)
-        return result.transfer_ms, result.digests.to_bytes()
+        receipt = self.publisher.publish(version)
+        reports = receipt.reports
+        return receipt.transfer_ms, reports[0].to_bytes() if reports else b""
 
     def raw(self) -> None:
         """The same bytes per receiver, in one message each."""
@@ -249,8 +250,10 @@ def exchange(pipes: list[Connection], repeats: int) -> dict[str, float]:
         began = time.perf_counter()
         results = call_all(pipes, "push", version)
         push_ms = 1e3 * (time.perf_counter() - began)
-        reports = [DigestReport.from_bytes(data) for _, data in results]
-        digests_agree(reports[0], reports[NUM_LEARNERS:])
+        received = [DigestReport.from_bytes(data) for _, data in results[NUM_LEARNERS:]]
+        difference = disagreement(DigestReport.from_bytes(results[0][1]), received)
+        if difference is not None:
+            sys.exit(difference)
         began = time.perf_counter()
         call_all(pipes, "raw")
         raw_ms = 1e3 * (time.perf_counter() - began)

@@ -57,8 +57,8 @@ def measure(
     for version in range(repeats + 1):
         transfer, _, sent, received = fleet.push(version, HEAD_START_S)
         transfers.append(transfer)
-        digests_l.append(max(one["digest_ms"] for one in sent))
-        digests_r.append(max(one["digest_ms"] for one in received))
+        digests_l.append(max(one["receipt"].digest_ms for one in sent))
+        digests_r.append(max(one["receipt"].digest_ms for one in received))
     for again in range(repeats):
         _, pause, _, received = fleet.push(version + 1 + again, 0.0)
         pauses.append(pause)
@@ -82,11 +82,11 @@ def measure(
         "plain": plain,
         "plain_learner": statistics.median(max(column) for column in zip(*ours, strict=True)),
         "rank_bytes": max(size for one in received for size in one["rank_bytes"]),
-        "sent_bytes": max(one["num_bytes"] for one in sent),
+        "sent_bytes": max(one["receipt"].num_bytes for one in sent),
         "relayed_bytes": max(plan.relayed_bytes(rank) for rank in range(plan.num_destinations)),
         "rounds": plan.num_rounds,
-        "extra_learner": max(one["extra_bytes"] for one in sent),
-        "extra_rollout": max(one["extra_bytes"] for one in received),
+        "extra_learner": max(one["receipt"].peak_extra_bytes for one in sent),
+        "extra_rollout": max(one["receipt"].peak_extra_bytes for one in received),
         "grown_learner": max(grown),
         "pushes": 3 * repeats + 2,
     }

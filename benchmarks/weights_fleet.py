@@ -16,10 +16,11 @@ from typing import Any
 
 from weights_sides import TIMEOUT_S, Case, serve
 
-from paceline.weights.digest.agreement import DigestReport, digests_agree
+from paceline.weights.digest.agreement import disagreement
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.plan import TransferPlan
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.group import plan_of
 
 START_S = 400.0
@@ -121,8 +122,13 @@ class Fleet:
         order(self.learners, "push", version)
         sent, received = answers(self.learners), answers(self.servers)
         answered = time.perf_counter()
-        reports = [DigestReport.from_bytes(data) for one in received for data in one["digests"]]
-        digests_agree(DigestReport.from_bytes(sent[0]["digests"]), reports)
+        for answer in (*sent, *received):
+            answer["receipt"] = PushReceipt.from_bytes(answer["receipt"])
+        (report,) = sent[0]["receipt"].reports
+        for answer in received:
+            difference = disagreement(report, answer["receipt"].reports)
+            if difference is not None:
+                raise SystemExit(difference)
         ended = time.perf_counter()
         pause_ms = 1e3 * (ended - began)
         self.verdict_ms = 1e3 * (ended - answered)

@@ -18,6 +18,7 @@ import torch
 from shapes import SHAPES
 
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 60.0
@@ -95,15 +96,7 @@ class Learner:
     def push(self, version: int) -> dict[str, Any]:
         """Publishes, with the time of day of the beginning."""
         began = time.perf_counter()
-        result = self.publisher.publish(version)
-        return {
-            "began": began,
-            "digests": result.digests.to_bytes(),
-            "digest_ms": result.digest_ms,
-            "transfer_ms": result.transfer_ms,
-            "num_bytes": result.bytes,
-            "extra_bytes": result.peak_extra_bytes,
-        }
+        return {"began": began, "receipt": self.publisher.publish(version).to_bytes()}
 
     def plain(self, repeats: int) -> list[float]:
         """Plain messages of as many bytes."""
@@ -227,16 +220,18 @@ class Server:
     async def push(self, version: int) -> dict[str, Any]:
         """Receives through the real path; with the ranks' own times of day."""
         ordered = time.perf_counter()
-        result = await self.receiver.receive(version, TIMEOUT_S)
+        receipt = await self.receiver.receive(version, TIMEOUT_S)
         ended = time.perf_counter()
+        ranks = [PushReceipt.from_bytes(reply["receipt"]) for reply in self.replies]
         return {
             "call_ms": 1e3 * (min(reply["began"] for reply in self.replies) - ordered),
             "reset_ms": 1e3 * (ended - max(reply["ended"] for reply in self.replies)),
-            "received": max(reply["received"] for reply in self.replies),
-            "digests": [report.to_bytes() for report in result.digests],
-            "digest_ms": result.digest_ms,
-            "rank_bytes": [reply["num_bytes"] for reply in self.replies],
-            "extra_bytes": result.peak_extra_bytes,
+            "received": max(
+                reply["began"] + 1e-3 * rank.transfer_ms
+                for reply, rank in zip(self.replies, ranks, strict=True)
+            ),
+            "rank_bytes": [rank.num_bytes for rank in ranks],
+            "receipt": receipt.to_bytes(),
         }
 
     async def leave(self) -> None:

@@ -33,9 +33,10 @@ from paceline.core.trajectory import RewardContext, SamplingSpec
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt
 from paceline.reward.consumer import Consumer, ConsumerOptions
-from paceline.reward.scoring import Verdict as Score
+from paceline.reward.scores import Score
+from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import do_nothing
-from paceline.rollout.sampler import Sampler, SamplerLimits
+from paceline.rollout.sampler import Sampler
 from paceline.wire import decode_trajectory
 from support.fake_engine import FakeEngine
 

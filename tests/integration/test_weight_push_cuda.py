@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.weights.digest.agreement import digests_agree, model_digest
+from paceline.weights.digest.agreement import disagreement, model_digest
 from support.push_engines import generate, join, push, running_engine
 from support.push_learners import LearnerGroup
 from support.push_models import save_config, seeded_model, tiny_config
@@ -60,8 +60,8 @@ async def _push_and_read(
             for version in range(1, NUM_PUSHES + 1):
                 learners.call("set_seed", version % 3)
                 sent, received, _ = await push(learners, receiver, version)
-                digests_agree(sent, received.digests)
-                digests.add(model_digest(received.digests))
+                assert disagreement(sent, received.reports) is None
+                digests.add(model_digest(received.reports))
             found = [await generate(engine, prompt, str(i)) for i, prompt in enumerate(PROMPTS)]
             await receiver.leave()
     finally:

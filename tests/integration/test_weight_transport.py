@@ -15,13 +15,15 @@ import torch
 from torch import nn
 
 from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
-from paceline.learner.distributed.publisher import PushResult, WeightPublisher
-from paceline.rollout.engines.rank_receiver import RankReceipt, RankReceiver
-from paceline.weights.digest.agreement import digests_agree, model_digest
+from paceline.core.members import MemberKind, RankRef
+from paceline.learner.distributed.publisher import WeightPublisher
+from paceline.rollout.engines.rank_receiver import RankReceiver
+from paceline.weights.digest.agreement import disagreement, model_digest
 from paceline.weights.digest.definition import TensorDigester, digest_array
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, fsdp_layout
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.group import WeightGroup
 from paceline.weights.transport.rendezvous import Deadline, abandon, open_store
 from support.fake_vllm import fake_qwen2
@@ -100,7 +102,7 @@ class Fleet:
             ),
         )
 
-    def push(self, version: int) -> tuple[PushResult, list[RankReceipt]]:
+    def push(self, version: int) -> tuple[PushReceipt, list[PushReceipt]]:
         sent, *received = run_all(
             lambda: self.publisher.publish(version),
             *(lambda receiver=receiver: receiver.receive(version, 10.0) for receiver in self.receivers),
@@ -146,12 +148,12 @@ def test_a_push_fills_every_rank(size: int, kv_heads: int, tied: bool) -> None:
     for version in (1, 2):
         sent, received = fleet.push(version)
         check_parameters(fleet, model)
-        reports = [receipt.digests for receipt in received]
-        digests_agree(sent.digests, reports)
+        reports = [report for receipt in received for report in receipt.reports]
+        assert disagreement(sent.reports[0], reports) is None
         named = {n: p.detach().numpy() for n, p in fleet.source.named_parameters()}
         by_numpy = sum(digest_array(n, v.shape, Box.whole(v.shape), v) for n, v in named.items()) % 2**64
-        assert model_digest([sent.digests]) == model_digest(reports) == by_numpy
-        assert sent.bytes == sum(receipt.num_bytes for receipt in received)
+        assert model_digest(sent.reports) == model_digest(reports) == by_numpy
+        assert sent.num_bytes == sum(receipt.num_bytes for receipt in received)
         assert sent.peak_extra_bytes <= 2 * size * 1000
         assert all(receipt.peak_extra_bytes <= 2 * 1000 for receipt in received)
         with torch.no_grad():
@@ -173,9 +175,12 @@ def test_a_push_is_passed_on_between_rollout_ranks(
     for version in (1, 2):
         sent, received = fleet.push(version)
         check_parameters(fleet, model)
-        digests_agree(sent.digests, [receipt.digests for receipt in received])
-        assert sent.bytes == 4 * sum(distinct.values())
-        assert sent.bytes + sum(receipt.relayed_bytes for receipt in received) == sum(
+        assert (
+            disagreement(sent.reports[0], [report for receipt in received for report in receipt.reports])
+            is None
+        )
+        assert sent.num_bytes == 4 * sum(distinct.values())
+        assert sent.num_bytes + sum(receipt.relayed_bytes for receipt in received) == sum(
             receipt.num_bytes for receipt in received
         )
         assert all(receipt.peak_extra_bytes <= 2 * round_bytes for receipt in received)
@@ -192,7 +197,7 @@ def test_who_waits_for_a_rank_that_does_not_come_names_it() -> None:
     for future in waiting:
         error = future.exception(10)
         assert isinstance(error, DeadlineError), error
-        assert (error.phase, error.peer) == ("weight group join", "rollout rank 1")
+        assert (error.phase, error.peer) == ("weight group join", RankRef(MemberKind.ROLLOUT, 1))
 
 
 def test_a_join_that_is_called_off_ends_at_once() -> None:
@@ -210,7 +215,9 @@ def test_a_join_that_is_called_off_ends_at_once() -> None:
     fleet.models.pop()
     fleet.join(fleet.spec())
     sent, received = fleet.push(1)
-    digests_agree(sent.digests, [receipt.digests for receipt in received])
+    assert (
+        disagreement(sent.reports[0], [report for receipt in received for report in receipt.reports]) is None
+    )
 
 
 def test_a_relay_that_leaves_frees_the_others_at_once() -> None:
@@ -227,12 +234,14 @@ def test_a_relay_that_leaves_frees_the_others_at_once() -> None:
     leaving.join()
     for error in errors:
         assert isinstance(error, PeerLostError), error
-    assert "rollout rank 1" in [error.peer for error in errors]
+    assert RankRef(MemberKind.ROLLOUT, 1) in [error.peer for error in errors]
     fleet.receivers.pop(1)
     fleet.models.pop(1)
     fleet.join(fleet.spec(relay="always"))
     sent, received = fleet.push(2)
-    digests_agree(sent.digests, [receipt.digests for receipt in received])
+    assert (
+        disagreement(sent.reports[0], [report for receipt in received for report in receipt.reports]) is None
+    )
 
 
 def test_a_relay_that_stalls_is_named_by_those_who_wait_for_it() -> None:
@@ -250,7 +259,7 @@ def test_a_relay_that_stalls_is_named_by_those_who_wait_for_it() -> None:
     assert sending.result(30).version == 1
     error = waiting.exception(30)
     assert isinstance(error, DeadlineError)
-    assert error.peer == "rollout rank 1"
+    assert error.peer == RankRef(MemberKind.ROLLOUT, 1)
     assert 1.4 < time.monotonic() - began < 8
 
 
@@ -262,8 +271,12 @@ def test_a_push_casts_to_the_wire_type() -> None:
     fleet.join(fleet.spec(wire_dtype="bfloat16"))
     sent, received = fleet.push(1)
     check_parameters(fleet, model, torch.bfloat16)
-    digests_agree(sent.digests, [receipt.digests for receipt in received])
-    assert sent.bytes * 2 == 4 * sum(part.box.volume for f in fleet.receivers for part in f.describe().slices)
+    assert (
+        disagreement(sent.reports[0], [report for receipt in received for report in receipt.reports]) is None
+    )
+    assert sent.num_bytes * 2 == 4 * sum(
+        part.box.volume for f in fleet.receivers for part in f.describe().slices
+    )
 
 
 @pytest.mark.parametrize(("engines", "relay"), [(1, "never"), (2, "always")])
@@ -278,7 +291,9 @@ def test_the_general_path_loads_full_tensors(engines: int, relay: str) -> None:
     fleet = Fleet(model, 1, engines=engines, moe=True, load=load)
     fleet.join(fleet.spec(relay=relay))
     sent, received = fleet.push(1)
-    digests_agree(sent.digests, [receipt.digests for receipt in received])
+    assert (
+        disagreement(sent.reports[0], [report for receipt in received for report in receipt.reports]) is None
+    )
     assert sorted(name for name, _ in loaded) == sorted([*model.shapes()] * engines)
     if engines == 1:
         assert [name for name, _ in loaded] == list(model.shapes())
@@ -316,7 +331,9 @@ def test_a_member_that_does_not_come_costs_its_deadline_and_the_rest_form_anew()
     fleet.receivers = [RankReceiver(fleet.models[0], CPU, refuse_full)]
     fleet.join(fleet.spec(rollout_layouts=(whole,)))
     sent, received = fleet.push(1)
-    digests_agree(sent.digests, [receipt.digests for receipt in received])
+    assert (
+        disagreement(sent.reports[0], [report for receipt in received for report in receipt.reports]) is None
+    )
 
 
 def test_a_member_that_leaves_frees_the_others_at_once() -> None:
@@ -328,7 +345,7 @@ def test_a_member_that_leaves_frees_the_others_at_once() -> None:
     futures = start_all(lambda: fleet.publisher.publish(1), lambda: fleet.receivers[0].receive(1, 20.0))
     error = futures[0].exception(30)
     assert isinstance(error, PeerLostError)
-    assert error.peer == "rollout rank 1"
+    assert error.peer == RankRef(MemberKind.ROLLOUT, 1)
     assert isinstance(futures[1].exception(30), PeerLostError)
     assert time.monotonic() - began < 5
     leaving.join()
@@ -383,7 +400,7 @@ def test_several_learners_share_the_work_and_their_digests_add_up() -> None:
         group.abort()
         return total
 
-    def roll(rank: int) -> RankReceipt:
+    def roll(rank: int) -> PushReceipt:
         receivers[rank].join(spec, 3 + rank, 10.0)
         return receivers[rank].receive(1, 10.0)
 
@@ -395,7 +412,7 @@ def test_several_learners_share_the_work_and_their_digests_add_up() -> None:
         digest_array(n, tuple(p.shape), Box.whole(tuple(p.shape)), p.detach().numpy())
         for n, p in named.items()
     )
-    assert model_digest([first.digests, second.digests]) == expected % 2**64
+    assert model_digest([*first.reports, *second.reports]) == expected % 2**64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

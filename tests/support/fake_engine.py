@@ -13,6 +13,7 @@ from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from paceline.weights.digest.agreement import DigestReport, SliceDigest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.receipt import PushReceipt
 
 Event = tuple[str, Any]
 
@@ -102,14 +103,16 @@ class FakeEngine:
         if method == "paceline_receive":
             digest = SliceDigest(name="w", global_shape=(self.num_ranks,), box=box, value=args[0])
             report = DigestReport.of(rank=f"TP rank {rank}", version=args[0], slices=(digest,))
-            return {
-                "digests": report.to_bytes(),
-                "num_bytes": 4,
-                "transfer_ms": 1.0 + rank,
-                "digest_ms": 0.5,
-                "relayed_bytes": 0,
-                "peak_extra_bytes": 8,
-            }
+            receipt = PushReceipt(
+                version=args[0],
+                reports=(report,),
+                num_bytes=4,
+                relayed_bytes=0,
+                transfer_ms=1.0 + rank,
+                digest_ms=0.5,
+                peak_extra_bytes=8,
+            )
+            return {"receipt": receipt.to_bytes()}
         return {}
 
     async def check_health(self) -> None:

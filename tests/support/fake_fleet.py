@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,17 @@ import numpy as np
 from paceline.broker import names
 from paceline.broker.base import Broker, Outgoing
 from paceline.broker.mailbox import Mailbox
-from paceline.controller.fleet.clients import LearnerWeights, Published, Received
+from paceline.controller.fleet.clients import LearnerWeights
 from paceline.controller.fleet.membership import Member
-from paceline.core.batch import BatchRow
 from paceline.core.errors import PeerLostError
-from paceline.core.guard import Adjustments
+from paceline.core.guard import Adjustments, Reading
 from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow, TrainOrder, TrainResult
 from paceline.core.trajectory import FinishReason, PromptGroup, ScoredHeader
-from paceline.rpc.v1 import learner_pb2
 from paceline.weights.digest.agreement import DigestReport, SliceDigest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.receipt import PushReceipt
 from paceline.wire import decode_prompt_group, encode_scored_header
 
 
@@ -53,7 +53,7 @@ class FakePeers:
         self.policies: list[PolicyTag] = []
         self.saved: list[bytes] = []
         self.adjustments: list[Adjustments] = []
-        self.readings: dict[int, list[learner_pb2.GuardReading]] = {}
+        self.readings: dict[int, list[Reading]] = {}
         self.writes = False
         self.version = 0
         self.source = 0
@@ -77,28 +77,31 @@ class FakePeers:
     async def join_rollout(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
         self.calls.append(f"join {member.member_id} e{epoch} at {rank_offset}")
 
-    async def publish(self, member: Member, *, epoch: int, version: int) -> Published:
+    async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         self.calls.append(f"publish v{version} e{epoch}")
-        return Published(
-            report=report("learner", version, 7 + self.source),
-            digest=f"{7 + self.source:016x}",
-            bytes_sent=8,
+        return PushReceipt(
+            version=version,
+            reports=(report("learner", version, 7 + self.source),),
+            num_bytes=8,
+            relayed_bytes=0,
             transfer_ms=1,
             digest_ms=1,
             peak_extra_bytes=16,
         )
 
-    async def receive(self, member: Member, *, epoch: int, version: int) -> Received:
+    async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         self.calls.append(f"receive {member.member_id} v{version} e{epoch}")
         if member.member_id in self.lose:
             raise PeerLostError(f"{member.member_id} went away", peer=member.member_id)
         value = 1 if member.member_id in self.corrupt else 7 + self.source
-        return Received(
+        return PushReceipt(
+            version=version,
             reports=(report(member.member_id, version, value),),
+            num_bytes=8,
+            relayed_bytes=4,
             transfer_ms=1,
             digest_ms=1,
             peak_extra_bytes=32,
-            bytes_relayed=4,
         )
 
     async def commit(self, member: Member, policy: PolicyTag) -> None:
@@ -113,27 +116,17 @@ class FakePeers:
     async def leave_rollout(self, member: Member, *, epoch: int) -> None:
         self.calls.append(f"leave {member.member_id} e{epoch}")
 
-    async def train(
-        self,
-        member: Member,
-        *,
-        step: int,
-        policy: PolicyTag,
-        rows: Sequence[BatchRow],
-        adjustments: Adjustments,
-    ) -> learner_pb2.TrainStepResponse:
+    async def train(self, member: Member, order: TrainOrder) -> TrainResult:
+        step = order.step
         self.calls.append(f"train {step}")
-        self.batches.append([(r.trajectory_id.prompt_id, r.trajectory_id.sample_index) for r in rows])
-        self.rows.append(list(rows))
-        self.policies.append(policy)
+        ids = [row.trajectory_id for row in order.rows]
+        self.batches.append([(name.prompt_id, name.sample_index) for name in ids])
+        self.rows.append(list(order.rows))
+        self.policies.append(order.policy)
         self.version = self.source = step
-        self.adjustments.append(adjustments)
-        return learner_pb2.TrainStepResponse(
-            step=step,
-            policy_version=step,
-            metrics={"actor/ppo_kl": 0.0},
-            guard_readings=self.readings.get(step, ()),
-        )
+        self.adjustments.append(order.adjustments)
+        readings = tuple(self.readings.get(step, ()))
+        return TrainResult(step=step, metrics={"actor/ppo_kl": 0.0}, readings=readings)
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
         self.calls.append(f"save {step}")

@@ -102,8 +102,8 @@ class _Learner:
         self._publisher.join(WeightGroupSpec.from_bytes(spec))
 
     def publish(self, version: int) -> tuple[bytes, int]:
-        result = self._publisher.publish(version)
-        return result.digests.to_bytes(), result.bytes
+        receipt = self._publisher.publish(version)
+        return receipt.reports[0].to_bytes() if receipt.reports else b"", receipt.num_bytes
 
     def leave(self) -> None:
         self._publisher.leave()

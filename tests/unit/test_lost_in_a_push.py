@@ -9,11 +9,11 @@ import pytest
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.controller.fleet.clients import Published, Received
 from paceline.controller.fleet.membership import Health, Member
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import PeerLostError
 from paceline.core.members import MemberKind
+from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.rendezvous import Abandonment, abandon, open_store
 from support.fake_fleet import FakePeers
 
@@ -45,14 +45,14 @@ class SilentPeers(FakePeers):
         if epoch == 1:
             await self._wait()
 
-    async def receive(self, member: Member, *, epoch: int, version: int) -> Received:
+    async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         if member.member_id in self.freeze:
             await asyncio.Event().wait()
         if member.member_id not in self.lose:
             await self._wait()
         return await super().receive(member, epoch=epoch, version=version)
 
-    async def publish(self, member: Member, *, epoch: int, version: int) -> Published:
+    async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         await self._wait()
         return await super().publish(member, epoch=epoch, version=version)
 
@@ -112,16 +112,17 @@ async def test_the_others_are_freed_at_once_and_only_the_lost_one_is_put_out() -
     peers, fleet, push, servers = await formed()
     peers.lose = {"rollout-1"}
     began = time.monotonic()
-    assert await push.push(1) is None
+    assert await push.transfer(1) is None
     assert time.monotonic() - began < DEADLINE_S / 2
     assert fleet.expelled == ["rollout-1"]
     assert peers.calls.count("abandon e1 for rollout-1") == 1
 
     peers.lose = set()
     await push.form(member(MemberKind.LEARNER, "learner-0"), [one for one in servers if one.usable])
-    outcome = await push.push(1)
-    assert outcome is not None
-    assert outcome.policy.version == 1
+    candidate = await push.transfer(1)
+    assert candidate is not None
+    assert candidate.policy.version == 1
+    await push.commit(candidate)
     assert "commit rollout-2 1" in peers.calls
 
 
@@ -129,7 +130,7 @@ async def test_a_server_that_freezes_holds_the_others_up_until_its_silence_is_no
     """Its connections stay up, so that no call breaks; the fleet's watch puts it out."""
     peers, fleet, push, servers = await formed()
     peers.freeze = {"rollout-1"}
-    pushing = asyncio.create_task(push.push(1))
+    pushing = asyncio.create_task(push.transfer(1))
     await asyncio.sleep(0.05)
     assert not pushing.done()
     await fleet.expel(servers[1], "silent for 12.0 s")

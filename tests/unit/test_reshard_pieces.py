@@ -12,7 +12,7 @@ from paceline.core.errors import InvalidMessageError, WeightSyncError
 from paceline.weights.digest.agreement import (
     DigestReport,
     SliceDigest,
-    digests_agree,
+    disagreement,
     format_digest,
     model_digest,
 )
@@ -131,11 +131,19 @@ def test_a_report_that_misses_elements_or_differs_in_version_is_no_agreement() -
         part = SliceDigest(name="w", global_shape=(4,), box=Box((0,), (stop,)), value=value)
         return DigestReport.of(rank=rank, version=version, slices=(part,))
 
-    digests_agree(report("learner", 1, 4, 7), [report("rollout rank 0", 1, 4, 7)])
-    with pytest.raises(WeightSyncError, match="rollout rank 0 received version 1, the learner sent 2"):
-        digests_agree(report("learner", 2, 4, 7), [report("rollout rank 0", 1, 4, 7)])
-    with pytest.raises(WeightSyncError, match="w: the learner reported no digest for all of"):
-        digests_agree(report("learner", 1, 3, 7), [report("rollout rank 0", 1, 4, 7)])
+    received = [report("rollout rank 0", 1, 4, 7), report("rollout rank 1", 1, 4, 7)]
+    assert disagreement(report("learner", 1, 4, 7), received) is None
+    assert disagreement(report("learner", 2, 4, 7), received) == (
+        "rollout rank 0 received version 1, the learner sent 2"
+    )
+    assert disagreement(report("learner", 1, 3, 7), received) == (
+        "w: the learner reported no digest for all of (0,)..(4,), which rollout rank 0 holds"
+    )
+    assert disagreement(report("learner", 1, 4, 7), [*received[:1], report("rollout rank 1", 1, 4, 8)]) == (
+        "w: rollout rank 1 holds (0,)..(4,) with digest 0000000000000008, the learner sent 0000000000000007 "
+        "(version 1); the server must not serve it"
+    )
+    assert disagreement(report("learner", 1, 4, 7), []) == "the server reported no digests of version 1"
     with pytest.raises(WeightSyncError, match="w: 1 elements are on no rank"):
         model_digest([report("learner", 1, 3, 7)])
     with pytest.raises(WeightSyncError, match="w: rollout rank 1 and another rank hold different values"):
@@ -166,7 +174,7 @@ def make_spec(**changes: object) -> WeightGroupSpec:
 def test_the_group_spec_survives_the_wire() -> None:
     spec = make_spec()
     assert WeightGroupSpec.from_bytes(spec.to_bytes()) == spec
-    assert [spec.rank_name(r) for r in range(spec.world_size)] == [
+    assert [str(spec.rank_ref(r)) for r in range(spec.world_size)] == [
         "learner rank 0",
         "rollout rank 0",
         "rollout rank 1",

@@ -26,9 +26,10 @@ from paceline.core.ids import Purpose, sample_seed
 from paceline.core.members import RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import PromptGroup, RewardContext, SamplingSpec, Trajectory
+from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
-from paceline.rollout.sampler import Sampler, SamplerLimits
+from paceline.rollout.sampler import Sampler
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.wire import decode_trajectory, decode_trajectory_header, encode_prompt_group
 from support.fake_engine import FakeEngine
@@ -339,27 +340,6 @@ async def test_a_group_delivered_twice_is_drawn_twice_with_the_same_tokens() -> 
         assert drawn[:4] == drawn[4:]
 
 
-async def test_drain_finishes_what_is_under_way_and_takes_no_more() -> None:
-    async with bench() as b:
-        await b.push(V0)
-        b.engine.hold()
-        await b.ask(group(1))
-        await b.quiet(1)
-        draining = asyncio.create_task(b.server.drain())
-        await asyncio.sleep(0.02)
-        assert b.server.standing.state is RolloutState.DRAINING
-        await b.ask(group(2))
-        await asyncio.sleep(0.02)
-        assert not draining.done()
-        b.engine.release()
-        await asyncio.wait_for(draining, 5)
-        assert b.server.standing.state is RolloutState.LEFT
-        assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {1}
-        assert await b.left_over(0) == 1
-        assert b.engine.named("abort") == []
-        await b.server.drain()  # may be repeated
-
-
 async def test_a_push_of_another_group_or_before_joining_is_refused() -> None:
     async with bench(joined=False) as b:
         with pytest.raises(VersionMismatchError, match="weight group None, the push is for group 1"):
@@ -375,7 +355,7 @@ async def test_a_push_of_another_group_or_before_joining_is_refused() -> None:
 async def test_a_failed_push_leaves_the_server_stale_and_out_of_the_group() -> None:
     async with bench() as b:
         await b.push(V0)
-        b.engine.rpc_failure = {"kind": "WeightSyncError", "message": "shapes differ", "rank_name": ""}
+        b.engine.rpc_failure = {"kind": "WeightSyncError", "message": "shapes differ", "rank": None}
         with pytest.raises(WeightSyncError, match="shapes differ"):
             await b.server.receive(1, 1)
         assert b.server.standing.state is RolloutState.STALE
@@ -418,16 +398,14 @@ async def test_describe_and_receive_answer_per_rank() -> None:
         layouts = await b.server.describe()
         assert [layout.slices[0].box.start for layout in layouts] == [(0,), (1,)]
         result = await b.server.receive(1, 9)
-        assert [report.slices[0].value for report in result.digests] == [9, 9]
-        assert (result.bytes, result.transfer_ms) == (8, 2.0)
+        assert [report.slices[0].value for report in result.reports] == [9, 9]
+        assert (result.num_bytes, result.transfer_ms) == (8, 2.0)
 
 
 async def test_orders_are_refused_while_the_engine_loads() -> None:
     server = RolloutServer(lambda: None)
     with pytest.raises(ProtocolError, match="still loading"):
         await server.describe()
-    await server.drain()
-    assert server.standing.state is RolloutState.LEFT
 
 
 async def test_the_death_of_the_engine_ends_the_service() -> None:

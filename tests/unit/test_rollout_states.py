@@ -19,8 +19,6 @@ EVENTS: list[states.Event] = [
     states.ReceiveFailed(),
     states.Committed(V3),
     states.Forgotten(),
-    states.DrainBegan(),
-    states.Left(),
 ]
 
 
@@ -86,12 +84,3 @@ def test_serving_is_reached_through_a_complete_push_alone() -> None:
                 assert standing.policy == V3
     # The shortest way, and with one more event: either push event twice, or a repeated commit.
     assert reached == 4
-
-
-def test_draining_is_final() -> None:
-    draining = run(*SERVING_V3, states.DrainBegan())
-    assert draining.state is RolloutState.DRAINING
-    assert advance(draining, states.Left()).state is RolloutState.LEFT
-    for event in (states.ReceiveBegan(), states.Committed(V3), states.EngineReady()):
-        with pytest.raises(IllegalTransitionError, match="draining"):
-            advance(draining, event)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import DeadlineError, ModelError, PeerLostError, WeightSyncError
+from paceline.core.members import MemberKind, RankRef
 from paceline.rollout.engines.vllm import weight_receiver
 from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
 from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.receipt import PushReceipt
 
 LAYOUT = RankLayout(
     dtype="float32",
@@ -41,27 +43,29 @@ class FakeEngine:
 
 def receipt(rank: int, num_bytes: int, ms: float) -> dict[str, Any]:
     report = DigestReport.of(rank=f"rollout rank {rank}", version=4, slices=())
-    return {
-        "digests": report.to_bytes(),
-        "num_bytes": num_bytes,
-        "relayed_bytes": num_bytes // 2,
-        "transfer_ms": ms,
-        "digest_ms": ms / 2,
-        "peak_extra_bytes": num_bytes,
-    }
+    part = PushReceipt(
+        version=4,
+        reports=(report,),
+        num_bytes=num_bytes,
+        relayed_bytes=num_bytes // 2,
+        transfer_ms=ms,
+        digest_ms=ms / 2,
+        peak_extra_bytes=num_bytes,
+    )
+    return {"receipt": part.to_bytes()}
 
 
 def failure(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"error": {"kind": kind, "message": f"a {kind}", "rank_name": "", **fields}}
+    return {"error": {"kind": kind, "message": f"a {kind}", "rank": None, **fields}}
 
 
 async def test_a_push_is_received_then_the_prefix_cache_is_reset() -> None:
     engine = FakeEngine([receipt(0, 100, 3.0), receipt(1, 140, 2.0)])
     result = await WeightReceiver(engine).receive(4, 20.0)
     assert engine.calls == [("paceline_receive", 30.0, (4, 20.0)), ("reset_prefix_cache",)]
-    assert (result.version, result.bytes, result.transfer_ms, result.digest_ms) == (4, 240, 3.0, 1.5)
+    assert (result.version, result.num_bytes, result.transfer_ms, result.digest_ms) == (4, 240, 3.0, 1.5)
     assert (result.peak_extra_bytes, result.relayed_bytes) == (140, 120)
-    assert [report.rank for report in result.digests] == ["rollout rank 0", "rollout rank 1"]
+    assert [report.rank for report in result.reports] == ["rollout rank 0", "rollout rank 1"]
 
 
 async def test_describe_and_join_reach_every_worker() -> None:
@@ -73,25 +77,25 @@ async def test_describe_and_join_reach_every_worker() -> None:
 
 
 async def test_the_cause_is_reported_before_its_consequences() -> None:
-    lost = failure("PeerLostError", peer="learner rank 0")
+    lost = failure("PeerLostError", peer=["learner", 0])
     with pytest.raises(WeightSyncError, match="TP rank 1: a WeightSyncError"):
         await WeightReceiver(FakeEngine([lost, failure("WeightSyncError")])).receive(1, 5.0)
     with pytest.raises(PeerLostError, match="TP rank 0: a PeerLostError") as caught:
         await WeightReceiver(FakeEngine([lost, lost])).receive(1, 5.0)
-    assert caught.value.peer == "learner rank 0"
+    assert caught.value.peer == RankRef(MemberKind.LEARNER, 0)
 
 
 async def test_whom_a_server_lost_is_nobody_of_its_own() -> None:
     """Rank 0 lost rank 1 of the same engine, which gave up when a server that passes weights on went away."""
-    within = failure("PeerLostError", peer="rollout rank 3", rank_name="rollout rank 2")
-    beyond = failure("PeerLostError", peer="rollout rank 1", rank_name="rollout rank 3")
+    within = failure("PeerLostError", peer=["rollout", 3], rank=["rollout", 2])
+    beyond = failure("PeerLostError", peer=["rollout", 1], rank=["rollout", 3])
     with pytest.raises(PeerLostError, match="TP rank 1") as caught:
         await WeightReceiver(FakeEngine([within, beyond])).receive(1, 5.0)
-    assert caught.value.peer == "rollout rank 1"
+    assert caught.value.peer == RankRef(MemberKind.ROLLOUT, 1)
 
 
 async def test_errors_keep_their_class() -> None:
-    late = failure("DeadlineError", phase="push", peer="learner rank 1", seconds=2.0, hint="")
+    late = failure("DeadlineError", phase="push", peer=["learner", 1], seconds=2.0, hint="")
     with pytest.raises(DeadlineError, match="TP rank 0: push: no answer from learner rank 1 within 2 s"):
         await WeightReceiver(FakeEngine([late])).receive(1, 5.0)
     with pytest.raises(ModelError, match="TP rank 0: a ModelError"):

@@ -33,11 +33,6 @@ class Journal:
         self._next = _count_lines(path)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    @property
-    def position(self) -> int:
-        """The number that the next event gets."""
-        return self._next
-
     async def record(self, event: str, **fields: object) -> None:
         """Appends one event."""
         await self.record_all([{"event": event, **fields}])

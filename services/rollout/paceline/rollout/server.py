@@ -12,10 +12,11 @@ from paceline.core.members import RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rollout import states
 from paceline.rollout.engines.base import Engine
-from paceline.rollout.engines.vllm.weight_receiver import ReceiveResult, WeightReceiver
+from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
 from paceline.rollout.sampler import Sampler
 from paceline.rollout.states import Standing
 from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.receipt import PushReceipt
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class RolloutServer:
                 self._epoch = None
                 await self._ready().receiver.leave()
 
-    async def receive(self, epoch: int, version: int) -> ReceiveResult:
+    async def receive(self, epoch: int, version: int) -> PushReceipt:
         """Closes the gate, ends what is under way, receives a version. -> SYNCING, or STALE where it fails.
 
         Raises:
@@ -96,14 +97,14 @@ class RolloutServer:
             self._move(states.ReceiveBegan())
             try:
                 await parts.sampler.close()
-                result = await parts.receiver.receive(version, parts.push_timeout_s)
+                receipt = await parts.receiver.receive(version, parts.push_timeout_s)
             except BaseException:
                 # Also when the caller hangs up: some ranks may hold the new version and others the old one.
                 self._epoch = None
                 self._move(states.ReceiveFailed())
                 raise
             self._move(states.ReceiveEnded(version))
-            return result
+            return receipt
 
     async def commit(self, policy: PolicyTag) -> None:
         """Makes the received version the policy and begins to take its prompts. SYNCING -> SERVING; may be repeated.
@@ -126,16 +127,6 @@ class RolloutServer:
             if self._standing.state in (RolloutState.SYNCING, RolloutState.SERVING):
                 self._move(states.Forgotten())
                 await self._ready().sampler.close()
-
-    async def drain(self) -> None:
-        """Finishes what is under way and takes no more. -> DRAINING -> LEFT; may be repeated."""
-        async with self._one_at_a_time:
-            if self._standing.state is RolloutState.LEFT:
-                return
-            self._move(states.DrainBegan())
-            if self._parts is not None:
-                await self._parts.sampler.close(finish=True)
-            self._move(states.Left())
 
     def _ready(self) -> Parts:
         if self._parts is None:

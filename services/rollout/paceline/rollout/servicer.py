@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgpack
-
 from paceline.rollout.server import RolloutServer
 from paceline.rpc.v1 import rollout_pb2, rollout_pb2_grpc
 from paceline.wire.protobuf import policy_tag_from_proto
@@ -37,15 +35,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
     ) -> rollout_pb2.ReceiveWeightsResponse:
         """Takes part in a push."""
-        result = await self._server.receive(request.epoch, request.version)
-        return rollout_pb2.ReceiveWeightsResponse(
-            digests=msgpack.packb([report.to_bytes() for report in result.digests]),
-            bytes_received=result.bytes,
-            transfer_ms=result.transfer_ms,
-            digest_ms=result.digest_ms,
-            peak_extra_bytes=result.peak_extra_bytes,
-            bytes_relayed=result.relayed_bytes,
-        )
+        receipt = await self._server.receive(request.epoch, request.version)
+        return rollout_pb2.ReceiveWeightsResponse(receipt=receipt.to_bytes())
 
     async def Commit(self, request: rollout_pb2.CommitRequest, context: Any) -> rollout_pb2.CommitResponse:
         """Serves what was received."""
@@ -58,8 +49,3 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Lets go of the weight group."""
         await self._server.leave(request.epoch)
         return rollout_pb2.LeaveRolloutGroupResponse()
-
-    async def Drain(self, request: rollout_pb2.DrainRequest, context: Any) -> rollout_pb2.DrainResponse:
-        """Finishes and leaves."""
-        await self._server.drain()
-        return rollout_pb2.DrainResponse()

@@ -11,6 +11,7 @@ from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.plan import share_gpus
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError, PacelineError
+from paceline.core.reward_function import check_extra_keys
 
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 
@@ -105,12 +106,11 @@ def _prompts(config: RunConfig, split: str) -> str:
 
 
 def _rewards(config: RunConfig) -> str:
-    from paceline.reward import scorer
     from paceline.reward.functions import registry
 
     for function in config.reward.functions:
         registry.load(function.name, function.kwargs)
-    scorer.check_extra_keys(config.data.extra_keys)
+    check_extra_keys(config.data.extra_keys)
     names = [function.name for function in config.reward.functions]
     names += [f"{service.name} at {service.address}" for service in config.reward.services]
     return ", ".join(names)

@@ -60,11 +60,6 @@ class RolloutServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.LeaveRolloutGroupRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.LeaveRolloutGroupResponse.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/paceline.rpc.v1.RolloutService/Drain',
-                request_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.DrainRequest.SerializeToString,
-                response_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.DrainResponse.FromString,
-                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
@@ -105,13 +100,6 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Drain(self, request, context):
-        """Finishes what is in flight, takes no more, leaves. -> DRAINING.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,11 +127,6 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.LeaveWeightGroup,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.LeaveRolloutGroupRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.LeaveRolloutGroupResponse.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.DrainRequest.FromString,
-                    response_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -282,33 +265,6 @@ class RolloutService(object):
             '/paceline.rpc.v1.RolloutService/LeaveWeightGroup',
             paceline_dot_rpc_dot_v1_dot_rollout__pb2.LeaveRolloutGroupRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_rollout__pb2.LeaveRolloutGroupResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.rpc.v1.RolloutService/Drain',
-            paceline_dot_rpc_dot_v1_dot_rollout__pb2.DrainRequest.SerializeToString,
-            paceline_dot_rpc_dot_v1_dot_rollout__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,8 +25,6 @@ class RolloutServiceStub:
     Commit: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitRequest, _rollout_pb2.CommitResponse]
     """The received version is the policy from now on: prompts of that version are taken. SYNCING -> SERVING."""
     LeaveWeightGroup: _aio.UnaryUnaryMultiCallable[_rollout_pb2.LeaveRolloutGroupRequest, _rollout_pb2.LeaveRolloutGroupResponse]
-    Drain: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]
-    """Finishes what is in flight, takes no more, leaves. -> DRAINING."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by every rollout server; called by the controller. Prompts do not come this way: they come from the mailbox."""
@@ -69,13 +67,5 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.LeaveRolloutGroupRequest,
         context: _aio.ServicerContext[_rollout_pb2.LeaveRolloutGroupRequest, _abc.Awaitable[_rollout_pb2.LeaveRolloutGroupResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.LeaveRolloutGroupResponse]: ...
-
-    @_abc_1.abstractmethod
-    def Drain(
-        self,
-        request: _rollout_pb2.DrainRequest,
-        context: _aio.ServicerContext[_rollout_pb2.DrainRequest, _abc.Awaitable[_rollout_pb2.DrainResponse]],
-    ) -> _abc.Awaitable[_rollout_pb2.DrainResponse]:
-        """Finishes what is in flight, takes no more, leaves. -> DRAINING."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _aio.Server) -> None: ...

@@ -143,35 +143,39 @@ def digest_atoms(destinations: Iterable[RankLayout]) -> list[Atom]:
     return atoms
 
 
-def digests_agree(learner: DigestReport, rollout: Sequence[DigestReport]) -> None:
-    """Checks every box of every rollout rank against the learner's atoms.
+def disagreement(learner: DigestReport, reports: Sequence[DigestReport]) -> str | None:
+    """Checks every box that a rollout server's ranks report against the learner's atoms.
 
-    Raises:
-        WeightSyncError: naming tensor and rank, where a version differs, a digest differs, or the learner
-            has not reported all of a box.
+    Args:
+        learner: the digests of all atoms, as they were sent.
+        reports: one server's, a report per TP rank.
+
+    Returns:
+        None if the server has what the learner sent; otherwise a sentence that says what differs: the version, a
+        digest, or a box that the learner has not reported in full.
     """
-    for report in rollout:
-        if report.version != learner.version:
-            raise WeightSyncError(
-                f"{report.rank} received version {report.version}, the learner sent {learner.version}"
-            )
-        inside = _atoms_inside(learner.places, report.places)
-        if inside.uncovered is not None:
-            name, _, box = inside.uncovered
-            raise WeightSyncError(
-                f"{name}: the learner reported no digest for all of {box.start}..{box.stop}, which {report.rank} holds"
-            )
-        expected = (
-            np.add.reduceat(learner.values[inside.atoms], inside.begins) if len(inside.begins) else _NONE
-        )
-        wrong = np.flatnonzero(expected != report.values)
-        if len(wrong):
-            name, _, box = _read_places(report.places)[wrong[0]]
-            held, sent = (format_digest(int(values[wrong[0]])) for values in (report.values, expected))
-            raise WeightSyncError(
-                f"{name}: {report.rank} holds {box.start}..{box.stop} with digest {held}, the learner sent {sent} "
-                f"(version {learner.version}); the server must not serve it"
-            )
+    if not reports:
+        return f"the server reported no digests of version {learner.version}"
+    return next(filter(None, (_difference(learner, report) for report in reports)), None)
+
+
+def _difference(learner: DigestReport, report: DigestReport) -> str | None:
+    if report.version != learner.version:
+        return f"{report.rank} received version {report.version}, the learner sent {learner.version}"
+    inside = _atoms_inside(learner.places, report.places)
+    if inside.uncovered is not None:
+        name, _, box = inside.uncovered
+        return f"{name}: the learner reported no digest for all of {box.start}..{box.stop}, which {report.rank} holds"
+    expected = np.add.reduceat(learner.values[inside.atoms], inside.begins) if len(inside.begins) else _NONE
+    wrong = np.flatnonzero(expected != report.values)
+    if not len(wrong):
+        return None
+    name, _, box = _read_places(report.places)[wrong[0]]
+    received, sent = (format_digest(int(values[wrong[0]])) for values in (report.values, expected))
+    return (
+        f"{name}: {report.rank} holds {box.start}..{box.stop} with digest {received}, the learner sent {sent} "
+        f"(version {learner.version}); the server must not serve it"
+    )
 
 
 def model_digest(reports: Iterable[DigestReport]) -> int:

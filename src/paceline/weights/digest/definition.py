@@ -16,7 +16,7 @@ What is compared after a push. Cut every tensor along all borders of all rollout
 *atoms* (`digest_atoms`). Each learner rank adds up its share of every atom over its own shard, in one pass, and
 the shares are summed over learner ranks: the learner side knows every atom, each element counted once. Every
 rollout rank reports the digest of each of its boxes as they lie in its live parameters. A box is a union of
-atoms, so `digests_agree` checks it against the sum of the learner's atoms inside it: every byte on every rank is
+atoms, so `disagreement` checks it against the sum of the learner's atoms inside it: every byte on every rank is
 verified, replicated ones on each replica. The digest of the whole policy (`model_digest`) is the sum over
 tensors; from the learner's atoms every element enters once; from the reports of one rollout server (all its TP
 ranks) equal boxes enter once, so both sides name the same 64 bits without another pass.

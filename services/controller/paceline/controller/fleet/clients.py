@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
-import msgpack
 
 from paceline.config.run import RunConfig
 from paceline.controller.fleet.membership import Member
-from paceline.core.batch import BatchRow
 from paceline.core.errors import InvalidMessageError
-from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainOrder, TrainResult
 from paceline.rpc.v1 import common_pb2, learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from paceline.service.channels import call, connect
-from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.layout import RankLayout
-from paceline.wire.guard import adjustments_to_proto
-from paceline.wire.protobuf import batch_row_to_proto
+from paceline.weights.receipt import PushReceipt
+from paceline.wire.training import order_to_proto, result_from_proto
 
 # Beyond the time that a rank may wait for another within a join or a push: the rank's own word, which names the culprit, comes first.
 _SPREAD_S = 15.0
@@ -34,29 +30,6 @@ class LearnerWeights:
     store_port: int
     version: int
     device: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
-    """The learner's side of a push."""
-
-    report: DigestReport
-    digest: str
-    bytes_sent: int
-    transfer_ms: float
-    digest_ms: float
-    peak_extra_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Received:
-    """A rollout server's side of a push, a report per rank."""
-
-    reports: tuple[DigestReport, ...]
-    transfer_ms: float
-    digest_ms: float
-    peak_extra_bytes: int
-    bytes_relayed: int
 
 
 class Peers:
@@ -106,21 +79,20 @@ class Peers:
             stub.JoinWeightGroup, request, timeout_s=self._join_s, phase="FORMING", peer=member.member_id
         )
 
-    async def publish(self, member: Member, *, epoch: int, version: int) -> Published:
-        """Has the learner send its weights."""
+    async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
+        """Has the learner send its weights; the receipt has one report, for all of its ranks."""
         stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
         request = learner_pb2.PublishWeightsRequest(epoch=epoch, version=version)
         reply = await call(
             stub.PublishWeights, request, timeout_s=self._push_s, phase="PUBLISH", peer=member.member_id
         )
-        return Published(
-            report=DigestReport.from_bytes(reply.digests),
-            digest=reply.digest,
-            bytes_sent=reply.bytes_sent,
-            transfer_ms=reply.transfer_ms,
-            digest_ms=reply.digest_ms,
-            peak_extra_bytes=reply.peak_extra_bytes,
-        )
+        receipt = PushReceipt.from_bytes(reply.receipt)
+        if len(receipt.reports) != 1:
+            raise InvalidMessageError(
+                f"the learner's push receipt must have one digest report, got {len(receipt.reports)}",
+                reason="bad_receipt",
+            )
+        return receipt
 
     async def leave_learner(self, member: Member, *, epoch: int) -> None:
         """Has the learner's ranks let go of the group."""
@@ -137,32 +109,17 @@ class Peers:
         timeout_s = self._config.service.rpc_timeout_s
         await call(stub.AbandonPush, request, timeout_s=timeout_s, phase="PUBLISH", peer=member.member_id)
 
-    async def train(
-        self,
-        member: Member,
-        *,
-        step: int,
-        policy: PolicyTag,
-        rows: Sequence[BatchRow],
-        adjustments: Adjustments,
-    ) -> learner_pb2.TrainStepResponse:
-        """One training step over `rows`, which are in batch order."""
-        request = learner_pb2.TrainStepRequest(
-            step=step,
-            policy_version=policy.version,
-            weights_digest=policy.digest,
-            rows=[batch_row_to_proto(row) for row in rows],
-            adjustments=adjustments_to_proto(adjustments),
-        )
+    async def train(self, member: Member, order: TrainOrder) -> TrainResult:
+        """Has the learner train one step."""
         stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
         reply: learner_pb2.TrainStepResponse = await call(
             stub.TrainStep,
-            request,
+            order_to_proto(order),
             timeout_s=self._config.learner.command_timeout_s,
             phase="LEARN",
             peer=member.member_id,
         )
-        return reply
+        return result_from_proto(reply)
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
         """Has the learner write a checkpoint; returns the seconds it took."""
@@ -214,20 +171,14 @@ class Peers:
             stub.JoinWeightGroup, request, timeout_s=self._join_s, phase="FORMING", peer=member.member_id
         )
 
-    async def receive(self, member: Member, *, epoch: int, version: int) -> Received:
-        """Has a rollout server receive a version."""
+    async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
+        """Has a rollout server receive a version; the receipt has one report per rank."""
         stub = rollout_pb2_grpc.RolloutServiceStub(self._channel(member.address))
         request = rollout_pb2.ReceiveWeightsRequest(epoch=epoch, version=version)
         reply = await call(
             stub.ReceiveWeights, request, timeout_s=self._push_s, phase="PUBLISH", peer=member.member_id
         )
-        return Received(
-            reports=_unpack_reports(reply.digests),
-            transfer_ms=reply.transfer_ms,
-            digest_ms=reply.digest_ms,
-            peak_extra_bytes=reply.peak_extra_bytes,
-            bytes_relayed=reply.bytes_relayed,
-        )
+        return PushReceipt.from_bytes(reply.receipt)
 
     async def commit(self, member: Member, policy: PolicyTag) -> None:
         """Makes a received version a server's policy."""
@@ -256,13 +207,3 @@ class Peers:
     @property
     def _push_s(self) -> float:
         return self._config.weights.push_timeout_s + _SPREAD_S
-
-
-def _unpack_reports(data: bytes) -> tuple[DigestReport, ...]:
-    try:
-        parts = msgpack.unpackb(data)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise InvalidMessageError(f"digest reports: {error}", reason="bad_digests") from error
-    if not isinstance(parts, list):
-        raise InvalidMessageError("digest reports must be a list, one per rank", reason="bad_digests")
-    return tuple(DigestReport.from_bytes(part) for part in parts)

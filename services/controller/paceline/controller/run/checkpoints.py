@@ -19,14 +19,13 @@ MANIFEST = "manifest.json"
 class ControllerState:
     """Everything of the controller that a resumed run needs.
 
-    `journal_position` is the number of events that had been written; `num_prompts` tells whether the data changed; `guard` is the warden's
-    state; `good` says that a rollback may go to these weights.
+    `num_prompts` tells whether the data changed; `guard` is the state of the guard's policy; `good` says that a rollback may go to these
+    weights.
     """
 
     run_id: str
     step: int
     cursor: CursorState
-    journal_position: int
     num_prompts: int
     seed: int
     guard: Mapping[str, Any] = field(default_factory=dict)

@@ -1,7 +1,8 @@
-"""Weights from learner to rollout servers: membership epochs, pushes, and the verdict before a commit.
+"""Weights from learner to rollout servers: membership epochs, pushes, and the commit.
 
-    form:  describe all -> one spec -> all join at once -> epoch e
-    push:  learner publishes while every server of the epoch receives -> digests compared -> servers commit
+    form:     describe all -> one spec -> all join at once -> epoch e
+    transfer: learner publishes while every server of the epoch receives -> digests compared -> candidate
+    commit:   candidate -> its servers sample the new version
 
 A server that fails in either is put out of the fleet; the rest form a new epoch and go on. A member that gives up cuts all of its
 connections, so that failures spread: who only reports that another went away is not to blame. Nobody serves a version whose digests
@@ -13,18 +14,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from paceline.config.run import RunConfig
-from paceline.controller.fleet.clients import LearnerWeights, Peers, Published, Received
+from paceline.controller.fleet.clients import LearnerWeights, Peers
 from paceline.controller.fleet.membership import Member
-from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, WeightSyncError
+from paceline.controller.weights import blame
+from paceline.core.errors import PacelineError, PeerLostError, WeightSyncError
 from paceline.core.policy import PolicyTag
-from paceline.weights.digest.agreement import digests_agree
+from paceline.weights.digest.agreement import disagreement, format_digest, model_digest
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 
 T = TypeVar("T")
 Expel = Callable[[Member, str], Coroutine[Any, Any, None]]
@@ -47,10 +50,18 @@ class Epoch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PushOutcome:
-    """A committed push: the policy tag in force, and the metrics of `weights/`."""
+class Candidate:
+    """A version that was pushed and compared, but that nobody serves yet.
+
+    Attributes:
+        servers: those that hold the learner's digest.
+        began: monotonic time at which the push began.
+        metrics: those of the transfer.
+    """
 
     policy: PolicyTag
+    servers: tuple[Member, ...]
+    began: float
     metrics: dict[str, float]
 
 
@@ -66,11 +77,6 @@ class WeightPush:
         self._config, self._peers, self._expel, self._gone = config, peers, expel, gone
         self._epoch: Epoch | None = None
         self._last_number = 0
-
-    @property
-    def epoch(self) -> Epoch | None:
-        """The group in being, if there is one."""
-        return self._epoch
 
     def fits(self, learner: Member, rollouts: list[Member]) -> bool:
         """Whether the group in being is made of exactly these members."""
@@ -139,24 +145,26 @@ class WeightPush:
         )
         joined = await self._each(rollouts, join, beside=joining)
         outcome = joining.exception()
-        if outcome is not None and (len(joined) == len(rollouts) or _is_lost(learner, outcome)):
+        if outcome is not None and (len(joined) == len(rollouts) or blame.is_learner_lost(learner, outcome)):
             raise outcome
         return outcome is None and len(joined) == len(rollouts)
 
-    async def push(self, version: int) -> PushOutcome | None:
-        """Pushes and commits `version` over the epoch in being.
+    async def transfer(self, version: int) -> Candidate | None:
+        """Sends `version` to every server of the epoch in being and compares digests; no server serves it yet.
 
-        Returns None where a rollout server was lost on the way: the epoch is gone, form another and push again.
+        A server whose digest differs from the learner's is put out of the fleet, with what differs. Returns None where a server was
+        lost on the way: the epoch is gone, form another and transfer again.
 
         Raises:
-            PeerLostError, DeadlineError, WeightSyncError: the learner's side failed.
+            PeerLostError, DeadlineError: the learner's side failed.
+            WeightSyncError: no group is formed, or no server holds what the learner sent.
         """
         epoch = self._epoch
         if epoch is None:
             raise WeightSyncError("no weight group is formed; a push needs one")
         began = time.monotonic()
 
-        async def receive(member: Member) -> Received:
+        async def receive(member: Member) -> PushReceipt:
             receiving = self._peers.receive(member, epoch=epoch.number, version=version)
             return await self._awaited_by_others(epoch, member, receiving)
 
@@ -165,28 +173,55 @@ class WeightPush:
         )
         received = await self._each(epoch.rollouts, receive, beside=sending)
         failure = sending.exception()
-        if len(received) < len(epoch.rollouts) and not (failure and _is_lost(epoch.learner, failure)):
+        if len(received) < len(epoch.rollouts) and not (
+            failure and blame.is_learner_lost(epoch.learner, failure)
+        ):
             await self.dissolve()
             return None
-        published = sending.result()
-        digests_agree(published.report, [report for mine in received.values() for report in mine.reports])
-        policy = PolicyTag(version=version, digest=published.digest)
+        sent = sending.result()
+        return Candidate(
+            policy=PolicyTag(version=version, digest=format_digest(model_digest(sent.reports))),
+            servers=await self._agreeing(epoch.rollouts, sent, received),
+            began=began,
+            metrics=_metrics(sent, received.values()),
+        )
 
+    async def _agreeing(
+        self, members: list[Member], sent: PushReceipt, received: dict[str, PushReceipt]
+    ) -> tuple[Member, ...]:
+        """The servers that hold what the learner sent; the others are expelled, unless there are only others."""
+        differences: dict[str, str] = {}
+        for member in members:
+            difference = disagreement(sent.reports[0], received[member.member_id].reports)
+            if difference is not None:
+                differences[member.member_id] = difference
+        if len(differences) == len(members):
+            raise WeightSyncError(next(iter(differences.values())))
+        for member in members:
+            if member.member_id in differences:
+                await self._expel(member, f"WeightSyncError: {differences[member.member_id]}")
+        return tuple(member for member in members if member.member_id not in differences)
+
+    async def commit(self, candidate: Candidate) -> dict[str, float]:
+        """Makes the candidate the policy of its servers, which sample from then on; returns the metrics of `weights/`.
+
+        Raises:
+            PeerLostError: no server committed.
+        """
         opened: list[float] = []
 
         async def commit(member: Member) -> bool:
-            await self._while_alive(member, self._peers.commit(member, policy))
+            await self._while_alive(member, self._peers.commit(member, candidate.policy))
             opened.append(time.monotonic())
             return True
 
-        committed = await self._each(epoch.rollouts, commit)
-        if not committed:
+        if not await self._each(candidate.servers, commit):
             raise PeerLostError("no rollout server committed the new weights; none is left", peer="rollout")
-        pauses = {
-            "weights/first_open_ms": (min(opened) - began) * 1e3,
-            "weights/pause_ms": (time.monotonic() - began) * 1e3,
+        return {
+            **candidate.metrics,
+            "weights/first_open_ms": (min(opened) - candidate.began) * 1e3,
+            "weights/pause_ms": (time.monotonic() - candidate.began) * 1e3,
         }
-        return PushOutcome(policy=policy, metrics=_metrics(published, received) | pauses)
 
     async def _awaited_by_others(self, epoch: Epoch, member: Member, call: Coroutine[Any, Any, T]) -> T:
         """What a call returns that all members of the epoch have to answer together. Where it fails by this one's doing the others are
@@ -194,7 +229,7 @@ class WeightPush:
         try:
             return await self._while_alive(member, call)
         except PacelineError as error:
-            if _peer(error) in (None, member.member_id):
+            if blame.is_own_failure(member, error):
                 # Where the learner does not answer, its own call says so.
                 with contextlib.suppress(PacelineError):
                     await self._peers.abandon_push(epoch.learner, epoch=epoch.number, lost=member.member_id)
@@ -228,7 +263,7 @@ class WeightPush:
 
     async def _each(
         self,
-        members: list[Member],
+        members: Sequence[Member],
         act: Callable[[Member], Coroutine[Any, Any, T]],
         *,
         beside: asyncio.Task[Any] | None = None,
@@ -241,72 +276,34 @@ class WeightPush:
         if beside is not None:
             await asyncio.wait([beside])
         good: dict[str, T] = {}
-        failed: list[tuple[Member, PacelineError]] = []
+        failures: list[blame.Failure] = []
         for member, outcome in zip(members, outcomes, strict=True):
             if isinstance(outcome, PacelineError):
-                failed.append((member, outcome))
+                failures.append((member, outcome))
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
                 good[member.member_id] = outcome
-        for member, error in self._to_blame(failed, beside.exception() if beside else None):
+        learner_error = beside.exception() if beside else None
+        epoch = self._epoch
+        if epoch is not None and learner_error and blame.is_learner_lost(epoch.learner, learner_error):
+            return good
+        owners = epoch.owners if epoch is not None else []
+        for member, error in blame.at_fault(failures, learner_error, owners):
             await self._expel(member, f"{type(error).__name__}: {error}")
         return good
 
-    def _to_blame(
-        self, failed: list[tuple[Member, PacelineError]], learners: BaseException | None
-    ) -> list[tuple[Member, PacelineError]]:
-        """Of those that failed: who did so by itself, else whom the others' words lead to, else all, lest the same happen for ever."""
-        if self._epoch is not None and learners is not None and _is_lost(self._epoch.learner, learners):
-            return []
-        by_themselves = [(m, e) for m, e in failed if _peer(e) in (None, m.member_id)]
-        if by_themselves:
-            return by_themselves
-        owners = self._epoch.owners if self._epoch is not None else []
-        ranks = {f"rollout rank {k}": member.member_id for k, member in enumerate(owners)}
-        last = _last_named({m.member_id: ranks.get(_peer(e) or "") for m, e in failed}, learners, ranks)
-        return [(m, e) for m, e in failed if m.member_id == last] or failed
 
+def _metrics(sent: PushReceipt, received: Iterable[PushReceipt]) -> dict[str, float]:
+    """`weights/bytes` is what leaves the learners, `relayed_bytes` what rollout ranks pass on to each other.
 
-def _peer(error: BaseException) -> str | None:
-    """Whom an error says to have waited for or lost; None for an error of another kind."""
-    return error.peer if isinstance(error, PeerLostError | DeadlineError) else None
-
-
-def _last_named(
-    complaints: dict[str, str | None], learners: BaseException | None, ranks: dict[str, str]
-) -> str | None:
-    """Whom of those that failed the others' words lead to: from whom the learner names, or else the first that a server names, on
-    to whom that one names itself, and so forth. Who passes weights on gives up when it loses a peer, so the first named may only be its victim.
-
-    Args:
-        complaints: for each that failed, whom it names; None where that is no rollout server.
-        ranks: the member of each rollout rank's name.
+    Times and `peak_extra_bytes`, the staging, are those of the rank with most.
     """
-    named = ranks.get(_peer(learners) or "") if learners is not None else None
-    if named is None:
-        named = next((other for other in complaints.values() if other is not None), None)
-    seen: set[str] = set()
-    while named in complaints and named not in seen:
-        seen.add(named)
-        named = complaints[named] or named
-    return named
-
-
-def _is_lost(learner: Member, error: BaseException) -> bool:
-    """Whether an error of a call to the learner means that it is gone or hangs itself, rather than somebody that it was to send to."""
-    peer = _peer(error)
-    return peer is not None and (peer == learner.member_id or peer.startswith("learner"))
-
-
-def _metrics(published: Published, received: dict[str, Received]) -> dict[str, float]:
-    """`weights/bytes` is what leaves the learners, `relayed_bytes` what rollout ranks pass on, `peak_extra_bytes` the most staging of a rank."""
+    merged = PushReceipt.merge([sent, *received])
     return {
-        "weights/bytes": float(published.bytes_sent),
-        "weights/relayed_bytes": float(sum(r.bytes_relayed for r in received.values())),
-        "weights/peak_extra_bytes": float(
-            max([published.peak_extra_bytes, *(r.peak_extra_bytes for r in received.values())])
-        ),
-        "weights/transfer_ms": max([published.transfer_ms, *(r.transfer_ms for r in received.values())]),
-        "weights/digest_ms": max([published.digest_ms, *(r.digest_ms for r in received.values())]),
+        "weights/bytes": float(sent.num_bytes),
+        "weights/relayed_bytes": float(merged.relayed_bytes),
+        "weights/peak_extra_bytes": float(merged.peak_extra_bytes),
+        "weights/transfer_ms": merged.transfer_ms,
+        "weights/digest_ms": merged.digest_ms,
     }

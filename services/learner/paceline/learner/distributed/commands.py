@@ -6,26 +6,24 @@ Arguments are plain values, since they travel as msgpack. Results are rank 0's.
 from __future__ import annotations
 
 import dataclasses
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.batch import BatchRow
 from paceline.core.errors import CheckpointError, IllegalTransitionError
-from paceline.core.guard import Adjustments
-from paceline.core.ids import TrajectoryId
-from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainResult
 from paceline.learner import checkpoint
 from paceline.learner.batch.fetch import Blobs, fetch_rows
 from paceline.learner.batch.pack import PackedRow
 from paceline.learner.distributed.command_loop import Arguments, CommandError, Handler, attempt, gather_bytes
-from paceline.learner.distributed.publisher import PushResult, WeightPublisher
+from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.train.learner import Learner
-from paceline.learner.train.step import StepOrder, StepResult, train_step
+from paceline.learner.train.step import train_step
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
+from paceline.wire.training import decode_order
 
 TRAIN, SAVE, LOAD, DESCRIBE = "train", "save", "load", "describe"
 JOIN, PUBLISH, LEAVE = "join", "publish", "leave"
@@ -50,15 +48,6 @@ class Loaded:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
-    """Rank 0's push result, the bytes of all ranks, and the staging of the rank with most."""
-
-    result: PushResult
-    bytes_sent: int
-    peak_extra_bytes: int
-
-
 class Commands:
     """Handlers of one rank; `table` is what a Group runs."""
 
@@ -78,8 +67,8 @@ class Commands:
             LEAVE: self._leave,
         }
 
-    def _train(self, arguments: Arguments) -> StepResult:
-        order = decode_order(arguments)
+    def _train(self, arguments: Arguments) -> TrainResult:
+        order = decode_order(arguments["order"])
         learner = self._learner
         if order.step != learner.version + 1 or order.policy.version != learner.version:
             raise CommandError(
@@ -140,7 +129,7 @@ class Commands:
         spec: WeightGroupSpec = attempt(ranks, lambda: WeightGroupSpec.from_bytes(arguments["spec"]))
         attempt(ranks, lambda: self._publisher.join(spec))
 
-    def _publish(self, arguments: Arguments) -> Published:
+    def _publish(self, arguments: Arguments) -> PushReceipt:
         learner, version = self._learner, arguments["version"]
         if version != learner.version:
             raise CommandError(
@@ -150,14 +139,13 @@ class Commands:
             )
         timeout_s = learner.config.weights.push_timeout_s
         self._show_shards()
-        result: PushResult = attempt(
+        receipt: PushReceipt = attempt(
             learner.ranks, lambda: self._publisher.publish(version, timeout_s=timeout_s)
         )
-        mine = struct.pack("<QQ", result.bytes, result.peak_extra_bytes)
-        sent, staging = zip(
-            *(struct.unpack("<QQ", sizes) for sizes in gather_bytes(mine, learner.ranks)), strict=True
-        )
-        return Published(result=result, bytes_sent=sum(sent), peak_extra_bytes=max(staging))
+        # Rank 0's report is large and already where it is needed: it is not gathered.
+        numbers = gather_bytes(dataclasses.replace(receipt, reports=()).to_bytes(), learner.ranks)
+        merged = PushReceipt.merge([PushReceipt.from_bytes(data) for data in numbers])
+        return dataclasses.replace(merged, reports=receipt.reports)
 
     def _show_shards(self) -> None:
         """The publisher sees the language model, whose root tensors are gathered and let go of by the network around it."""
@@ -165,44 +153,3 @@ class Commands:
 
     def _leave(self, arguments: Arguments) -> None:
         attempt(self._learner.ranks, self._publisher.leave)
-
-
-def encode_order(order: StepOrder) -> dict[str, object]:
-    """A step order as plain values."""
-    return {
-        "step": order.step,
-        "policy": [order.policy.version, order.policy.digest],
-        "rows": [
-            [
-                str(row.trajectory_id),
-                row.blob_key,
-                row.reward,
-                row.num_prompt_tokens,
-                row.num_response_tokens,
-                row.greedy_score,
-            ]
-            for row in order.rows
-        ],
-        "adjustments": dataclasses.asdict(order.adjustments),
-    }
-
-
-def decode_order(arguments: Arguments) -> StepOrder:
-    """Reads what `encode_order` made; it comes from rank 0, which has checked it."""
-    version, digest = arguments["policy"]
-    return StepOrder(
-        step=arguments["step"],
-        policy=PolicyTag(version=version, digest=digest),
-        rows=tuple(
-            BatchRow(
-                trajectory_id=TrajectoryId.parse(name),
-                blob_key=key,
-                reward=reward,
-                num_prompt_tokens=prompt,
-                num_response_tokens=response,
-                greedy_score=greedy_score,
-            )
-            for name, key, reward, prompt, response, greedy_score in arguments["rows"]
-        ),
-        adjustments=Adjustments(**arguments["adjustments"]),
-    )

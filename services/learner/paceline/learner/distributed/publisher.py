@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,32 +21,12 @@ from paceline.weights.geometry.cover import Need, Supply, assign_sources
 from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows
 from paceline.weights.geometry.parameters import ParameterIndex, Prepared
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.group import DTYPES, WeightGroup
 from paceline.weights.transport.rendezvous import Deadline, open_store
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _STORE_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushResult:
-    """One learner rank's part of a push.
-
-    Attributes:
-        version: the policy version that was sent.
-        digests: every atom of the policy, summed over the learner ranks; on learner rank 0. Empty elsewhere.
-        bytes: bytes that this rank sent.
-        transfer_ms: from the first pack until the last message has left; the digest runs within it.
-        digest_ms: time of this rank's digest, on the device where there is one.
-        peak_extra_bytes: staging beside the parameters.
-    """
-
-    version: int
-    digests: DigestReport
-    bytes: int
-    transfer_ms: float
-    digest_ms: float
-    peak_extra_bytes: int
 
 
 class WeightPublisher:
@@ -155,8 +134,10 @@ class WeightPublisher:
         self._digest_job(shards, DTYPES[group.spec.wire_dtype]).warm_up()
 
     @torch.no_grad()
-    def publish(self, version: int, *, timeout_s: float | None = None) -> PushResult:
+    def publish(self, version: int, *, timeout_s: float | None = None) -> PushReceipt:
         """Sends this rank's part of the parameters as they are now; every member must take part.
+
+        The receipt is this rank's; rank 0's has the digests of all learner ranks, the others have none.
 
         Raises:
             WeightSyncError: no group has been joined, or it was aborted.
@@ -177,10 +158,11 @@ class WeightPublisher:
         except BaseException:
             self.leave()
             raise
-        return PushResult(
+        return PushReceipt(
             version=version,
-            digests=self._report(version, totals),
-            bytes=group.plan.sent_bytes(self._rank),
+            reports=(self._report(version, totals),) if self._rank == 0 else (),
+            num_bytes=group.plan.sent_bytes(self._rank),
+            relayed_bytes=0,
             transfer_ms=transfer_ms,
             digest_ms=job.last_ms,
             peak_extra_bytes=group.staging_bytes,
@@ -211,8 +193,6 @@ class WeightPublisher:
         return self._job.get(shards.values(), make)
 
     def _report(self, version: int, totals: torch.Tensor) -> DigestReport:
-        if self._rank != 0:
-            return DigestReport.of(rank=f"learner rank {self._rank}", version=version, slices=())
         values = self._digester.read_array(totals)
         return DigestReport(rank="learner", version=version, places=self._places, values=values)
 

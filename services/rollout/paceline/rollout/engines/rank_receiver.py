@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from paceline.core.errors import WeightSyncError
+from paceline.core.members import RankRef
 from paceline.rollout.engines.vllm.checkpoint import checkpoint_form
 from paceline.rollout.engines.vllm.layout import describe_model
 from paceline.weights.digest.agreement import DigestReport, SliceDigest, pack_places
@@ -24,23 +24,12 @@ from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.geometry.parameters import ParameterIndex, Prepared
 from paceline.weights.plan.plan import Piece
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.copies import Moves
 from paceline.weights.transport.group import DTYPES, WeightGroup
 from paceline.weights.transport.rendezvous import Deadline
 
 LoadFull = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReceipt:
-    """What one rank got in a push: see `ReceiveResult`."""
-
-    digests: DigestReport
-    num_bytes: int
-    relayed_bytes: int
-    transfer_ms: float
-    digest_ms: float
-    peak_extra_bytes: int
 
 
 class RankReceiver:
@@ -51,13 +40,13 @@ class RankReceiver:
         device: where its parameters are.
         load_full: loads full tensors in checkpoint form; used for models that the rules do not cover.
 
-    `rank_name` is what other members call this rank, once it has been told to join.
+    `rank_ref` is what errors of other members call this rank, once it has been told to join.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, load_full: LoadFull) -> None:
         self._model, self._device, self._load_full = model, device, load_full
         self._digester = TensorDigester(device)
-        self.rank_name = ""
+        self.rank_ref: RankRef | None = None
         self._group: WeightGroup | None = None
         self._layout: RankLayout | None = None
         self._places: bytes | None = None
@@ -82,7 +71,7 @@ class RankReceiver:
             raise WeightSyncError(
                 f"group rank {rank} is no rollout rank: those are {spec.num_learners}..{spec.world_size - 1}"
             )
-        self.rank_name = spec.rank_name(rank)
+        self.rank_ref = spec.rank_ref(rank)
         self._group = WeightGroup.form(
             spec, rank=rank, layout=self.describe(), device=self._device, timeout_s=timeout_s
         )
@@ -91,7 +80,7 @@ class RankReceiver:
             self._warm_up(self._group, slices)
 
     @torch.no_grad()
-    def receive(self, version: int, timeout_s: float) -> RankReceipt:
+    def receive(self, version: int, timeout_s: float) -> PushReceipt:
         """Takes part in one push. After an error the model may be half new: it must not be served."""
         group = self._group
         if group is None:
@@ -108,15 +97,16 @@ class RankReceiver:
             self.leave()
             raise
         received = time.perf_counter()
-        name = group.spec.rank_name(group.rank)
+        name = str(group.spec.rank_ref(group.rank))
         report = (
             DigestReport.of(rank=name, version=version, slices=slices)
             if slices
             else self.digest(version, name)
         )
         rank = group.rank - group.spec.num_learners
-        return RankReceipt(
-            digests=report,
+        return PushReceipt(
+            version=version,
+            reports=(report,),
             num_bytes=group.plan.received_bytes(rank),
             relayed_bytes=group.plan.relayed_bytes(rank),
             transfer_ms=1e3 * (received - began),

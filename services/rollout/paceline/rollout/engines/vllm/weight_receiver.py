@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerLostError, WeightSyncError
+from paceline.core.members import peer_from_plain
 from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.receipt import PushReceipt
 
 WORKER_EXTENSION: Final = "paceline.rollout.engines.vllm.worker.PacelineWorkerExtension"
 """For `AsyncEngineArgs(worker_extension_cls=...)`"""
@@ -29,28 +30,6 @@ class Engine(Protocol):
     async def reset_prefix_cache(self) -> bool:
         """Forgets cached keys and values; False where running requests still use them."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiveResult:
-    """One rollout server's part of a push.
-
-    Attributes:
-        version: the policy version that was received.
-        digests: one report per TP rank, of every slice as it lies in the live parameters.
-        bytes: bytes received, over all TP ranks.
-        relayed_bytes: bytes passed on to other rollout ranks, over all TP ranks.
-        transfer_ms, digest_ms: of the slowest TP rank.
-        peak_extra_bytes: staging, of the rank with most.
-    """
-
-    version: int
-    digests: tuple[DigestReport, ...]
-    bytes: int
-    relayed_bytes: int
-    transfer_ms: float
-    digest_ms: float
-    peak_extra_bytes: int
 
 
 class WeightReceiver:
@@ -76,7 +55,7 @@ class WeightReceiver:
         """
         await self._call("paceline_join", (spec_bytes, rank_offset, timeout_s), timeout_s)
 
-    async def receive(self, version: int, timeout_s: float) -> ReceiveResult:
+    async def receive(self, version: int, timeout_s: float) -> PushReceipt:
         """Receives one push and resets the prefix cache. After an error the weights may be half new.
 
         Raises:
@@ -98,15 +77,7 @@ class WeightReceiver:
                 f"version {version} arrived while requests were running: they would mix it with cached keys and "
                 "values of the old weights. Drain or abort them before a push"
             )
-        return ReceiveResult(
-            version=version,
-            digests=tuple(DigestReport.from_bytes(reply["digests"]) for reply in replies),
-            bytes=sum(reply["num_bytes"] for reply in replies),
-            relayed_bytes=sum(reply["relayed_bytes"] for reply in replies),
-            transfer_ms=max(reply["transfer_ms"] for reply in replies),
-            digest_ms=max(reply["digest_ms"] for reply in replies),
-            peak_extra_bytes=max(reply["peak_extra_bytes"] for reply in replies),
-        )
+        return PushReceipt.merge([PushReceipt.from_bytes(reply["receipt"]) for reply in replies])
 
     async def digest(self, version: int, timeout_s: float = 60.0) -> tuple[DigestReport, ...]:
         """What lies in the parameters now, one report per TP rank, each headed with `version`."""
@@ -133,8 +104,8 @@ class WeightReceiver:
             # A rank that fails takes its peers' connections with it, those of this engine's other ranks among them: report the
             # cause before the consequences.
             causes = [item for item in errors if item[0]["kind"] not in ("DeadlineError", "PeerLostError")]
-            mine = {error["rank_name"] for error, _ in errors}
-            outside = [item for item in errors if item[0].get("peer") not in mine]
+            own_ranks = {peer_from_plain(error["rank"]) for error, _ in errors if error["rank"]}
+            outside = [item for item in errors if not own_ranks & {peer_from_plain(item[0].get("peer", ""))}]
             raise _make_error(*(causes or outside or errors)[0])
         return replies
 
@@ -153,9 +124,10 @@ def _make_error(error: dict[str, Any], where: str) -> PacelineError:
     kind, message = error["kind"], f"{where}: {error['message']}"
     if kind == "DeadlineError":
         phase = f"{where}: {error['phase']}"
-        return DeadlineError(phase=phase, peer=error["peer"], seconds=error["seconds"], hint=error["hint"])
+        peer = peer_from_plain(error["peer"])
+        return DeadlineError(phase=phase, peer=peer, seconds=error["seconds"], hint=error["hint"])
     if kind == "PeerLostError":
-        return PeerLostError(message, peer=error["peer"])
+        return PeerLostError(message, peer=peer_from_plain(error["peer"]))
     if kind == "ModelError":
         return ModelError(message)
     return WeightSyncError(message if kind == "WeightSyncError" else f"{where}: {kind}: {error['message']}")
