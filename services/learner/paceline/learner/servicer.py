@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.core.errors import DeadlineError, ProtocolError
-from paceline.core.members import LearnerState
+from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.learner.distributed import commands
@@ -181,7 +181,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
                 raise
             raise DeadlineError(
                 phase=name.upper(),
-                peer="the learner's ranks",
+                peer=RankRef(MemberKind.LEARNER),
                 seconds=self._command_timeout_s,
                 hint="raise learner.command_timeout_s if the work is that large",
             ) from None

@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgpack
 
 from paceline.core.errors import InvalidMessageError
+from paceline.core.members import MemberKind, RankRef
 from paceline.weights.geometry.layout import RankLayout, expand_whole, tensor_shapes
 from paceline.weights.plan.plan import RELAY_MODES
 from paceline.weights.transport.dtypes import ITEM_SIZES
@@ -80,10 +81,12 @@ class WeightGroupSpec:
         shapes = tensor_shapes(self.learner_layouts)
         return tuple(expand_whole(layout, shapes) for layout in self.rollout_layouts)
 
-    def rank_name(self, rank: int) -> str:
-        """How a group rank is called in messages."""
+    def rank_ref(self, rank: int) -> RankRef:
+        """A group rank by its kind and its number among that kind."""
         first = self.num_learners
-        return f"learner rank {rank}" if rank < first else f"rollout rank {rank - first}"
+        if rank < first:
+            return RankRef(MemberKind.LEARNER, rank)
+        return RankRef(MemberKind.ROLLOUT, rank - first)
 
     def to_bytes(self) -> bytes:
         """The spec as one msgpack message."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.errors import PacelineError, PeerLostError
+from paceline.core.members import MemberKind, RankRef
 from paceline.learner.distributed.collectives import CommandError, agree, broadcast_bytes
 from paceline.learner.distributed.ranks import Ranks
 from paceline.wire.commands import decode_command, encode_command
@@ -115,7 +116,9 @@ class CommandLoop:
                 raise
             raise cause from error
         if self._commands is not None:
-            self._commands.close(PeerLostError("the learner group has stopped", peer="learner"))
+            self._commands.close(
+                PeerLostError("the learner group has stopped", peer=RankRef(MemberKind.LEARNER))
+            )
 
     def _turn(self) -> bool:
         command = None if self._commands is None else self._commands.take(self._keep_alive_s)
@@ -153,17 +156,19 @@ class CommandLoop:
         return result
 
     def _cause(self, error: Exception) -> Exception:
-        """The error to die of: a peer's failure if that caused it; else itself, its reason left for the peers."""
+        """The error to die of: a peer's failure if that caused it, else itself; leaves its reason for the peers."""
         if isinstance(error, RuntimeError) and not isinstance(error, PacelineError):
             # A rank leaves its reason before its connections break: the reason is there now, or never.
             rank, reason = _find_reason(self._ranks)
             if rank is not None:
-                return PeerLostError(f"learner rank {rank} failed: {reason}", peer=f"learner rank {rank}")
+                return PeerLostError(
+                    f"learner rank {rank} failed: {reason}", peer=RankRef(MemberKind.LEARNER, rank)
+                )
             if _is_broken_connection(error):
                 return PeerLostError(
                     f"learner rank {self._ranks.rank} lost another rank ({_first_line(error)}); the log of "
                     "the lost rank says why; start the run again to continue from its last checkpoint",
-                    peer="learner",
+                    peer=RankRef(MemberKind.LEARNER),
                 )
         if not isinstance(error, PeerLostError):
             _leave_reason(self._ranks, error)
