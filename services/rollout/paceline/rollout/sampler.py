@@ -311,7 +311,6 @@ class Sampler:
             sampling=group.sampling,
             seed=seed,
             server_id=self._server_id,
-            attempt=group.attempt,
             seconds=seconds,
         )
 
@@ -320,12 +319,11 @@ class Sampler:
             run_id=group.run_id,
             trajectory_id=trajectory.trajectory_id,
             policy=group.policy,
-            blob_key=names.blob(group.run_id, str(trajectory.trajectory_id), group.attempt, self._server_id),
+            blob_key=names.blob(group.run_id, str(trajectory.trajectory_id), self._server_id),
             num_prompt_tokens=len(group.prompt_token_ids),
             num_response_tokens=len(trajectory.response_token_ids),
             finish_reason=trajectory.finish_reason,
             server_id=self._server_id,
-            attempt=group.attempt,
             seconds=trajectory.seconds,
             context=group.context,
         )
