@@ -132,6 +132,7 @@ class MemberSession:
             await link.leave("stopped")
 
         context.defer("goodbye to the controller", say_goodbye, budget_s=_GOODBYE_S)
+        await asyncio.sleep(0)  # lets the heartbeats begin
         return registration
 
     def poke(self) -> None:
