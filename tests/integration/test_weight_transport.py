@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
+from paceline.core.members import MemberKind, RankRef
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.rollout.engines.rank_receiver import RankReceiver
 from paceline.weights.digest.agreement import disagreement, model_digest
@@ -197,7 +198,7 @@ def test_who_waits_for_a_rank_that_does_not_come_names_it() -> None:
     for future in waiting:
         error = future.exception(10)
         assert isinstance(error, DeadlineError), error
-        assert (error.phase, error.peer) == ("weight group join", "rollout rank 1")
+        assert (error.phase, error.peer) == ("weight group join", RankRef(MemberKind.ROLLOUT, 1))
 
 
 def test_a_join_that_is_called_off_ends_at_once() -> None:
@@ -234,7 +235,7 @@ def test_a_relay_that_leaves_frees_the_others_at_once() -> None:
     leaving.join()
     for error in errors:
         assert isinstance(error, PeerLostError), error
-    assert "rollout rank 1" in [error.peer for error in errors]
+    assert RankRef(MemberKind.ROLLOUT, 1) in [error.peer for error in errors]
     fleet.receivers.pop(1)
     fleet.models.pop(1)
     fleet.join(fleet.spec(relay="always"))
@@ -259,7 +260,7 @@ def test_a_relay_that_stalls_is_named_by_those_who_wait_for_it() -> None:
     assert sending.result(30).version == 1
     error = waiting.exception(30)
     assert isinstance(error, DeadlineError)
-    assert error.peer == "rollout rank 1"
+    assert error.peer == RankRef(MemberKind.ROLLOUT, 1)
     assert 1.4 < time.monotonic() - began < 8
 
 
@@ -345,7 +346,7 @@ def test_a_member_that_leaves_frees_the_others_at_once() -> None:
     futures = start_all(lambda: fleet.publisher.publish(1), lambda: fleet.receivers[0].receive(1, 20.0))
     error = futures[0].exception(30)
     assert isinstance(error, PeerLostError)
-    assert error.peer == "rollout rank 1"
+    assert error.peer == RankRef(MemberKind.ROLLOUT, 1)
     assert isinstance(futures[1].exception(30), PeerLostError)
     assert time.monotonic() - began < 5
     leaving.join()

@@ -10,20 +10,21 @@ import torch
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import PeerLostError, VersionMismatchError
+from paceline.core.training import TrainOrder, TrainResult
 from paceline.learner import checkpoint
 from paceline.learner.batch.fetch import fetch_rows
 from paceline.learner.distributed.command_loop import CommandError, CommandQueue, Group, attempt
 from paceline.learner.distributed.ranks import Ranks, leave_group
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.losses import PolicyLoss
-from paceline.learner.train.step import StepOrder, StepResult, train_step
+from paceline.learner.train.step import train_step
 from support.learner_fakes import POLICY, DictBlobs, make_batch, run_config
 
 
-def take_step(learner: Learner, step: int, **batch: Any) -> StepResult:
+def take_step(learner: Learner, step: int, **batch: Any) -> TrainResult:
     """One training step on a made-up batch."""
     rows, blobs = make_batch(step=step, seed=1, **batch)
-    order = StepOrder(step=step, policy=POLICY, rows=rows)
+    order = TrainOrder(step=step, policy=POLICY, rows=rows)
     store = DictBlobs(blobs)
     return train_step(
         learner,
@@ -35,7 +36,7 @@ def take_step(learner: Learner, step: int, **batch: Any) -> StepResult:
     )
 
 
-def numbers(result: StepResult) -> dict[str, float]:
+def numbers(result: TrainResult) -> dict[str, float]:
     """The metrics but for times."""
     return {
         name: value for name, value in result.metrics.items() if not name.startswith(("timing_s/", "perf/"))

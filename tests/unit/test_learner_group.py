@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.core.batch import BatchRow
 from paceline.core.errors import ConfigError, DataError, ModelError, PacelineError, VersionMismatchError
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow
 from paceline.learner.batch.fetch import fetch_rows
 from paceline.learner.distributed.command_loop import (
     STOP,

@@ -174,7 +174,7 @@ def make_spec(**changes: object) -> WeightGroupSpec:
 def test_the_group_spec_survives_the_wire() -> None:
     spec = make_spec()
     assert WeightGroupSpec.from_bytes(spec.to_bytes()) == spec
-    assert [spec.rank_name(r) for r in range(spec.world_size)] == [
+    assert [str(spec.rank_ref(r)) for r in range(spec.world_size)] == [
         "learner rank 0",
         "rollout rank 0",
         "rollout rank 1",

@@ -7,20 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.core.errors import DeadlineError, ProtocolError
-from paceline.core.guard import Adjustments
-from paceline.core.members import LearnerState
+from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainOrder, TrainResult
 from paceline.learner.distributed import commands
 from paceline.learner.distributed.command_loop import CommandQueue
-from paceline.learner.distributed.commands import Description, Loaded, encode_order
-from paceline.learner.train.step import StepOrder, StepResult
+from paceline.learner.distributed.commands import Description, Loaded
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
 from paceline.service import telemetry
 from paceline.weights.digest.agreement import format_digest, model_digest
 from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.rendezvous import abandon
-from paceline.wire.guard import adjustments_from_proto, reading_to_proto
-from paceline.wire.protobuf import batch_row_from_proto
+from paceline.wire.training import encode_order, order_from_proto, result_to_proto
 
 _STORE_TIMEOUT_S = 10.0
 
@@ -40,7 +38,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._policy: PolicyTag | None = None
         self._store: tuple[str, int] | None = None
         self._step: int | None = None
-        self._training: asyncio.Task[StepResult] | None = None
+        self._training: asyncio.Task[TrainResult] | None = None
 
     @property
     def state(self) -> LearnerState:
@@ -117,12 +115,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         if self._training is not None and self._step == request.step:
             result = await asyncio.shield(self._training)
         else:
-            order = StepOrder(
-                step=request.step,
-                policy=PolicyTag(version=request.policy_version, digest=request.weights_digest),
-                rows=tuple(batch_row_from_proto(row) for row in request.rows),
-                adjustments=_adjustments(request),
-            )
+            order = order_from_proto(request)
             if self._training is not None and not self._training.done():
                 raise ProtocolError(
                     f"step {request.step} was asked for while step {self._step} is still training"
@@ -131,14 +124,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
             # The step goes on when the caller gives up: it will ask again.
             self._training = asyncio.create_task(self._train(order), name=f"train step {request.step}")
             result = await asyncio.shield(self._training)
-        return learner_pb2.TrainStepResponse(
-            step=result.step,
-            policy_version=result.step,
-            metrics=result.metrics,
-            update_skipped=bool(result.skip_reasons),
-            skip_reason="; ".join(dict.fromkeys(result.skip_reasons)),
-            guard_readings=[reading_to_proto(reading) for reading in result.readings],
-        )
+        return result_to_proto(result)
 
     async def SaveCheckpoint(
         self, request: learner_pb2.SaveCheckpointRequest, context: Any
@@ -160,13 +146,13 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         loaded: Loaded = await self._run(commands.LOAD, arguments, LearnerState.ROLLING_BACK)
         return learner_pb2.LoadCheckpointResponse(step=loaded.step, seconds=loaded.seconds)
 
-    async def _train(self, order: StepOrder) -> StepResult:
+    async def _train(self, order: TrainOrder) -> TrainResult:
         with telemetry.span(
             "learner.train_step", attributes={"step": order.step, "rows": len(order.rows)}
         ) as span:
             try:
-                result: StepResult = await self._run(
-                    commands.TRAIN, encode_order(order), LearnerState.TRAINING
+                result: TrainResult = await self._run(
+                    commands.TRAIN, {"order": encode_order(order)}, LearnerState.TRAINING
                 )
             except BaseException:
                 # Nothing was trained: the same step may be asked for again.
@@ -192,7 +178,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
                 raise
             raise DeadlineError(
                 phase=name.upper(),
-                peer="the learner's ranks",
+                peer=RankRef(MemberKind.LEARNER),
                 seconds=self._command_timeout_s,
                 hint="raise learner.command_timeout_s if the work is that large",
             ) from None
@@ -208,7 +194,3 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         if state is not self._state:
             self._state = state
             self._on_change()
-
-
-def _adjustments(request: learner_pb2.TrainStepRequest) -> Adjustments:
-    return adjustments_from_proto(request.adjustments) if request.HasField("adjustments") else Adjustments()

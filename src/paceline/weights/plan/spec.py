@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgpack
 
 from paceline.core.errors import InvalidMessageError
+from paceline.core.members import MemberKind, RankRef
 from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout, expand_full, tensor_shapes
 from paceline.weights.plan.plan import RELAY_MODES, TransferPlan, build_plan
 
@@ -90,10 +91,12 @@ class WeightGroupSpec:
             relay=self.relay,
         )
 
-    def rank_name(self, rank: int) -> str:
-        """The name of a group rank in messages."""
+    def rank_ref(self, rank: int) -> RankRef:
+        """A group rank by its kind and its number among that kind."""
         first = self.num_learners
-        return f"learner rank {rank}" if rank < first else f"rollout rank {rank - first}"
+        if rank < first:
+            return RankRef(MemberKind.LEARNER, rank)
+        return RankRef(MemberKind.ROLLOUT, rank - first)
 
     def to_bytes(self) -> bytes:
         """The spec as one msgpack message."""

@@ -23,6 +23,7 @@ import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.core.errors import WeightSyncError
+from paceline.core.members import MemberKind, Peer, RankRef
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.geometry.parameters import AddressCache
 from paceline.weights.plan.plan import MessageKey, Piece, TransferPlan
@@ -114,7 +115,7 @@ class WeightGroup:
         known = (*spec.learner_layouts, *spec.rollout_layouts)[rank]
         if known != layout:
             raise WeightSyncError(
-                f"{spec.rank_name(rank)}: the group spec describes other slices than this rank has; "
+                f"{spec.rank_ref(rank)}: the group spec describes other slices than this rank has; "
                 "it was made from an older description or for another rank"
             )
         plan = spec.build_plan()
@@ -124,7 +125,7 @@ class WeightGroup:
                 store = TCPStore(
                     spec.store_host,
                     spec.store_port,
-                    timeout=deadline.remaining("learner rank 0"),
+                    timeout=deadline.remaining(RankRef(MemberKind.LEARNER, 0)),
                     wait_for_workers=False,
                 )
             process_group = make_process_group(spec, rank, store, deadline)
@@ -285,9 +286,9 @@ class WeightGroup:
             self._live_group()._start_coalescing()
         for call, tensor, peer, tag in calls:
             try:
-                pending.add(getattr(self._live_group(), call)([tensor], peer, tag), self.spec.rank_name(peer))
+                pending.add(getattr(self._live_group(), call)([tensor], peer, tag), self.spec.rank_ref(peer))
             except RuntimeError as error:
-                raise deadline.translate(error, self.spec.rank_name(peer)) from error
+                raise deadline.translate(error, self.spec.rank_ref(peer)) from error
         if pending.on_stream:
             pending.drop()
             pending.add(self._live_group()._end_coalescing(), "some member of the weight group")
@@ -296,7 +297,7 @@ class WeightGroup:
     def _live_group(self) -> Any:
         if self._process_group is None:
             raise WeightSyncError(
-                f"{self.spec.rank_name(self.rank)}: the weight group was aborted; form a new one"
+                f"{self.spec.rank_ref(self.rank)}: the weight group was aborted; form a new one"
             )
         return self._process_group
 
@@ -319,7 +320,7 @@ class WeightGroup:
             for greeting, origin, _ in received:
                 if not torch.equal(greeting, own):
                     raise WeightSyncError(
-                        f"{self.spec.rank_name(self.rank)} and {self.spec.rank_name(origin)} computed "
+                        f"{self.spec.rank_ref(self.rank)} and {self.spec.rank_ref(origin)} computed "
                         "different transfer plans; both must run the same version of Paceline and get the "
                         "same spec"
                     )
@@ -359,10 +360,10 @@ class _Pending:
     """Transfers under way, each with its peer's name. Waits for each once only: gloo hangs on a second wait."""
 
     def __init__(self, *, on_stream: bool) -> None:
-        self._works: list[tuple[Any, str]] = []
+        self._works: list[tuple[Any, Peer]] = []
         self.on_stream = on_stream
 
-    def add(self, work: Any, peer: str) -> None:
+    def add(self, work: Any, peer: Peer) -> None:
         self._works.append((work, peer))
 
     def wait(self, deadline: Deadline) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.core.errors import DeadlineError, PeerLostError
+from paceline.core.members import MemberKind, Peer, RankRef
 from paceline.weights.plan.spec import WeightGroupSpec
 
 _ABANDONED = "abandoned"
@@ -25,19 +26,19 @@ class Deadline:
         self.phase, self.seconds = phase, seconds
         self._end = time.monotonic() + seconds
 
-    def remaining(self, peer: str) -> timedelta:
+    def remaining(self, peer: Peer) -> timedelta:
         """The time left; raises DeadlineError naming `peer` if there is none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise self.error(peer)
         return timedelta(seconds=max(left, 0.001))
 
-    def error(self, peer: str) -> DeadlineError:
+    def error(self, peer: Peer) -> DeadlineError:
         """The error to raise if `peer` did not answer in time."""
         hint = "see the peer's log, then form a new weight group"
         return DeadlineError(phase=self.phase, peer=peer, seconds=self.seconds, hint=hint)
 
-    def translate(self, error: RuntimeError, peer: str) -> DeadlineError | PeerLostError:
+    def translate(self, error: RuntimeError, peer: Peer) -> DeadlineError | PeerLostError:
         """Tells timeouts from broken connections: torch's RuntimeErrors differ only in their text."""
         if self._end <= time.monotonic() or "timed out" in str(error).lower():
             return self.error(peer)
@@ -87,7 +88,7 @@ class Abandonment:
                 return
             lost = self._store.get(_ABANDONED).decode()
         except RuntimeError as error:
-            first = "learner rank 0"
+            first = RankRef(MemberKind.LEARNER, 0)
             raise PeerLostError(f"{phase}: lost the connection to {first}: {error}", peer=first) from error
         raise PeerLostError(f"{phase}: called off, since {lost} went away", peer=lost)
 
@@ -119,7 +120,7 @@ def _await_all(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadlin
         missing = [other for other in missing if not here.check([_HERE.format(rank=other)])]
         if not missing:
             return
-        deadline.remaining(spec.rank_name(missing[0]))
+        deadline.remaining(spec.rank_ref(missing[0]))
         called_off.check(deadline.phase)
         time.sleep(_LOOK_EVERY_S)
 

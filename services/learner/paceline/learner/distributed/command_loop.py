@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from paceline.core import errors
 from paceline.core.errors import PacelineError, PeerLostError
+from paceline.core.members import MemberKind, RankRef
 from paceline.learner.distributed.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,9 @@ class Group:
                 raise
             raise raised from error
         if self._commands is not None:
-            self._commands.close(PeerLostError("the learner group has stopped", peer="learner"))
+            self._commands.close(
+                PeerLostError("the learner group has stopped", peer=RankRef(MemberKind.LEARNER))
+            )
 
     def _turn(self) -> bool:
         pending = None
@@ -181,12 +184,14 @@ class Group:
             # A rank leaves its reason before its connections break: it is there now, or never.
             rank, reason = find_reason(self._ranks)
             if rank is not None:
-                return PeerLostError(f"learner rank {rank} failed: {reason}", peer=f"learner rank {rank}")
+                return PeerLostError(
+                    f"learner rank {rank} failed: {reason}", peer=RankRef(MemberKind.LEARNER, rank)
+                )
             if _is_broken_connection(error):
                 return PeerLostError(
                     f"learner rank {self._ranks.rank} lost another rank ({_first_line(error)}); the log of the rank that is "
                     "gone says why; start the run again to go on from its last checkpoint",
-                    peer="learner",
+                    peer=RankRef(MemberKind.LEARNER),
                 )
         if not isinstance(error, PeerLostError):
             leave_reason(self._ranks, error)

@@ -11,11 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.batch import BatchRow
 from paceline.core.errors import CheckpointError, IllegalTransitionError
-from paceline.core.guard import Adjustments
-from paceline.core.ids import TrajectoryId
-from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainResult
 from paceline.learner import checkpoint
 from paceline.learner.batch.fetch import Blobs, fetch_rows
 from paceline.learner.batch.pack import PackedRow
@@ -23,9 +20,10 @@ from paceline.learner.distributed.command_loop import Arguments, CommandError, H
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.train.learner import Learner
-from paceline.learner.train.step import StepOrder, StepResult, train_step
+from paceline.learner.train.step import train_step
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
+from paceline.wire.training import decode_order
 
 TRAIN, SAVE, LOAD, DESCRIBE = "train", "save", "load", "describe"
 JOIN, PUBLISH, LEAVE = "join", "publish", "leave"
@@ -69,8 +67,8 @@ class Commands:
             LEAVE: self._leave,
         }
 
-    def _train(self, arguments: Arguments) -> StepResult:
-        order = decode_order(arguments)
+    def _train(self, arguments: Arguments) -> TrainResult:
+        order = decode_order(arguments["order"])
         learner = self._learner
         if order.step != learner.version + 1 or order.policy.version != learner.version:
             raise CommandError(
@@ -155,44 +153,3 @@ class Commands:
 
     def _leave(self, arguments: Arguments) -> None:
         attempt(self._learner.ranks, self._publisher.leave)
-
-
-def encode_order(order: StepOrder) -> dict[str, object]:
-    """A step order as plain values."""
-    return {
-        "step": order.step,
-        "policy": [order.policy.version, order.policy.digest],
-        "rows": [
-            [
-                str(row.trajectory_id),
-                row.blob_key,
-                row.reward,
-                row.num_prompt_tokens,
-                row.num_response_tokens,
-                row.greedy_score,
-            ]
-            for row in order.rows
-        ],
-        "adjustments": dataclasses.asdict(order.adjustments),
-    }
-
-
-def decode_order(arguments: Arguments) -> StepOrder:
-    """Reads what `encode_order` made; it comes from rank 0, which has checked it."""
-    version, digest = arguments["policy"]
-    return StepOrder(
-        step=arguments["step"],
-        policy=PolicyTag(version=version, digest=digest),
-        rows=tuple(
-            BatchRow(
-                trajectory_id=TrajectoryId.parse(name),
-                blob_key=key,
-                reward=reward,
-                num_prompt_tokens=prompt,
-                num_response_tokens=response,
-                greedy_score=greedy_score,
-            )
-            for name, key, reward, prompt, response, greedy_score in arguments["rows"]
-        ),
-        adjustments=Adjustments(**arguments["adjustments"]),
-    )

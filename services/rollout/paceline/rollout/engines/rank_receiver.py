@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import WeightSyncError
+from paceline.core.members import RankRef
 from paceline.rollout.engines.vllm.checkpoint import checkpoint_form
 from paceline.rollout.engines.vllm.layout import describe_model
 from paceline.weights.digest.agreement import DigestReport, SliceDigest, pack_places
@@ -38,13 +39,13 @@ class RankReceiver:
         device: where its parameters are.
         load_full: loads full tensors in checkpoint form; used for models that the rules do not cover.
 
-    `rank_name` is what other members call this rank, once it has been told to join.
+    `rank_ref` is what errors of other members call this rank, once it has been told to join.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, load_full: LoadFull) -> None:
         self._model, self._device, self._load_full = model, device, load_full
         self._digester = TensorDigester(device)
-        self.rank_name = ""
+        self.rank_ref: RankRef | None = None
         self._group: WeightGroup | None = None
         self._layout: RankLayout | None = None
         self._places: bytes | None = None
@@ -69,7 +70,7 @@ class RankReceiver:
             raise WeightSyncError(
                 f"group rank {rank} is no rollout rank: those are {spec.num_learners}..{spec.world_size - 1}"
             )
-        self.rank_name = spec.rank_name(rank)
+        self.rank_ref = spec.rank_ref(rank)
         self._group = WeightGroup.form(
             spec, rank=rank, layout=self.describe(), device=self._device, timeout_s=timeout_s
         )
@@ -95,7 +96,7 @@ class RankReceiver:
             self.leave()
             raise
         received = time.perf_counter()
-        name = group.spec.rank_name(group.rank)
+        name = str(group.spec.rank_ref(group.rank))
         report = (
             DigestReport.of(rank=name, version=version, slices=slices)
             if slices
