@@ -29,13 +29,13 @@ from paceline.wire import decode_prompt_group, encode_scored_header
 
 def layout() -> RankLayout:
     """One rank that holds the one tensor there is."""
-    whole = TensorSlice(name="w", global_shape=(2,), box=Box.whole((2,)), param="w", offset=(0,))
+    whole = TensorSlice(name="w", global_shape=(2,), box=Box.full((2,)), param="w", offset=(0,))
     return RankLayout(dtype="float32", slices=(whole,))
 
 
 def report(rank: str, version: int, value: int) -> DigestReport:
     """What a rank says after a push."""
-    part = SliceDigest(name="w", global_shape=(2,), box=Box.whole((2,)), value=value)
+    part = SliceDigest(name="w", global_shape=(2,), box=Box.full((2,)), value=value)
     return DigestReport.of(rank=rank, version=version, slices=(part,))
 
 
