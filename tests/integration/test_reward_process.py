@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -70,20 +70,12 @@ class Controller(FakeController):
         answer.broker_url, answer.run_dir = self.broker_url, self.run_dir
         return answer
 
-    async def reported(self, state: str) -> None:
-        await self._heartbeat(lambda beat: beat.state == state)
-
-    async def failure(self) -> str:
-        return (await self._heartbeat(lambda beat: bool(beat.failure))).failure
-
-    async def _heartbeat(
-        self, is_wanted: Callable[[controller_pb2.HeartbeatRequest], bool]
-    ) -> controller_pb2.HeartbeatRequest:
+    async def reported(self, state: str) -> controller_pb2.HeartbeatRequest:
         async with asyncio.timeout(90):
-            while not any(map(is_wanted, self.heartbeats)):
+            while not any(beat.state == state for beat in self.heartbeats):
                 self.heard.clear()
                 await self.heard.wait()
-        return next(filter(is_wanted, self.heartbeats))
+        return next(beat for beat in self.heartbeats if beat.state == state)
 
 
 @asynccontextmanager
@@ -207,6 +199,5 @@ async def test_a_function_that_is_not_there_is_told_to_the_controller(
     async with service(tmp_path, model, redis_server.url, reward) as (controller, process):
         async with asyncio.timeout(90):
             assert await process.wait() == 2
-        assert (await controller.failure()).startswith(
-            "there is no built-in reward function 'gsm9k': write exact_match"
-        )
+        failure = next(beat.failure for beat in controller.heartbeats if beat.failure)
+        assert failure.startswith("there is no built-in reward function 'gsm9k': write exact_match")

@@ -99,7 +99,7 @@ def _result(item: reward_pb2.ScoreItem) -> reward_pb2.ScoreResult:
 async def serving(servicer: OddServer, *, port: int = 0) -> AsyncIterator[str]:
     """The server's address."""
     add: Callable[..., None] = reward_pb2_grpc.add_RewardServiceServicer_to_server
-    server = await start_server([(add, servicer)], port=port)
+    server = await start_server(add, servicer, port=port)
     try:
         yield server.address
     finally:

@@ -90,7 +90,8 @@ class RewardServer:
         """
         add = reward_pb2_grpc.add_RewardServiceServicer_to_server
         self._running = await start_server(
-            [(add, _Servicer(self.score))],
+            add,
+            _Servicer(self.score),
             host=self._host,
             port=self._port,
             token=self._token,

@@ -96,7 +96,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     clock = SystemClock()
     broker = await _open_broker(context, broker_url, run_id)
     hub = EventHub()
-    journal = Journal(options.run_dir / "events.jsonl", broker, run_id, clock)
+    journal = Journal(options.run_dir / "events.jsonl", clock)
     await journal.record(
         "run", run_id=run_id, step=progress.step, resumed_from=str(resumed[0]) if resumed else None
     )
@@ -177,7 +177,8 @@ async def _listen(
 ) -> None:
     """Starts the gRPC server and tells where it listens."""
     server = await start_server(
-        [(controller_pb2_grpc.add_ControllerServiceServicer_to_server, servicer)],
+        controller_pb2_grpc.add_ControllerServiceServicer_to_server,
+        servicer,
         host=options.host,
         port=config.service.controller_port if options.port is None else options.port,
         token=token,

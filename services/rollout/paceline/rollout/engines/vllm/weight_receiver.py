@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, Final, Protocol
 
 from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerLostError, WeightSyncError
+from paceline.core.members import peer_from_plain
 from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.receipt import PushReceipt
@@ -103,8 +104,8 @@ class WeightReceiver:
             # A rank that fails takes its peers' connections with it, those of this engine's other ranks among them: report the
             # cause before the consequences.
             causes = [item for item in errors if item[0]["kind"] not in ("DeadlineError", "PeerLostError")]
-            mine = {error["rank_name"] for error, _ in errors}
-            outside = [item for item in errors if item[0].get("peer") not in mine]
+            own_ranks = {peer_from_plain(error["rank"]) for error, _ in errors if error["rank"]}
+            outside = [item for item in errors if not own_ranks & {peer_from_plain(item[0].get("peer", ""))}]
             raise _make_error(*(causes or outside or errors)[0])
         return replies
 
@@ -123,9 +124,10 @@ def _make_error(error: dict[str, Any], where: str) -> PacelineError:
     kind, message = error["kind"], f"{where}: {error['message']}"
     if kind == "DeadlineError":
         phase = f"{where}: {error['phase']}"
-        return DeadlineError(phase=phase, peer=error["peer"], seconds=error["seconds"], hint=error["hint"])
+        peer = peer_from_plain(error["peer"])
+        return DeadlineError(phase=phase, peer=peer, seconds=error["seconds"], hint=error["hint"])
     if kind == "PeerLostError":
-        return PeerLostError(message, peer=error["peer"])
+        return PeerLostError(message, peer=peer_from_plain(error["peer"]))
     if kind == "ModelError":
         return ModelError(message)
     return WeightSyncError(message if kind == "WeightSyncError" else f"{where}: {kind}: {error['message']}")
