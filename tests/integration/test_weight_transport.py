@@ -19,7 +19,8 @@ from paceline.core.members import MemberKind, RankRef
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.rollout.engines.rank_receiver import RankReceiver
 from paceline.weights.digest.agreement import disagreement, model_digest
-from paceline.weights.digest.definition import TensorDigester, digest_array
+from paceline.weights.digest.definition import digest_array
+from paceline.weights.digest.job import TensorDigester
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, fsdp_layout
 from paceline.weights.plan.spec import WeightGroupSpec
@@ -151,7 +152,7 @@ def test_a_push_fills_every_rank(size: int, kv_heads: int, tied: bool) -> None:
         reports = [report for receipt in received for report in receipt.reports]
         assert disagreement(sent.reports[0], reports) is None
         named = {n: p.detach().numpy() for n, p in fleet.source.named_parameters()}
-        by_numpy = sum(digest_array(n, v.shape, Box.whole(v.shape), v) for n, v in named.items()) % 2**64
+        by_numpy = sum(digest_array(n, v.shape, Box.full(v.shape), v) for n, v in named.items()) % 2**64
         assert model_digest(sent.reports) == model_digest(reports) == by_numpy
         assert sent.num_bytes == sum(receipt.num_bytes for receipt in received)
         assert sent.peak_extra_bytes <= 2 * size * 1000
@@ -409,7 +410,7 @@ def test_several_learners_share_the_work_and_their_digests_add_up() -> None:
     )
     assert totals[0].tolist() == [6, 2**62]  # -3 * 2^62 modulo 2^64
     expected = sum(
-        digest_array(n, tuple(p.shape), Box.whole(tuple(p.shape)), p.detach().numpy())
+        digest_array(n, tuple(p.shape), Box.full(tuple(p.shape)), p.detach().numpy())
         for n, p in named.items()
     )
     assert model_digest([*first.reports, *second.reports]) == expected % 2**64

@@ -18,14 +18,13 @@ from paceline.core.members import RankRef
 from paceline.rollout.engines.vllm.checkpoint import checkpoint_form
 from paceline.rollout.engines.vllm.layout import describe_model
 from paceline.weights.digest.agreement import DigestReport, SliceDigest, pack_places
-from paceline.weights.digest.definition import TensorDigester
-from paceline.weights.digest.job import DigestJob, DigestPart
+from paceline.weights.digest.job import DigestJob, DigestPart, TensorDigester
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
-from paceline.weights.geometry.parameters import ParameterIndex, Prepared
+from paceline.weights.geometry.parameters import AddressCache, ParameterIndex
 from paceline.weights.plan.plan import Piece
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
-from paceline.weights.transport.copies import Moves
+from paceline.weights.transport.copies import CopyJob
 from paceline.weights.transport.group import DTYPES, WeightGroup
 from paceline.weights.transport.rendezvous import Deadline
 
@@ -50,8 +49,8 @@ class RankReceiver:
         self._group: WeightGroup | None = None
         self._layout: RankLayout | None = None
         self._places: bytes | None = None
-        self._job = Prepared[DigestJob]()
-        self._scatter = Prepared[list[Moves]]()
+        self._job = AddressCache[DigestJob]()
+        self._scatter = AddressCache[list[CopyJob]]()
         self._index = ParameterIndex(model)
 
     def describe(self) -> RankLayout:
@@ -65,8 +64,8 @@ class RankReceiver:
         self.leave()
         # An engine may repack its weights after it was asked first: look again, once per group.
         self._layout, self._places, self._index = None, None, ParameterIndex(self._model)
-        self._scatter.forget()
-        self._job.forget()
+        self._scatter.clear()
+        self._job.clear()
         if not spec.num_learners <= rank < spec.world_size:
             raise WeightSyncError(
                 f"group rank {rank} is no rollout rank: those are {spec.num_learners}..{spec.world_size - 1}"
@@ -88,7 +87,7 @@ class RankReceiver:
         deadline = Deadline(f"receiving weights of version {version}", timeout_s)
         began = time.perf_counter()
         try:
-            if self.describe().whole:
+            if self.describe().full_tensors:
                 slices = self._receive_full(group, deadline)
             else:
                 self._receive_direct(group, deadline)
@@ -152,19 +151,19 @@ class RankReceiver:
         if self._group is not None:
             self._group.abort()
         self._group = None
-        self._scatter.forget()
+        self._scatter.clear()
 
     def _receive_direct(self, group: WeightGroup, deadline: Deadline) -> None:
         moves = self._moves(group, self._index.current())
         for number, _ in enumerate(group.receive(deadline)):
             moves[number].run()
 
-    def _moves(self, group: WeightGroup, params: dict[str, nn.Parameter]) -> list[Moves]:
+    def _moves(self, group: WeightGroup, params: dict[str, nn.Parameter]) -> list[CopyJob]:
         """From staging into the live parameters, by round; made as the digest job is."""
 
-        def make() -> list[Moves]:
+        def make() -> list[CopyJob]:
             return [
-                Moves(
+                CopyJob(
                     [
                         (values, params[piece.destination_param].detach()[piece.destination_box.slices])
                         for piece, values in pieces

@@ -16,8 +16,7 @@ from torch import nn
 
 from paceline.core.errors import ModelError
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, TensorSlice
-from paceline.weights.transport.dtypes import ITEM_SIZES
+from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout, TensorSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ def describe_model(model: nn.Module) -> RankLayout:
     dtype = _common_dtype(model)
     covered, uncovered = split_parameters(model)
     if uncovered:
-        return RankLayout(dtype=dtype, slices=(), whole=True)
+        return RankLayout(dtype=dtype, slices=(), full_tensors=True)
     return RankLayout(dtype=dtype, slices=tuple(covered))
 
 
@@ -136,7 +135,7 @@ def _replicated(
 ) -> Iterator[TensorSlice]:
     shape, name = tuple(param.shape), _join("", path, kind)
     yield TensorSlice(
-        name=name, global_shape=shape, box=Box.whole(shape), param=name, offset=(0,) * len(shape)
+        name=name, global_shape=shape, box=Box.full(shape), param=name, offset=(0,) * len(shape)
     )
 
 
@@ -183,7 +182,7 @@ def _fills(slices: list[TensorSlice], module: nn.Module, param: torch.Tensor) ->
 
     A parameter that was repacked by a kernel, or is of a layer with an unexpected shape, does not pass.
     """
-    whole = Box.whole(tuple(param.shape))
+    whole = Box.full(tuple(param.shape))
     if any(len(part.offset) != param.ndim or not whole.contains(part.local_box) for part in slices):
         return False
     if type(module).__name__ in ("VocabParallelEmbedding", "ParallelLMHead"):
