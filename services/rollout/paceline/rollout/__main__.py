@@ -8,7 +8,7 @@ import os
 import sys
 
 from paceline.rollout.app import Options, RolloutApp
-from paceline.rollout.engines.vllm.engine import end_processes
+from paceline.rollout.engines.processes import end_all_children
 from paceline.service.runtime import ServiceContext, run_service
 
 
@@ -40,8 +40,9 @@ def main(argv: list[str] | None = None) -> int:
 # The engine's processes import this module again: without the guard each would start a service of its own.
 if __name__ == "__main__":
     code = main()
-    end_processes()
+    end_all_children()
     logging.shutdown()
     sys.stdout.flush()
-    # Not sys.exit: a thread that is still starting an engine which nobody wants any more would hold the interpreter's end.
+    # Not sys.exit: a thread that is still starting an engine which nobody wants any more would hold the
+    # interpreter's end.
     os._exit(code)

@@ -1,6 +1,7 @@
 """The rollout service's process: wiring, in the order in which things start and, reversed, end.
 
-gRPC server -> register -> heartbeats (joining) -> engine -> stale -> pushes and prompts, until the run is over or the process is told to stop
+gRPC server -> register -> heartbeats (joining) -> engine -> stale -> pushes and prompts, until the run is
+over or the process is told to stop
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.members import MemberKind
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Engine
-from paceline.rollout.engines.vllm.engine import VllmEngine
-from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
+from paceline.rollout.engines.registry import start_engine
 from paceline.rollout.sampler import Sampler
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.rollout.servicer import RolloutServicer
@@ -90,7 +90,7 @@ class RolloutApp:
 
     async def _load(self, registration: Registration) -> Engine | None:
         """The engine, or None where the service was told to stop meanwhile."""
-        loading = asyncio.ensure_future(VllmEngine.start(registration.config))
+        loading = asyncio.ensure_future(start_engine(registration.config))
         stopping = asyncio.ensure_future(self._context.stopping.wait())
         try:
             await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +120,6 @@ class RolloutApp:
         self._server.start(
             Parts(
                 engine=engine,
-                receiver=WeightReceiver(engine),
                 sampler=sampler,
                 join_timeout_s=config.weights.join_timeout_s,
                 push_timeout_s=config.weights.push_timeout_s,

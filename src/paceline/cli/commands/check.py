@@ -52,9 +52,12 @@ def quick_check(config: RunConfig) -> None:
     Raises:
         DataError: a data file is missing.
         ModelError: the model's folder is missing or lacks a part.
-        ConfigError: too few GPUs for what is asked.
+        ConfigError: an unknown engine, or too few GPUs for what is asked.
         EnvironmentLackError: a GPU that is named is not there.
     """
+    from paceline.rollout.engines.registry import check_engine_name
+
+    check_engine_name(config)
     for file in (*config.data.train_files, *config.data.val_files):
         if not Path(file).is_file():
             raise DataError(f"data file {file} does not exist; correct data.train_files or data.val_files")
