@@ -33,7 +33,7 @@ from paceline.core.trajectory import RewardContext, SamplingSpec
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt
 from paceline.reward.consumer import Consumer, ConsumerOptions
-from paceline.reward.scoring import Verdict as Score
+from paceline.reward.scores import Score
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import do_nothing
 from paceline.rollout.sampler import Sampler

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from paceline.core.errors import DeadlineError, InvalidMessageError, PeerLostError, WeightSyncError
+from paceline.core.members import MemberKind, RankRef
 from paceline.core.trajectory import FinishReason, SamplingSpec
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.weights.digest.agreement import disagreement, model_digest
@@ -225,7 +226,7 @@ async def test_a_receive_that_the_learner_does_not_serve_names_it_and_the_next_g
 ) -> None:
     with pytest.raises(DeadlineError) as caught:
         await subject.engine.receive(9, 0.5)
-    assert caught.value.peer == "learner rank 0"
+    assert caught.value.peer == RankRef(MemberKind.LEARNER, 0)
     with pytest.raises(WeightSyncError, match="no weight group has been joined"):
         await subject.engine.receive(9, 5.0)
     await subject.learner.join(subject.engine)
@@ -238,7 +239,7 @@ async def test_a_join_without_the_learner_names_it(subject: Subject) -> None:
     spec = await subject.learner.spec(subject.engine, timeout_s=1.0)
     with pytest.raises(DeadlineError) as caught:
         await subject.engine.join(spec, spec.num_learners, 1.0)
-    assert (caught.value.peer, caught.value.seconds) == ("learner rank 0", 1.0)
+    assert (caught.value.peer, caught.value.seconds) == (RankRef(MemberKind.LEARNER, 0), 1.0)
     await subject.learner.join(subject.engine)
     await subject.learner.push(subject.engine, version=11)
 

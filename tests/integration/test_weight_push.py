@@ -95,7 +95,7 @@ async def test_a_model_without_rules_takes_the_general_path(
     try:
         async with running_engine(tmp_path, 1, monkeypatch) as engine:
             spec = await join(learners, engine, epoch=1, round_bytes=30_000)
-            assert [layout.whole for layout in spec.rollout_layouts] == [True]
+            assert [layout.full_tensors for layout in spec.rollout_layouts] == [True]
             for version in (1, 2):
                 learners.call("set_seed", version)
                 sent, received, _ = await push(learners, engine, version)

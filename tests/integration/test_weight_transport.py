@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
+from paceline.core.members import MemberKind, RankRef
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.rollout.engines.rank_receiver import RankReceiver
 from paceline.rollout.engines.vllm.layout import describe_model
 from paceline.weights.digest.agreement import disagreement, model_digest
-from paceline.weights.digest.definition import TensorDigester, digest_array
+from paceline.weights.digest.definition import digest_array
+from paceline.weights.digest.job import TensorDigester
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, fsdp_layout
 from paceline.weights.plan.spec import WeightGroupSpec
@@ -151,7 +153,7 @@ def test_a_push_fills_every_rank(size: int, kv_heads: int, tied: bool) -> None:
         reports = [report for receipt in received for report in receipt.reports]
         assert disagreement(sent.reports[0], reports) is None
         named = {n: p.detach().numpy() for n, p in fleet.source.named_parameters()}
-        by_numpy = sum(digest_array(n, v.shape, Box.whole(v.shape), v) for n, v in named.items()) % 2**64
+        by_numpy = sum(digest_array(n, v.shape, Box.full(v.shape), v) for n, v in named.items()) % 2**64
         assert model_digest(sent.reports) == model_digest(reports) == by_numpy
         assert sent.num_bytes == sum(receipt.num_bytes for receipt in received)
         assert sent.peak_extra_bytes <= 2 * size * 1000
@@ -197,7 +199,7 @@ def test_who_waits_for_a_rank_that_does_not_come_names_it() -> None:
     for future in waiting:
         error = future.exception(10)
         assert isinstance(error, DeadlineError), error
-        assert (error.phase, error.peer) == ("weight group join", "rollout rank 1")
+        assert (error.phase, error.peer) == ("weight group join", RankRef(MemberKind.ROLLOUT, 1))
 
 
 def test_a_join_that_is_called_off_ends_at_once() -> None:
@@ -234,7 +236,7 @@ def test_a_relay_that_leaves_frees_the_others_at_once() -> None:
     leaving.join()
     for error in errors:
         assert isinstance(error, PeerLostError), error
-    assert "rollout rank 1" in [error.peer for error in errors]
+    assert RankRef(MemberKind.ROLLOUT, 1) in [error.peer for error in errors]
     fleet.receivers.pop(1)
     fleet.models.pop(1)
     fleet.join(fleet.spec(relay="always"))
@@ -259,7 +261,7 @@ def test_a_relay_that_stalls_is_named_by_those_who_wait_for_it() -> None:
     assert sending.result(30).version == 1
     error = waiting.exception(30)
     assert isinstance(error, DeadlineError)
-    assert error.peer == "rollout rank 1"
+    assert error.peer == RankRef(MemberKind.ROLLOUT, 1)
     assert 1.4 < time.monotonic() - began < 8
 
 
@@ -345,7 +347,7 @@ def test_a_member_that_leaves_frees_the_others_at_once() -> None:
     futures = start_all(lambda: fleet.publisher.publish(1), lambda: fleet.receivers[0].receive(1, 20.0))
     error = futures[0].exception(30)
     assert isinstance(error, PeerLostError)
-    assert error.peer == "rollout rank 1"
+    assert error.peer == RankRef(MemberKind.ROLLOUT, 1)
     assert isinstance(futures[1].exception(30), PeerLostError)
     assert time.monotonic() - began < 5
     leaving.join()
@@ -409,7 +411,7 @@ def test_several_learners_share_the_work_and_their_digests_add_up() -> None:
     )
     assert totals[0].tolist() == [6, 2**62]  # -3 * 2^62 modulo 2^64
     expected = sum(
-        digest_array(n, tuple(p.shape), Box.whole(tuple(p.shape)), p.detach().numpy())
+        digest_array(n, tuple(p.shape), Box.full(tuple(p.shape)), p.detach().numpy())
         for n, p in named.items()
     )
     assert model_digest([*first.reports, *second.reports]) == expected % 2**64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,11 @@ from paceline.broker.base import Broker, Outgoing
 from paceline.broker.mailbox import Mailbox
 from paceline.controller.fleet.clients import LearnerWeights
 from paceline.controller.fleet.membership import Member
-from paceline.core.batch import BatchRow
 from paceline.core.errors import PeerLostError
-from paceline.core.guard import Adjustments
+from paceline.core.guard import Adjustments, Reading
 from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow, TrainOrder, TrainResult
 from paceline.core.trajectory import FinishReason, PromptGroup, ScoredHeader
-from paceline.rpc.v1 import learner_pb2
 from paceline.weights.digest.agreement import DigestReport, SliceDigest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
@@ -30,13 +29,13 @@ from paceline.wire import decode_prompt_group, encode_scored_header
 
 def layout() -> RankLayout:
     """One rank that holds the one tensor there is."""
-    whole = TensorSlice(name="w", global_shape=(2,), box=Box.whole((2,)), param="w", offset=(0,))
+    whole = TensorSlice(name="w", global_shape=(2,), box=Box.full((2,)), param="w", offset=(0,))
     return RankLayout(dtype="float32", slices=(whole,))
 
 
 def report(rank: str, version: int, value: int) -> DigestReport:
     """What a rank says after a push."""
-    part = SliceDigest(name="w", global_shape=(2,), box=Box.whole((2,)), value=value)
+    part = SliceDigest(name="w", global_shape=(2,), box=Box.full((2,)), value=value)
     return DigestReport.of(rank=rank, version=version, slices=(part,))
 
 
@@ -54,7 +53,7 @@ class FakePeers:
         self.policies: list[PolicyTag] = []
         self.saved: list[bytes] = []
         self.adjustments: list[Adjustments] = []
-        self.readings: dict[int, list[learner_pb2.GuardReading]] = {}
+        self.readings: dict[int, list[Reading]] = {}
         self.writes = False
         self.version = 0
         self.source = 0
@@ -117,27 +116,17 @@ class FakePeers:
     async def leave_rollout(self, member: Member, *, epoch: int) -> None:
         self.calls.append(f"leave {member.member_id} e{epoch}")
 
-    async def train(
-        self,
-        member: Member,
-        *,
-        step: int,
-        policy: PolicyTag,
-        rows: Sequence[BatchRow],
-        adjustments: Adjustments,
-    ) -> learner_pb2.TrainStepResponse:
+    async def train(self, member: Member, order: TrainOrder) -> TrainResult:
+        step = order.step
         self.calls.append(f"train {step}")
-        self.batches.append([(r.trajectory_id.prompt_id, r.trajectory_id.sample_index) for r in rows])
-        self.rows.append(list(rows))
-        self.policies.append(policy)
+        ids = [row.trajectory_id for row in order.rows]
+        self.batches.append([(name.prompt_id, name.sample_index) for name in ids])
+        self.rows.append(list(order.rows))
+        self.policies.append(order.policy)
         self.version = self.source = step
-        self.adjustments.append(adjustments)
-        return learner_pb2.TrainStepResponse(
-            step=step,
-            policy_version=step,
-            metrics={"actor/ppo_kl": 0.0},
-            guard_readings=self.readings.get(step, ()),
-        )
+        self.adjustments.append(order.adjustments)
+        readings = tuple(self.readings.get(step, ()))
+        return TrainResult(step=step, metrics={"actor/ppo_kl": 0.0}, readings=readings)
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
         self.calls.append(f"save {step}")
@@ -185,7 +174,7 @@ async def answer_prompts(broker: Broker, run_id: str, peers: FakePeers, answer: 
 
 
 def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Outgoing:
-    key = names.blob(run_id, str(group.trajectory_id(index)), 0, "fake")
+    key = names.blob(run_id, str(group.trajectory_id(index)), "fake")
     header = ScoredHeader(
         run_id=run_id,
         trajectory_id=group.trajectory_id(index),
@@ -195,7 +184,6 @@ def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Out
         num_response_tokens=2,
         finish_reason=FinishReason.STOP,
         server_id="fake",
-        attempt=0,
         generation_s=0.0,
         components={},
         scorer="fake",

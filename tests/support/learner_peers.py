@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from paceline.controller.fleet.membership import Member
-from paceline.core.batch import BatchRow
 from paceline.core.errors import PacelineError
-from paceline.core.guard import Adjustments
-from paceline.core.policy import PolicyTag
-from paceline.learner.distributed.command_loop import CommandError, CommandQueue
+from paceline.core.training import TrainOrder, TrainResult
+from paceline.learner.distributed.collectives import CommandError
+from paceline.learner.distributed.command_loop import CommandQueue
 from paceline.learner.distributed.commands import Commands
 from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2
-from paceline.wire.guard import adjustments_to_proto
-from paceline.wire.protobuf import batch_row_to_proto
+from paceline.wire.training import order_to_proto, result_from_proto
 from support.fake_fleet import FakePeers
 from support.learner_fakes import DictBlobs, make_batch
 
@@ -56,29 +53,18 @@ class LearnerPeers(FakePeers):
         self._servicer.ready(learner.version, 60.0)
         self.version = self.source = learner.version
 
-    async def train(
-        self,
-        member: Member,
-        *,
-        step: int,
-        policy: PolicyTag,
-        rows: Sequence[BatchRow],
-        adjustments: Adjustments,
-    ) -> learner_pb2.TrainStepResponse:
-        self.calls.append(f"train {step}")
-        self.before(step)
-        made, self._blobs.blobs = make_batch(step=step, policy=policy, seed=1, **self._shape)
-        scored = [dataclasses.replace(one, reward=row.reward) for one, row in zip(made, rows, strict=True)]
-        request = learner_pb2.TrainStepRequest(
-            step=step,
-            policy_version=policy.version,
-            weights_digest=policy.digest,
-            rows=[batch_row_to_proto(row) for row in scored],
-            adjustments=adjustments_to_proto(adjustments),
-        )
+    async def train(self, member: Member, order: TrainOrder) -> TrainResult:
+        self.calls.append(f"train {order.step}")
+        self.before(order.step)
+        made, self._blobs.blobs = make_batch(step=order.step, policy=order.policy, seed=1, **self._shape)
+        rows = [
+            dataclasses.replace(row, reward=wanted.reward)
+            for row, wanted in zip(made, order.rows, strict=True)
+        ]
+        request = order_to_proto(dataclasses.replace(order, rows=tuple(rows)))
         reply = await self._servicer.TrainStep(request, None)
-        self.version = self.source = step
-        return reply
+        self.version = self.source = order.step
+        return result_from_proto(reply)
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
         self.calls.append(f"save {step}")

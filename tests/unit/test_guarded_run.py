@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,12 @@ from paceline.controller.run.checkpoints import ControllerState, folder_of
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.guard import Reading
 from paceline.data.cursor import CursorState
-from paceline.rpc.v1 import learner_pb2
-from paceline.wire.guard import reading_to_proto
 from support.sequencer_run import Run, run
 
 
-def ppo_kl(value: float, skipped: int = 0) -> list[learner_pb2.GuardReading]:
+def ppo_kl(value: float, skipped: int = 0) -> list[Reading]:
     """What a learner says whose worst mini-batch had this KL."""
-    return [reading_to_proto(Reading(rule="ppo_kl", network="actor", value=value, num_skipped=skipped))]
+    return [Reading(rule="ppo_kl", network="actor", value=value, num_skipped=skipped)]
 
 
 def guarded(total_steps: int, **rules: Any) -> dict[str, Any]:
@@ -80,7 +79,7 @@ async def test_rates_and_coefficients_are_adjusted_from_the_next_step_on(tmp_pat
         **guarded(4, **rules),
     ) as it:
         await it.enlist_all()
-        drift = reading_to_proto(Reading(rule="reference_kl", value=4.0))
+        drift = Reading(rule="reference_kl", value=4.0)
         it.peers.readings = {1: ppo_kl(0.2), 2: [*ppo_kl(0.2), drift], 3: []}
         await it.go()
         assert [a.lr_scale for a in it.peers.adjustments] == [1.0, 0.5, 0.25, 0.25]
@@ -204,9 +203,8 @@ async def test_a_guard_that_is_off_says_nothing(tmp_path: Path) -> None:
         train = it.peers.train
 
         async def skipping(*args: Any, **kwargs: Any) -> Any:
-            reply = await train(*args, **kwargs)
-            reply.update_skipped, reply.skip_reason = True, "actor: the loss is not finite"
-            return reply
+            result = await train(*args, **kwargs)
+            return dataclasses.replace(result, skip_reasons=("actor: the loss is not finite",) * 2)
 
         it.peers.train = skipping  # type: ignore[method-assign]
         await it.go()

@@ -239,7 +239,7 @@ async def test_what_was_aborted_goes_to_another_server_at_once() -> None:
         await b.server.receive(1, 1)
         stream = names.prompts(RUN, 0)
         taken = await b.broker.reclaim(stream, names.ROLLOUT_GROUP, "other", min_idle_s=5.0, max_entries=9)
-        assert [entry.deliveries for entry in taken] == [2]
+        assert len(taken) == 1
 
 
 async def test_a_group_of_another_digest_is_refused_and_not_acknowledged(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import DeadlineError, ModelError, PeerLostError, WeightSyncError
+from paceline.core.members import MemberKind, RankRef
 from paceline.rollout.engines.processes import EngineProcesses
 from paceline.rollout.engines.vllm import calls
 from paceline.rollout.engines.vllm.engine import VllmEngine
@@ -72,7 +73,7 @@ def receipt(rank: int, num_bytes: int, ms: float) -> dict[str, bytes]:
 
 
 def failure(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"error": {"kind": kind, "message": f"a {kind}", "rank_name": "", **fields}}
+    return {"error": {"kind": kind, "message": f"a {kind}", "rank": None, **fields}}
 
 
 async def test_a_push_is_received_then_the_prefix_cache_is_reset() -> None:
@@ -93,25 +94,25 @@ async def test_describe_and_join_reach_every_worker() -> None:
 
 
 async def test_the_cause_is_reported_before_its_consequences() -> None:
-    lost = failure("PeerLostError", peer="learner rank 0")
+    lost = failure("PeerLostError", peer=["learner", 0])
     with pytest.raises(WeightSyncError, match="TP rank 1: a WeightSyncError"):
         await engine(FakeLlm([lost, failure("WeightSyncError")])).receive(1, 5.0)
     with pytest.raises(PeerLostError, match="TP rank 0: a PeerLostError") as caught:
         await engine(FakeLlm([lost, lost])).receive(1, 5.0)
-    assert caught.value.peer == "learner rank 0"
+    assert caught.value.peer == RankRef(MemberKind.LEARNER, 0)
 
 
 async def test_a_lost_peer_outside_of_the_engine_is_reported_before_one_inside() -> None:
     """Rank 0 lost rank 1 of the same engine, which gave up when a server that passes weights on went away."""
-    within = failure("PeerLostError", peer="rollout rank 3", rank_name="rollout rank 2")
-    beyond = failure("PeerLostError", peer="rollout rank 1", rank_name="rollout rank 3")
+    within = failure("PeerLostError", peer=["rollout", 3], rank=["rollout", 2])
+    beyond = failure("PeerLostError", peer=["rollout", 1], rank=["rollout", 3])
     with pytest.raises(PeerLostError, match="TP rank 1") as caught:
         await engine(FakeLlm([within, beyond])).receive(1, 5.0)
-    assert caught.value.peer == "rollout rank 1"
+    assert caught.value.peer == RankRef(MemberKind.ROLLOUT, 1)
 
 
 async def test_errors_keep_their_class() -> None:
-    late = failure("DeadlineError", phase="push", peer="learner rank 1", seconds=2.0, hint="")
+    late = failure("DeadlineError", phase="push", peer=["learner", 1], seconds=2.0, hint="")
     with pytest.raises(DeadlineError, match="TP rank 0: push: no answer from learner rank 1 within 2 s"):
         await engine(FakeLlm([late])).receive(1, 5.0)
     with pytest.raises(ModelError, match="TP rank 0: a ModelError"):

@@ -77,7 +77,6 @@ class BrokerConfig(Section):
         5.0, gt=0, description="A message whose taker has not renewed it for so long goes to another."
     )
     max_stream_length: int = Field(100_000, gt=0, description="Writers wait while a mailbox is longer.")
-    max_blob_mib: int = Field(64, gt=0, description="Largest single trajectory blob.")
 
 
 class WeightsConfig(Section):

@@ -70,7 +70,8 @@ class ControllerLink:
         self.member_id = member_id
         self.incarnation = secrets.token_hex(8)
         self._controller_address = controller_address
-        self._kind, self._address, self._num_ranks = kind, address, num_ranks
+        self.address = address
+        self._kind, self._num_ranks = kind, num_ranks
         self._clock = clock or SystemClock()
         self._channel = channels.connect(controller_address, token=token)
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
@@ -88,7 +89,7 @@ class ControllerLink:
             kind=member_kind_to_proto(self._kind),
             member_id=self.member_id,
             incarnation=self.incarnation,
-            address=self._address,
+            address=self.address,
             pid=os.getpid(),
             host=socket.gethostname(),
             num_ranks=self._num_ranks,
@@ -128,7 +129,7 @@ class ControllerLink:
         self,
         report: Callable[[], MemberReport],
         *,
-        on_reregistered: Callable[[Registration], None] | None = None,
+        on_reregistered: Callable[[], None] | None = None,
     ) -> None:
         """Heartbeats until the controller says that the run is over.
 
@@ -169,7 +170,7 @@ class ControllerLink:
             if not answer.known:
                 registration = await self._register_again(registration, dead_after_s)
                 if on_reregistered is not None:
-                    on_reregistered(registration)
+                    on_reregistered()
                 continue
             await self._pause(registration.heartbeat_s)
 

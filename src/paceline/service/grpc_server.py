@@ -6,12 +6,12 @@ import errno
 import inspect
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from paceline.core.errors import ConfigError, EnvironmentLackError, PacelineError
@@ -27,7 +27,7 @@ from paceline.service.transport import (
 
 log = logging.getLogger(__name__)
 
-AddFunction = Callable[[Any, Any], None]
+_Servicer = TypeVar("_Servicer")
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
 # Orchestrators probe health without a token; it tells nothing but up or down.
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
@@ -47,11 +47,6 @@ class RunningServer:
         """host:port; for a wildcard bind the machine's name."""
         return f"{socket.gethostname() if self.host in _WILDCARDS else self.host}:{self.port}"
 
-    async def set_serving(self, serving: bool) -> None:
-        """What the health service answers; it starts as serving."""
-        status = health_pb2.HealthCheckResponse
-        await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
-
     async def stop(self, grace_s: float = 2.0) -> None:
         """Refuses new calls, lets those under way finish for `grace_s` seconds, then cancels them."""
         await self._health.enter_graceful_shutdown()
@@ -59,7 +54,8 @@ class RunningServer:
 
 
 async def start_server(
-    servicers: Sequence[tuple[AddFunction, Any]],
+    add: Callable[[_Servicer, grpc.aio.Server], None],
+    servicer: _Servicer,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -73,7 +69,8 @@ async def start_server(
     PacelineError with the type's name, and its traceback goes to the log here.
 
     Args:
-        servicers: pairs of (generated add_XServicer_to_server, servicer with `async def` methods).
+        add: the generated add_XServicer_to_server.
+        servicer: with `async def` methods.
         host: address to bind to.
         port: port to bind to.
         token: what every call must carry; empty lets everybody in, on loopback only.
@@ -103,8 +100,7 @@ async def start_server(
     )
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    for add, servicer in servicers:
-        add(servicer, server)
+    add(servicer, server)
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:

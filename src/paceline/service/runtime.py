@@ -44,6 +44,14 @@ class ServiceContext:
         self._spawned.append(task)
         return task
 
+    async def stopping_or(self, work: asyncio.Future[Any]) -> None:
+        """Returns when `work` is done or the service is asked to stop, whichever comes first."""
+        asked = asyncio.create_task(self.stopping.wait(), name="stopping")
+        try:
+            await asyncio.wait({asked, work}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+
     def stop(self, reason: str) -> None:
         """Asks main to return."""
         if not self.stopping.is_set():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.commands.check import quick_check
+from paceline.cli.launch.preflight import quick_check
 from paceline.cli.main import main
 from paceline.core.errors import DataError, ModelError
 from support.cli_configs import config
@@ -19,7 +19,7 @@ def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixtu
     assert lines[0] == "ok    configuration: run.yaml"
     assert lines[1] == "ok    model: model: Tiny, up to 64 tokens"
     assert lines[2].startswith("FAULT tokenizer: model folder model has no tokenizer (tokenizer.json)")
-    assert lines[3] == "-     training prompts: not looked at, as the model is at fault"
+    assert lines[3] == "-     training prompts: not checked, as the model has a fault"
     assert lines[4].startswith("FAULT validation prompts: data file gone.jsonl does not exist")
     assert lines[5].startswith("FAULT reward: there is no built-in reward function 'exact_macth'")
     assert lines[-1] == "3 fault(s); nothing was started"

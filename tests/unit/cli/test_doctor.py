@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cli.commands import doctor
+from paceline.cli.launch import environment
+from paceline.cli.launch.environment import Status
 from paceline.cli.main import main
 from paceline.core.errors import EnvironmentLackError
 
@@ -16,10 +17,10 @@ def test_doctor_says_what_is_lacking_and_how_to_get_it(
         raise EnvironmentLackError("no Redis server on this machine. Three ways to have one: ...")
 
     monkeypatch.setattr("paceline.broker.redis_server.find_server", lacks)
-    monkeypatch.setattr(doctor, "_version", lambda package: None)
-    findings = {one.name: one for one in doctor.examine()}
-    assert findings["Python"].verdict == "ok"
-    assert (findings["Redis server"].verdict, findings["vLLM"].verdict) == ("lacks", "lacks")
+    monkeypatch.setattr(environment, "_version", lambda package: None)
+    findings = {finding.part: finding for finding in environment.examine()}
+    assert findings["Python"].status is Status.OK
+    assert findings["Redis server"].status is findings["vLLM"].status is Status.LACKING
     assert "Three ways" in findings["Redis server"].hint
     assert main(["doctor"]) == 1
     assert "lacking: torch, vLLM, transformers" in capsys.readouterr().out

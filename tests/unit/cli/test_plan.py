@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from paceline.cli.launch import dry_run, plan
-from paceline.cli.launch.plan import Machine
+from paceline.cli.launch.machine import Machine
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from support.cli_configs import config

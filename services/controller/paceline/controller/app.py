@@ -177,7 +177,8 @@ async def _listen(
 ) -> None:
     """Starts the gRPC server and tells where it listens."""
     server = await start_server(
-        [(controller_pb2_grpc.add_ControllerServiceServicer_to_server, servicer)],
+        controller_pb2_grpc.add_ControllerServiceServicer_to_server,
+        servicer,
         host=options.host,
         port=config.service.controller_port if options.port is None else options.port,
         token=token,

@@ -93,7 +93,6 @@ def _trajectory(group: PromptGroup, index: int, sample: Sample, server_id: str, 
         sampling=group.sampling,
         seed=group.seeds[index],
         server_id=server_id,
-        attempt=group.attempt,
         seconds=seconds,
     )
 
@@ -104,12 +103,11 @@ def _header(group: PromptGroup, trajectory: Trajectory) -> TrajectoryHeader:
         run_id=group.run_id,
         trajectory_id=trajectory_id,
         policy=group.policy,
-        blob_key=names.blob(group.run_id, str(trajectory_id), group.attempt, server_id),
+        blob_key=names.blob(group.run_id, str(trajectory_id), server_id),
         num_prompt_tokens=len(group.prompt_token_ids),
         num_response_tokens=len(trajectory.response_token_ids),
         finish_reason=trajectory.finish_reason,
         server_id=server_id,
-        attempt=group.attempt,
         seconds=trajectory.seconds,
         context=group.context,
     )

@@ -21,7 +21,7 @@ _NUM_NOTICES = 4
 
 
 class LiveView:
-    """Redraws a few times a second, so that something always moves: seconds, counts, a spinner."""
+    """A table with a row per step and a status line, redrawn several times a second."""
 
     def __init__(self, title: str, total_steps: int, *, console: Console | None = None) -> None:
         self._title, self._total_steps = title, total_steps
@@ -38,7 +38,7 @@ class LiveView:
         self._live.start()
 
     def milestone(self, text: str) -> None:
-        """Adds a line to the start-up's list; once there are rows, takes the status line."""
+        """Adds a line to the list of the start-up; once there are rows, changes the status line."""
         self._milestones.append((time.monotonic() - self._began, text))
         if self._rows:
             self.phase(step=self._step, phase=text, admitted=0, wanted=0)
@@ -58,10 +58,10 @@ class LiveView:
         self._notices.append(text)
 
     def pulse(self) -> None:
-        """Nothing to do: it redraws by itself."""
+        """Does nothing: the table redraws itself."""
 
     def close(self) -> None:
-        """Draws once more and leaves the table standing."""
+        """Draws the final table and leaves it on the screen."""
         if not self._closed:
             self._closed = True
             self._live.stop()

@@ -14,10 +14,10 @@ from paceline.controller.batch.refill import Refill
 from paceline.controller.events import EventHub
 from paceline.controller.journal import Journal
 from paceline.controller.run.phases import Phase
-from paceline.core.batch import BatchRow
 from paceline.core.errors import DataError, RewardError, RewardErrorKind
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow
 from paceline.data.prompts import Prompt
 from paceline.service.telemetry import span
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
 
 from paceline.config.run import RunConfig
 from paceline.controller.fleet.membership import Member
-from paceline.core.batch import BatchRow
 from paceline.core.errors import InvalidMessageError
-from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainOrder, TrainResult
 from paceline.rpc.v1 import common_pb2, learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from paceline.service.channels import call, connect
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.receipt import PushReceipt
-from paceline.wire.guard import adjustments_to_proto
-from paceline.wire.protobuf import batch_row_to_proto
+from paceline.wire.training import order_to_proto, result_from_proto
 
 # Beyond the time that a rank may wait for another within a join or a push: the rank's own word, which names the culprit, comes first.
 _SPREAD_S = 15.0
@@ -112,32 +109,17 @@ class Peers:
         timeout_s = self._config.service.rpc_timeout_s
         await call(stub.AbandonPush, request, timeout_s=timeout_s, phase="PUBLISH", peer=member.member_id)
 
-    async def train(
-        self,
-        member: Member,
-        *,
-        step: int,
-        policy: PolicyTag,
-        rows: Sequence[BatchRow],
-        adjustments: Adjustments,
-    ) -> learner_pb2.TrainStepResponse:
-        """One training step over `rows`, which are in batch order."""
-        request = learner_pb2.TrainStepRequest(
-            step=step,
-            policy_version=policy.version,
-            weights_digest=policy.digest,
-            rows=[batch_row_to_proto(row) for row in rows],
-            adjustments=adjustments_to_proto(adjustments),
-        )
+    async def train(self, member: Member, order: TrainOrder) -> TrainResult:
+        """Has the learner train one step."""
         stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
         reply: learner_pb2.TrainStepResponse = await call(
             stub.TrainStep,
-            request,
+            order_to_proto(order),
             timeout_s=self._config.learner.command_timeout_s,
             phase="LEARN",
             peer=member.member_id,
         )
-        return reply
+        return result_from_proto(reply)
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
         """Has the learner write a checkpoint; returns the seconds it took."""

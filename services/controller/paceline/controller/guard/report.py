@@ -19,8 +19,7 @@ from paceline.controller.events import EventHub
 from paceline.controller.guard.policy import Decision, Firing, Warden
 from paceline.controller.journal import Journal
 from paceline.core.guard import Action, Adjustments, Reading, worst
-from paceline.rpc.v1 import learner_pb2
-from paceline.wire.guard import reading_from_proto
+from paceline.core.training import TrainResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +28,7 @@ class Trained:
 
     step: int
     collected: Collected
-    reply: learner_pb2.TrainStepResponse
+    result: TrainResult
     seconds: float
 
 
@@ -52,21 +51,17 @@ class GuardWatch:
         return self._warden.adjustments
 
     async def judge(self, trained: Trained) -> tuple[Decision, dict[str, float]]:
-        """What is to be done after a step, and the metrics of `guard/`; whatever fired is in the journal and told.
-
-        Raises:
-            InvalidMessageError: the learner's readings make no sense.
-        """
-        reply = trained.reply
-        if reply.update_skipped:
-            await self._journal.record("update_skipped", step=trained.step, reason=reply.skip_reason)
+        """What is to be done after a step, and the metrics of `guard/`; whatever fired is in the journal and told."""
+        result, skipped = trained.result, "; ".join(dict.fromkeys(trained.result.skip_reasons))
+        if skipped:
+            await self._journal.record("update_skipped", step=trained.step, reason=skipped)
         in_force = self._warden.adjustments
-        readings = worst([*map(reading_from_proto, reply.guard_readings), *self._own_readings(trained)])
+        readings = worst([*result.readings, *self._own_readings(trained)])
         decision = self._warden.see(trained.step, readings)
         self.good = decision.good
         await self._journal.record_all(_event(trained.step, firing) for firing in decision.firings)
-        if reply.update_skipped and not decision.firings:
-            self._hub.notice(f"step {trained.step}: update skipped: {reply.skip_reason}")
+        if skipped and not decision.firings:
+            self._hub.notice(f"step {trained.step}: update skipped: {skipped}")
         for firing in decision.firings:
             if firing.news:
                 self._hub.notice(f"step {trained.step}: guard: {firing.sentence}")
@@ -122,7 +117,7 @@ class GuardWatch:
     def _own_readings(self, trained: Trained) -> list[Reading]:
         """Of rules that the learner cannot judge."""
         readings = []
-        bad = sum(not math.isfinite(value) for value in trained.reply.metrics.values())
+        bad = sum(not math.isfinite(value) for value in trained.result.metrics.values())
         if bad:
             readings.append(Reading(rule="non_finite", value=float(bad)))
         tokens = sum(h.num_prompt_tokens + h.num_response_tokens for h in trained.collected.batch)

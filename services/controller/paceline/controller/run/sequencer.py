@@ -43,8 +43,8 @@ from paceline.core.errors import PeerLostError
 from paceline.core.ids import Purpose
 from paceline.core.members import RECEIVABLE_STATES, LearnerState, MemberKind, RewardState
 from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainOrder, TrainResult
 from paceline.data.prompts import PromptSet
-from paceline.rpc.v1 import learner_pb2
 from paceline.service.telemetry import record, span
 
 
@@ -127,23 +127,25 @@ class Sequencer:
         collected = await self._batches.make(step=step, policy=policy)
         await self._move(Phase.LEARN)
         with span("learn"), _timer() as learn:
-            reply, _ = await asyncio.gather(
+            result, _ = await asyncio.gather(
                 self._peers.train(
                     self._learner,
-                    step=step,
-                    policy=policy,
-                    rows=rows(collected),
-                    adjustments=self._guard.adjustments,
+                    TrainOrder(
+                        step=step,
+                        policy=policy,
+                        rows=tuple(rows(collected)),
+                        adjustments=self._guard.adjustments,
+                    ),
                 ),
                 self._save_trajectories("step", collected, self._inputs.train),
             )
-        decision, guarded = await self._judge(reply, collected, time.monotonic() - began)
+        decision, guarded = await self._judge(result, collected, time.monotonic() - began)
         pushed = await self._publish(step)
         with _timer() as cleanup:
             await self._clean_up(policy, collected)
         metrics = step_metrics.assemble(
             collected,
-            learner={**reply.metrics, **guarded},
+            learner={**result.metrics, **guarded},
             push=pushed,
             learn_s=learn.seconds,
             cleanup_s=cleanup.seconds,
@@ -196,7 +198,7 @@ class Sequencer:
             return {"timing_s/checkpoint": await self._keeper.save(self._learner, state)}
 
     async def _judge(
-        self, reply: learner_pb2.TrainStepResponse, collected: Collected, seconds: float
+        self, result: TrainResult, collected: Collected, seconds: float
     ) -> tuple[Decision, dict[str, float]]:
         """What the guard makes of weights that nobody has seen yet; a rollback is done when this returns.
 
@@ -205,10 +207,10 @@ class Sequencer:
         """
         step = self.progress.step
         decision, metrics = await self._guard.judge(
-            Trained(step=step, reply=reply, collected=collected, seconds=seconds)
+            Trained(step=step, result=result, collected=collected, seconds=seconds)
         )
         if decision.stop:
-            self._finish_step({**reply.metrics, **metrics})
+            self._finish_step({**result.metrics, **metrics})
             await self._guard.summarize()
             raise self._keeper.stopped(step, decision.stop)
         if decision.rollback:

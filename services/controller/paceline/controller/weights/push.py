@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 from paceline.config.run import RunConfig
 from paceline.controller.fleet.clients import LearnerWeights, Peers
 from paceline.controller.fleet.membership import Member
-from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, WeightSyncError
+from paceline.controller.weights import blame
+from paceline.core.errors import PacelineError, PeerLostError, WeightSyncError
 from paceline.core.policy import PolicyTag
 from paceline.weights.digest.agreement import disagreement, format_digest, model_digest
 from paceline.weights.geometry.layout import RankLayout
@@ -144,7 +145,7 @@ class WeightPush:
         )
         joined = await self._each(rollouts, join, beside=joining)
         outcome = joining.exception()
-        if outcome is not None and (len(joined) == len(rollouts) or _is_lost(learner, outcome)):
+        if outcome is not None and (len(joined) == len(rollouts) or blame.is_learner_lost(learner, outcome)):
             raise outcome
         return outcome is None and len(joined) == len(rollouts)
 
@@ -172,7 +173,9 @@ class WeightPush:
         )
         received = await self._each(epoch.rollouts, receive, beside=sending)
         failure = sending.exception()
-        if len(received) < len(epoch.rollouts) and not (failure and _is_lost(epoch.learner, failure)):
+        if len(received) < len(epoch.rollouts) and not (
+            failure and blame.is_learner_lost(epoch.learner, failure)
+        ):
             await self.dissolve()
             return None
         sent = sending.result()
@@ -226,7 +229,7 @@ class WeightPush:
         try:
             return await self._while_alive(member, call)
         except PacelineError as error:
-            if _peer(error) in (None, member.member_id):
+            if blame.is_own_failure(member, error):
                 # Where the learner does not answer, its own call says so.
                 with contextlib.suppress(PacelineError):
                     await self._peers.abandon_push(epoch.learner, epoch=epoch.number, lost=member.member_id)
@@ -273,62 +276,22 @@ class WeightPush:
         if beside is not None:
             await asyncio.wait([beside])
         good: dict[str, T] = {}
-        failed: list[tuple[Member, PacelineError]] = []
+        failures: list[blame.Failure] = []
         for member, outcome in zip(members, outcomes, strict=True):
             if isinstance(outcome, PacelineError):
-                failed.append((member, outcome))
+                failures.append((member, outcome))
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
                 good[member.member_id] = outcome
-        for member, error in self._to_blame(failed, beside.exception() if beside else None):
+        learner_error = beside.exception() if beside else None
+        epoch = self._epoch
+        if epoch is not None and learner_error and blame.is_learner_lost(epoch.learner, learner_error):
+            return good
+        owners = epoch.owners if epoch is not None else []
+        for member, error in blame.at_fault(failures, learner_error, owners):
             await self._expel(member, f"{type(error).__name__}: {error}")
         return good
-
-    def _to_blame(
-        self, failed: list[tuple[Member, PacelineError]], learners: BaseException | None
-    ) -> list[tuple[Member, PacelineError]]:
-        """Of those that failed: who did so by itself, else whom the others' words lead to, else all, lest the same happen for ever."""
-        if self._epoch is not None and learners is not None and _is_lost(self._epoch.learner, learners):
-            return []
-        by_themselves = [(m, e) for m, e in failed if _peer(e) in (None, m.member_id)]
-        if by_themselves:
-            return by_themselves
-        owners = self._epoch.owners if self._epoch is not None else []
-        ranks = {f"rollout rank {k}": member.member_id for k, member in enumerate(owners)}
-        last = _last_named({m.member_id: ranks.get(_peer(e) or "") for m, e in failed}, learners, ranks)
-        return [(m, e) for m, e in failed if m.member_id == last] or failed
-
-
-def _peer(error: BaseException) -> str | None:
-    """Whom an error says to have waited for or lost; None for an error of another kind."""
-    return error.peer if isinstance(error, PeerLostError | DeadlineError) else None
-
-
-def _last_named(
-    complaints: dict[str, str | None], learners: BaseException | None, ranks: dict[str, str]
-) -> str | None:
-    """Whom of those that failed the others' words lead to: from whom the learner names, or else the first that a server names, on
-    to whom that one names itself, and so forth. Who passes weights on gives up when it loses a peer, so the first named may only be its victim.
-
-    Args:
-        complaints: for each that failed, whom it names; None where that is no rollout server.
-        ranks: the member of each rollout rank's name.
-    """
-    named = ranks.get(_peer(learners) or "") if learners is not None else None
-    if named is None:
-        named = next((other for other in complaints.values() if other is not None), None)
-    seen: set[str] = set()
-    while named in complaints and named not in seen:
-        seen.add(named)
-        named = complaints[named] or named
-    return named
-
-
-def _is_lost(learner: Member, error: BaseException) -> bool:
-    """Whether an error of a call to the learner means that it is gone or hangs itself, rather than somebody that it was to send to."""
-    peer = _peer(error)
-    return peer is not None and (peer == learner.member_id or peer.startswith("learner"))
 
 
 def _metrics(sent: PushReceipt, received: Iterable[PushReceipt]) -> dict[str, float]:

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from paceline.core.errors import WeightSyncError
+from paceline.core.members import RankRef
 from paceline.weights.digest.agreement import DigestReport, SliceDigest, pack_places
-from paceline.weights.digest.definition import TensorDigester
-from paceline.weights.digest.job import DigestJob, DigestPart
+from paceline.weights.digest.job import DigestJob, DigestPart, TensorDigester
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
-from paceline.weights.geometry.parameters import ParameterIndex, Prepared
+from paceline.weights.geometry.parameters import AddressCache, ParameterIndex
 from paceline.weights.plan.plan import Piece
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
-from paceline.weights.transport.copies import Moves
+from paceline.weights.transport.copies import CopyJob
 from paceline.weights.transport.group import DTYPES, WeightGroup
 from paceline.weights.transport.rendezvous import Deadline
 
@@ -36,11 +36,11 @@ class RankReceiver:
     Args:
         model: the live model.
         device: where its parameters are.
-        describe: which slices the model needs; `whole` and none for a model that takes the general way.
+        describe: which slices the model needs; none, and `full_tensors`, for a model that takes the general way.
         load_full: loads full tensors under their names in the learner's state dict; called on the general way
             alone.
 
-    `rank_name` is this rank's name for other members, from the first join on.
+    `rank_ref` is this rank's place in its group, from the first join on.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class RankReceiver:
         self._model, self._device = model, device
         self._describe, self._load_full = describe, load_full
         self._digester = TensorDigester(device)
-        self.rank_name = ""
+        self.rank_ref: RankRef | None = None
         self._group: WeightGroup | None = None
         self._layout: RankLayout | None = None
         self._places: bytes | None = None
-        self._job = Prepared[DigestJob]()
-        self._scatter = Prepared[list[Moves]]()
+        self._job = AddressCache[DigestJob]()
+        self._scatter = AddressCache[list[CopyJob]]()
         self._index = ParameterIndex(model)
 
     def describe(self) -> RankLayout:
@@ -68,13 +68,13 @@ class RankReceiver:
         self.leave()
         # An engine may repack its weights after the first describe: look again, once per group.
         self._layout, self._places, self._index = None, None, ParameterIndex(self._model)
-        self._scatter.forget()
-        self._job.forget()
+        self._scatter.clear()
+        self._job.clear()
         if not spec.num_learners <= rank < spec.world_size:
             raise WeightSyncError(
                 f"group rank {rank} is no rollout rank: those are {spec.num_learners}..{spec.world_size - 1}"
             )
-        self.rank_name = spec.rank_name(rank)
+        self.rank_ref = spec.rank_ref(rank)
         self._group = WeightGroup.form(
             spec, rank=rank, layout=self.describe(), device=self._device, timeout_s=timeout_s
         )
@@ -91,7 +91,7 @@ class RankReceiver:
         deadline = Deadline(f"receiving weights of version {version}", timeout_s)
         began = time.perf_counter()
         try:
-            if self.describe().whole:
+            if self.describe().full_tensors:
                 slices = self._receive_full(group, deadline)
             else:
                 self._receive_direct(group, deadline)
@@ -100,7 +100,7 @@ class RankReceiver:
             self.leave()
             raise
         received = time.perf_counter()
-        name = group.spec.rank_name(group.rank)
+        name = str(group.spec.rank_ref(group.rank))
         report = (
             DigestReport.of(rank=name, version=version, slices=slices)
             if slices
@@ -155,19 +155,19 @@ class RankReceiver:
         if self._group is not None:
             self._group.abort()
         self._group = None
-        self._scatter.forget()
+        self._scatter.clear()
 
     def _receive_direct(self, group: WeightGroup, deadline: Deadline) -> None:
         moves = self._moves(group, self._index.current())
         for number, _ in enumerate(group.receive(deadline)):
             moves[number].run()
 
-    def _moves(self, group: WeightGroup, params: dict[str, nn.Parameter]) -> list[Moves]:
+    def _moves(self, group: WeightGroup, params: dict[str, nn.Parameter]) -> list[CopyJob]:
         """Copies from staging into the live parameters, by round; cached as the digest job is."""
 
-        def make() -> list[Moves]:
+        def make() -> list[CopyJob]:
             return [
-                Moves(
+                CopyJob(
                     [
                         (values, params[piece.destination_param].detach()[piece.destination_box.slices])
                         for piece, values in pieces

@@ -74,7 +74,7 @@ def engine_arguments(
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
     return {
         # A prompt cut into chunks draws from its generator once per chunk, and vLLM's correction for it needs
-        # a generator that can be set back, which a CPU's cannot: whole prompts only, for the sake of
+        # a generator that can be set back, which a CPU's cannot: uncut prompts only, for the sake of
         # reproducible samples.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(_CPU_PREFILL_TOKENS, config.max_model_len, config.rollout.max_num_seqs),

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Final, TypeVar
 
 from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerLostError, WeightSyncError
+from paceline.core.members import peer_from_plain
 
 GRACE_S: Final = 10.0
 """How much longer the engine may take to answer than its workers may take to act"""
@@ -69,8 +70,8 @@ def _raise_reported(replies: Sequence[Reply]) -> None:
     # A rank that fails breaks the connections of its peers, this engine's other ranks included. Report the
     # cause, not a consequence; and if a peer was lost, one that is not of this engine.
     causes = [item for item in errors if item[0]["kind"] not in ("DeadlineError", "PeerLostError")]
-    own_ranks = {error["rank_name"] for error, _ in errors}
-    outside = [item for item in errors if item[0].get("peer") not in own_ranks]
+    own_ranks = {peer_from_plain(error["rank"]) for error, _ in errors if error["rank"]}
+    outside = [item for item in errors if peer_from_plain(item[0].get("peer", "")) not in own_ranks]
     raise _make_error(*(causes or outside or errors)[0])
 
 
@@ -78,9 +79,10 @@ def _make_error(error: Reply, where: str) -> PacelineError:
     kind, message = error["kind"], f"{where}: {error['message']}"
     if kind == "DeadlineError":
         phase = f"{where}: {error['phase']}"
-        return DeadlineError(phase=phase, peer=error["peer"], seconds=error["seconds"], hint=error["hint"])
+        peer = peer_from_plain(error["peer"])
+        return DeadlineError(phase=phase, peer=peer, seconds=error["seconds"], hint=error["hint"])
     if kind == "PeerLostError":
-        return PeerLostError(message, peer=error["peer"])
+        return PeerLostError(message, peer=peer_from_plain(error["peer"]))
     if kind == "ModelError":
         return ModelError(message)
     return WeightSyncError(message if kind == "WeightSyncError" else f"{where}: {kind}: {error['message']}")

@@ -16,8 +16,7 @@ from torch import nn
 
 from paceline.core.errors import ModelError
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, TensorSlice
-from paceline.weights.transport.dtypes import ITEM_SIZES
+from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout, TensorSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ def describe_model(model: nn.Module) -> RankLayout:
     """Which slices of the checkpoint's tensors this rank's model needs, and where they land.
 
     Returns:
-        The layout; with `whole` set and no slices where some parameter is not covered by the rules.
+        The layout; without slices and with `full_tensors` set if the rules do not cover some parameter.
 
     Raises:
         ModelError: the parameters are of mixed type, or of one that cannot be sent (quantized weights).
@@ -43,7 +42,7 @@ def describe_model(model: nn.Module) -> RankLayout:
     dtype = _common_dtype(model)
     covered, uncovered = split_parameters(model)
     if uncovered:
-        return RankLayout(dtype=dtype, slices=(), whole=True)
+        return RankLayout(dtype=dtype, slices=(), full_tensors=True)
     return RankLayout(dtype=dtype, slices=tuple(covered))
 
 
@@ -136,7 +135,7 @@ def _replicated(
 ) -> Iterator[TensorSlice]:
     shape, name = tuple(param.shape), _join("", path, kind)
     yield TensorSlice(
-        name=name, global_shape=shape, box=Box.whole(shape), param=name, offset=(0,) * len(shape)
+        name=name, global_shape=shape, box=Box.full(shape), param=name, offset=(0,) * len(shape)
     )
 
 
@@ -183,7 +182,7 @@ def _fills(slices: list[TensorSlice], module: nn.Module, param: torch.Tensor) ->
 
     A parameter that a kernel has repacked, or of a layer with an unexpected shape, does not pass.
     """
-    full_box = Box.whole(tuple(param.shape))
+    full_box = Box.full(tuple(param.shape))
     if any(len(part.offset) != param.ndim or not full_box.contains(part.local_box) for part in slices):
         return False
     if type(module).__name__ in ("VocabParallelEmbedding", "ParallelLMHead"):

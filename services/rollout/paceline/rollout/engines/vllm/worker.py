@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 import torch
 
 from paceline.core.errors import DeadlineError, PeerLostError
+from paceline.core.members import peer_to_plain
 from paceline.rollout.engines.rank_receiver import RankReceiver
 from paceline.rollout.engines.vllm.checkpoint import checkpoint_tensors
 from paceline.rollout.engines.vllm.layout import describe_model
@@ -68,8 +69,8 @@ def _answering(
         except Exception as error:  # the boundary: the error travels to the caller as a value
             logger.warning("%s failed", method.__name__, exc_info=True)
             receiver: RankReceiver | None = self.__dict__.get("_paceline_state")
-            rank_name = receiver.rank_name if receiver is not None else ""
-            return {"error": _describe_error(error) | {"rank_name": rank_name}}
+            rank = receiver.rank_ref if receiver is not None else None
+            return {"error": _describe_error(error) | {"rank": rank and peer_to_plain(rank)}}
 
     return answer
 
@@ -77,9 +78,9 @@ def _answering(
 def _describe_error(error: Exception) -> Reply:
     reply: Reply = {"kind": type(error).__name__, "message": str(error)}
     if isinstance(error, DeadlineError):
-        reply |= {"phase": error.phase, "peer": error.peer, "seconds": error.seconds, "hint": error.hint}
-    if isinstance(error, PeerLostError):
-        reply["peer"] = error.peer
+        reply |= {"phase": error.phase, "seconds": error.seconds, "hint": error.hint}
+    if isinstance(error, DeadlineError | PeerLostError):
+        reply["peer"] = peer_to_plain(error.peer)
     return reply
 
 

@@ -1,4 +1,4 @@
-"""The scorer pool: right results in order, and every way in which a reward function can go wrong."""
+"""The function pool: right results in order, and every way in which a reward function can fail."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from paceline.core.errors import (
     RewardErrorKind,
 )
 from paceline.core.scoring import ScoreItem
-from paceline.reward.functions.pool import ScorerPool
-from paceline.reward.scoring import FunctionSpec, Verdict
+from paceline.reward.functions.pool import FunctionPool
+from paceline.reward.functions.spec import FunctionSpec
+from paceline.reward.scores import Score
 
 OBEDIENT = FunctionSpec(name="f", reference="support.reward_functions:obedient")
 LENGTH = FunctionSpec(name="length", reference="support.reward_functions:length", weight=0.5)
@@ -36,30 +37,30 @@ def items(*responses: str, **extra: object) -> list[ScoreItem]:
     ]
 
 
-def kinds(results: list[Verdict]) -> list[str]:
+def kinds(results: list[Score]) -> list[str]:
     return [result.error[0].value if result.error else str(result.reward) for result in results]
 
 
-def message(result: Verdict) -> str:
+def message(result: Score) -> str:
     assert result.error is not None
     return result.error[1]
 
 
 async def test_results_come_in_order_with_their_components() -> None:
-    async with ScorerPool([LENGTH, OBEDIENT], num_workers=2, timeout_s=10) as pool:
+    async with FunctionPool([LENGTH, OBEDIENT], num_processes=2, timeout_s=10) as pool:
         texts = ["x" * (index % 7) for index in range(500)]
         results = await pool.score(items(*texts))
         assert [result.trajectory_id for result in results] == [f"t{index}" for index in range(500)]
         assert [result.reward for result in results] == [0.5 * len(text) + 1.0 for text in texts]
         assert results[6].components == {"length": 6.0, "f": 1.0}
         several = await asyncio.gather(*(pool.score(items("a" * n)) for n in range(20)))
-        assert [one[0].reward for one in several] == [0.5 * n + 1.0 for n in range(20)]
+        assert [scores[0].reward for scores in several] == [0.5 * n + 1.0 for n in range(20)]
         assert await pool.score([]) == []
         assert pool.num_replaced == 0
 
 
 async def test_a_hanging_function_costs_only_its_item() -> None:
-    async with ScorerPool([OBEDIENT], num_workers=1, timeout_s=0.4, max_retries=0) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.4, max_retries=0) as pool:
         started = time.monotonic()
         results = await pool.score(items("a", "b", "hang", "c", "d"))
         took = time.monotonic() - started
@@ -69,24 +70,24 @@ async def test_a_hanging_function_costs_only_its_item() -> None:
         assert pool.num_replaced == 1
 
 
-async def test_crashes_are_told_apart_and_the_workers_replaced() -> None:
-    async with ScorerPool([OBEDIENT], num_workers=2, timeout_s=10, max_retries=0) as pool:
+async def test_crashes_are_told_apart_and_the_processes_replaced() -> None:
+    async with FunctionPool([OBEDIENT], num_processes=2, timeout_s=10, max_retries=0) as pool:
         results = await pool.score(items("a", "exit", "b", "segfault", "c"))
         assert kinds(results) == ["1.0", "crashed", "1.0", "crashed", "1.0"]
-        assert message(results[1]) == "the worker process ended: exit code 3"
-        assert message(results[3]) == "the worker process ended: killed by SIGSEGV"
+        assert message(results[1]) == "the reward process ended: exit code 3"
+        assert message(results[3]) == "the reward process ended: killed by SIGSEGV"
         assert pool.num_replaced == 2
         assert kinds(await pool.score(items("after"))) == ["1.0"]
 
 
 async def test_running_out_of_memory_is_a_crash() -> None:
     limit_bytes = 4 * 1024**3
-    async with ScorerPool(
-        [OBEDIENT], num_workers=1, timeout_s=10, max_retries=0, memory_limit_bytes=limit_bytes
+    async with FunctionPool(
+        [OBEDIENT], num_processes=1, timeout_s=10, max_retries=0, memory_limit_bytes=limit_bytes
     ) as pool:
         results = await pool.score(items("a", "memory", "b"))
         assert kinds(results) == ["1.0", "crashed", "1.0"]
-        assert message(results[1]) == "the worker process ended: out of memory"
+        assert message(results[1]) == "the reward process ended: out of memory"
 
 
 async def test_what_a_function_raises_or_returns_is_its_items_error() -> None:
@@ -105,7 +106,7 @@ async def test_what_a_function_raises_or_returns_is_its_items_error() -> None:
             "f returned a dict that holds 'length': put its value under \"score\"",
         ),
     }
-    async with ScorerPool([OBEDIENT], num_workers=1, timeout_s=10) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
         results = await pool.score(items(*orders, "return:dict", "numpy:float"))
         assert [(result.error[0].value, result.error[1]) for result in results if result.error] == list(
             orders.values()
@@ -118,7 +119,7 @@ async def test_what_a_function_raises_or_returns_is_its_items_error() -> None:
 
 
 async def test_prints_and_reads_do_not_touch_the_protocol(capfd: pytest.CaptureFixture[str]) -> None:
-    async with ScorerPool([OBEDIENT], num_workers=1, timeout_s=10) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
         assert kinds(await pool.score(items("print", "read", "print", "a"))) == ["1.0", "0.0", "1.0", "1.0"]
     out, err = capfd.readouterr()
     assert out == ""
@@ -127,14 +128,14 @@ async def test_prints_and_reads_do_not_touch_the_protocol(capfd: pytest.CaptureF
 
 
 async def test_a_second_attempt_can_save_an_item(tmp_path: Path) -> None:
-    async with ScorerPool([OBEDIENT], num_workers=1, timeout_s=0.4, max_retries=1) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.4, max_retries=1) as pool:
         results = await pool.score(items("a", f"hang_once:{tmp_path / 'seen'}", "hang", "b"))
         assert kinds(results) == ["1.0", "1.0", "timeout", "1.0"]
         assert pool.num_replaced == 3  # once for the first, twice for the second
 
 
 async def test_the_deadline_is_the_items_not_the_batchs() -> None:
-    async with ScorerPool([OBEDIENT], num_workers=1, timeout_s=0.5, max_retries=0) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.5, max_retries=0) as pool:
         results = await pool.score(items(*["sleep:0.2"] * 5))
         assert kinds(results) == ["1.0"] * 5
         assert pool.num_replaced == 0
@@ -143,13 +144,13 @@ async def test_the_deadline_is_the_items_not_the_batchs() -> None:
 
 async def test_a_kill_takes_the_functions_children_along(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    async with ScorerPool([OBEDIENT], num_workers=1, timeout_s=1.0, max_retries=0) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=1.0, max_retries=0) as pool:
         assert kinds(await pool.score(items("hang_with_child", pid_file=str(pid_file)))) == ["timeout"]
     assert gone(int(pid_file.read_text()))
 
 
-async def test_a_stopped_worker_is_replaced() -> None:
-    async with ScorerPool([OBEDIENT], num_workers=1, timeout_s=0.5, max_retries=1) as pool:
+async def test_a_stopped_process_is_replaced() -> None:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.5, max_retries=1) as pool:
         pid = (await pool.score(items("pid")))[0].reward
         assert pid is not None
         os.kill(int(pid), signal.SIGSTOP)
@@ -162,10 +163,10 @@ async def test_extra_fields_reach_the_functions_that_name_them() -> None:
     item = ScoreItem(
         trajectory_id="t", response="", ground_truth="", prompt="four", data_source="xy", extra={"other": [1]}
     )
-    async with ScorerPool([spec], num_workers=1, timeout_s=10) as pool:
+    async with FunctionPool([spec], num_processes=1, timeout_s=10) as pool:
         assert (await pool.score([item]))[0].reward == 429.0
     needs = FunctionSpec(name="f", reference="support.reward_functions:needs_field")
-    async with ScorerPool([needs], num_workers=1, timeout_s=10) as pool:
+    async with FunctionPool([needs], num_processes=1, timeout_s=10) as pool:
         assert (await pool.score(items("a", difficulty=np.float32(0.5))))[0].reward == 0.5
         assert message((await pool.score(items("a")))[0]).startswith(
             "support.reward_functions:needs_field needs difficulty, which the item does not have"
@@ -178,8 +179,8 @@ async def test_fields_that_cannot_be_sent_fail_alone() -> None:
     broken_text = ScoreItem(
         trajectory_id="half a surrogate pair", prompt="", response="\ud83d", ground_truth="\ud83d"
     )
-    async with ScorerPool(
-        [FunctionSpec(name="f", reference="exact_match")], num_workers=1, timeout_s=10
+    async with FunctionPool(
+        [FunctionSpec(name="f", reference="exact_match")], num_processes=1, timeout_s=10
     ) as pool:
         results = await pool.score([*items(""), odd, broken_text, shadowing])
         assert kinds(results) == ["1.0", "wrong_type", "1.0", "wrong_type"]
@@ -202,26 +203,27 @@ async def test_start_tells_what_is_wrong_and_leaves_nothing(
 ) -> None:
     (tmp_path / "slow.py").write_text(body)
     spec = FunctionSpec(name="f", reference=f"{tmp_path}/slow.py:f")
-    pool = ScorerPool([spec], num_workers=2, timeout_s=1, start_timeout_s=1)
+    start_timeout_s = 1 if kind is DeadlineError else 30
+    pool = FunctionPool([spec], num_processes=2, timeout_s=1, start_timeout_s=start_timeout_s)
     with pytest.raises(kind, match=sentence):
         await pool.start()
     assert children() == []
 
 
 async def test_close_ends_waiting_calls_and_leaves_no_process() -> None:
-    pool = ScorerPool([OBEDIENT], num_workers=2, timeout_s=60)
+    pool = FunctionPool([OBEDIENT], num_processes=2, timeout_s=60)
     await pool.start()
     waiting = asyncio.create_task(pool.score(items("hang", "a")))
     await asyncio.sleep(0.1)
     await pool.close()
-    with pytest.raises(RewardError, match="the scorer pool was closed") as caught:
+    with pytest.raises(RewardError, match="the function pool was closed") as caught:
         await waiting
     assert caught.value.kind is RewardErrorKind.UNAVAILABLE
     assert children() == []
 
 
 async def test_a_cancelled_call_leaves_the_pool_usable() -> None:
-    async with ScorerPool([OBEDIENT], num_workers=1, timeout_s=10) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
         waiting = asyncio.create_task(pool.score(items(*["sleep:0.05"] * 100)))
         await asyncio.sleep(0.1)
         waiting.cancel()
@@ -230,30 +232,31 @@ async def test_a_cancelled_call_leaves_the_pool_usable() -> None:
         assert time.monotonic() - started < 2.0  # and not the five seconds of the cancelled call
 
 
-async def test_workers_that_cannot_be_replaced_end_the_pool(
+async def test_processes_that_cannot_be_replaced_end_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.reward.functions.pool._RESTART_PAUSES_S", (0.0, 0.01))
     path = tmp_path / "fleeting.py"
     path.write_text("import os\ndef f(response, ground_truth):\n    os._exit(1)\n")
-    async with ScorerPool(
-        [FunctionSpec(name="f", reference=f"{path}:f")], num_workers=1, timeout_s=10, max_retries=5
+    async with FunctionPool(
+        [FunctionSpec(name="f", reference=f"{path}:f")], num_processes=1, timeout_s=10, max_retries=5
     ) as pool:
         path.unlink()
-        with pytest.raises(RewardError, match=r"no reward workers: .*there is no file"):
+        with pytest.raises(RewardError, match=r"no reward processes: .*there is no file"):
             await pool.score(items("a"))
-        with pytest.raises(RewardError, match="no reward workers"):
+        with pytest.raises(RewardError, match="no reward processes"):
             await pool.score(items("a"))
 
 
-def test_workers_die_with_their_parent() -> None:
+def test_processes_die_with_their_parent() -> None:
     code = (
         "import asyncio, os, signal\n"
         "from paceline.core.scoring import ScoreItem\n"
-        "from paceline.reward.scoring import FunctionSpec\n"
-        "from paceline.reward.functions.pool import ScorerPool\n"
+        "from paceline.reward.functions.spec import FunctionSpec\n"
+        "from paceline.reward.functions.pool import FunctionPool\n"
         "async def main():\n"
-        f"    pool = ScorerPool([FunctionSpec(name='f', reference={OBEDIENT.reference!r})], num_workers=1, timeout_s=60)\n"
+        f"    spec = FunctionSpec(name='f', reference={OBEDIENT.reference!r})\n"
+        "    pool = FunctionPool([spec], num_processes=1, timeout_s=60)\n"
         "    await pool.start()\n"
         "    item = lambda text: ScoreItem(trajectory_id='t', prompt='', response=text, ground_truth='')\n"
         "    print(int((await pool.score([item('pid')]))[0].reward), flush=True)\n"
@@ -265,21 +268,21 @@ def test_workers_die_with_their_parent() -> None:
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
     ) as parent:
         assert parent.stdout is not None
-        worker = int(parent.stdout.readline())
+        child = int(parent.stdout.readline())
         time.sleep(0.2)
-        assert alive(worker)
+        assert alive(child)
         parent.kill()
-    assert gone(worker)
+    assert gone(child)
 
 
-async def test_math_verify_works_in_a_worker_and_its_own_deadline_too() -> None:
+async def test_math_verify_and_its_own_deadline_work_in_a_child_process() -> None:
     spec = FunctionSpec(name="f", reference="math_verify", arguments={"timeout_s": 1})
     undecided = "$9^{9^{9^{9}}}$"
     tasks = [
         ScoreItem(trajectory_id=text, prompt="", response=text, ground_truth="1/2")
         for text in ("\\boxed{0.5}", undecided, "2")
     ]
-    async with ScorerPool([spec], num_workers=1, timeout_s=10, max_retries=0) as pool:
+    async with FunctionPool([spec], num_processes=1, timeout_s=10, max_retries=0) as pool:
         results = await pool.score(tasks)
         assert kinds(results) == ["1.0", "timeout", "0.0"]
         assert message(results[1]) == "f raised TimeoutError: math_verify did not decide within 1 s"
@@ -289,19 +292,19 @@ async def test_math_verify_works_in_a_worker_and_its_own_deadline_too() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"num_workers": 0, "timeout_s": 1.0}, "num_workers is 0"),
-        ({"num_workers": 1, "timeout_s": 0.0}, "timeout_s is 0"),
-        ({"num_workers": 1, "timeout_s": 1.0, "max_retries": -1}, "max_retries is -1"),
+        ({"num_processes": 0, "timeout_s": 1.0}, "num_processes is 0"),
+        ({"num_processes": 1, "timeout_s": 0.0}, "timeout_s is 0"),
+        ({"num_processes": 1, "timeout_s": 1.0, "max_retries": -1}, "max_retries is -1"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, int], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        ScorerPool([OBEDIENT], **options)
+        FunctionPool([OBEDIENT], **options)
 
 
 async def test_score_needs_a_started_pool() -> None:
     with pytest.raises(ProtocolError, match="call start"):
-        await ScorerPool([OBEDIENT], num_workers=1, timeout_s=1).score(items("a"))
+        await FunctionPool([OBEDIENT], num_processes=1, timeout_s=1).score(items("a"))
 
 
 async def test_throughput_is_reported(record_property: pytest.RecordProperty) -> None:
@@ -315,14 +318,14 @@ async def test_throughput_is_reported(record_property: pytest.RecordProperty) ->
         )
         for n in range(20_000)
     ]
-    async with ScorerPool([spec], num_workers=2, timeout_s=10) as pool:
+    async with FunctionPool([spec], num_processes=2, timeout_s=10) as pool:
         await pool.score(many[:500])
         started = time.monotonic()
         results = await pool.score(many)
         seconds = time.monotonic() - started
     assert all(result.reward == 1.0 for result in results)
     record_property("microseconds_per_item", round(seconds / len(many) * 1e6, 1))
-    print(f"{seconds / len(many) * 1e6:.1f} us an item, {len(many) / seconds:.0f} items/s with 2 workers")
+    print(f"{seconds / len(many) * 1e6:.1f} us per item, {len(many) / seconds:.0f} items/s with 2 processes")
 
 
 def alive(pid: int) -> bool:

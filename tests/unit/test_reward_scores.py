@@ -1,4 +1,4 @@
-"""How return values are checked and combined."""
+"""How return values are checked and scores are added."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import pytest
 
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.reward_function import MAX_MESSAGE_CHARS
-from paceline.reward.scoring import FunctionSpec, Verdict, add, check_names, combine, failed
+from paceline.reward.functions.spec import FunctionSpec, combine
+from paceline.reward.scores import Score, failed
+from paceline.reward.weighted_sum import add_scores, check_names
 from support.reward_functions import RETURNED
 
-ONE = FunctionSpec(name="f", reference="exact_match")
+SPEC = FunctionSpec(name="f", reference="exact_match")
 
 
 def test_weights_combine_values_and_extra_keys_become_components() -> None:
@@ -24,8 +26,8 @@ def test_weights_combine_values_and_extra_keys_become_components() -> None:
 
 
 def test_reward_key_counts_as_value_only_where_there_is_no_score() -> None:
-    assert combine([ONE], [{"reward": 0.25}]) == (0.25, {"f": 0.25})
-    assert combine([ONE], [{"reward": 0.25, "score": 1.0}]) == (1.0, {"f": 1.0, "f/reward": 0.25})
+    assert combine([SPEC], [{"reward": 0.25}]) == (0.25, {"f": 0.25})
+    assert combine([SPEC], [{"reward": 0.25, "score": 1.0}]) == (1.0, {"f": 1.0, "f/reward": 0.25})
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_reward_key_counts_as_value_only_where_there_is_no_score() -> None:
 )
 def test_refused_values(what: str, kind: RewardErrorKind, sentence: str) -> None:
     with pytest.raises(RewardError) as caught:
-        combine([ONE], [RETURNED[what]])
+        combine([SPEC], [RETURNED[what]])
     assert caught.value.kind is kind
     assert sentence in str(caught.value)
 
@@ -74,32 +76,32 @@ def test_names_that_make_components_ambiguous(names: list[str], sentence: str) -
 def test_a_dict_of_too_many_values_or_too_long_a_key_is_refused() -> None:
     many = {"score": 1.0, **{f"c{index}": 0.0 for index in range(300)}}
     with pytest.raises(RewardError, match="a dict of 301 values, at most 256"):
-        combine([ONE], [many])
+        combine([SPEC], [many])
     with pytest.raises(RewardError, match="a key of 300 characters"):
-        combine([ONE], [{"score": 1.0, "x" * 300: 0.0}])
+        combine([SPEC], [{"score": 1.0, "x" * 300: 0.0}])
 
 
-def verdict(reward: float | None, **components: float) -> Verdict:
+def score(reward: float | None, **components: float) -> Score:
     error = None if reward is not None else (RewardErrorKind.TIMEOUT, "late")
-    return Verdict(
+    return Score(
         trajectory_id="t", reward=reward, components=components, error=error, seconds=len(components)
     )
 
 
-def test_verdicts_of_several_scorers_add_up() -> None:
-    total = add([verdict(0.5, a=1.0), verdict(-2.0, b=4.0, c=1.0)], minimum=-10, maximum=10)
+def test_the_scores_of_several_scorers_add_up() -> None:
+    total = add_scores([score(0.5, a=1.0), score(-2.0, b=4.0, c=1.0)], minimum=-10, maximum=10)
     assert (total.reward, total.components, total.error) == (-1.5, {"a": 1.0, "b": 4.0, "c": 1.0}, None)
     assert total.seconds == 2
 
 
-def test_one_scorers_error_is_the_whole_verdict() -> None:
-    total = add([verdict(0.5, a=1.0), verdict(None), verdict(1.0)], minimum=-10, maximum=10)
+def test_an_error_of_one_scorer_is_the_result() -> None:
+    total = add_scores([score(0.5, a=1.0), score(None), score(1.0)], minimum=-10, maximum=10)
     assert (total.reward, total.components, total.error) == (None, {}, (RewardErrorKind.TIMEOUT, "late"))
 
 
 @pytest.mark.parametrize(("value", "allowed"), [(-0.01, False), (0.0, True), (1.0, True), (1.01, False)])
 def test_the_range_of_the_sum_is_inclusive(value: float, allowed: bool) -> None:
-    total = add([verdict(value, a=value)], minimum=0.0, maximum=1.0)
+    total = add_scores([score(value, a=value)], minimum=0.0, maximum=1.0)
     if allowed:
         assert total.reward == value
         return
