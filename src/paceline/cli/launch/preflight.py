@@ -154,6 +154,6 @@ PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("tokenizer", _tokenizer),
     ("training prompts", lambda config: _prompts(config, "train")),
     ("validation prompts", lambda config: _prompts(config, "val")),
-    ("engine", _engine),
     ("reward", _rewards),
+    ("engine", _engine),
 )
