@@ -81,7 +81,7 @@ class Run:
         clock, self.hub = SystemClock(), EventHub()
         self.notices: list[str] = []
         self.hub.notice = self.notices.append  # type: ignore[method-assign]
-        self.journal = Journal(folder / "events.jsonl", broker, RUN, clock)
+        self.journal = Journal(folder / "events.jsonl", clock)
         self.guard = GuardWatch(cfg, self.journal, self.hub)
         self.fleet = FleetWatch(Fleet(clock, suspect_after_s=5, dead_after_s=12), self.journal, self.hub)
         train = prompts(7)

@@ -25,9 +25,9 @@ from paceline.core.members import MemberKind, RankRef
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import channels
+from paceline.service.connection import is_loopback
 from paceline.service.errors import STATUS_CODES, error_classes, from_metadata, status_code
 from paceline.service.grpc_server import RunningServer, start_server
-from paceline.service.transport import is_loopback
 
 ADD = controller_pb2_grpc.add_ControllerServiceServicer_to_server
 

@@ -10,7 +10,7 @@ import grpc
 
 from paceline.core.errors import ConfigError, DeadlineError, PacelineError, PeerLostError, ProtocolError
 from paceline.service import errors, telemetry
-from paceline.service.transport import (
+from paceline.service.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     TOKEN_KEY,
     TRACEPARENT_KEY,

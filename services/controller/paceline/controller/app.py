@@ -96,7 +96,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     clock = SystemClock()
     broker = await _open_broker(context, broker_url, run_id)
     hub = EventHub()
-    journal = Journal(options.run_dir / "events.jsonl", broker, run_id, clock)
+    journal = Journal(options.run_dir / "events.jsonl", clock)
     await journal.record(
         "run", run_id=run_id, step=progress.step, resumed_from=str(resumed[0]) if resumed else None
     )
