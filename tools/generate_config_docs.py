@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from paceline.config.base import OneOf
 from paceline.config.load import section_types
 from paceline.config.run import RunConfig, SftRunConfig
 
@@ -69,7 +70,7 @@ def sections(
             below.append((path + (".N" if many else ""), inner, field))
         if inner is None or (many and not section_types(field)):
             rows.append(
-                f"| `{path}` | {kind(field.annotation)}{bounds(field)} | {default(field, name, values)} | {field.description or ''} |"
+                f"| `{path}` | {kind(field.annotation, field)}{bounds(field)} | {default(field, name, values)} | {field.description or ''} |"
             )
     if rows:
         out += ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
@@ -129,8 +130,10 @@ def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     return None, False
 
 
-def kind(annotation: Any) -> str:
+def kind(annotation: Any, field: FieldInfo | None = None) -> str:
     """A type in words."""
+    for names in (part.names for part in (field.metadata if field else ()) if isinstance(part, OneOf)):
+        return ", ".join(f"`{name}`" for name in names)
     origin = get_origin(annotation)
     if origin is Annotated:
         return kind(get_args(annotation)[0])
