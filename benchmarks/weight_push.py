@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.weights.digest.agreement import DigestReport, SliceDigest, disagreement
-from paceline.weights.digest.definition import TensorDigester
+from paceline.weights.digest.job import TensorDigester
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice, tensor_shapes
 from paceline.weights.plan.spec import WeightGroupSpec
@@ -49,7 +49,7 @@ def receiver_layout(shapes: dict[str, tuple[int, ...]], rank: int, size: int) ->
     """What a tensor-parallel rank needs: columns of o_proj and down_proj, rows of other matrices, vectors whole."""
     slices = []
     for name, shape in shapes.items():
-        box = Box.whole(shape)
+        box = Box.full(shape)
         if len(shape) == 2:
             dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
             width = shape[dim] // size

@@ -21,7 +21,6 @@ from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.plan import TransferPlan
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
-from paceline.weights.transport.group import plan_of
 
 START_S = 400.0
 HEAD_START_S = 0.01
@@ -98,7 +97,7 @@ class Fleet:
             timeout_s=TIMEOUT_S,
         )
         self.spec = spec.to_bytes()
-        return plan_of(spec)
+        return spec.build_plan()
 
     def form(self) -> float:
         """Forms the group described last; milliseconds from the order to join until all have."""

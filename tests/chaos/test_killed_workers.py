@@ -193,7 +193,7 @@ async def collect(
     cursor = PromptCursor(list(PROMPTS), batch_size=num_first, seed=seed, shuffle=refilled)
     broker, fleet = MemoryBroker(store=store), Fleet(store, np.random.default_rng(seed), num_deaths)
     await broker.ensure_group(names.trajectories(RUN), names.REWARD_GROUP)
-    journal = Journal(folder / "events.jsonl", broker, RUN, SystemClock())
+    journal = Journal(folder / "events.jsonl", SystemClock())
     async with Mailbox(broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
         collector = Collector(
             Run(config=config(), id=RUN, dir=folder, journal=journal, events=EventHub()),

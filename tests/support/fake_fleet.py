@@ -29,13 +29,13 @@ from paceline.wire import decode_prompt_group, encode_scored_header
 
 def layout() -> RankLayout:
     """One rank that holds the one tensor there is."""
-    tensor = TensorSlice(name="w", global_shape=(2,), box=Box.whole((2,)), param="w", offset=(0,))
+    tensor = TensorSlice(name="w", global_shape=(2,), box=Box.full((2,)), param="w", offset=(0,))
     return RankLayout(dtype="float32", slices=(tensor,))
 
 
 def report(rank: str, version: int, value: int) -> DigestReport:
     """What a rank says after a push."""
-    part = SliceDigest(name="w", global_shape=(2,), box=Box.whole((2,)), value=value)
+    part = SliceDigest(name="w", global_shape=(2,), box=Box.full((2,)), value=value)
     return DigestReport.of(rank=rank, version=version, slices=(part,))
 
 
@@ -202,7 +202,7 @@ async def answer_prompts(
 
 
 def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Outgoing:
-    key = names.blob(run_id, str(group.trajectory_id(index)), 0, "fake")
+    key = names.blob(run_id, str(group.trajectory_id(index)), "fake")
     header = ScoredHeader(
         run_id=run_id,
         trajectory_id=group.trajectory_id(index),
@@ -212,7 +212,6 @@ def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Out
         num_response_tokens=2,
         finish_reason=FinishReason.STOP,
         server_id="fake",
-        attempt=0,
         generation_s=0.0,
         components={},
         scorer="fake",

@@ -139,7 +139,6 @@ def make_trajectory(
         sampling=SamplingSpec(temperature=1.0, max_tokens=8),
         seed=1,
         server_id="rollout-0",
-        attempt=0,
         seconds=0.1,
     )
 

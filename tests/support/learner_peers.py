@@ -9,7 +9,8 @@ from typing import Any
 from paceline.controller.fleet.membership import Member
 from paceline.core.errors import PacelineError
 from paceline.core.training import TrainOrder, TrainResult
-from paceline.learner.distributed.command_loop import CommandError, CommandQueue
+from paceline.learner.distributed.collectives import CommandError
+from paceline.learner.distributed.command_loop import CommandQueue
 from paceline.learner.distributed.commands import Commands
 from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner

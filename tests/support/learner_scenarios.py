@@ -13,7 +13,8 @@ from paceline.core.errors import PeerLostError, VersionMismatchError
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.learner import checkpoint
 from paceline.learner.batch.fetch import fetch_rows
-from paceline.learner.distributed.command_loop import CommandError, CommandQueue, Group, attempt
+from paceline.learner.distributed.collectives import CommandError, attempt
+from paceline.learner.distributed.command_loop import CommandLoop, CommandQueue
 from paceline.learner.distributed.ranks import Ranks, leave_group
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.losses import PolicyLoss
@@ -81,7 +82,7 @@ def going_back(ranks: Ranks, model: str, folder: str) -> list[dict[str, float]]:
     train(learner, 1, 2)
     checkpoint.save(learner, Path(folder), step=2, controller_state=b"{}")
     train(learner, 3, 3)
-    checkpoint.go_back(learner, Path(folder))
+    checkpoint.roll_back(learner, Path(folder))
     fresh = Learner.build(config_of(model), ranks)
     checkpoint.load(fresh, Path(folder))
     fresh.version = learner.version
@@ -144,7 +145,7 @@ def one_rank_fails(ranks: Ranks) -> str:
     queue = CommandQueue() if ranks.rank == 0 else None
     future = None if queue is None else queue.submit("fail", {})
     try:
-        Group(ranks, lambda: {"fail": fail}, queue).run()
+        CommandLoop(ranks, lambda: {"fail": fail}, queue).run()
     except (PeerLostError, ZeroDivisionError) as error:
         leave_group()  # what the end of the process would do: the connections break
         told = "" if future is None else f" / {future.exception(timeout=5)}"

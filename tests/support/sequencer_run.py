@@ -63,7 +63,7 @@ def prompts(num: int) -> PromptSet:
         )
         for i in range(num)
     }
-    return PromptSet(prompts=made, num_rows=num, num_filtered=0)
+    return PromptSet(prompts=made, num_filtered=0)
 
 
 class SequencerRun:
@@ -82,7 +82,7 @@ class SequencerRun:
         clock, events = SystemClock(), EventHub()
         self.notices: list[str] = []
         events.notice = self.notices.append  # type: ignore[method-assign]
-        self.journal = Journal(folder / "events.jsonl", broker, RUN, clock)
+        self.journal = Journal(folder / "events.jsonl", clock)
         run = Run(config=cfg, id=RUN, dir=folder, journal=self.journal, events=events)
         self.guard = Guard(run)
         self.supervisor = Supervisor(Fleet(clock, suspect_after_s=5, dead_after_s=12), self.journal, events)

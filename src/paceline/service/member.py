@@ -123,8 +123,16 @@ class MemberSession:
             otlp_endpoint=settings.otlp_endpoint,
             instance=options.member_id,
         )
-        context.defer("goodbye to the controller", lambda: link.leave("stopped"), budget_s=_GOODBYE_S)
-        self.spawn("heartbeats", self._heartbeats(link, report, on_reregistered))
+        heartbeats = self.spawn("heartbeats", self._heartbeats(link, report, on_reregistered))
+
+        async def say_goodbye() -> None:
+            # A heartbeat after the goodbye would register the member again.
+            heartbeats.cancel()
+            await asyncio.wait([heartbeats])
+            await link.leave("stopped")
+
+        context.defer("goodbye to the controller", say_goodbye, budget_s=_GOODBYE_S)
+        await asyncio.sleep(0)  # lets the heartbeats begin
         return registration
 
     def poke(self) -> None:

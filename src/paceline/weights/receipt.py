@@ -20,12 +20,12 @@ class PushReceipt:
 
     Attributes:
         version: the policy version that was sent or received.
-        reports: the digests. Of a rollout server one report per TP rank, of every slice as it lies in the live
-            parameters; of the learner one report for all ranks, which its rank 0 has.
+        reports: the digests. Of a rollout server one report per TP rank, of every slice as it lies in the
+            live parameters; of the learner one report for all ranks, which its rank 0 has.
         num_bytes: bytes that a learner sent or a rollout server received.
         relayed_bytes: bytes passed on to other rollout ranks.
-        transfer_ms: a learner's, from the first pack until the last message has left, digests included; a rollout
-            rank's, until the last element is in its parameters.
+        transfer_ms: a learner's, from the first pack until the last message has left, digests included; a
+            rollout rank's, until the last element is in its parameters.
         digest_ms: time of the digest, on the device where there is one.
         peak_extra_bytes: staging beside the parameters.
     """
@@ -40,7 +40,7 @@ class PushReceipt:
 
     @staticmethod
     def merge(receipts: Sequence[PushReceipt]) -> PushReceipt:
-        """One receipt for several ranks: all reports, bytes added up, times and staging of the rank with most.
+        """One receipt for several ranks: all reports, bytes added up, the largest times and staging.
 
         Raises:
             ValueError: there are none, or they are of different versions.

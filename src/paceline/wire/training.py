@@ -1,4 +1,4 @@
-"""Training orders and results <-> protobuf; the same message travels by gRPC and between the learner's ranks."""
+"""Training orders and results <-> protobuf: one message for gRPC and for the learner's ranks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
         trajectory_id = TrajectoryId.parse(message.trajectory_id)
     except ValueError as error:
         raise InvalidMessageError(
-            f"invalid BatchRow: trajectory_id {message.trajectory_id[:80]!r} is not PURPOSE:STEP:PROMPT:SAMPLE",
+            f"invalid BatchRow: trajectory_id {message.trajectory_id[:80]!r} "
+            "is not PURPOSE:STEP:PROMPT:SAMPLE",
             reason="out_of_range",
         ) from error
     if not message.blob_key:

@@ -76,7 +76,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
 
     broker = await _open_broker(context, broker_url, run_id)
     clock, resume_from = SystemClock(), str(folder) if folder else ""
-    journal = Journal(options.run_dir / "events.jsonl", broker, run_id, clock)
+    journal = Journal(options.run_dir / "events.jsonl", clock)
     run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=EventHub())
     progress = Progress(run, step=state.step if state else 0)
     await journal.record("run", run_id=run_id, step=progress.step, resumed_from=resume_from or None)

@@ -23,7 +23,8 @@ from paceline.broker.blobs import BlobReader
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError
 from paceline.learner import checkpoint
-from paceline.learner.distributed.command_loop import STOP, CommandQueue, Group, Handler, broadcast_bytes
+from paceline.learner.distributed.collectives import broadcast_bytes
+from paceline.learner.distributed.command_loop import STOP, CommandLoop, CommandQueue, Handler
 from paceline.learner.distributed.commands import Commands
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import (
@@ -214,7 +215,7 @@ def _serve(
             ready(learner)
             return Commands(learner, blobs, publisher).table
 
-        Group(ranks, load, queue).run()
+        CommandLoop(ranks, load, queue).run()
     leave_group()
 
 
@@ -227,10 +228,10 @@ def _build(assignment: Assignment, ranks: Ranks) -> Learner:
     return learner
 
 
-def run_follower(environment: RankEnvironment, *, log_level: str = "INFO") -> int:
+def run_follower(environment: RankEnvironment) -> int:
     """The main function of every rank but 0; returns the exit code."""
     die_with_parent()
-    setup_logging(f"learner-rank{environment.rank}", log_level)
+    setup_logging(f"learner-rank{environment.rank}")
     try:
         follow(environment)
     except PacelineError as error:

@@ -182,7 +182,6 @@ class Consumer:
             num_response_tokens=header.num_response_tokens,
             finish_reason=header.finish_reason,
             server_id=header.server_id,
-            attempt=header.attempt,
             generation_s=header.seconds,
             reward=score.reward,
             components=score.components,

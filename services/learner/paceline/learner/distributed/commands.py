@@ -1,12 +1,11 @@
-"""The commands of the learner group: what every rank does when rank 0 is asked to train, save, load or push.
+"""The learner's commands: what every rank does when rank 0 is asked to train, save, load or push weights.
 
-Arguments are plain values, since they travel as msgpack. Results are rank 0's.
+Arguments travel between ranks, so they are numbers, text and bytes. Rank 0's result is the answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from paceline.core.training import TrainResult
 from paceline.learner import checkpoint
 from paceline.learner.batch.fetch import Blobs, fetch_rows
 from paceline.learner.batch.pack import PackedRow
-from paceline.learner.distributed.command_loop import Arguments, CommandError, Handler, attempt, gather_bytes
+from paceline.learner.distributed.collectives import CommandError, attempt, gather_bytes
+from paceline.learner.distributed.command_loop import Arguments, Handler
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.train.learner import Learner
@@ -31,7 +31,7 @@ JOIN, PUBLISH, LEAVE = "join", "publish", "leave"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Description:
-    """What the controller needs to form a weight group: layouts by rank as bytes, the rendezvous, the version held."""
+    """What the controller needs to form a weight group: the ranks' layouts, the rendezvous, the version."""
 
     rank_layouts: tuple[bytes, ...]
     store_host: str
@@ -40,23 +40,15 @@ class Description:
     device: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    """The step of the checkpoint that was loaded, and how long it took."""
-
-    step: int
-    seconds: float
-
-
 class Commands:
-    """Handlers of one rank; `table` is what a Group runs."""
+    """The handlers of one rank."""
 
     def __init__(self, learner: Learner, blobs: Blobs, publisher: WeightPublisher) -> None:
         self._learner, self._blobs, self._publisher = learner, blobs, publisher
 
     @property
     def table(self) -> dict[str, Handler]:
-        """Handlers by command."""
+        """Handlers by command, for a `CommandLoop`."""
         return {
             TRAIN: self._train,
             SAVE: self._save,
@@ -73,47 +65,44 @@ class Commands:
         if order.step != learner.version + 1 or order.policy.version != learner.version:
             raise CommandError(
                 IllegalTransitionError(
-                    f"the learner holds version {learner.version} and can train step {learner.version + 1} next; asked for step "
-                    f"{order.step} on rows of version {order.policy.version}"
+                    f"the learner holds version {learner.version} and can train step {learner.version + 1} "
+                    f"next; asked for step {order.step} on rows of version {order.policy.version}"
                 )
             )
 
         def fetch(wanted: Sequence[int]) -> dict[int, PackedRow]:
-            rows: dict[int, PackedRow] = attempt(
+            return attempt(
                 learner.ranks,
                 lambda: fetch_rows(
                     self._blobs, order.rows, wanted, policy=order.policy, vocab_size=learner.vocab_size
                 ),
             )
-            return rows
 
         return train_step(learner, order, fetch)
 
-    def _save(self, arguments: Arguments) -> float:
-        began = time.monotonic()
+    def _save(self, arguments: Arguments) -> None:
         checkpoint.save(
             self._learner,
             Path(arguments["folder"]),
             step=arguments["step"],
             controller_state=arguments["controller_state"],
         )
-        return time.monotonic() - began
 
-    def _load(self, arguments: Arguments) -> Loaded:
-        began = time.monotonic()
+    def _load(self, arguments: Arguments) -> int:
+        """The step of the checkpoint."""
         learner, version = self._learner, arguments["version"]
         if version != learner.version:
             raise CommandError(
                 CheckpointError(
-                    f"the learner is at version {learner.version}, asked to load a checkpoint as version {version}"
+                    f"the learner is at version {learner.version}, asked to load a checkpoint as version "
+                    f"{version}"
                 )
             )
-        manifest = checkpoint.go_back(learner, Path(arguments["folder"]))
-        return Loaded(step=manifest.step, seconds=time.monotonic() - began)
+        return checkpoint.roll_back(learner, Path(arguments["folder"])).step
 
     def _describe(self, arguments: Arguments) -> Description:
         ranks = self._learner.ranks
-        self._show_shards()
+        self._reshard()
         layouts = gather_bytes(self._publisher.layout().to_bytes(), ranks)
         host, port = self._publisher.open_store() if ranks.rank == 0 else ("", 0)
         return Description(
@@ -126,7 +115,7 @@ class Commands:
 
     def _join(self, arguments: Arguments) -> None:
         ranks = self._learner.ranks
-        spec: WeightGroupSpec = attempt(ranks, lambda: WeightGroupSpec.from_bytes(arguments["spec"]))
+        spec = attempt(ranks, lambda: WeightGroupSpec.from_bytes(arguments["spec"]))
         attempt(ranks, lambda: self._publisher.join(spec))
 
     def _publish(self, arguments: Arguments) -> PushReceipt:
@@ -138,17 +127,15 @@ class Commands:
                 )
             )
         timeout_s = learner.config.weights.push_timeout_s
-        self._show_shards()
-        receipt: PushReceipt = attempt(
-            learner.ranks, lambda: self._publisher.publish(version, timeout_s=timeout_s)
-        )
-        # Rank 0's report is large and already where it is needed: it is not gathered.
+        self._reshard()
+        receipt = attempt(learner.ranks, lambda: self._publisher.publish(version, timeout_s=timeout_s))
+        # Rank 0's report is large and already where it is needed, so it is not gathered.
         numbers = gather_bytes(dataclasses.replace(receipt, reports=()).to_bytes(), learner.ranks)
         merged = PushReceipt.merge([PushReceipt.from_bytes(data) for data in numbers])
         return dataclasses.replace(merged, reports=receipt.reports)
 
-    def _show_shards(self) -> None:
-        """The publisher sees the language model, whose root tensors are gathered and let go of by the network around it."""
+    def _reshard(self) -> None:
+        """Frees gathered parameters: the publisher reads the language model inside the sharded network."""
         as_fsdp(self._learner.actor.network).reshard()
 
     def _leave(self, arguments: Arguments) -> None:

@@ -17,7 +17,7 @@ from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.remote.client import RewardServiceClient
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, failed, split_error
-from paceline.service.transport import DEFAULT_MAX_MESSAGE_BYTES
+from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)
 

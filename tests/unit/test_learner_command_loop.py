@@ -14,14 +14,8 @@ from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow
 from paceline.learner.batch.fetch import fetch_rows
-from paceline.learner.distributed.command_loop import (
-    STOP,
-    CommandError,
-    CommandQueue,
-    Group,
-    broadcast_bytes,
-    gather_bytes,
-)
+from paceline.learner.distributed.collectives import CommandError, broadcast_bytes, gather_bytes
+from paceline.learner.distributed.command_loop import STOP, CommandLoop, CommandQueue
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks
 from paceline.learner.train.optimizer import Schedule
 from support.learner_fakes import POLICY, DictBlobs, make_batch
@@ -43,7 +37,7 @@ def running(
 
     def work() -> None:
         try:
-            Group(ranks, lambda: handlers, queue, keep_alive_s=0.02).run()
+            CommandLoop(ranks, lambda: handlers, queue, keep_alive_s=0.02).run()
         except Exception as error:  # noqa: BLE001  the test looks at it
             died.append(error)
 
@@ -95,7 +89,7 @@ def test_an_error_while_loading_ends_the_group_with_its_own_words(ranks: Ranks) 
 
     queue = CommandQueue()
     with pytest.raises(ModelError, match="no such folder"):
-        Group(ranks, prepare, queue).run()
+        CommandLoop(ranks, prepare, queue).run()
     with pytest.raises(ModelError, match="no such folder"):
         queue.submit("train", {}).result(timeout=5)
 

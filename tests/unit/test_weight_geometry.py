@@ -19,14 +19,14 @@ from paceline.weights.digest.agreement import (
 from paceline.weights.digest.definition import digest_array, name_factor
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.cover import Need, assign_sources
-from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows, expand_whole, fsdp_layout
+from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows, expand_full, fsdp_layout
 from paceline.weights.plan.flows import take_leading
 from paceline.weights.plan.plan import TransferPlan, build_plan
 from paceline.weights.plan.spec import WeightGroupSpec
 
 
-def whole(name: str, shape: tuple[int, ...]) -> RankLayout:
-    return expand_whole(RankLayout(dtype="float32", slices=(), whole=True), {name: shape})
+def full(name: str, shape: tuple[int, ...]) -> RankLayout:
+    return expand_full(RankLayout(dtype="float32", slices=(), full_tensors=True), {name: shape})
 
 
 def test_chunks_are_torchs() -> None:
@@ -54,8 +54,8 @@ def test_column_slices_of_row_shards() -> None:
     assert plan.sent_bytes(0) == plan.received_bytes(1) == 24
 
 
-def test_rounds_are_filled_with_whole_rows() -> None:
-    plan = build_plan([whole("w", (7, 4))], [whole("w", (7, 4))], item_bytes=4, round_bytes=4 * 10)
+def test_rounds_are_filled_with_complete_rows() -> None:
+    plan = build_plan([full("w", (7, 4))], [full("w", (7, 4))], item_bytes=4, round_bytes=4 * 10)
     assert [(p.round, p.offset, p.box.start[0], p.box.stop[0]) for p in plan.pieces] == [
         (0, 0, 0, 2),
         (1, 0, 2, 4),
@@ -72,14 +72,14 @@ def test_a_row_larger_than_a_round_is_cut() -> None:
 
 
 def test_a_large_replicated_tensor_leaves_from_all_its_holders() -> None:
-    needs = [Need(name="w", global_shape=(4096, 64), box=Box.whole((4096, 64)), label="rollout rank 0")]
-    supplies = assign_sources([whole("w", (4096, 64))] * 4, needs)
+    needs = [Need(name="w", global_shape=(4096, 64), box=Box.full((4096, 64)), label="rollout rank 0")]
+    supplies = assign_sources([full("w", (4096, 64))] * 4, needs)
     assert sorted((s.source, s.box.volume) for s in supplies) == [(r, 65536) for r in range(4)]
 
 
 def test_replicated_norms_leave_from_different_sources() -> None:
     shapes = {f"norm{i}": (16,) for i in range(8)}
-    holder = expand_whole(RankLayout(dtype="float32", slices=(), whole=True), shapes)
+    holder = expand_full(RankLayout(dtype="float32", slices=(), full_tensors=True), shapes)
     plan = build_plan([holder] * 4, [holder] * 2, item_bytes=4, round_bytes=1 << 20)
     assert [plan.sent_bytes(r) for r in range(4)] == [4 * 16 * 4] * 4
     assert {(p.source, p.destination) for p in plan.pieces} == {(s, d) for s in range(4) for d in range(2)}
@@ -88,13 +88,13 @@ def test_replicated_norms_leave_from_different_sources() -> None:
 def test_missing_parts_unused_tensors_and_other_models_are_named() -> None:
     with pytest.raises(WeightSyncError, match=r"w: no learner holds \(2, 0\).*rollout rank 0 needs"):
         upper = fsdp_layout({"w": (4, 2)}, rank=0, world_size=2, dtype="float32")
-        build_plan([upper], [whole("w", (4, 2))], item_bytes=4, round_bytes=64)
+        build_plan([upper], [full("w", (4, 2))], item_bytes=4, round_bytes=64)
     with pytest.raises(WeightSyncError, match="head: the learner holds it but no rollout rank takes it"):
         both = fsdp_layout({"w": (4, 2), "head": (1, 2)}, rank=0, world_size=1, dtype="float32")
-        part = TensorSlice(name="w", global_shape=(4, 2), box=Box.whole((4, 2)), param="w", offset=(0, 0))
+        part = TensorSlice(name="w", global_shape=(4, 2), box=Box.full((4, 2)), param="w", offset=(0, 0))
         build_plan([both], [RankLayout(dtype="float32", slices=(part,))], item_bytes=4, round_bytes=64)
     with pytest.raises(WeightSyncError, match=r"w: rank 1 gives shape \(4, 3\), another rank \(4, 2\)"):
-        build_plan([whole("w", (4, 2))], [whole("w", (4, 3))], item_bytes=4, round_bytes=64)
+        build_plan([full("w", (4, 2))], [full("w", (4, 3))], item_bytes=4, round_bytes=64)
     with pytest.raises(WeightSyncError, match="would both land in p"):
         twice = tuple(
             TensorSlice(name=n, global_shape=(2,), box=Box((0,), (2,)), param="p", offset=(o,))
@@ -103,7 +103,7 @@ def test_missing_parts_unused_tensors_and_other_models_are_named() -> None:
         source = fsdp_layout({"a": (2,), "b": (2,)}, rank=0, world_size=1, dtype="float32")
         build_plan([source], [RankLayout(dtype="float32", slices=twice)], item_bytes=4, round_bytes=64)
     with pytest.raises(WeightSyncError, match="round_bytes is 1"):
-        build_plan([whole("w", (4, 2))], [whole("w", (4, 2))], item_bytes=4, round_bytes=1)
+        build_plan([full("w", (4, 2))], [full("w", (4, 2))], item_bytes=4, round_bytes=1)
 
 
 def test_the_digest_is_the_documented_sum() -> None:
@@ -163,8 +163,8 @@ def make_spec(**changes: object) -> WeightGroupSpec:
         "backend": "gloo",
         "store_host": "127.0.0.1",
         "store_port": 4711,
-        "learner_layouts": (whole("w", (4, 2)),),
-        "rollout_layouts": (whole("w", (4, 2)), RankLayout(dtype="float32", slices=(), whole=True)),
+        "learner_layouts": (full("w", (4, 2)),),
+        "rollout_layouts": (full("w", (4, 2)), RankLayout(dtype="float32", slices=(), full_tensors=True)),
         "wire_dtype": "float32",
         "timeout_s": 5,
     }
@@ -200,7 +200,7 @@ def test_a_spec_that_cannot_work_is_refused(field: str, value: object, words: st
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda plain: plain.update(schema=2),
+        lambda plain: plain.update(schema=1),
         lambda plain: plain.update(dtype="int4"),
         lambda plain: plain.update(slices=None),
         lambda plain: plain["slices"][0].pop(),
@@ -212,8 +212,8 @@ def test_a_spec_that_cannot_work_is_refused(field: str, value: object, words: st
     ],
 )
 def test_a_damaged_layout_is_a_typed_rejection(damage: object) -> None:
-    plain = whole("w", (4, 2)).to_dict()
-    assert RankLayout.from_dict(msgpack.unpackb(msgpack.packb(plain))) == whole("w", (4, 2))
+    plain = full("w", (4, 2)).to_dict()
+    assert RankLayout.from_dict(msgpack.unpackb(msgpack.packb(plain))) == full("w", (4, 2))
     damage(plain)
     with pytest.raises(InvalidMessageError) as caught:
         RankLayout.from_dict(plain)
@@ -228,7 +228,7 @@ def test_bytes_that_are_no_message_are_rejected() -> None:
 
 
 def test_plans_differ_where_the_rounds_do() -> None:
-    layouts = [whole("w", (7, 4))]
+    layouts = [full("w", (7, 4))]
     plans = [build_plan(layouts, layouts, item_bytes=4, round_bytes=size) for size in (40, 44, 64)]
     assert plans[0].fingerprint == plans[1].fingerprint != plans[2].fingerprint
     assert dataclasses.replace(plans[0]).fingerprint == plans[0].fingerprint

@@ -63,8 +63,8 @@ def run_plan(
 ) -> tuple[list[Arrays], list[Arrays]]:
     """Moves every message, round by round; returns the destinations' parameters and write counts.
 
-    Learners' messages are packed from their shards. A message that is passed on is made of nothing but what its sender got in
-    the round before over the same channel, learner after learner.
+    Learners' messages are packed from their shards. A relayed message consists of what its sender received over the
+    same channel one round earlier, learner after learner.
     """
     params = [{name: np.zeros(shape, np.float32) for name, shape in d.items()} for d in destinations]
     counts = [{name: np.zeros(shape, np.int64) for name, shape in d.items()} for d in destinations]
@@ -76,12 +76,12 @@ def run_plan(
             part = message[p.offset : p.offset + p.box.volume]
             assert not part.any(), "two pieces overlap in a message"
             part[:] = sources[p.source][p.source_param][p.source_box.slices].reshape(-1)
-    got: dict[tuple[int, int, int], list[np.ndarray]] = {}
+    arrived: dict[tuple[int, int, int], list[np.ndarray]] = {}
     for key in sorted(messages):
-        got.setdefault((key.receiver, key.round, key.channel), []).append(messages[key])
+        arrived.setdefault((key.receiver, key.round, key.channel), []).append(messages[key])
     for key in plan.message_sizes:
         if key.sender >= plan.num_sources:
-            messages[key] = np.concatenate(got[key.sender, key.round - 1, key.channel])
+            messages[key] = np.concatenate(arrived[key.sender, key.round - 1, key.channel])
     assert {key: len(message) for key, message in messages.items()} == plan.message_sizes
     for p in plan.pieces:
         part = messages[plan.message_of(p)][p.offset : p.offset + p.box.volume]
@@ -101,7 +101,7 @@ def run_plan(
 def test_every_needed_element_arrives_exactly_once(
     case: tuple[DenseModel, int], num_learners: int, num_members: int, round_bytes: int, relay: str
 ) -> None:
-    """Directly or passed on, for every mode of relaying."""
+    """Directly or over a relay, in every mode of relaying."""
     model, size = case
     shapes, tensors = model.shapes(), full_tensors(model)
     sources = [
@@ -117,12 +117,12 @@ def test_every_needed_element_arrives_exactly_once(
         needed = {name: np.zeros(array.shape, np.int64) for name, array in count.items()}
         for part in layout.slices:
             needed[part.param][part.local_box.slices] = 1
-            got = own[part.param][part.local_box.slices]
-            assert got.tobytes() == np.ascontiguousarray(tensors[part.name][part.box.slices]).tobytes()
+            received = own[part.param][part.local_box.slices]
+            assert received.tobytes() == np.ascontiguousarray(tensors[part.name][part.box.slices]).tobytes()
         for name in count:
             np.testing.assert_array_equal(count[name], needed[name])
     for key, n in plan.message_sizes.items():
-        # What is passed on comes from all learners.
+        # A relayed message contains what came from all learners.
         assert 4 * n <= max(4, round_bytes) * (1 if key.sender < num_learners else num_learners)
     sent, relayed = sum(map(plan.sent_bytes, range(num_learners))), map(plan.relayed_bytes, range(len(ranks)))
     assert sent + sum(relayed) == sum(map(plan.received_bytes, range(len(ranks))))
@@ -141,7 +141,7 @@ def test_every_needed_element_arrives_exactly_once(
     num_members=st.integers(2, 4),
     round_bytes=st.integers(1000, 20_000),
 )
-def test_relaying_keeps_to_the_staging_and_shares_the_passing_on(
+def test_relaying_stays_within_staging_and_shares_the_work(
     case: tuple[DenseModel, int], num_learners: int, num_members: int, round_bytes: int
 ) -> None:
     model, size = case
@@ -151,15 +151,15 @@ def test_relaying_keeps_to_the_staging_and_shares_the_passing_on(
     ]
     layouts = [tp_layout(model, rank, size)[0] for _ in range(num_members) for rank in range(size)]
     plan = build_plan(sources, layouts, item_bytes=4, round_bytes=round_bytes, relay="always")
-    # At first or second hand, nobody gets more in a round than the round's size, so that two slots do. (A chunk has at least
-    # one element, hence the second term.)
+    # From learners and relays together, no rank receives more in a round than the round's size, so that two slots
+    # are enough. (A chunk has at least one element, hence the second term.)
     most = round_bytes + 4 * num_learners * plan.num_channels * len(layouts)
     for rank in range(len(layouts)):
         arriving = [0] * plan.num_rounds
         for key, elements in plan.message_sizes.items():
             arriving[key.round] += 4 * elements * (key.receiver == num_learners + rank)
         assert max(arriving) <= most
-    # Nothing is passed on in the round in which it arrives, or later than in the next.
+    # Everything is relayed in the round after the one in which it arrived.
     firsts = {(p.source, p.destination, p.name, p.box): p.round for p in plan.pieces if p.relay is None}
     for p in plan.pieces:
         if p.relay is not None:
@@ -203,8 +203,8 @@ def test_digests_of_any_sharding_agree_and_a_changed_byte_is_found(
     reports = [report_of_rank(layout, tensors, f"rollout rank {r}") for r, layout in enumerate(ranks)]
 
     assert disagreement(learner, reports) is None
-    whole = sum(digest_array(n, t.shape, Box.whole(t.shape), t) for n, t in tensors.items()) % 2**64
-    assert model_digest([learner]) == model_digest(reports) == whole
+    expected = sum(digest_array(n, t.shape, Box.full(t.shape), t) for n, t in tensors.items()) % 2**64
+    assert model_digest([learner]) == model_digest(reports) == expected
 
     victim = data.draw(st.integers(0, size - 1))
     part = data.draw(st.sampled_from(ranks[victim].slices))
@@ -283,7 +283,7 @@ def test_layouts_survive_the_wire(case: tuple[DenseModel, int]) -> None:
 
 
 def test_overlapping_sources_are_used_once() -> None:
-    """Two learners whose rows overlap in part (a resharding in progress, say) still send each row once."""
+    """Two learners whose rows overlap in part still send each row once."""
     shape = (10, 2)
 
     def rows(first: int, last: int) -> RankLayout:

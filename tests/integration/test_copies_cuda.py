@@ -1,4 +1,4 @@
-"""Prepared copies give what copying one by one gives, and touch nothing else."""
+"""Prepared copies give the same as copies one by one, and write nowhere else."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.transport.copies import Moves
+from paceline.weights.transport.copies import CopyJob
 
-# Shape of the box, then where it lies in a parameter of which shape.
+# Shape of the box, its start in the parameter, shape of the parameter.
 BOXES = [
     ((7,), (2,), (9,)),
     ((4096,), (0,), (4096,)),
@@ -23,23 +23,23 @@ BOXES = [
 
 def check(device: torch.device, source: torch.dtype, wire: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
-    held, staged, landed, packing, scattering = [], [], [], [], []
-    for shape, begin, whole in BOXES:
+    params, staged, landed, packing, scattering = [], [], [], [], []
+    for shape, begin, full in BOXES:
         box = Box(begin, tuple(b + n for b, n in zip(begin, shape, strict=True))).slices
-        param = torch.randn(whole, generator=generator).to(source).to(device)
+        param = torch.randn(full, generator=generator).to(source).to(device)
         slot = torch.full((param[box].numel(),), -7.0, dtype=wire, device=device).view(shape)
-        target = torch.full(whole, -9.0, dtype=wire, device=device)
-        held.append((param, box))
+        target = torch.full(full, -9.0, dtype=wire, device=device)
+        params.append((param, box))
         staged.append(slot)
         landed.append(target)
         packing.append((param[box], slot))
         scattering.append((slot, target[box]))
-    pack, scatter = Moves(packing), Moves(scattering)
+    pack, scatter = CopyJob(packing), CopyJob(scattering)
     pack.warm_up()
-    assert all((slot == -7.0).all() for slot in staged), "a warm-up moves nothing"
+    assert all((slot == -7.0).all() for slot in staged), "a warm-up copies nothing"
     pack.run()
     scatter.run()
-    for (param, box), slot, target in zip(held, staged, landed, strict=True):
+    for (param, box), slot, target in zip(params, staged, landed, strict=True):
         assert torch.equal(slot, param[box].to(wire))
         expected = torch.full_like(target, -9.0)
         expected[box] = param[box].to(wire)
