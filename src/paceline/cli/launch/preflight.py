@@ -22,14 +22,22 @@ def quick_check(config: RunConfig) -> None:
     Raises:
         DataError: a data file is missing.
         ModelError: the model's folder is missing or lacks a part.
-        ConfigError: the configuration asks for more GPUs than there are.
+        ConfigError: the configuration names an engine that does not exist, or more GPUs than there are.
         EnvironmentLackError: a GPU that the configuration names does not exist.
     """
+    _engine(config)
     for file in (*config.data.train_files, *config.data.val_files):
         if not Path(file).is_file():
             raise DataError(f"data file {file} does not exist; correct data.train_files or data.val_files")
     _model_config(config)
     _require_gpus(config, Machine.here())
+
+
+def _engine(config: RunConfig) -> str:
+    from paceline.rollout.engines.registry import check_engine_name
+
+    check_engine_name(config)
+    return config.rollout.name
 
 
 def _model_config(config: RunConfig) -> dict[str, Any]:
@@ -147,4 +155,5 @@ PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("training prompts", lambda config: _prompts(config, "train")),
     ("validation prompts", lambda config: _prompts(config, "val")),
     ("reward", _rewards),
+    ("engine", _engine),
 )
