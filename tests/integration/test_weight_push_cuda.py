@@ -40,7 +40,6 @@ async def _push_and_read(
     config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Generated, Generated, set[int]]:
     """What is generated after the pushes and with the weights from disk, and the digests of all versions."""
-    from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
 
     last = NUM_PUSHES % 3
     written = folder / "written"
@@ -54,16 +53,15 @@ async def _push_and_read(
         async with running_engine(written, 1, monkeypatch, **ENGINE, load_format="auto") as engine:
             expected = [await generate(engine, prompt, str(i)) for i, prompt in enumerate(PROMPTS)]
         async with running_engine(folder / "empty", 1, monkeypatch, **ENGINE) as engine:
-            receiver = WeightReceiver(engine)
-            await join(learners, receiver, 1, 30_000, backend="nccl", wire_dtype="bfloat16")
+            await join(learners, engine, 1, 30_000, backend="nccl", wire_dtype="bfloat16")
             digests = set[int]()
             for version in range(1, NUM_PUSHES + 1):
                 learners.call("set_seed", version % 3)
-                sent, received, _ = await push(learners, receiver, version)
+                sent, received, _ = await push(learners, engine, version)
                 assert disagreement(sent, received.reports) is None
                 digests.add(model_digest(received.reports))
             found = [await generate(engine, prompt, str(i)) for i, prompt in enumerate(PROMPTS)]
-            await receiver.leave()
+            await engine.leave()
     finally:
         learners.close()
     return found, expected, digests

@@ -18,6 +18,7 @@ from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
 from paceline.core.members import MemberKind, RankRef
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.rollout.engines.rank_receiver import RankReceiver
+from paceline.rollout.engines.vllm.layout import describe_model
 from paceline.weights.digest.agreement import disagreement, model_digest
 from paceline.weights.digest.definition import digest_array
 from paceline.weights.digest.job import TensorDigester
@@ -75,7 +76,7 @@ class Fleet:
         self.publisher = WeightPublisher(self.source, CPU, "gloo")
         self.size = size
         self.models = [fake_qwen2(model, rank, size, moe=moe) for _ in range(engines) for rank in range(size)]
-        self.receivers = [RankReceiver(m, CPU, load or refuse_full) for m in self.models]
+        self.receivers = [RankReceiver(m, CPU, describe_model, load or refuse_full) for m in self.models]
         self.epoch = 0
 
     def spec(self, **changes: Any) -> WeightGroupSpec:
@@ -326,10 +327,10 @@ def test_a_member_that_does_not_come_costs_its_deadline_and_the_rest_form_anew()
     fleet.receivers.pop()
     fleet.models.pop()
     whole = RankLayout.from_bytes(
-        RankReceiver(fake_qwen2(dense(), 0, 1), CPU, refuse_full).describe().to_bytes()
+        RankReceiver(fake_qwen2(dense(), 0, 1), CPU, describe_model, refuse_full).describe().to_bytes()
     )
     fleet.models = [fake_qwen2(dense(), 0, 1)]
-    fleet.receivers = [RankReceiver(fleet.models[0], CPU, refuse_full)]
+    fleet.receivers = [RankReceiver(fleet.models[0], CPU, describe_model, refuse_full)]
     fleet.join(fleet.spec(rollout_layouts=(whole,)))
     sent, received = fleet.push(1)
     assert (
@@ -378,7 +379,7 @@ def test_several_learners_share_the_work_and_their_digests_add_up() -> None:
     model = dense(kv_heads=1)
     shapes, named = model.shapes(), dict(FlatModel(model.shapes(), seed=3).named_parameters())
     sources = [fsdp_layout(shapes, rank=r, world_size=3, dtype="float32") for r in range(3)]
-    receivers = [RankReceiver(fake_qwen2(model, r, 2), CPU, refuse_full) for r in range(2)]
+    receivers = [RankReceiver(fake_qwen2(model, r, 2), CPU, describe_model, refuse_full) for r in range(2)]
     store = open_store("127.0.0.1", 10)
     spec = WeightGroupSpec(
         epoch=1,
