@@ -5,11 +5,11 @@
     python benchmarks/push_faults.py --shape tiny --learners 1 --engines 3x1 --kill before,during --device cpu
 
 A run of `paceline train` with random weights. In every second step all processes of the last live server are
-killed at once, without warning: before the push (the learner is training), during it (rounds are small, so that
-the transfer takes a while) or after it (the version is committed, the server already samples). `free after` is
-the time from the kill until the next commit or, for kills after a push, until the step's batch is complete. The
-run must succeed, every commit must have one digest on all remaining servers, and the journal's audit must find
-nothing.
+killed at once, without warning: before the push (the learner is training), during it (rounds are small, so
+that the transfer takes a while) or after it (the version is committed, the server already samples). `free
+after` is the time from the kill until the next commit or, for kills after a push, until the step's batch is
+complete. The run must succeed, every commit must have one digest on all remaining servers, and the journal's
+audit must find nothing.
 """
 
 from __future__ import annotations

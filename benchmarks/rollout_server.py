@@ -1,12 +1,14 @@
-"""Tokens per second of a rollout server's sampler path against plain `vllm.LLM.generate` on the same samples, in one run.
+"""Tokens per second of a rollout server against plain `vllm.LLM.generate`, on the same samples in one run.
 
     python benchmarks/rollout_server.py [--model examples/arithmetic/model] [--redis] [--response-tokens 8 64]
 
-Server: prompt groups from a mailbox, AsyncLLM, one request a sample with its own seed and log-probabilities, trajectories with
-blobs and headers back to a mailbox, until the last header is there. Baseline: one call of `LLM.generate` over the same prompts with
-the same sampling parameters (same seeds, log-probabilities, end tokens). A second baseline draws each group with `n` and no seed.
+Server: prompt groups from a mailbox, AsyncLLM, one request a sample with its own seed and log-probabilities,
+trajectories with blobs and headers back to a mailbox, until the last header is there. Baseline: one call of
+`LLM.generate` over the same prompts with the same sampling parameters (same seeds, log-probabilities, end
+tokens). A second baseline draws each group with `n` and no seed.
 
-Each side lives in a process of its own with an engine of its own; the sides take turns, so that a busy machine slows them alike. The
+Each side lives in a process of its own with an engine of its own; the sides take turns, so that a busy
+machine slows them alike. The
 model may have random weights: responses then run to their full length.
 """
 
@@ -277,7 +279,8 @@ def compare(
                     time.sleep(IDLE_S)
                 if outcomes[0].tokens != outcomes[1].tokens:
                     print(
-                        f"the sides drew {outcomes[0].tokens} and {outcomes[1].tokens} tokens: not the same samples"
+                        f"the sides drew {outcomes[0].tokens} and {outcomes[1].tokens} tokens: "
+                        "these are not the same samples"
                     )
                 if index:  # the first round warms up
                     for kept, outcome in zip((mine, theirs, grouped), outcomes, strict=True):
@@ -318,7 +321,8 @@ def main() -> int:
         f"{'Redis' if arguments.redis else 'memory'}, median of {arguments.rounds} rounds, tokens/s\n"
     )
     print(
-        "| response tokens | rollout server | LLM.generate, same requests | ratio (median of rounds) | LLM.generate, n per prompt, no seeds |"
+        "| response tokens | rollout server | LLM.generate, same requests | ratio (median of rounds) "
+        "| LLM.generate, n per prompt, no seeds |"
     )
     print("|---|---|---|---|---|")
     for length, mine, theirs, grouped in results:

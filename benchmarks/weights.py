@@ -7,8 +7,8 @@
 
 `--engines 2x1` means two engines of tensor-parallel size 1. Learner ranks take the first GPUs, engines those
 after them. The weights are random and change before every push; the digests of every rank are compared after
-every push. If rollout ranks would relay weights to each other with `weights.relay: auto`, there is a row without
-relaying and a row with it.
+every push. If rollout ranks would relay weights to each other with `weights.relay: auto`, there is a row
+without relaying and a row with it.
 
 Columns, medians in milliseconds:
   transfer        from the learners' first cast until the last receiver has scattered everything; receivers
@@ -20,8 +20,8 @@ Columns, medians in milliseconds:
   plain           the links' limit: the same bytes per pair as one message in one grouped call, nothing else
   out GB l/r      bytes that the busiest learner rank and the busiest rollout rank send
   usual           the usual way: every tensor gathered in full on all learner ranks in the wire's type, packed
-                  into 1 GiB buffers, broadcast from rank 0 to all rollout ranks, loaded there by the engine's own
-                  loader; without digests, from its beginning until the last rank has loaded
+                  into 1 GiB buffers, broadcast from rank 0 to all rollout ranks, loaded there by the engine's
+                  own loader; without digests, from its beginning until the last rank has loaded
 
 `--trace FOLDER` writes a trace of one push of each row, one file per rank, for chrome://tracing or Perfetto.
 """

@@ -169,7 +169,7 @@ class Learner:
 
 
 class Server:
-    """One engine with the real receiver."""
+    """One engine, started as a rollout server starts it."""
 
     def __init__(self, case: Case, folder: str) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
@@ -181,7 +181,6 @@ class Server:
         from paceline.config.load import parse
         from paceline.config.run import RunConfig
         from paceline.rollout.engines.vllm.engine import VllmEngine
-        from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
 
         engine_kwargs = {"kv_cache_memory_bytes": 2 << 30} if case.device == "cuda" else {}
         rollout = {
@@ -201,9 +200,21 @@ class Server:
                 "trainer": {"total_steps": 1},
             },
         )
-        self.engine = await VllmEngine.start(config, worker_extension="weights_worker.TimedExtension")
-        self.replies: list[dict[str, Any]] = []
-        self.receiver = WeightReceiver(_Recording(self))
+        replies: list[dict[str, Any]] = []
+
+        class Recording(VllmEngine):
+            """Keeps the workers' last replies to a receive."""
+
+            async def call_workers(
+                self, method: str, args: tuple[Any, ...], timeout_s: float
+            ) -> list[dict[str, Any]]:
+                answers = await super().call_workers(method, args, timeout_s)
+                if method == "paceline_receive":
+                    replies[:] = answers
+                return answers
+
+        self.engine = await Recording.start(config, worker_extension="weights_worker.TimedExtension")
+        self.replies = replies
 
     def call(self, method: str, *args: Any) -> Any:
         """Runs a coroutine of this class, or a worker method of that name on every rank."""
@@ -213,16 +224,16 @@ class Server:
 
     async def layout(self) -> list[bytes]:
         """What each rank needs."""
-        return [layout.to_bytes() for layout in await self.receiver.describe()]
+        return [layout.to_bytes() for layout in await self.engine.describe()]
 
     async def join(self, spec: bytes, offset: int) -> None:
         """All ranks join."""
-        await self.receiver.join(spec, offset, TIMEOUT_S)
+        await self.engine.join(WeightGroupSpec.from_bytes(spec), offset, TIMEOUT_S)
 
     async def push(self, version: int) -> dict[str, Any]:
         """Receives as a server does; the answer has the ranks' own times."""
         ordered = time.perf_counter()
-        receipt = await self.receiver.receive(version, TIMEOUT_S)
+        receipt = await self.engine.receive(version, TIMEOUT_S)
         ended = time.perf_counter()
         ranks = [PushReceipt.from_bytes(reply["receipt"]) for reply in self.replies]
         return {
@@ -238,30 +249,14 @@ class Server:
 
     async def leave(self) -> None:
         """All ranks leave."""
-        await self.receiver.leave()
+        await self.engine.leave()
 
     async def stop(self) -> None:
         """Ends the engine."""
         await self.engine.shutdown()
 
     async def _everywhere(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        return await self.engine.collective_rpc(method, TIMEOUT_S, args)
-
-
-class _Recording:
-    """The engine; records the workers' last replies to a receive."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self.reset_prefix_cache = server.engine.reset_prefix_cache
-
-    async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> list[Any]:
-        replies = await self._server.engine.collective_rpc(method, timeout, args, kwargs)
-        if method == "paceline_receive" and not any("error" in reply for reply in replies):
-            self._server.replies = replies
-        return replies
+        return await self.engine.call_workers(method, args, TIMEOUT_S)
 
 
 def serve(pipe: Connection, kind: str, arguments: tuple[Any, ...]) -> None:

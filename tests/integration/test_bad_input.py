@@ -56,6 +56,11 @@ def project(tmp_path: Path, model: Path) -> Path:
     (tmp_path / "rewards.py").write_text(
         "import a_library_that_is_not_there\n\ndef f(response, ground_truth): ...\n"
     )
+    (tmp_path / "losses.py").write_text(
+        "from paceline.learner.algorithms.policy_losses import LossOutputs\n\n"
+        "def plain(inputs):\n    return LossOutputs(-inputs.advantages * inputs.log_probs)\n\n"
+        "def detached(inputs):\n    return LossOutputs(-inputs.advantages)\n"
+    )
     return tmp_path
 
 
@@ -96,7 +101,7 @@ def assert_one_sentence(project: Path, done: subprocess.CompletedProcess[str], *
         assert part in lines[0], lines[0]
     assert "Traceback" not in done.stdout + done.stderr
     logs = {path.name for path in (project / "run/logs").glob("*.log")}
-    assert logs <= {"launcher.log", "controller.log", "reward-check.log"}
+    assert logs <= {"launcher.log", "controller.log", "reward-check.log", "learner-check.log"}
 
 
 @pytest.mark.parametrize(
@@ -113,10 +118,28 @@ def assert_one_sentence(project: Path, done: subprocess.CompletedProcess[str], *
         ("model.path=bare", ("model folder bare has no tokenizer", "model.tokenizer_path")),
         ("reward.functions.0.name=rewards.py:f", ("rewards.py:f", "a_library_that_is_not_there")),
         ("reward.functions.0.name=exact", ("no built-in reward function 'exact'", "exact_match")),
+        (
+            "actor.policy_loss={type: custom, path: 'losses.py:detached'}",
+            ("policy loss 'losses.py:detached' does not depend on inputs.log_probs",),
+        ),
     ],
 )
 def test_it_is_said_in_one_sentence(project: Path, override: str, parts: tuple[str, ...]) -> None:
     assert_one_sentence(project, train(project, override), *parts)
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        ("plain", "ok    policy loss: losses.py:plain, called on two short sequences"),
+        ("missing", "FAULT policy loss: policy loss 'losses.py:missing': losses.py has no 'missing'"),
+    ],
+)
+def test_a_custom_loss_is_called_before_a_start(project: Path, function: str, line: str) -> None:
+    override = f"actor.policy_loss={{type: custom, path: 'losses.py:{function}'}}"
+    command = [str(PACELINE), "check", "run.yaml", override]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=60, check=False)
+    assert line in done.stdout, done
 
 
 def test_a_prompt_over_the_limit_is_refused_where_asked_for(project: Path) -> None:

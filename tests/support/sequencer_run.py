@@ -62,7 +62,7 @@ def prompts(num: int) -> PromptSet:
         )
         for i in range(num)
     }
-    return PromptSet(prompts=made, num_rows=num, num_filtered=0)
+    return PromptSet(prompts=made, num_filtered=0)
 
 
 class Run:

@@ -6,7 +6,9 @@ from typing import Any
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.rollout.engines.vllm.weight_receiver import WORKER_EXTENSION
+
+WORKER_EXTENSION = "paceline.rollout.engines.vllm.worker.PacelineWorkerExtension"
+"""For `AsyncEngineArgs(worker_extension_cls=...)`"""
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises smaller temperatures to this one in silence; the learner would divide by another."""
@@ -23,8 +25,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs.
 
-    Weights come by push alone, so none are read: `load_format` is for tests and benchmarks of the engine by itself, and so is a
-    `worker_extension` of None.
+    Weights come by push alone, so none are read: `load_format` is for tests and benchmarks of the engine by
+    itself, and so is a `worker_extension` of None.
 
     Raises:
         ConfigError: rollout.engine_kwargs takes back something that Paceline relies on.
@@ -71,8 +73,9 @@ def engine_arguments(
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
     return {
-        # A prompt cut into chunks draws from its generator once per chunk, and vLLM's correction for it needs a generator that
-        # can be set back, which a CPU's cannot: whole prompts only, for the sake of reproducible samples.
+        # A prompt cut into chunks draws from its generator once per chunk, and vLLM's correction for it needs
+        # a generator that can be set back, which a CPU's cannot: uncut prompts only, for the sake of
+        # reproducible samples.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(_CPU_PREFILL_TOKENS, config.max_model_len, config.rollout.max_num_seqs),
     }

@@ -1,6 +1,6 @@
-"""Environment variables that vLLM reads when it is imported and when it starts its processes: all set here, before that.
+"""Environment variables that vLLM reads on import and when it starts its processes.
 
-What the user has set already stays.
+All of them are set here, before that. A variable that the user has set keeps its value.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _ALWAYS = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     # CPU: no warm-up passes at start and no inductor; both cost longer than they save without compilation.
     "VLLM_CPU_CI_ENV": "1",
-    # CPU: the learner's ranks run on the same cores when the engine does not. Binding would pin both to one core, and
-    # threads that spin while they wait would take the time of those that work.
+    # CPU: the learner's ranks run on the same cores when the engine does not. Binding would pin both to one
+    # core, and threads that spin while they wait would take the time of those that work.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_WAIT_POLICY": "passive",
 }
 
 
 _ON_CPU = {
-    # vLLM compiles two small functions whatever `enforce_eager` says. On a CPU that takes seconds in the first batch, and a
-    # C++ compiler, which a machine need not have.
+    # vLLM compiles two small functions whatever `enforce_eager` says. On a CPU that takes seconds in the
+    # first batch, and a C++ compiler, which a machine need not have.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
