@@ -36,7 +36,7 @@ class RankReceiver:
     Args:
         model: the live model.
         device: where its parameters are.
-        describe: which slices the model needs; none, and `full_tensors`, for a model that takes the general way.
+        describe: which slices the model needs; `full_tensors` instead if the model takes the general way.
         load_full: loads full tensors under their names in the learner's state dict; called on the general way
             alone.
 
