@@ -1,4 +1,4 @@
-"""ControllerService: members register, report and leave; people ask for the status, follow the run and stop it."""
+"""ControllerService: members register, report and leave; people see the status, follow the run, stop it."""
 
 from __future__ import annotations
 
