@@ -1,6 +1,6 @@
 """The rollout service's process: wires engine, broker and sampler in the order in which they start.
 
-join the fleet (joining) -> engine -> stale -> pushes and prompts, until the run is over or the process is told
+join the fleet (joining) -> engine -> stale -> pushes and prompts, until the run is over or a signal comes
 to stop. They end in the reversed order.
 """
 
