@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.plan import share_gpus
+from paceline.config.load import dump_yaml
+from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError, PacelineError
 from paceline.core.reward_function import check_extra_keys
@@ -124,6 +129,21 @@ def _rewards(config: RunConfig) -> str:
     return ", ".join(names)
 
 
+def _policy_loss(config: RunConfig) -> str:
+    loss = config.actor.policy_loss
+    if not isinstance(loss, CustomLoss):
+        return loss.type
+    # In a process of its own, as `paceline train` does it: it imports torch and runs the user's module.
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(dump_yaml(config))
+        file.flush()
+        command = [sys.executable, "-m", "paceline.learner.check", file.name]
+        process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if process.returncode:
+        raise ConfigError(process.stderr.rpartition("fatal: ")[2].strip())
+    return f"{loss.path}, called on two short sequences"
+
+
 def devices_line(config: RunConfig) -> str:
     """Who gets which device of this machine; only a note, as the run may start on another machine."""
     machine = Machine.here()
@@ -155,5 +175,6 @@ PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("training prompts", lambda config: _prompts(config, "train")),
     ("validation prompts", lambda config: _prompts(config, "val")),
     ("reward", _rewards),
+    ("policy loss", _policy_loss),
     ("engine", _engine),
 )
