@@ -17,8 +17,9 @@ from paceline.config.run import RunConfig
 from paceline.learner.algorithms.aggregation import MODES
 from paceline.learner.algorithms.registry import POLICY_LOSSES
 from paceline.learner.batch.minibatch import Denominators, MiniBatch, cut_mini_batches
-from paceline.learner.batch.pack import MicroBatch, PackedRow, pack
+from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import RowLength, plan_batch
+from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train import step as training_step
 from paceline.learner.train.advantages import Prepared

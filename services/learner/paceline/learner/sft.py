@@ -24,8 +24,9 @@ from paceline.core.errors import DataError, ModelError, NumericsError, PacelineE
 from paceline.core.trajectory import Int32Array
 from paceline.data.prompts import encode_prompt, load_tokenizer
 from paceline.data.rows import read_rows
-from paceline.learner.batch.pack import MicroBatch, PackedRow, pack
+from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import RowLength, effective_budget, plan_batch
+from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import (
     RankEnvironment,
     Ranks,

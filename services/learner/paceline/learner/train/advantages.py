@@ -17,7 +17,7 @@ from paceline.config.run import RunConfig
 from paceline.learner.algorithms import kl, registry
 from paceline.learner.algorithms.estimation import estimate_advantages
 from paceline.learner.algorithms.statistics import masked_mean
-from paceline.learner.batch.pack import MicroBatch
+from paceline.learner.batch.types import MicroBatch
 from paceline.learner.distributed.ranks import Ranks
 
 

@@ -17,7 +17,7 @@ from paceline.learner.algorithms.aggregation import aggregate
 from paceline.learner.algorithms.statistics import masked_sum
 from paceline.learner.algorithms.value_losses import clipped_value_loss
 from paceline.learner.batch.minibatch import Denominators
-from paceline.learner.batch.pack import MicroBatch
+from paceline.learner.batch.types import MicroBatch
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.advantages import Prepared
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from paceline.config.run import RunConfig
 from paceline.core.training import BatchRow, TrainOrder, TrainResult
 from paceline.learner.batch.minibatch import MiniBatch, cut_mini_batches
-from paceline.learner.batch.pack import MicroBatch, PackedRow, pack
+from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import BatchPlan, RowLength, effective_budget, plan_batch
+from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.flops import peak_flops, update_flops
 from paceline.learner.train.advantages import Scored, compute_advantages

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paceline.learner.batch.pack import MicroBatch
+from paceline.learner.batch.types import MicroBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.train.optimizer import Optimizer, Schedule, StepOutcome
