@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from paceline.config.load import section_types
 from paceline.config.run import RunConfig, SftRunConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -66,19 +67,44 @@ def sections(
         path = f"{prefix}{name}"
         if inner is not None:
             below.append((path + (".N" if many else ""), inner, field))
-        if inner is None or many:
+        if inner is None or (many and not section_types(field)):
             rows.append(
                 f"| `{path}` | {kind(field.annotation)}{bounds(field)} | {default(field, name, values)} | {field.description or ''} |"
             )
     if rows:
         out += ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
     for path, inner, field in below:
+        if section_types(field):
+            out += [f"### `{path.removesuffix('.N')}`\n", f"{field.description}\n", *choices(field)]
+            continue
         given = field.default if isinstance(field.default, BaseModel) else None
         words = (
             field.description if given is not None and field.description else (inner.__doc__ or "").strip()
         )
         out += [f"### `{path}`\n", f"{words}\n", *sections(inner, path + ".", given, shown)]
     return out
+
+
+def choices(field: FieldInfo) -> list[str]:
+    """A table of the types that a section comes in, and one of their options."""
+    types = section_types(field)
+    out = ["| type | what it is |", "| --- | --- |"]
+    holders: dict[str, list[str]] = {}
+    options: dict[str, FieldInfo] = {}
+    for word, model in types.items():
+        start = " *(default)*" if isinstance(field.default, model) else ""
+        out.append(f"| `{word}`{start} | {(model.__doc__ or '').strip()} |")
+        for name, option in model.model_fields.items():
+            if name != field.discriminator:
+                holders.setdefault(name, []).append(word)
+                options[name] = option
+    out += ["", "| option | of | type | default | meaning |", "| --- | --- | --- | --- | --- |"]
+    out += [
+        f"| `{name}` | {', '.join(holders[name])} | {kind(option.annotation)}{bounds(option)} "
+        f"| {default(option, name, None)} | {option.description} |"
+        for name, option in options.items()
+    ]
+    return [*out, ""]
 
 
 def differing(model: type[BaseModel], values: BaseModel | None) -> str:
