@@ -100,3 +100,32 @@ class MicroBatch:
     def table(self, flat: Tensor) -> Tensor:
         """(n,) spread over (B, R), 0 on padding; differentiable."""
         return torch.cat([flat, flat.new_zeros(1)])[self.places]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoredBatch:
+    """A micro-batch with what the networks say of it before the update; tables (B, R), None where not in use."""
+
+    batch: MicroBatch
+    old_log_probs: Tensor
+    ref_log_probs: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainingBatch:
+    """A micro-batch ready for its updates; tables (B, R), None where not in use.
+
+    Attributes:
+        scores: each sequence's reward with the overlong penalty, (B,).
+        weights: rollout correction's factors of the policy loss.
+    """
+
+    batch: MicroBatch
+    old_log_probs: Tensor
+    ref_log_probs: Tensor | None
+    values: Tensor | None
+    scores: Tensor
+    advantages: Tensor
+    returns: Tensor | None
+    weights: Tensor | None
