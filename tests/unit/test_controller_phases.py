@@ -7,10 +7,10 @@ import pytest
 from paceline.controller.fleet.membership import Fleet, Health
 from paceline.controller.fleet.membership import move as move_member
 from paceline.controller.run.phases import Phase, move
-from paceline.core.clock import ManualClock
 from paceline.core.errors import IllegalTransitionError
 from paceline.core.members import MemberKind, RolloutState
 from paceline.core.policy import PolicyTag
+from support.clocks import ManualClock
 
 
 def test_a_step_goes_round() -> None:

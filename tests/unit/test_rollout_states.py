@@ -69,7 +69,7 @@ def test_a_broken_push_leaves_no_way_to_serving_but_another_push() -> None:
 
 
 def test_serving_is_reached_through_a_complete_push_alone() -> None:
-    """Every sequence of up to five events: those that end in SERVING have, after the last ReceiveBegan, ReceiveEnded(3)."""
+    """All sequences of up to five events: SERVING takes a ReceiveEnded(3) after the last ReceiveBegan."""
     reached = 0
     for length in range(1, 6):
         for sequence in itertools.product(EVENTS, repeat=length):

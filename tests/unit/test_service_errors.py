@@ -25,9 +25,9 @@ from paceline.core.members import MemberKind, RankRef
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import channels
+from paceline.service.connection import is_loopback
 from paceline.service.errors import STATUS_CODES, error_classes, from_metadata, status_code
 from paceline.service.grpc_server import RunningServer, start_server
-from paceline.service.transport import is_loopback
 
 ADD = controller_pb2_grpc.add_ControllerServiceServicer_to_server
 
@@ -207,24 +207,6 @@ async def test_messages_above_the_default_cap_pass_and_above_ours_are_explained(
             with pytest.raises(ProtocolError, match=r"too large.*service\.max_message_mib"):
                 await asking
         await channel.close()
-
-
-async def test_a_retrying_channel_rides_out_a_restart() -> None:
-    first, again = await start_server(ADD, Raiser()), Raiser()
-    channel = channels.connect(first.address, retry=True)
-    stub = controller_pb2_grpc.ControllerServiceStub(channel)
-    await first.stop(0)
-
-    async def restart() -> RunningServer:
-        await asyncio.sleep(0.5)
-        return await start_server(ADD, again, port=first.port)
-
-    restarting = asyncio.create_task(restart())
-    reply = await channels.call(stub.Leave, pb.LeaveRequest(), timeout_s=10, phase="LEAVE", peer="controller")
-    assert isinstance(reply, pb.LeaveResponse)
-    assert again.num_calls == 1
-    await channel.close()
-    await (await restarting).stop(0)
 
 
 async def test_a_taken_port_is_an_error_that_says_what_to_change() -> None:

@@ -130,7 +130,7 @@ def _number(text: str) -> object:
 
 
 def _explain(kind: type[BaseModel], fault: dict[str, Any]) -> str:
-    path, section = _place(kind, fault["loc"])
+    path, _ = _place(kind, fault["loc"])
     where = ".".join(path) or "(whole)"
     if fault["type"] == "extra_forbidden":
         return f"unknown key {where}; {_hint(kind, fault['loc'])}"

@@ -10,9 +10,7 @@ from paceline.config.base import Section
 class RewardFunctionConfig(Section):
     """A function `f(response, ground_truth, **extra) -> float | dict[str, float]`."""
 
-    name: str = Field(
-        description="A built-in (exact_match, gsm8k, math_verify), module:function, or path/to/file.py:function."
-    )
+    name: str = Field(description="A built-in's name, module:function, or path/to/file.py:function.")
     weight: float = Field(1.0, description="Factor of its value in the sum.")
     kwargs: dict[str, bool | int | float | str | None] = Field(
         {}, description="Further keyword arguments of every call."

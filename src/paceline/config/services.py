@@ -57,9 +57,6 @@ class LearnerConfig(Section):
 class BarrierConfig(Section):
     """Which trajectories a batch admits."""
 
-    mode: Literal["strict"] = Field(
-        "strict", description="strict: only tokens of the very policy that is being updated."
-    )
     collect_timeout_s: float = Field(1800.0, gt=0, description="Longest that one step's collection may take.")
     stall_timeout_s: float = Field(
         300.0, gt=0, description="Longest without a single trajectory while collecting."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
@@ -10,7 +9,7 @@ import grpc
 
 from paceline.core.errors import ConfigError, DeadlineError, PacelineError, PeerLostError, ProtocolError
 from paceline.service import errors, telemetry
-from paceline.service.transport import (
+from paceline.service.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     TOKEN_KEY,
     TRACEPARENT_KEY,
@@ -21,38 +20,19 @@ from paceline.service.transport import (
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
 
-# Idempotent calls ride out a restart of their peer; the call's own deadline bounds the whole.
-_RETRY = {
-    "methodConfig": [
-        {
-            "name": [{}],
-            "waitForReady": True,
-            "retryPolicy": {
-                "maxAttempts": 5,
-                "initialBackoff": "0.2s",
-                "maxBackoff": "2s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ]
-}
-
 
 def connect(
     address: str,
     *,
     token: str = "",
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    retry: bool = False,
 ) -> grpc.aio.Channel:
     """A channel to host:port; connects when first used.
 
     Args:
         address: host:port.
-        token: goes with every call.
+        token: sent with every call.
         max_message_bytes: largest message either way.
-        retry: repeat calls whose peer is UNAVAILABLE until their deadline; for idempotent methods only.
     """
     options = [
         *common_options(max_message_bytes),
@@ -62,10 +42,8 @@ def connect(
         # Control calls stay in the cluster; a proxy of the environment would swallow them.
         ("grpc.enable_http_proxy", 0),
     ]
-    if retry:
-        options += [("grpc.enable_retries", 1), ("grpc.service_config", json.dumps(_RETRY))]
     headers = _Headers(token)
-    interceptors = [_UnaryHeaders(headers), _StreamHeaders(headers), _BothWaysHeaders(headers)]
+    interceptors = [_UnaryHeaders(headers), _StreamHeaders(headers)]
     return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
 
 
@@ -175,11 +153,3 @@ class _StreamHeaders(grpc.aio.UnaryStreamClientInterceptor):
 
     async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
         return await continuation(self._headers.add(details), request)
-
-
-class _BothWaysHeaders(grpc.aio.StreamStreamClientInterceptor):
-    def __init__(self, headers: _Headers) -> None:
-        self._headers = headers
-
-    async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
-        return await continuation(self._headers.add(details), requests)

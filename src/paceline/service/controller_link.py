@@ -11,13 +11,13 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, ProtocolError
 from paceline.core.members import MemberKind, MemberState
 from paceline.core.policy import PolicyTag
@@ -65,14 +65,12 @@ class ControllerLink:
         address: str,
         num_ranks: int = 1,
         token: str = "",
-        clock: Clock | None = None,
     ) -> None:
         self.member_id = member_id
         self.incarnation = secrets.token_hex(8)
         self._controller_address = controller_address
         self.address = address
         self._kind, self._num_ranks = kind, num_ranks
-        self._clock = clock or SystemClock()
         self._channel = channels.connect(controller_address, token=token)
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
         self._poked = asyncio.Event()
@@ -94,9 +92,9 @@ class ControllerLink:
             host=socket.gethostname(),
             num_ranks=self._num_ranks,
         )
-        deadline = self._clock.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
-            left = deadline - self._clock.monotonic()
+            left = deadline - time.monotonic()
             try:
                 answer = await channels.call(
                     self._stub.Register,
@@ -147,14 +145,14 @@ class ControllerLink:
         silent_since: float | None = None
         while True:
             self._poked.clear()
-            started = self._clock.monotonic()
+            started = time.monotonic()
             try:
                 answer = await self._heartbeat(report(), timeout_s=max(2.0, registration.heartbeat_s))
                 silent_since = None
             except (PeerLostError, DeadlineError) as error:
                 # Counted from the first failed attempt: a loop that was busy itself has not lost anybody.
                 silent_since = started if silent_since is None else silent_since
-                silent_s = self._clock.monotonic() - silent_since
+                silent_s = time.monotonic() - silent_since
                 log.warning("controller silent for %.1f s: %s", silent_s, error)
                 if silent_s >= dead_after_s:
                     raise PeerLostError(

@@ -37,7 +37,7 @@ ERROR_KEY = "paceline-error-bin"
 # gRPC drops headers above 8 KiB, and with them the class of the error.
 MAX_MESSAGE_CHARS = 2000
 
-# UNAVAILABLE is not in the table: a channel may retry it, and it must mean that the peer never took the call.
+# UNAVAILABLE is not in the table: it means that the peer cannot be reached.
 STATUS_CODES: dict[type[PacelineError], grpc.StatusCode] = {
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     DataError: grpc.StatusCode.INVALID_ARGUMENT,

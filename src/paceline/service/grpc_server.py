@@ -16,7 +16,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from paceline.core.errors import ConfigError, EnvironmentLackError, PacelineError
 from paceline.service import errors, telemetry
-from paceline.service.transport import (
+from paceline.service.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     KEEPALIVE_S,
     TRACEPARENT_KEY,
@@ -176,23 +176,11 @@ class _Guard:
 
 
 def _wrap(handler: Any, guard: _Guard) -> Any:
+    """The handler with the guard around its method; no method of the protocol takes a stream of requests."""
+    codecs = handler.request_deserializer, handler.response_serializer
     if handler.response_streaming:
-        inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_stream_rpc_method_handler
-        )
-        method: Any = _guard_stream(inner, guard)
-    else:
-        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
-        make = (
-            grpc.stream_unary_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-        method = _guard_unary(inner, guard)
-    return make(method, handler.request_deserializer, handler.response_serializer)
+        return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, guard), *codecs)
+    return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, guard), *codecs)
 
 
 def _guard_unary(inner: Any, guard: _Guard) -> Callable[[Any, Any], Awaitable[Any]]:

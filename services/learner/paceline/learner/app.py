@@ -228,10 +228,10 @@ def _build(assignment: Assignment, ranks: Ranks) -> Learner:
     return learner
 
 
-def run_follower(environment: RankEnvironment, *, log_level: str = "INFO") -> int:
+def run_follower(environment: RankEnvironment) -> int:
     """The main function of every rank but 0; returns the exit code."""
     die_with_parent()
-    setup_logging(f"learner-rank{environment.rank}", log_level)
+    setup_logging(f"learner-rank{environment.rank}")
     try:
         follow(environment)
     except PacelineError as error:

@@ -9,7 +9,7 @@ from typing import Protocol
 from paceline.config.reward import RewardConfig
 from paceline.core.scoring import ScoreItem
 from paceline.reward.scores import Score
-from paceline.service.transport import DEFAULT_MAX_MESSAGE_BYTES
+from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

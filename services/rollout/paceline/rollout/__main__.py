@@ -8,7 +8,7 @@ import sys
 
 from paceline.core.members import MemberKind
 from paceline.rollout.app import RolloutApp
-from paceline.rollout.engines.vllm.engine import end_processes
+from paceline.rollout.engines.processes import end_all_children
 from paceline.service.member import MemberOptions, run_member
 
 
@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = MemberOptions.parse(
         arguments,
         prog="python -m paceline.rollout",
-        description="A rollout server of a run: a vLLM engine behind a mailbox.",
+        description="A rollout server of a run: an inference engine behind a mailbox.",
     )
     return run_member(lambda session: RolloutApp(session).run(), options, kind=MemberKind.ROLLOUT)
 
@@ -25,8 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
 # The engine's processes import this module again: without the guard each would start a service of its own.
 if __name__ == "__main__":
     code = main()
-    end_processes()
+    end_all_children()
     logging.shutdown()
     sys.stdout.flush()
-    # Not sys.exit: a thread that is still starting an engine that is no longer wanted would delay the interpreter's end.
+    # Not sys.exit: it would wait for a thread that still starts an engine which is no longer wanted.
     os._exit(code)

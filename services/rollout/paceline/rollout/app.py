@@ -1,6 +1,7 @@
-"""The rollout service's process: wires engine, broker and sampler in the order in which they start and, reversed, end.
+"""The rollout service's process: wires engine, broker and sampler in the order in which they start.
 
-join the fleet (joining) -> engine -> stale -> pushes and prompts, until the run is over or the process is told to stop
+join the fleet (joining) -> engine -> stale -> pushes and prompts, until the run is over or the process is
+told to stop. Then they end in reverse order.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from paceline.broker.opening import open_broker
 from paceline.config.run import RunConfig
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Engine
-from paceline.rollout.engines.vllm.engine import VllmEngine
-from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
+from paceline.rollout.engines.registry import start_engine
 from paceline.rollout.sampler import Sampler
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.rollout.servicer import RolloutServicer
@@ -44,8 +44,8 @@ class RolloutApp:
             await self._serve(engine, registration)
 
     async def _load(self, config: RunConfig) -> Engine | None:
-        """The engine, or None where the service was told to stop meanwhile."""
-        loading = asyncio.ensure_future(VllmEngine.start(config))
+        """The engine, or None if the service was told to stop meanwhile."""
+        loading = asyncio.ensure_future(start_engine(config))
         try:
             await self._session.context.stopping_or(loading)
             return loading.result() if loading.done() else None
@@ -72,7 +72,6 @@ class RolloutApp:
         self._server.start(
             Parts(
                 engine=engine,
-                receiver=WeightReceiver(engine),
                 sampler=sampler,
                 join_timeout_s=config.weights.join_timeout_s,
                 push_timeout_s=config.weights.push_timeout_s,

@@ -18,9 +18,10 @@ class SamplerLimits:
     """How much is under way at once, and for how long.
 
     Args:
-        num_samples: as many as the engine decodes at once. While so many have not ended, or so many wait for room in the
-            mailbox, no group is begun: what waits in one server's engine could be decoded by another server.
-        num_groups: most groups, whatever their size.
+        num_samples: as many as the engine decodes at once. While so many have not ended, or so many wait for
+            room in the mailbox, no group is begun: what waits in one server's engine could be decoded by
+            another server.
+        num_groups: most groups, of any size.
         group_size: samples per group, until the first groups say otherwise.
         group_timeout_s: longest that one group may take in the engine.
         lease_s, max_stream_length, append_timeout_s: of the mailboxes.
@@ -52,8 +53,8 @@ class SamplerLimits:
 class Capacity:
     """Counts groups and samples against the limits.
 
-    A sample is first *drawing*, in the engine, and then *delivering*, on its way into the mailbox. A group counts until
-    all of its samples have been delivered.
+    A sample is first *drawing*, in the engine, and then *delivering*, on its way into the mailbox. A group
+    counts until all of its samples have been delivered.
     """
 
     def __init__(self, limits: SamplerLimits) -> None:

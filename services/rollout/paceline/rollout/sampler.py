@@ -1,8 +1,10 @@
 """Draws samples: takes prompt groups of one policy version from their mailbox, puts trajectories into theirs.
 
-    prompts:vN -> decode, check -> engine -> check -> blobs and headers, one append per group -> trajectories -> ack
+    prompts:vN -> decode, check -> engine -> check -> blobs and headers, one append per group -> trajectories
+    -> ack
 
-A sampler is open for one policy at a time, or closed. A group that is not finished when the sampler closes is not
+A sampler is open for one policy at a time, or closed. A group that is not finished when the sampler closes is
+not
 acknowledged: another server gets it, or its step is over.
 """
 
@@ -110,7 +112,7 @@ class Sampler:
             raise failures.exceptions[0] from None
 
     def _admit(self, entry: Entry, policy: PolicyTag) -> PromptGroup | None:
-        """The group of an entry; None where it is refused: it stays unacknowledged with this server until it closes."""
+        """The group of an entry, or None if it is refused: it then stays unacknowledged."""
         try:
             group = decode_prompt_group(entry.payload, vocab_size=self._engine.vocab_size)
         except InvalidMessageError as error:

@@ -5,7 +5,8 @@
                                +----ReceiveFailed----+  +-----ReceiveBegan-----+
     SYNCING, SERVING --Forgotten--> STALE
 
-Only `Committed` leads to SERVING. It is legal in SYNCING alone, and there only for the version that has been received
+Only `Committed` leads to SERVING. It is legal in SYNCING alone, and there only for the version that has been
+received
 completely: no token is ever drawn from weights that did not arrive.
 """
 
@@ -24,7 +25,8 @@ from paceline.core.policy import PolicyTag
 class Standing:
     """A state with the weights that go with it.
 
-    `received` is the version that has been received completely but not committed; `policy` is what tokens are drawn from.
+    `received` is the version that has been received completely but not committed; `policy` is what tokens are
+    drawn from.
     """
 
     state: RolloutState = RolloutState.JOINING
@@ -112,5 +114,6 @@ def _check_received(standing: Standing, policy: PolicyTag) -> None:
     if standing.received != policy.version:
         received = "no complete push" if standing.received is None else f"version {standing.received}"
         raise VersionMismatchError(
-            f"cannot commit {policy}: this server has received {received}; push version {policy.version} first"
+            f"cannot commit {policy}: this server has received {received}; "
+            f"push version {policy.version} first"
         )

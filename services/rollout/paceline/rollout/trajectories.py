@@ -1,4 +1,4 @@
-"""What becomes of one prompt group: requests to the engine, a check of what it drew, messages with trajectories."""
+"""One prompt group: its requests to the engine, a check of the samples, messages with its trajectories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def sample_requests(group: PromptGroup, serial: int) -> list[SampleRequest]:
     """One request per sample of the group.
 
     Args:
-        serial: differs between deliveries: a group may come a second time while its first delivery is still under way.
+        serial: differs between deliveries: a group may come a second time while its first delivery is still
+            under way.
     """
     salt, prompt = str(group.policy), group.prompt_token_ids.tolist()
     return [
@@ -49,8 +50,8 @@ def check_samples(group: PromptGroup, samples: Sequence[Sample]) -> None:
             )
         if not np.isfinite(sample.log_probs).all() or len(sample.log_probs) != len(sample.token_ids):
             raise NumericsError(
-                f"prompt {group.prompt_id}: log-probabilities of {len(sample.token_ids)} tokens are not all finite "
-                f"numbers; the weights {group.policy} are unusable"
+                f"prompt {group.prompt_id}: log-probabilities of {len(sample.token_ids)} tokens are not all "
+                f"finite numbers; the weights {group.policy} are unusable"
             )
 
 

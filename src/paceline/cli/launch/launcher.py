@@ -48,7 +48,7 @@ class Planner:
     """Makes the specs of the processes to start; tests replace these functions."""
 
     controller: Callable[[RunConfig, Path, Path], ProcessSpec] = plan.controller
-    checks: Callable[[Path], Sequence[ProcessSpec]] = plan.checks
+    checks: Callable[[RunConfig, Path], Sequence[ProcessSpec]] = plan.checks
     members: Callable[..., Sequence[ProcessSpec]] = plan.members
 
 
@@ -126,7 +126,10 @@ class _Launcher:
 
     async def _start_and_follow(self) -> Outcome:
         broker_url, redis_pid = self._start_broker()
-        checks = [asyncio.create_task(self._check(spec)) for spec in self._planner.checks(self._run_dir)]
+        checks = [
+            asyncio.create_task(self._check(spec))
+            for spec in self._planner.checks(self._config, self._run_dir)
+        ]
         try:
             await self._start_controller(broker_url)
             for check in checks:
@@ -177,7 +180,7 @@ class _Launcher:
                 phase="START",
                 peer=spec.name,
                 seconds=timeout_s,
-                hint="importing the module of a reward function takes too long",
+                hint="importing the module of a reward function or a policy loss takes too long",
             ) from error
         if process.exited.result() != 0:
             raise error_at_start(process)

@@ -64,10 +64,20 @@ def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessS
     )
 
 
-def checks(run_dir: Path) -> list[ProcessSpec]:
+def checks(config: RunConfig, run_dir: Path) -> list[ProcessSpec]:
     """Checks that run while the controller starts; the controller itself checks data and model."""
-    command = (*_module("reward.check"), str(run_dir / "config.resolved.yaml"))
-    return [ProcessSpec(name="reward-check", role=Role.REWARD, command=command, env=_common(num_threads=1))]
+    roles = [Role.REWARD]
+    if config.actor.policy_loss.type == "custom":
+        roles.append(Role.LEARNER)
+    return [
+        ProcessSpec(
+            name=f"{role.value}-check",
+            role=role,
+            command=(*_module(f"{role.value}.check"), str(run_dir / "config.resolved.yaml")),
+            env=_common(num_threads=1),
+        )
+        for role in roles
+    ]
 
 
 def members(

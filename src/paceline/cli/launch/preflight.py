@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.plan import share_gpus
+from paceline.config.load import dump_yaml
+from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError, PacelineError
 from paceline.core.reward_function import check_extra_keys
@@ -22,14 +27,22 @@ def quick_check(config: RunConfig) -> None:
     Raises:
         DataError: a data file is missing.
         ModelError: the model's folder is missing or lacks a part.
-        ConfigError: the configuration asks for more GPUs than there are.
+        ConfigError: the configuration names an engine that does not exist, or more GPUs than there are.
         EnvironmentLackError: a GPU that the configuration names does not exist.
     """
+    _engine(config)
     for file in (*config.data.train_files, *config.data.val_files):
         if not Path(file).is_file():
             raise DataError(f"data file {file} does not exist; correct data.train_files or data.val_files")
     _model_config(config)
     _require_gpus(config, Machine.here())
+
+
+def _engine(config: RunConfig) -> str:
+    from paceline.rollout.engines.registry import check_engine_name
+
+    check_engine_name(config)
+    return config.rollout.name
 
 
 def _model_config(config: RunConfig) -> dict[str, Any]:
@@ -116,6 +129,21 @@ def _rewards(config: RunConfig) -> str:
     return ", ".join(names)
 
 
+def _policy_loss(config: RunConfig) -> str:
+    loss = config.actor.policy_loss
+    if not isinstance(loss, CustomLoss):
+        return loss.type
+    # In a process of its own, as `paceline train` does it: it imports torch and runs the user's module.
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(dump_yaml(config))
+        file.flush()
+        command = [sys.executable, "-m", "paceline.learner.check", file.name]
+        process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if process.returncode:
+        raise ConfigError(process.stderr.rpartition("fatal: ")[2].strip())
+    return f"{loss.path}, called on two short sequences"
+
+
 def devices_line(config: RunConfig) -> str:
     """Who gets which device of this machine; only a note, as the run may start on another machine."""
     machine = Machine.here()
@@ -147,4 +175,6 @@ PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("training prompts", lambda config: _prompts(config, "train")),
     ("validation prompts", lambda config: _prompts(config, "val")),
     ("reward", _rewards),
+    ("policy loss", _policy_loss),
+    ("engine", _engine),
 )
