@@ -74,8 +74,8 @@ def requests(tag: str, spec: SamplingSpec = SPEC, count: int = 12) -> list[Sampl
 
 def check_same(left: Sequence[Sample], right: Sequence[Sample]) -> None:
     assert [s.token_ids.tolist() for s in left] == [s.token_ids.tolist() for s in right]
-    for one, other in zip(left, right, strict=True):
-        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+    for sample, expected in zip(left, right, strict=True):
+        np.testing.assert_allclose(sample.log_probs, expected.log_probs, atol=1e-5)
 
 
 def tokens(samples: Sequence[Sample]) -> list[list[int]]:

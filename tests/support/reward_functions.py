@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -83,7 +84,9 @@ def _segfault(argument: str, extra: dict[str, object]) -> object:
 
 
 def _memory(argument: str, extra: dict[str, object]) -> object:
-    bytearray(1 << 40)
+    limit_bytes = 4 * 1024**3
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    bytearray(2 * limit_bytes)
     return 1.0
 
 

@@ -81,10 +81,7 @@ async def test_crashes_are_told_apart_and_the_processes_replaced() -> None:
 
 
 async def test_running_out_of_memory_is_a_crash() -> None:
-    limit_bytes = 4 * 1024**3
-    async with FunctionPool(
-        [OBEDIENT], num_processes=1, timeout_s=10, max_retries=0, memory_limit_bytes=limit_bytes
-    ) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10, max_retries=0) as pool:
         results = await pool.score(items("a", "memory", "b"))
         assert kinds(results) == ["1.0", "crashed", "1.0"]
         assert message(results[1]) == "the reward process ended: out of memory"
@@ -199,12 +196,13 @@ async def test_fields_that_cannot_be_sent_fail_alone() -> None:
     ],
 )
 async def test_start_tells_what_is_wrong_and_leaves_nothing(
-    tmp_path: Path, body: str, kind: type[Exception], sentence: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, kind: type[Exception], sentence: str
 ) -> None:
+    if kind is DeadlineError:
+        monkeypatch.setattr("paceline.reward.functions.process._START_DEADLINE_S", 1)
     (tmp_path / "slow.py").write_text(body)
     spec = FunctionSpec(name="f", reference=f"{tmp_path}/slow.py:f")
-    start_timeout_s = 1 if kind is DeadlineError else 30
-    pool = FunctionPool([spec], num_processes=2, timeout_s=1, start_timeout_s=start_timeout_s)
+    pool = FunctionPool([spec], num_processes=2, timeout_s=1)
     with pytest.raises(kind, match=sentence):
         await pool.start()
     assert children() == []

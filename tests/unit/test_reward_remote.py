@@ -131,10 +131,10 @@ async def test_a_service_that_comes_back_is_found_again() -> None:
 
 
 async def test_a_service_that_is_not_there_is_unavailable_after_the_retries(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = RemoteOptions(name="judge", address="127.0.0.1:1", max_retries=1, reach_timeout_s=0.2)
-    remote = RemoteScorer(options)
+    monkeypatch.setattr("paceline.reward.remote.scorer._REACH_TIMEOUT_S", 0.2)
+    remote = RemoteScorer(RemoteOptions(name="judge", address="127.0.0.1:1", max_retries=1))
     await remote.start()
     assert "reward service judge at 127.0.0.1:1 cannot be reached (yet)" in caplog.text
     started = time.monotonic()

@@ -72,13 +72,13 @@ class Bench:
         """The next trajectory headers, in order of arrival; fails where there are not so many within 5 s."""
         stream = names.trajectories(RUN)
         await self.broker.ensure_group(stream, "test")
-        found: list[Any] = []
+        headers: list[Any] = []
         async with asyncio.timeout(5):
-            while len(found) < wanted:
+            while len(headers) < wanted:
                 entries = await self.broker.read(stream, "test", "me", max_entries=100, block_s=0.5)
                 await self.broker.ack(stream, "test", [entry.entry_id for entry in entries])
-                found += [decode_trajectory_header(entry.payload) for entry in entries]
-        return found
+                headers += [decode_trajectory_header(entry.payload) for entry in entries]
+        return headers
 
     async def blob(self, header: Any) -> Trajectory:
         [data] = await self.broker.get_blobs([header.blob_key])

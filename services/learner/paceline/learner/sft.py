@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from paceline.core.errors import DataError, ModelError, NumericsError, PacelineE
 from paceline.core.trajectory import Int32Array
 from paceline.data.prompts import encode_prompt, load_tokenizer
 from paceline.data.rows import read_rows
-from paceline.learner.batch.pack import MicroBatch, PackedRow, pack
+from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import RowLength, effective_budget, plan_batch
+from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import (
     RankEnvironment,
     Ranks,
@@ -39,8 +41,7 @@ from paceline.learner.model.folder import gather_whole, write_folder
 from paceline.learner.model.loading import Precision, load_policy
 from paceline.learner.model.networks import PolicyNetwork, num_parameters
 from paceline.learner.train.learner import DTYPES
-from paceline.learner.train.optimizer import Optimizer, Schedule
-from paceline.learner.train.trainable import Trainable
+from paceline.learner.train.optimizer import Optimizer, Schedule, Trainable
 from paceline.service.logs import setup_logging
 from paceline.service.process import die_with_parent
 
@@ -178,7 +179,8 @@ class SftTrainer:
             share = -batch.table(log_probs).where(batch.mask, 0.0).sum() / num_tokens
             return share, share.detach().double().reshape(1)
 
-        outcome, sums = self._trainable.update(batches, loss, step=step, ranks=ranks)
+        losses = [partial(loss, batch) for batch in batches]
+        outcome, sums = self._trainable.update(losses, step=step, ranks=ranks)
         self._num_skipped = 0 if outcome.taken else self._num_skipped + 1
         if self._num_skipped >= _MAX_SKIPPED:
             raise NumericsError(f"{_MAX_SKIPPED} steps in a row: {outcome.skip_reason}; lower sft.lr")

@@ -58,8 +58,6 @@ class Consumer:
     ) -> None:
         self._broker, self._scorer, self._tokenizer, self._options = broker, scorer, tokenizer, options
         self.num_in_flight = 0
-        self.num_scored = 0
-        self.num_errors = 0
 
     async def run(self) -> None:
         """Works until cancelled; unfinished entries then go back to the mailbox.
@@ -124,8 +122,6 @@ class Consumer:
         seconds = time.monotonic() - started
         for header, text, score in zip(headers, texts, scores, strict=True):
             payloads.append(encode_scored_header(self._scored_header(header, text, score, seconds)))
-        self.num_scored += len(headers)
-        self.num_errors += sum(score.error is not None for score in scores)
         return payloads
 
     def _read_responses(

@@ -1,7 +1,7 @@
 """The rollout service's process: wires engine, broker and sampler in the order in which they start.
 
-join the fleet (joining) -> engine -> stale -> pushes and prompts, until the run is over or the process is told
-to stop. They end in the reversed order.
+join the fleet (joining) -> engine -> stale -> pushes and prompts, until the run is over or the process is
+told to stop. Then they end in reverse order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RolloutApp:
             await self._serve(engine, registration)
 
     async def _load(self, config: RunConfig) -> Engine | None:
-        """The engine, or None where the service was told to stop meanwhile."""
+        """The engine, or None if the service was told to stop meanwhile."""
         loading = asyncio.ensure_future(start_engine(config))
         try:
             await self._session.context.stopping_or(loading)

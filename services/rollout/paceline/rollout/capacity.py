@@ -21,7 +21,7 @@ class SamplerLimits:
         num_samples: as many as the engine decodes at once. While so many have not ended, or so many wait for
             room in the mailbox, no group is begun: what waits in one server's engine could be decoded by
             another server.
-        num_groups: most groups, whatever their size.
+        num_groups: most groups, of any size.
         group_size: samples per group, until the first groups say otherwise.
         group_timeout_s: longest that one group may take in the engine.
         lease_s, max_stream_length, append_timeout_s: of the mailboxes.

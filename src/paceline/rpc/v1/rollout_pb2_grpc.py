@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RolloutServiceStub(object):
-    """Served by every rollout server; called by the controller. Prompts do not come this way: they come from the mailbox.
+    """Served by every rollout server; called by the controller. Prompts come from the mailbox instead.
     """
 
     def __init__(self, channel):
@@ -63,32 +63,32 @@ class RolloutServiceStub(object):
 
 
 class RolloutServiceServicer(object):
-    """Served by every rollout server; called by the controller. Prompts do not come this way: they come from the mailbox.
+    """Served by every rollout server; called by the controller. Prompts come from the mailbox instead.
     """
 
     def DescribeWeights(self, request, context):
-        """What slice of which tensor each rank of the engine needs.
+        """Which slice of which tensor each rank of the engine needs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def JoinWeightGroup(self, request, context):
-        """Takes part in forming the weight group of a membership epoch. Must run while every other rank joins.
+        """Joins the weight group of a membership epoch. Every other rank must join at the same time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """Stops taking prompts, ends what is in flight, receives a version, resets caches. SERVING or STALE -> SYNCING.
+        """Stops taking prompts, aborts what is in flight, receives a version, resets caches. -> SYNCING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """The received version is the policy from now on: prompts of that version are taken. SYNCING -> SERVING.
+        """Makes the received version the policy: the server takes prompts of that version. SYNCING -> SERVING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,7 +137,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService(object):
-    """Served by every rollout server; called by the controller. Prompts do not come this way: they come from the mailbox.
+    """Served by every rollout server; called by the controller. Prompts come from the mailbox instead.
     """
 
     @staticmethod

@@ -13,21 +13,21 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
-    """Served by every rollout server; called by the controller. Prompts do not come this way: they come from the mailbox."""
+    """Served by every rollout server; called by the controller. Prompts come from the mailbox instead."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DescribeRolloutWeightsRequest, _rollout_pb2.DescribeRolloutWeightsResponse]
-    """What slice of which tensor each rank of the engine needs."""
+    """Which slice of which tensor each rank of the engine needs."""
     JoinWeightGroup: _aio.UnaryUnaryMultiCallable[_rollout_pb2.JoinRolloutGroupRequest, _rollout_pb2.JoinRolloutGroupResponse]
-    """Takes part in forming the weight group of a membership epoch. Must run while every other rank joins."""
+    """Joins the weight group of a membership epoch. Every other rank must join at the same time."""
     ReceiveWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]
-    """Stops taking prompts, ends what is in flight, receives a version, resets caches. SERVING or STALE -> SYNCING."""
+    """Stops taking prompts, aborts what is in flight, receives a version, resets caches. -> SYNCING."""
     Commit: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitRequest, _rollout_pb2.CommitResponse]
-    """The received version is the policy from now on: prompts of that version are taken. SYNCING -> SERVING."""
+    """Makes the received version the policy: the server takes prompts of that version. SYNCING -> SERVING."""
     LeaveWeightGroup: _aio.UnaryUnaryMultiCallable[_rollout_pb2.LeaveRolloutGroupRequest, _rollout_pb2.LeaveRolloutGroupResponse]
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by every rollout server; called by the controller. Prompts do not come this way: they come from the mailbox."""
+    """Served by every rollout server; called by the controller. Prompts come from the mailbox instead."""
 
     @_abc_1.abstractmethod
     def DescribeWeights(
@@ -35,7 +35,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.DescribeRolloutWeightsRequest,
         context: _aio.ServicerContext[_rollout_pb2.DescribeRolloutWeightsRequest, _abc.Awaitable[_rollout_pb2.DescribeRolloutWeightsResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.DescribeRolloutWeightsResponse]:
-        """What slice of which tensor each rank of the engine needs."""
+        """Which slice of which tensor each rank of the engine needs."""
 
     @_abc_1.abstractmethod
     def JoinWeightGroup(
@@ -43,7 +43,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.JoinRolloutGroupRequest,
         context: _aio.ServicerContext[_rollout_pb2.JoinRolloutGroupRequest, _abc.Awaitable[_rollout_pb2.JoinRolloutGroupResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.JoinRolloutGroupResponse]:
-        """Takes part in forming the weight group of a membership epoch. Must run while every other rank joins."""
+        """Joins the weight group of a membership epoch. Every other rank must join at the same time."""
 
     @_abc_1.abstractmethod
     def ReceiveWeights(
@@ -51,7 +51,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.ReceiveWeightsRequest,
         context: _aio.ServicerContext[_rollout_pb2.ReceiveWeightsRequest, _abc.Awaitable[_rollout_pb2.ReceiveWeightsResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.ReceiveWeightsResponse]:
-        """Stops taking prompts, ends what is in flight, receives a version, resets caches. SERVING or STALE -> SYNCING."""
+        """Stops taking prompts, aborts what is in flight, receives a version, resets caches. -> SYNCING."""
 
     @_abc_1.abstractmethod
     def Commit(
@@ -59,7 +59,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.CommitRequest,
         context: _aio.ServicerContext[_rollout_pb2.CommitRequest, _abc.Awaitable[_rollout_pb2.CommitResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.CommitResponse]:
-        """The received version is the policy from now on: prompts of that version are taken. SYNCING -> SERVING."""
+        """Makes the received version the policy: the server takes prompts of that version. SYNCING -> SERVING."""
 
     @_abc_1.abstractmethod
     def LeaveWeightGroup(

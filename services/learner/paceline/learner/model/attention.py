@@ -9,10 +9,7 @@ sequences of equal length, which `paceline.learner.batch.pack` puts side by side
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,51 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import ModelError
+from paceline.learner.batch.types import PackedSequences
 
 PACKED_ATTENTION = "paceline_packed"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceBlock:
-    """`num_sequences` neighbouring sequences of `length` tokens each, from token `start` on."""
-
-    start: int
-    num_sequences: int
-    length: int
-
-    @property
-    def stop(self) -> int:
-        """One past the last token."""
-        return self.start + self.num_sequences * self.length
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedSequences:
-    """Where the sequences of a packed row begin.
-
-    Attributes:
-        cu_seqlens: (num_sequences + 1,) int32 on the model's device, from 0 to the number of tokens.
-        max_length: tokens of the longest sequence.
-        blocks: the same as runs of equal length, in order.
-    """
-
-    cu_seqlens: Tensor
-    max_length: int
-    blocks: tuple[SequenceBlock, ...]
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSequences:
-        """For sequences of these lengths (each at least 1), in this order."""
-        ends = [0]
-        for length in lengths:
-            ends.append(ends[-1] + length)
-        blocks, start = [], 0
-        for length, run in groupby(lengths):
-            block = SequenceBlock(start=start, num_sequences=len(list(run)), length=length)
-            blocks.append(block)
-            start = block.stop
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
-        return cls(cu_seqlens=cu_seqlens, max_length=max(lengths), blocks=tuple(blocks))
 
 
 def register() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ModelError
 from paceline.learner.algorithms.log_probs import chunked_log_probs, token_log_probs
-from paceline.learner.batch.pack import MicroBatch
+from paceline.learner.batch.types import MicroBatch
 
 MAX_LOGITS_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Largest table of logits (tokens x vocabulary) that is made at once: 256 MiB in float32, 512 MiB in bfloat16."""
@@ -125,9 +125,3 @@ def hidden_size(config: Any) -> int:
 def num_parameters(network: nn.Module) -> int:
     """Elements of all parameters over all ranks; tied ones once."""
     return sum(parameter.numel() for parameter in network.parameters())
-
-
-def zero_grad(network: nn.Module) -> None:
-    """Forgets gradients."""
-    for parameter in network.parameters():
-        parameter.grad = None

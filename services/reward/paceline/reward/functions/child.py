@@ -1,6 +1,6 @@
 """A reward process, `python -m paceline.reward.functions.child`: a function pool starts it and feeds it.
 
-In:  one setup (the functions, the memory limit), then batches of items.
+In:  the functions, then batches of items.
 Out: "ready" or "refused" once, then rows of results in the order of the items.
 
 Before it calls a function it notes the item's number and the time in `Progress`, so that the pool knows which
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import signal
 import sys
 import time
@@ -58,14 +57,11 @@ class Functions:
 
 def serve(requests: BinaryIO, results: BinaryIO, progress: Progress) -> None:
     """Answers the pool until the requests end."""
-    setup = frames.read(requests)
-    if setup is None:
+    specs = frames.read(requests)
+    if specs is None:
         return
-    limit_bytes = setup["memory_limit_bytes"]
-    if limit_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     try:
-        functions = Functions(FunctionSpec(**spec) for spec in setup["functions"])
+        functions = Functions(FunctionSpec(**spec) for spec in specs)
     except ConfigError as error:
         _write(results, ["refused", str(error)])
         return

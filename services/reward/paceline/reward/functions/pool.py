@@ -16,7 +16,7 @@ from paceline.config.reward import RewardConfig
 from paceline.core.errors import ConfigError, PacelineError, ProtocolError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.reward.functions.jobs import Job, Request, encode_batch, parse_row
-from paceline.reward.functions.process import ChildProcess, ProcessOptions
+from paceline.reward.functions.process import ChildProcess
 from paceline.reward.functions.registry import BUILTIN_NAMES
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scorer import ScorerSettings
@@ -44,8 +44,6 @@ class FunctionPool:
         num_processes: how many child processes.
         timeout_s: how long all functions together may take for one item.
         max_retries: further attempts after the first.
-        start_timeout_s: how long a process may take to import the functions.
-        memory_limit_bytes: the address space of a process; None leaves it unlimited.
 
     Raises:
         ConfigError: there is no function, or a number is out of its range.
@@ -58,8 +56,6 @@ class FunctionPool:
         num_processes: int,
         timeout_s: float,
         max_retries: int = 1,
-        start_timeout_s: float = 60.0,
-        memory_limit_bytes: int | None = None,
     ) -> None:
         if not functions:
             raise ConfigError("reward.functions is empty: name at least one function, say exact_match")
@@ -69,9 +65,7 @@ class FunctionPool:
             raise ConfigError(f"reward.timeout_s is {timeout_s}: write a positive number of seconds")
         if max_retries < 0:
             raise ConfigError(f"reward.max_retries is {max_retries}: write 0 or more")
-        self._options = ProcessOptions(
-            functions=tuple(functions), start_timeout_s=start_timeout_s, memory_limit_bytes=memory_limit_bytes
-        )
+        self._functions = tuple(functions)
         self._num_processes = num_processes
         self._timeout_s = timeout_s
         self._max_retries = max_retries
@@ -103,7 +97,7 @@ class FunctionPool:
     @property
     def names(self) -> Sequence[str]:
         """The names of the functions' components."""
-        return [spec.name for spec in self._options.functions]
+        return [spec.name for spec in self._functions]
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -123,7 +117,7 @@ class FunctionPool:
         """
         if self._tasks:
             raise ProtocolError("this function pool has been started already")
-        starts = (ChildProcess.start(self._options) for _ in range(self._num_processes))
+        starts = (ChildProcess.start(self._functions) for _ in range(self._num_processes))
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         self._children = [outcome for outcome in outcomes if isinstance(outcome, ChildProcess)]
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -278,13 +272,15 @@ class FunctionPool:
         jobs.clear()
 
     async def _replace(self, slot: int) -> None:
-        self._children[slot].release()
+        child = self._children[slot]
+        child.release()
         self.num_replaced += 1
+        _log.warning("a reward process ended: %s; replacement %d", child.describe_exit(), self.num_replaced)
         last: PacelineError | None = None
         for pause_s in _RESTART_PAUSES_S:
             await asyncio.sleep(pause_s)
             try:
-                self._children[slot] = await ChildProcess.start(self._options)
+                self._children[slot] = await ChildProcess.start(self._functions)
                 return
             except PacelineError as error:
                 _log.warning("a reward process could not be replaced: %s", error)

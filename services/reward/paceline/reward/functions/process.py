@@ -8,8 +8,7 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from paceline.core.errors import ConfigError, DeadlineError, PeerLostError
@@ -17,25 +16,11 @@ from paceline.reward.functions import frames
 from paceline.reward.functions.progress import Progress
 from paceline.reward.functions.spec import FunctionSpec
 
+_START_DEADLINE_S = 60.0  # for importing the functions
 _EXIT_DEADLINE_S = 10.0
 _PIPES_DEADLINE_S = 1.0
 _STREAM_LIMIT_BYTES = 1024 * 1024
 _PRIVATE_PREFIX = "PACELINE_"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessOptions:
-    """How child processes are run.
-
-    Args:
-        functions: what they score by.
-        start_timeout_s: how long a process may take to import the functions.
-        memory_limit_bytes: the address space that a process may use; None leaves it unlimited.
-    """
-
-    functions: tuple[FunctionSpec, ...]
-    start_timeout_s: float = 60.0
-    memory_limit_bytes: int | None = None
 
 
 class ChildProcess:
@@ -49,7 +34,7 @@ class ChildProcess:
         self._progress = progress
 
     @classmethod
-    async def start(cls, options: ProcessOptions) -> Self:
+    async def start(cls, functions: Sequence[FunctionSpec]) -> Self:
         """Starts a process and waits until it has imported the functions.
 
         Raises:
@@ -58,13 +43,10 @@ class ChildProcess:
             PeerLostError: the process died while importing.
         """
         child = await cls._spawn()
-        setup = {
-            "functions": [_plain_spec(spec) for spec in options.functions],
-            "memory_limit_bytes": options.memory_limit_bytes,
-        }
-        names = ", ".join(spec.reference for spec in options.functions)
+        setup = [{**dataclasses.asdict(spec), "arguments": dict(spec.arguments)} for spec in functions]
+        names = ", ".join(spec.reference for spec in functions)
         try:
-            async with asyncio.timeout(options.start_timeout_s):
+            async with asyncio.timeout(_START_DEADLINE_S):
                 await child.send(frames.encode(setup))
                 answer, message = await child.receive()
         except TimeoutError:
@@ -72,7 +54,7 @@ class ChildProcess:
             raise DeadlineError(
                 phase="REWARD START",
                 peer=f"a reward process that imports {names}",
-                seconds=options.start_timeout_s,
+                seconds=_START_DEADLINE_S,
                 hint="the import of a reward function hangs or is slow: move slow work into its first call",
             ) from None
         except (EOFError, ConnectionError):
@@ -193,7 +175,3 @@ def _environment() -> Mapping[str, str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(_PRIVATE_PREFIX)}
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in sys.path if path))
     return environment
-
-
-def _plain_spec(spec: FunctionSpec) -> dict[str, object]:
-    return {**dataclasses.asdict(spec), "arguments": dict(spec.arguments)}

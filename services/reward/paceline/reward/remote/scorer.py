@@ -11,16 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import grpc
+
 from paceline.core.errors import PacelineError, RewardError, RewardErrorKind
 from paceline.core.reward_function import MAX_COMPONENT_CHARS, MAX_COMPONENTS, kind_of
 from paceline.core.scoring import ScoreItem, ScoreResult
-from paceline.reward.remote.client import RewardServiceClient
+from paceline.reward.remote.client import call_score
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, failed, split_error
+from paceline.service import channels
 from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)
 
+_REACH_TIMEOUT_S = 3.0  # how long the start waits for a service that cannot be reached
 _MAX_CALLS = 64
 _SPLIT = 16
 _FIRST_PAUSE_S = 0.25
@@ -38,7 +42,6 @@ class RemoteOptions:
         address: host:port.
         weight: the factor of its rewards in the sum.
         timeout_s: deadline of one call.
-        reach_timeout_s: how long the start waits for a service that cannot be reached.
         max_retries: further calls for an item after a timeout or an unreachable service.
         max_items_per_call: largest call.
         max_message_bytes: largest message; calls are cut to stay below it.
@@ -49,7 +52,6 @@ class RemoteOptions:
     address: str
     weight: float = 1.0
     timeout_s: float = 10.0
-    reach_timeout_s: float = 3.0
     max_retries: int = 2
     max_items_per_call: int = 256
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
@@ -61,12 +63,8 @@ class RemoteScorer:
 
     def __init__(self, options: RemoteOptions) -> None:
         self._options = options
-        self._client = RewardServiceClient(
-            name=options.name,
-            address=options.address,
-            token=options.token,
-            max_message_bytes=options.max_message_bytes,
-        )
+        self._peer = f"reward service {options.name} at {options.address}"
+        self._channel: grpc.aio.Channel | None = None
         self._calls = asyncio.Semaphore(_MAX_CALLS)
 
     @classmethod
@@ -97,12 +95,19 @@ class RemoteScorer:
     async def start(self) -> None:
         """Connects. A service that cannot be reached now is logged, and may come up later."""
         options = self._options
-        if not await self._client.connect(timeout_s=options.reach_timeout_s):
-            _log.warning("reward service %s at %s cannot be reached (yet)", options.name, options.address)
+        self._channel = channels.connect(
+            options.address, token=options.token, max_message_bytes=options.max_message_bytes
+        )
+        try:
+            async with asyncio.timeout(_REACH_TIMEOUT_S):
+                await self._channel.channel_ready()
+        except TimeoutError:
+            _log.warning("%s cannot be reached (yet)", self._peer)
 
     async def close(self) -> None:
         """Closes the connection."""
-        await self._client.close()
+        if self._channel is not None:
+            await self._channel.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
         """One score per item, in the order of the items, with the weight applied.
@@ -146,13 +151,15 @@ class RemoteScorer:
         self, part: Sequence[tuple[int, ScoreItem]], run_id: str, step: int
     ) -> list[tuple[int, Score]]:
         """One call; when it fails, every item of it gets the error as its score."""
+        assert self._channel is not None, "start() comes first"
         items = [item for _, item in part]
+        timeout_s = self._options.timeout_s
         results: Sequence[ScoreResult | PacelineError]
         started = time.monotonic()
         async with self._calls:
             try:
-                results = await self._client.score(
-                    items, run_id=run_id, step=step, timeout_s=self._options.timeout_s
+                results = await call_score(
+                    self._channel, items, run_id=run_id, step=step, timeout_s=timeout_s, peer=self._peer
                 )
             except PacelineError as error:
                 results = [error] * len(items)

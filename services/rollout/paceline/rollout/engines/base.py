@@ -112,7 +112,8 @@ class Engine(Protocol):
     ) -> list[Sample]:
         """Draws all samples, in the order of the requests. Cancelling it aborts them at once.
 
-        The same request drawn twice with the same weights gives the same sample, whatever else is under way.
+        The same request drawn twice with the same weights gives the same sample, no matter what
+        else is under way.
 
         Args:
             ended: called once per sample, as each one ends.

@@ -12,9 +12,9 @@ _WAIT_S = 1.0
 
 
 class EngineProcesses:
-    """Tells an engine's processes from others below this one: make it before the engine starts.
+    """The processes of one engine among the children of this process. Make it before the engine starts.
 
-    `settle` fixes what counts as the engine's; until then every new child does.
+    Until `settle` is called, every new child counts as the engine's; later children do not.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class EngineProcesses:
         return [child for child in psutil.Process().children() if child not in self._others]
 
     def descendants(self) -> list[psutil.Process]:
-        """What those have started in turn and is still below them."""
+        """The processes below those."""
         below: list[psutil.Process] = []
         for child in self.children():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -41,7 +41,7 @@ class EngineProcesses:
 
 
 def end_all_children() -> None:
-    """Kills whatever is below this process, also what another thread starts meanwhile."""
+    """Kills all processes below this one, also those that another thread starts meanwhile."""
     for _ in range(_ROUNDS):
         children = [child for child in psutil.Process().children(recursive=True) if not _is_tracker(child)]
         if not children:

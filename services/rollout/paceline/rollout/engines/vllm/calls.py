@@ -50,7 +50,7 @@ async def answered(llm: Any, call: Awaitable[T], what: str, seconds: float) -> T
     except TimeoutError:
         hint = "its processes hang; the engine must be restarted"
         raise DeadlineError(phase=what, peer="the engine", seconds=seconds, hint=hint) from None
-    except Exception as error:  # vLLM wraps whatever a worker raised in a bare Exception
+    except Exception as error:  # vLLM wraps what a worker raised in a bare Exception
         if llm.errored:
             raise engine_died() from error
         raise WeightSyncError(f"{what} failed in the engine: {error}") from error

@@ -19,7 +19,7 @@ def build(config: RunConfig, load_format: str, worker_extension: str | None) -> 
 
     Raises:
         EnvironmentLackError: vLLM is not installed.
-        ConfigError: rollout.engine_kwargs takes back something that Paceline relies on.
+        ConfigError: rollout.engine_kwargs or rollout.temperature cannot be used.
         ModelError: the engine does not start with this model and configuration.
     """
     try:

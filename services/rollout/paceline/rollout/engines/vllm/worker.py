@@ -47,7 +47,7 @@ def _keep_plain_cpu_linears() -> None:
     utils.dispatch_cpu_unquantized_gemm = plain
 
 
-def forget_cpu_moe_kernels(model: nn.Module) -> None:
+def _forget_cpu_moe_kernels(model: nn.Module) -> None:
     """Makes vLLM set up its Mixture-of-Experts kernels again on the next load; for the CPU only.
 
     vLLM 0.32 repacks expert weights for its CPU kernel only when it first builds that kernel. A later load
@@ -137,7 +137,7 @@ class PacelineWorkerExtension:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
-            forget_cpu_moe_kernels(self.get_model())
+            _forget_cpu_moe_kernels(self.get_model())
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             self.model_runner.reload_weights(
                 weights_iterator=checkpoint_tensors(tensors), is_checkpoint_format=True
