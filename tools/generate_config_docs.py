@@ -151,7 +151,7 @@ def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 def kind(annotation: Any, field: FieldInfo | None = None) -> str:
     """A type in words."""
     for names in (part.names for part in (field.metadata if field else ()) if isinstance(part, OneOf)):
-        return ", ".join(f"`{name}`" for name in names)
+        return f"one of {', '.join(f'`{name}`' for name in names)}"
     origin = get_origin(annotation)
     if origin is Annotated:
         return kind(get_args(annotation)[0])
