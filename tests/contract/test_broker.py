@@ -9,7 +9,7 @@ import pytest
 from paceline.broker import Broker, Outgoing
 from support.streams import Stopwatch, drain, messages, payloads, reclaim_all, soon
 
-G = "workers"
+G = "group"
 
 
 async def fill(broker: Broker, stream: str, count: int, *groups: str) -> list[str]:

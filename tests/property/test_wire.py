@@ -1,4 +1,4 @@
-"""The wire: what is encoded comes back the same, and what is malformed is rejected with its reason, never a crash."""
+"""The wire: a decoded message is the encoded one; a malformed one is rejected with its reason."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ANY_MESSAGE = (
     domain.prompt_groups | domain.trajectories() | domain.trajectory_headers | domain.scored_headers()
 )
 REASONS = {
-    "not_msgpack", "unknown_schema", "wrong_kind", "missing_field", "wrong_type", "out_of_range", "not_finite",
-    "too_large", "unequal_lengths", "unknown_value", "inconsistent",
+    "not_msgpack", "unknown_schema", "wrong_kind", "missing_field", "wrong_type", "out_of_range",
+    "not_finite", "too_large", "unequal_lengths", "unknown_value", "inconsistent",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Finding and starting a Redis server: what a user is told when it does not work, and what the server is started with."""
+"""Finding and starting a Redis server: the messages when it fails, and the server's settings."""
 
 from __future__ import annotations
 

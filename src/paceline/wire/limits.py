@@ -1,4 +1,4 @@
-"""How large a message may be before it is rejected unread."""
+"""How large a message and its parts may be."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Caps that decoders enforce.
+    """Limits that decoders enforce.
 
     Args:
-        max_bytes: of one whole message or blob.
-        max_tokens: of one array of token ids.
-        max_text_chars: of one text field: a response, a ground truth.
-        max_samples: of one prompt group.
-        max_items: of one list or mapping that is neither of the above: stop tokens, reward components.
+        max_bytes: of a message or blob; a larger one is rejected unread.
+        max_tokens: of an array of token ids.
+        max_text_chars: of a text field: a response, a ground truth.
+        max_samples: of a prompt group.
+        max_items: of any other list or mapping: stop tokens, reward components.
         max_depth: of nesting in a reward context's `extra`.
     """
 

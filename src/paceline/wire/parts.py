@@ -1,4 +1,4 @@
-"""The parts that several messages share: identities, policy tags, sampling, reward contexts."""
+"""Codecs of the parts that several messages share: ids, policy tags, sampling, reward contexts."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class EventHub:
     async def follow(self, from_step: int) -> AsyncIterator[Event]:
         """Events from `from_step` on until the run ends."""
         queue: asyncio.Queue[Event | None] = asyncio.Queue(_MAX_QUEUED)
-        # No await between reading the missed events and adding the queue: nothing comes twice, nothing is lost.
+        # No await between reading missed events and adding the queue: nothing comes twice, nothing is lost.
         missed: list[Event] = [event for event in self._steps if event.step >= from_step]
         missed += [event for event in (self._phase, self._end) if event is not None]
         self._queues.add(queue)
