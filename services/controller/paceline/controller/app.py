@@ -23,6 +23,7 @@ from paceline.controller.guard.report import Guard
 from paceline.controller.journal import Journal
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run import checkpoints
+from paceline.controller.run.checkpoints import ControllerState
 from paceline.controller.run.phases import Phase
 from paceline.controller.run.sequencer import Sequencer
 from paceline.controller.servicer import ControllerServicer
@@ -81,8 +82,10 @@ async def serve(context: ServiceContext, options: Options) -> None:
     run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=EventHub())
     progress = Progress(run, step=state.step if state else 0)
     await journal.record("run", run_id=run_id, step=progress.step, resumed_from=resume_from or None)
-    silence = {"suspect_after_s": config.service.suspect_after_s, "dead_after_s": config.service.dead_after_s}
-    supervisor = Supervisor(Fleet(clock, **silence), journal, run.events)
+    fleet = Fleet(
+        clock, suspect_after_s=config.service.suspect_after_s, dead_after_s=config.service.dead_after_s
+    )
+    supervisor = Supervisor(fleet, journal, run.events)
     stop = asyncio.get_running_loop().create_future()
     servicer = ControllerServicer(
         run,
@@ -92,35 +95,40 @@ async def serve(context: ServiceContext, options: Options) -> None:
         resume_from=resume_from,
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
-    await _listen(context, options, config, servicer, token)
-    guard = Guard(run)
-    if state:
-        guard.load_state_dict(state.guard)
     channels = Channels(config, token)
     context.defer("channels", channels.close)
-    learner, rollout = LearnerClient(config, channels), RolloutClient(config, channels)
-    epochs = Epochs(config, learner, rollout, supervisor.expel, supervisor.gone)
+    await _listen(context, options, config, servicer, token)
     scored = names.scored(run_id)
     async with Mailbox(
         broker, scored, names.CONTROLLER_GROUP, "controller", lease_s=config.broker.lease_s
     ) as box:
+        collector = Collector(
+            run,
+            broker=broker,
+            box=box,
+            check_fleet=lambda: [supervisor.require(kind) for kind in _COLLECTING],
+            count=progress.count,
+        )
+        learner, rollout = LearnerClient(config, channels), RolloutClient(config, channels)
+        epochs = Epochs(config, learner, rollout, supervisor.expel, supervisor.gone)
         sequencer = Sequencer(
             run,
             progress,
             inputs=inputs,
-            collector=Collector(
-                run,
-                broker=broker,
-                box=box,
-                check_fleet=lambda: [supervisor.require(kind) for kind in _COLLECTING],
-                count=progress.count,
-            ),
+            collector=collector,
             learner=learner,
             push=WeightPush(epochs, learner, rollout),
             supervisor=supervisor,
-            guard=guard,
+            guard=_guard(run, state),
         )
         await _run_to_the_end(context, run, sequencer, supervisor, servicer, stop)
+
+
+def _guard(run: Run, state: ControllerState | None) -> Guard:
+    guard = Guard(run)
+    if state is not None:
+        guard.load_state_dict(state.guard)
+    return guard
 
 
 async def _open_broker(context: ServiceContext, url: str, run_id: str) -> Broker:

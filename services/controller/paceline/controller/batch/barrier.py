@@ -2,11 +2,11 @@
 
     scored headers -> judge -> admitted groups -> (closed) -> batch in (prompt id, sample index) order
 
-With v the step's policy version and d its digest, a header is admitted only if its version is v and its digest
-is d; each trajectory id is admitted at most once. The barrier closes when every expected group is complete or
-dropped; groups may be added while it is open. A complete group may be set aside: it is not trained, though
-nothing is wrong with it. The batch does not depend on the order of arrival: of repeats of a trajectory the first
-is kept, and repeats carry the same tokens.
+With v the step's policy version and d its digest, a header is admitted only if its version is v and its
+digest is d; each trajectory id is admitted at most once. The barrier closes when every expected group is
+complete or dropped; groups may be added while it is open. A complete group may be set aside: it is not
+trained, though nothing is wrong with it. The batch does not depend on the order of arrival: of repeats of a
+trajectory the first is kept, and repeats carry the same tokens.
 """
 
 from __future__ import annotations
