@@ -14,7 +14,7 @@ from paceline.broker.mailbox import Mailbox
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.controller.batch.dispatch import Collector
-from paceline.controller.batch.inputs import load_inputs
+from paceline.controller.batch.inputs import Inputs, load_inputs
 from paceline.controller.events import EventHub
 from paceline.controller.fleet.clients import Channels, LearnerClient, RolloutClient
 from paceline.controller.fleet.membership import Fleet
@@ -23,7 +23,6 @@ from paceline.controller.guard.report import Guard
 from paceline.controller.journal import Journal
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run import checkpoints
-from paceline.controller.run.checkpoints import ControllerState
 from paceline.controller.run.phases import Phase
 from paceline.controller.run.sequencer import Sequencer
 from paceline.controller.servicer import ControllerServicer
@@ -109,26 +108,34 @@ async def serve(context: ServiceContext, options: Options) -> None:
             check_fleet=lambda: [supervisor.require(kind) for kind in _COLLECTING],
             count=progress.count,
         )
-        learner, rollout = LearnerClient(config, channels), RolloutClient(config, channels)
-        epochs = Epochs(config, learner, rollout, supervisor.expel, supervisor.gone)
-        sequencer = Sequencer(
-            run,
-            progress,
-            inputs=inputs,
-            collector=collector,
-            learner=learner,
-            push=WeightPush(epochs, learner, rollout),
-            supervisor=supervisor,
-            guard=_guard(run, state),
-        )
+        guard = Guard(run)
+        if state:
+            guard.load_state_dict(state.guard)
+        sequencer = _sequencer(run, progress, inputs, collector, channels, supervisor, guard)
         await _run_to_the_end(context, run, sequencer, supervisor, servicer, stop)
 
 
-def _guard(run: Run, state: ControllerState | None) -> Guard:
-    guard = Guard(run)
-    if state is not None:
-        guard.load_state_dict(state.guard)
-    return guard
+def _sequencer(
+    run: Run,
+    progress: Progress,
+    inputs: Inputs,
+    collector: Collector,
+    channels: Channels,
+    supervisor: Supervisor,
+    guard: Guard,
+) -> Sequencer:
+    learner, rollout = LearnerClient(run.config, channels), RolloutClient(run.config, channels)
+    epochs = Epochs(run.config, learner, rollout, supervisor.expel, supervisor.gone)
+    return Sequencer(
+        run,
+        progress,
+        inputs=inputs,
+        collector=collector,
+        learner=learner,
+        push=WeightPush(epochs, learner, rollout),
+        supervisor=supervisor,
+        guard=guard,
+    )
 
 
 async def _open_broker(context: ServiceContext, url: str, run_id: str) -> Broker:
