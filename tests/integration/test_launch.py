@@ -1,4 +1,4 @@
-"""The launcher with small programs in place of the services: its reports, and that nothing survives it."""
+"""The launcher with small programs in place of the services: its reports, and no process left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.cli.launch import run_dir as run_dirs
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
-# A launcher in a process of its own: it adopts orphans and ends what is below it.
+# A launcher in a process of its own: it adopts orphans and ends all its descendants.
 DRIVER = """
 import asyncio, json, sys
 from pathlib import Path
@@ -57,7 +57,7 @@ NOTES = (
     "open({order!r} + {name!r} + '.ready', 'w'); signal.pause()"
 )
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)"
-# A child in its own session, like an engine's: not in its parent's group, and left behind by its parent.
+# A child in its own session, like an engine's: not in its parent's group, and alive after its parent's end.
 LEAVES = (
     "import subprocess, sys, signal; "
     "child = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True);"
@@ -66,7 +66,7 @@ LEAVES = (
 
 
 class Run:
-    """A launcher process over fake services that note their process ids."""
+    """A launcher process with fake services that write down their process ids."""
 
     def __init__(self, folder: Path, script: str, members: dict[str, str], **job: object) -> None:
         self.pids_dir = folder / "pids"
@@ -98,17 +98,17 @@ class Run:
             time.sleep(0.02)
 
     def read_until(self, words: str) -> str:
-        """The first line with these words in it."""
+        """The first line that contains these words."""
         assert self.process.stdout is not None
         return next(line for line in self.process.stdout if words in line)
 
     def finish(self) -> tuple[bool, int, str]:
-        """The outcome; checks that no process is left."""
+        """Returns the outcome; checks that no process is left."""
         self.output, _ = self.process.communicate(timeout=30)
         self.seconds = time.monotonic() - self.began
         left = [int(path.stem) for path in self.pids_dir.iterdir() if psutil.pid_exists(int(path.stem))]
         assert left == [], f"still alive: {left}\n{self.output}"
-        line = next((x for x in self.output.splitlines() if x.startswith("OUTCOME")), None)
+        line = next((line for line in self.output.splitlines() if line.startswith("OUTCOME")), None)
         assert line is not None, self.output
         ok, code, message = json.loads(line.removeprefix("OUTCOME "))
         return ok, code, message
@@ -122,8 +122,8 @@ def test_everything_ends_in_order(tmp_path: Path) -> None:
     run.process.send_signal(signal.SIGTERM)
     run.finish()
     assert order.read_text().split() == [*names]
-    last = run.run_dir / "controller.calls"
-    assert last.stat().st_mtime_ns > order.stat().st_mtime_ns, "the controller is the last"
+    calls = run.run_dir / "controller.calls"
+    assert calls.stat().st_mtime_ns > order.stat().st_mtime_ns, "the controller is the last"
 
 
 def test_success(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_success(tmp_path: Path) -> None:
     assert (tmp_path / "latest").resolve() == run.run_dir
 
 
-def test_the_controllers_failure_is_the_runs(tmp_path: Path) -> None:
+def test_a_failure_of_the_controller_is_the_runs_outcome(tmp_path: Path) -> None:
     run = Run(tmp_path, "fail", {"rollout-0": WELL, "learner-0": WELL, "reward": WELL})
     assert run.finish() == (False, 1, "COLLECT: the barrier is stuck")
 
@@ -153,7 +153,7 @@ def test_a_controller_that_dies_at_start_is_quoted(tmp_path: Path) -> None:
     assert message.startswith("controller ended while starting (exit code 1): port 7000 is taken")
 
 
-def test_a_learner_that_dies_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
+def test_a_learner_that_dies_ends_the_run_with_its_error(tmp_path: Path) -> None:
     dies = "import sys, time; time.sleep(0.3); raise ValueError('loss is not finite')"
     run = Run(tmp_path, "wait", {"rollout-0": WELL, "learner-0": dies, "learner-1": DEAF, "reward": WELL})
     ok, code, message = run.finish()
@@ -166,15 +166,15 @@ def test_a_learner_that_dies_ends_the_run_with_its_last_words(tmp_path: Path) ->
     assert calls == f"stop {message}"
 
 
-def test_a_run_goes_on_when_a_rollout_of_two_dies(tmp_path: Path) -> None:
+def test_a_run_goes_on_when_one_of_two_rollout_servers_dies(tmp_path: Path) -> None:
     run = Run(tmp_path, "wait", {"rollout-0": "raise SystemExit(3)", "rollout-1": WELL, "reward": WELL})
-    said = run.read_until("goes on with the other rollout servers")
-    assert said.startswith("note: rollout-0 ended unexpectedly (exit code 3)")
+    note = run.read_until("goes on with the other rollout servers")
+    assert note.startswith("note: rollout-0 ended unexpectedly (exit code 3)")
     run.process.send_signal(signal.SIGTERM)
     assert run.finish() == (False, 128 + signal.SIGTERM, "stopped by SIGTERM")
 
 
-def test_a_run_ends_when_its_last_rollout_dies(tmp_path: Path) -> None:
+def test_a_run_ends_when_its_last_rollout_server_dies(tmp_path: Path) -> None:
     run = Run(tmp_path, "wait", {"rollout-0": "raise SystemExit(3)", "reward": WELL})
     ok, code, message = run.finish()
     assert (ok, code) == (False, 1)
@@ -182,7 +182,7 @@ def test_a_run_ends_when_its_last_rollout_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_services_that_ignore_it_and_what_they_leave_behind(
+def test_a_signal_ends_services_that_ignore_it_and_their_children(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     child = MARK.format(folder=str(tmp_path / "pids")) + DEAF
@@ -191,8 +191,7 @@ def test_a_signal_stops_services_that_ignore_it_and_what_they_leave_behind(
     run.wait_for_pids(4)
     run.process.send_signal(number)
     assert run.finish() == (False, 128 + number, f"stopped by {number.name}")
-    launcher_log = run.output
-    assert "stopping in order" in launcher_log
+    assert "stopping in order" in run.output
     assert (run.run_dir / "controller.calls").read_text() == f"stop stopped by {number.name}"
 
 

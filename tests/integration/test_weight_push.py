@@ -1,4 +1,4 @@
-"""Two FSDP2 learner processes push into a real vLLM engine: what it then generates is the learner's policy."""
+"""Two FSDP2 learner processes push into a real vLLM engine, which then generates as the learner would."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = [[5, 17, 102, 3], [198, 0, 64]]
 
 
 async def check_policy(engine: Any, config: Any, seed: int) -> list[list[int]]:
-    """The engine generates what a Hugging Face float32 forward of this seed's model does."""
+    """The engine generates the same as a Hugging Face float32 forward of this seed's model."""
     from support.push_models import greedy, seeded_model
 
     reference = seeded_model(config, seed).eval()
@@ -67,7 +67,7 @@ async def test_a_push_makes_the_engine_the_learners_policy(
             assert model_digest([sent_2]) != model_digest([sent])
             assert await check_policy(engine, config, seed=1) != first
 
-            # The same check finds one flipped bit, and the next push, over a new group, mends it.
+            # The check finds a flipped bit, and the next push, over a new group, repairs it.
             damaged = "model.layers.1.self_attn.qkv_proj.weight"
             await engine.call_workers("paceline_flip_bit", (tp - 1, damaged, 64 * 5 + 3), 30.0)
             reports = await engine.digest(version=2)

@@ -1,4 +1,4 @@
-"""Over NCCL, from two GPUs to the engine on a third: what it then generates is what an engine that read the weights from disk does."""
+"""Over NCCL, from two GPUs to an engine on a third: it then generates as with the weights from disk."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ ENGINE = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_memory_b
 
 def test_a_hundred_pushes_end_where_the_disk_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(kv_heads=2, tied=False)
-    found, expected, digests = asyncio.run(_push_and_read(config, tmp_path, monkeypatch))
+    generated, expected, digests = asyncio.run(_push_and_read(config, tmp_path, monkeypatch))
     assert len(digests) == 3
     # The same bits in the same engine: tokens and log-probs are equal, not close.
-    assert found == expected
+    assert generated == expected
 
 
 async def _push_and_read(
     config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Generated, Generated, set[int]]:
-    """What is generated after the pushes and with the weights from disk, and the digests of all versions."""
+    """What is generated after the pushes, and with the weights from disk; the digests of all versions."""
 
     last = NUM_PUSHES % 3
     written = folder / "written"
@@ -60,8 +60,8 @@ async def _push_and_read(
                 sent, received, _ = await push(learners, engine, version)
                 assert disagreement(sent, received.reports) is None
                 digests.add(model_digest(received.reports))
-            found = [await generate(engine, prompt, str(i)) for i, prompt in enumerate(PROMPTS)]
+            generated = [await generate(engine, prompt, str(i)) for i, prompt in enumerate(PROMPTS)]
             await engine.leave()
     finally:
         learners.close()
-    return found, expected, digests
+    return generated, expected, digests

@@ -1,4 +1,4 @@
-"""The transfer plan moves every needed element exactly once, evenly, and digests add up, for any sharding."""
+"""For any sharding the plan moves every needed element exactly once, evenly, and digests add up."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.weights.digest.agreement import (
     disagreement,
     model_digest,
 )
-from paceline.weights.digest.definition import digest_array
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, TensorSlice, fsdp_layout
+from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.plan.plan import RELAY_MODES, MessageKey, TransferPlan, build_plan
-from support.tp_layouts import DenseModel, tp_layout
+from support.reference_digest import digest_array
+from support.weight_layouts import DenseModel, fsdp_layout, tp_layout
 
 Arrays = dict[str, np.ndarray]
 
@@ -63,8 +63,8 @@ def run_plan(
 ) -> tuple[list[Arrays], list[Arrays]]:
     """Moves every message, round by round; returns the destinations' parameters and write counts.
 
-    Learners' messages are packed from their shards. A relayed message consists of what its sender received over the
-    same channel one round earlier, learner after learner.
+    Learners' messages are packed from their shards. A relayed message consists of what its sender received
+    over the same channel one round earlier, learner after learner.
     """
     params = [{name: np.zeros(shape, np.float32) for name, shape in d.items()} for d in destinations]
     counts = [{name: np.zeros(shape, np.int64) for name, shape in d.items()} for d in destinations]
@@ -151,8 +151,8 @@ def test_relaying_stays_within_staging_and_shares_the_work(
     ]
     layouts = [tp_layout(model, rank, size)[0] for _ in range(num_members) for rank in range(size)]
     plan = build_plan(sources, layouts, item_bytes=4, round_bytes=round_bytes, relay="always")
-    # From learners and relays together, no rank receives more in a round than the round's size, so that two slots
-    # are enough. (A chunk has at least one element, hence the second term.)
+    # From learners and relays together, no rank receives more in a round than the round's size, so that two
+    # slots are enough. (A chunk has at least one element, hence the second term.)
     most = round_bytes + 4 * num_learners * plan.num_channels * len(layouts)
     for rank in range(len(layouts)):
         arriving = [0] * plan.num_rounds

@@ -1,4 +1,4 @@
-"""A real vLLM engine beside learner processes: start it, generate greedily, form the group and push."""
+"""A real vLLM engine and learner processes: start it, generate greedily, form the group and push."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_TOKENS = 12
 async def running_engine(
     folder: Path, tp: int, monkeypatch: pytest.MonkeyPatch, **arguments: Any
 ) -> AsyncIterator[VllmEngine]:
-    """The engine; `arguments` go over those of a float32 engine without weights."""
+    """The engine; `arguments` override those of a float32 engine without weights."""
     paths = [ROOT / "src", *(ROOT / "services").glob("*"), ROOT / "tests"]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")

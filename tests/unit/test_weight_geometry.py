@@ -1,4 +1,4 @@
-"""Boxes, chunks, covering and rounds on cases small enough to write down; what the readers refuse."""
+"""Boxes, chunks, covering, rounds and digests on cases small enough to write down; what readers refuse."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from paceline.weights.digest.agreement import (
     format_digest,
     model_digest,
 )
-from paceline.weights.digest.definition import digest_array, name_factor
+from paceline.weights.digest.definition import name_factor
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.cover import Need, assign_sources
-from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows, expand_full, fsdp_layout
+from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows, expand_full
 from paceline.weights.plan.flows import take_leading
 from paceline.weights.plan.plan import TransferPlan, build_plan
 from paceline.weights.plan.spec import WeightGroupSpec
+from support.reference_digest import digest_array
+from support.weight_layouts import fsdp_layout
 
 
 def full(name: str, shape: tuple[int, ...]) -> RankLayout:
@@ -240,7 +242,7 @@ def test_plans_differ_where_the_rounds_do() -> None:
 def test_every_round_moves_as_much_and_no_rank_stages_more_than_one(
     learners: int, engines: int, size: int
 ) -> None:
-    """Rows of one matrix and columns of another: what a learner has for each rollout rank differs in volume."""
+    """Rows of one matrix, columns of another: what a learner has for each rollout rank differs in volume."""
     shapes = {"up": (2400, 64), "down": (64, 2400)}
     sources = [
         fsdp_layout(shapes, rank=rank, world_size=learners, dtype="float32") for rank in range(learners)
@@ -301,7 +303,7 @@ def rows(count: int, rank: int, size: int) -> RankLayout:
 def test_relaying_is_chosen_where_the_learners_links_bind(
     learners: int, engines: int, parallel: int, relayed: bool
 ) -> None:
-    """Then each byte leaves the learners once per set of equal ranks, and the busiest link's share of the whole shrinks."""
+    """Each byte then leaves the learners once per set of equal ranks, so the busiest link carries less."""
     size = 960
     sources = [rows(size, rank, learners) for rank in range(learners)]
     layouts = [rows(size, rank, parallel) for _ in range(engines) for rank in range(parallel)]
@@ -320,7 +322,7 @@ def test_relaying_is_chosen_where_the_learners_links_bind(
 
 
 def test_what_little_a_set_shares_is_sent_directly() -> None:
-    """Two engines of size 2 share their halves; the vector that all four ranks need is not worth messages of its own."""
+    """Two engines of size 2 share halves; the vector that all four ranks need gets no messages of its own."""
     vector = TensorSlice(name="norm", global_shape=(64,), box=Box((0,), (64,)), param="norm", offset=(0,))
 
     def with_vector(layout: RankLayout) -> RankLayout:

@@ -1,8 +1,7 @@
 """Triton kernels over many tensor parts in one launch: copies and digests. Imported only where CUDA is.
 
-Hundreds of launches would take longer than the transfer of a round. Each kernel reads a table of parts, as
-matrices in
-memory, and a table of tiles: (part, first row) for every `_ROWS` rows of a part.
+Hundreds of launches would take longer than the transfer of a round. Each kernel reads a table of parts, which
+are matrices in memory, and a table of tiles: (part, first row) for every `_ROWS` rows of a part.
 
 Copies leave some multiprocessors free. An NCCL block needs almost a complete one: if copies filled the GPU,
 the next round would begin up to 0.1 ms late on one rank, and all others would wait for it.

@@ -9,7 +9,8 @@ import time
 import pytest
 from rich.console import Console
 
-from paceline.cli.live.follow import RunEnd, follow
+from paceline.cli.controller_client import RunEnd
+from paceline.cli.live.follow import follow
 from paceline.cli.live.table import LiveView
 from paceline.cli.live.view import PlainView, step_line
 from paceline.core.errors import PeerLostError

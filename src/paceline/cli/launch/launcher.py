@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.controller_client import ControllerClient, RunEnd
 from paceline.cli.launch import plan
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.launch.machine import Machine, free_port
@@ -25,12 +26,10 @@ from paceline.cli.launch.outcome import Outcome, error_at_start, failed, outcome
 from paceline.cli.launch.plan import ProcessSpec, Role
 from paceline.cli.launch.process_tree import ProcessTree
 from paceline.cli.launch.processes import ManagedProcess, wait_for_exit
-from paceline.cli.live.follow import RunEnd, follow
+from paceline.cli.live.follow import follow
 from paceline.cli.live.view import View
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError, exit_code
-from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
-from paceline.service import channels
 from paceline.service.process import BROKER_URL, TOKEN, adopt_orphans
 
 log = logging.getLogger(__name__)
@@ -288,13 +287,9 @@ class _Launcher:
             return
         if not self._tree.running(Role.CONTROLLER):
             return
-        channel = channels.connect(self._address, token=self._token)
         try:
-            stub = controller_pb2_grpc.ControllerServiceStub(channel)
-            request = controller_pb2.StopRunRequest(reason=outcome.message)
-            await channels.call(stub.StopRun, request, timeout_s=2.0, phase="STOP", peer="controller")
+            async with ControllerClient(self._address, self._token) as controller:
+                await controller.stop_run(outcome.message)
             await asyncio.wait([following], timeout=3.0)
         except PacelineError as error:
             log.info("could not tell the controller to stop: %s", error)
-        finally:
-            await channel.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from paceline.cli.controller_client import RunEnd
 from paceline.cli.launch.processes import ManagedProcess
-from paceline.cli.live.follow import RunEnd
 from paceline.core.errors import ConfigError, PacelineError, PeerLostError
 
 

@@ -71,8 +71,7 @@ class Piece:
 class TransferPlan:
     """All pieces of a push: those that learners send, by (source, members), then those that are relayed.
 
-    A relay passes on everything that it received over one channel in a round, in the same order: learner
-    after
+    A relay passes on everything that it received over one channel in a round, in the same order: learner by
     learner.
     """
 

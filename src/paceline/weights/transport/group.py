@@ -211,7 +211,7 @@ class WeightGroup:
         return torch.stack([values, *shares]).sum(dim=0)
 
     def abort(self) -> None:
-        """Cuts all connections and frees staging; peers that wait for this rank get an error. May be repeated."""
+        """Cuts all connections and frees staging; peers that wait get an error. May be repeated."""
         for pending in self._pending:
             pending.drop()
         self._pending = []
@@ -222,7 +222,7 @@ class WeightGroup:
         self._packing.clear()
 
     def _layout_rounds(self) -> list[list[tuple[Piece, int]]]:
-        """Lays out this rank's messages in staging; returns by round its pieces and their offsets in the slot.
+        """Lays out this rank's messages in staging; returns its pieces by round, with offsets in the slot.
 
         What a learner sends equally to several replicas is packed once. What a rollout rank relays lies in
         one stretch, channel by channel and learner after learner, so that it is sent as one message.
@@ -357,7 +357,7 @@ class _AbortOnError:
 
 
 class _Pending:
-    """Transfers under way, each with its peer's name. Waits for each once only: gloo hangs on a second wait."""
+    """Transfers under way, each with its peer. Waits for each once only: gloo hangs on a second wait."""
 
     def __init__(self, *, on_stream: bool) -> None:
         self._works: list[tuple[Any, Peer]] = []

@@ -85,7 +85,7 @@ class WeightPublisher:
         return RankLayout(dtype=str(next(iter(dtypes))).removeprefix("torch."), slices=tuple(slices))
 
     def open_store(self) -> tuple[str, int]:
-        """Opens the rendezvous store on learner rank 0, unless it is open; returns its address for the group spec."""
+        """Opens the rendezvous store on learner rank 0, once; returns its address for the group spec."""
         if self._rank != 0:
             raise WeightSyncError(f"only learner rank 0 has a store, this is rank {self._rank}")
         if self._store is None:
@@ -93,7 +93,7 @@ class WeightPublisher:
         return self._host, self._store.port
 
     def join(self, spec: WeightGroupSpec) -> None:
-        """Leaves its current group, if any, and joins the group that `spec` describes, together with all others.
+        """Leaves its current group, if any, and joins the group that `spec` describes, with all others.
 
         Raises:
             WeightSyncError: the spec does not fit this rank.
@@ -202,7 +202,7 @@ class WeightPublisher:
     def _parameters(self) -> dict[str, torch.Tensor]:
         """The policy's sharded parameters by state-dict name."""
         for module in self._sharded:
-            # After a forward without gradients the root stays gathered, with stale full tensors as parameters.
+            # After a forward without gradients the root stays gathered and shows stale full tensors.
             module.reshard()
         parameters = self._index.current()
         return {name: parameters[path] for path, name in self._names.items()}
@@ -242,8 +242,8 @@ def _local_box(name: str, param: torch.Tensor) -> Box:
     placement = param.placements[sharded[0]]
     if len(sharded) > 1 or type(placement) is not Shard:
         raise ModelError(
-            f"{name}: placements {param.placements} give a rank no single box; shard each parameter along one "
-            "mesh dimension and replicate it along the others"
+            f"{name}: placements {param.placements} give a rank no single box; shard each parameter along "
+            "one mesh dimension and replicate it along the others"
         )
     dim = placement.dim
     rank, size = mesh.get_local_rank(sharded[0]), mesh.size(sharded[0])

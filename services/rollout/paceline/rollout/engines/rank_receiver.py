@@ -158,11 +158,11 @@ class RankReceiver:
         self._scatter.clear()
 
     def _receive_direct(self, group: WeightGroup, deadline: Deadline) -> None:
-        moves = self._moves(group, self._index.current())
+        copies = self._copies(group, self._index.current())
         for number, _ in enumerate(group.receive(deadline)):
-            moves[number].run()
+            copies[number].run()
 
-    def _moves(self, group: WeightGroup, params: dict[str, nn.Parameter]) -> list[CopyJob]:
+    def _copies(self, group: WeightGroup, params: dict[str, nn.Parameter]) -> list[CopyJob]:
         """Copies from staging into the live parameters, by round; cached as the digest job is."""
 
         def make() -> list[CopyJob]:
@@ -182,8 +182,8 @@ class RankReceiver:
     def _warm_up(self, group: WeightGroup, slices: tuple[TensorSlice, ...]) -> None:
         params = self._index.current()
         self._digest_job(slices, params).warm_up()
-        for moves in self._moves(group, params):
-            moves.warm_up()
+        for copies in self._copies(group, params):
+            copies.warm_up()
 
     def _receive_full(self, group: WeightGroup, deadline: Deadline) -> list[SliceDigest]:
         """Loads full tensors as they become complete; digests each before the loader gets it."""

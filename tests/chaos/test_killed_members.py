@@ -1,7 +1,8 @@
-"""Rollout and reward workers killed at every kind of moment while a step is collected: the batch is what it would have been.
+"""Rollout and reward members are killed at any moment while a step is collected: the batch stays the same.
 
-Real sampler, reward consumer, collector, mailboxes and journal over a broker in memory; the engine computes nothing. A worker is killed at a
-call to its broker, before the call takes effect or after it did but before the worker hears of it; from then on the broker hears nothing of it.
+Real sampler, reward consumer, collector, mailboxes and journal over a broker in memory; the engine computes
+nothing. A member is killed at a call to its broker, before the call takes effect, or after that but before
+the member gets the answer; from then on it makes no calls.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.barrier import Verdict
-from paceline.controller.batch.dispatch import Collected, Collector, Order
+from paceline.controller.batch.dispatch import Batch, Collector, Order
 from paceline.controller.batch.refill import Refill
+from paceline.controller.events import EventHub
 from paceline.controller.journal import Journal
+from paceline.controller.progress import Run
 from paceline.core.clock import SystemClock
 from paceline.core.errors import BrokerError
 from paceline.core.ids import Purpose
@@ -51,16 +54,22 @@ PROMPTS = {
     for i in range(10, 22)
 }
 LIMITS = SamplerLimits(
-    num_samples=8, num_groups=3, group_size=NUM_SAMPLES, group_timeout_s=5.0, lease_s=LEASE_S, max_stream_length=1000, append_timeout_s=5.0
-)  # fmt: skip
+    num_samples=8,
+    num_groups=3,
+    group_size=NUM_SAMPLES,
+    group_timeout_s=5.0,
+    lease_s=LEASE_S,
+    max_stream_length=1000,
+    append_timeout_s=5.0,
+)
 
 
 class MortalBroker:
-    """A broker's client whose process dies at its `lifetime`-th call; `hears` tells whether that call still takes effect."""
+    """A client whose process dies at its `lifetime`-th call; `hears` says whether that call takes effect."""
 
     def __init__(self, store: MemoryStore, lifetime: int | None, *, hears: bool) -> None:
         self._broker, self._left, self._hears = MemoryBroker(store=store), lifetime, hears
-        self.dead = asyncio.Event()
+        self.dead, self.lease_s = asyncio.Event(), LEASE_S
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         method = getattr(self._broker, name)
@@ -73,7 +82,7 @@ class MortalBroker:
                     if self._hears:
                         await method(*args, **kwargs)
             if self.dead.is_set():
-                raise BrokerError("this worker was killed")
+                raise BrokerError("this member was killed")
             return await method(*args, **kwargs)
 
         return call
@@ -118,7 +127,7 @@ async def roll_out(broker: MortalBroker, name: str) -> None:
         run_id=RUN,
         server_id=name.partition("/")[0],
         consumer=name,
-        limits=LIMITS,
+        limits=replace(LIMITS, lease_s=broker.lease_s),
         spawn=spawn,
     )
     sampler.open(POLICY)
@@ -127,7 +136,7 @@ async def roll_out(broker: MortalBroker, name: str) -> None:
 
 async def reward(broker: MortalBroker, name: str) -> None:
     """A reward process from its start to its death."""
-    options = ConsumerOptions(run_id=RUN, member_id=name, lease_s=LEASE_S, max_entries=4)
+    options = ConsumerOptions(run_id=RUN, member_id=name, lease_s=broker.lease_s, max_entries=4)
     await Consumer(broker=broker, scorer=Parities(), tokenizer=Letters(), options=options).run()
 
 
@@ -145,6 +154,8 @@ class Fleet:
             mortal = incarnation < self.num_deaths
             lifetime = int(self.rng.integers(1, 14)) if mortal else None
             broker = MortalBroker(self.store, lifetime, hears=bool(self.rng.integers(2)))
+            # Where nobody dies, a slow machine must not look like a death.
+            broker.lease_s = LEASE_S if self.num_deaths else 30.0
             process = asyncio.create_task(work(broker, f"{slot}/{incarnation}"))
             died = asyncio.create_task(broker.dead.wait())
             try:
@@ -182,10 +193,11 @@ def refill_from(cursor: PromptCursor, first: Collection[int]) -> Refill:
 
 async def collect(
     folder: Path, *, seed: int, num_deaths: int, num_first: int = len(PROMPTS)
-) -> tuple[Collected, MemoryBroker, Fleet]:
+) -> tuple[Batch, MemoryBroker, Fleet]:
     """One step over two rollout and two reward slots, each of which dies `num_deaths` times.
 
-    With `num_first` fewer than there are, groups of equal scores are replaced by the others, and each prompt has a greedy answer too.
+    With `num_first` fewer than there are, groups of equal scores are replaced by the others, and each prompt
+    has a greedy answer too.
     """
     store, refilled = MemoryStore(), num_first < len(PROMPTS)
     cursor = PromptCursor(list(PROMPTS), batch_size=num_first, seed=seed, shuffle=refilled)
@@ -194,13 +206,11 @@ async def collect(
     journal = Journal(folder / "events.jsonl", SystemClock())
     async with Mailbox(broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
         collector = Collector(
-            config=config(),
-            run_id=RUN,
+            Run(config=config(), id=RUN, dir=folder, journal=journal, events=EventHub()),
             broker=broker,
             box=box,
-            journal=journal,
-            alive=lambda: None,
-            progress=lambda *_: None,
+            check_fleet=lambda: None,
+            count=lambda *_: None,
         )
         order = Order(
             step=STEP,
@@ -217,20 +227,20 @@ async def collect(
         working = [asyncio.create_task(fleet.keep(slot, work)) for slot, work in slots]
         try:
             await collector.dispatch(order)
-            collected = await collector.collect(order, refill)
+            batch = await collector.collect(order, refill)
         finally:
             for task in working:
                 task.cancel()
             ends = await asyncio.gather(*working, return_exceptions=True)
         assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
-    return collected, broker, fleet
+    return batch, broker, fleet
 
 
-async def content(collected: Collected, broker: MemoryBroker) -> list[tuple[Any, ...]]:
+async def content(batch: Batch, broker: MemoryBroker) -> list[tuple[Any, ...]]:
     """What the learner would train on, row by row."""
     rows: list[tuple[Any, ...]] = []
-    blobs = await broker.get_blobs([header.blob_key for header in collected.batch])
-    for header, blob in zip(collected.batch, blobs, strict=True):
+    blobs = await broker.get_blobs([header.blob_key for header in batch.samples])
+    for header, blob in zip(batch.samples, blobs, strict=True):
         assert blob is not None, f"the blob of {header.trajectory_id} is gone"
         trajectory = decode_trajectory(blob)
         assert trajectory.trajectory_id == header.trajectory_id
@@ -260,17 +270,15 @@ async def test_the_batch_does_not_depend_on_who_dies(seed: int, tmp_path: Path) 
 async def test_what_takes_the_places_of_equal_groups_does_not_depend_on_who_dies(
     seed: int, tmp_path: Path
 ) -> None:
-    found = []
+    outcomes = []
     for name, num_deaths in (("calm", 0), ("wild", 3)):
         (tmp_path / name).mkdir()
-        collected, broker, fleet = await collect(
-            tmp_path / name, seed=seed, num_deaths=num_deaths, num_first=6
-        )
-        greedy = {i: header.reward for i, header in collected.greedy.items()}
-        aside = [str(header.trajectory_id) for header in collected.set_aside]
-        found.append((await content(collected, broker), aside, greedy, collected.num_extra))
+        batch, broker, fleet = await collect(tmp_path / name, seed=seed, num_deaths=num_deaths, num_first=6)
+        greedy = {i: header.reward for i, header in batch.greedy.items()}
+        aside = [str(header.trajectory_id) for header in batch.set_aside]
+        outcomes.append((await content(batch, broker), aside, greedy, batch.num_extra))
     assert len(fleet.deaths) >= 3, "nobody was killed: the test shows nothing"
-    calm, wild = found
+    calm, wild = outcomes
     assert wild == calm
     rows, aside, greedy, num_extra = calm
     assert num_extra

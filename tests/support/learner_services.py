@@ -1,8 +1,9 @@
-"""A real learner of one rank in the place of the fake one: behind its own servicer and commands, without processes between."""
+"""A real learner of one rank in place of the fake one: behind its own servicer, in the same process."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,7 +17,7 @@ from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire.training import order_to_proto, result_from_proto
-from support.fake_fleet import FakePeers
+from support.fake_fleet import FakeLearner, FakeServices
 from support.learner_fakes import DictBlobs, make_batch
 
 
@@ -38,24 +39,34 @@ class _AtOnce(CommandQueue):
         return future
 
 
-class LearnerPeers(FakePeers):
-    """Trains for real on made-up tokens, with the rewards that the loop sends; `before` is called with the step ahead of each."""
+class LearnerServices(FakeServices):
+    """Trains for real on made-up tokens, with the rewards that the loop sends.
+
+    `before` is called with the step before each training step.
+    """
 
     def __init__(self, learner: Learner, num_prompts: int, num_samples: int) -> None:
         super().__init__()
-        self.learner, self.before = learner, lambda step: None
-        self._shape = {"num_prompts": num_prompts, "num_samples": num_samples}
-        self._blobs = DictBlobs({})
+        self.learner = _RealLearner(self, learner, {"num_prompts": num_prompts, "num_samples": num_samples})
+        self.before: Callable[[int], None] = lambda step: None
+        self.version = self.source = learner.version
+
+
+class _RealLearner(FakeLearner):
+    services: LearnerServices
+
+    def __init__(self, services: LearnerServices, learner: Learner, shape: dict[str, int]) -> None:
+        super().__init__(services)
+        self._shape, self._blobs = shape, DictBlobs({})
         publisher: Any = None
         self._servicer = LearnerServicer(
             _AtOnce(Commands(learner, self._blobs, publisher).table), lambda: None
         )
         self._servicer.ready(learner.version, 60.0)
-        self.version = self.source = learner.version
 
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
-        self.calls.append(f"train {order.step}")
-        self.before(order.step)
+        self.services.calls.append(f"train {order.step}")
+        self.services.before(order.step)
         made, self._blobs.blobs = make_batch(step=order.step, policy=order.policy, seed=1, **self._shape)
         rows = [
             dataclasses.replace(row, reward=wanted.reward)
@@ -63,11 +74,11 @@ class LearnerPeers(FakePeers):
         ]
         request = order_to_proto(dataclasses.replace(order, rows=tuple(rows)))
         reply = await self._servicer.TrainStep(request, None)
-        self.version = self.source = order.step
+        self.services.version = self.services.source = order.step
         return result_from_proto(reply)
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
-        self.calls.append(f"save {step}")
+        self.services.calls.append(f"save {step}")
         request = learner_pb2.SaveCheckpointRequest(
             step=step, folder=folder, controller_state=controller_state
         )
