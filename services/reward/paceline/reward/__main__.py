@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = MemberOptions.parse(
         arguments,
         prog="python -m paceline.reward",
-        description=f"A reward service of a run. The token for remote reward services comes from {REWARD_TOKEN}.",
+        description=f"A reward service of a run. {REWARD_TOKEN} holds the token for remote reward services.",
     )
     return run_member(lambda session: RewardService(session).run(), options, kind=MemberKind.REWARD)
 
