@@ -116,8 +116,8 @@ async def test_a_nan_gradient_is_not_taken_and_ends_the_run_where_it_lasts(
     run = Faulty(model, ranks, 9, non_finite={"patience": 2})
     honest, bad = update.PolicyLoss.__call__, {2, 4, 5}
 
-    def poisoned(self: Any, part: Any, totals: Any) -> Any:
-        loss, sums = honest(self, part, totals)
+    def poisoned(self: Any, *arguments: Any) -> Any:
+        loss, sums = honest(self, *arguments)
         return (NanGradient.apply(loss) if run.learner.version + 1 in bad else loss), sums
 
     monkeypatch.setattr(update.PolicyLoss, "__call__", poisoned)

@@ -186,8 +186,8 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_reported(
     before = weights(learner)
     honest = update.PolicyLoss.__call__
 
-    def poisoned(self: Any, part: Any, whole: Any) -> Any:
-        loss, sums = honest(self, part, whole)
+    def poisoned(self: Any, *arguments: Any) -> Any:
+        loss, sums = honest(self, *arguments)
         sums[0] = math.nan
         return loss * math.nan, sums
 

@@ -123,8 +123,8 @@ def one_rank_has_a_bad_gradient(ranks: Ranks, model: str) -> list[dict[str, floa
     learner = Learner.build(config_of(model), ranks)
     honest, poisoned_steps = PolicyLoss.__call__, {1} if ranks.rank == ranks.world_size - 1 else set()
 
-    def poisoned(self: PolicyLoss, part: Any, whole: Any) -> Any:
-        loss, sums = honest(self, part, whole)
+    def poisoned(self: PolicyLoss, *arguments: Any) -> Any:
+        loss, sums = honest(self, *arguments)
         if learner.version in poisoned_steps:
             poisoned_steps.remove(learner.version)
             loss = NanGradient.apply(loss)

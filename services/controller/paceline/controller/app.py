@@ -1,4 +1,4 @@
-"""The controller service: puts the parts together, runs the sequencer beside the supervisor, and ends in order."""
+"""The controller service: builds the parts, runs the sequencer beside the supervisor, and ends in order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from paceline.service.runtime import ServiceContext
 
 log = logging.getLogger(__name__)
 
-# How long members have to hear of the end and to leave before the server stops; a rollout server takes some seconds to end its engine.
+# How long members have to hear of the end and to leave before the server stops; a rollout server takes some
+# seconds to end its engine.
 _FAREWELL_S = 8.0
 # Members without whom a collection cannot go on.
 _COLLECTING = (MemberKind.ROLLOUT, MemberKind.REWARD)

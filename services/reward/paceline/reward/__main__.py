@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = MemberOptions.parse(
         arguments,
         prog="python -m paceline.reward",
-        description=f"A reward service of a run. {REWARD_TOKEN} holds the token for remote reward services.",
+        description=f"A reward service of a run. {REWARD_TOKEN} holds the token of remote reward services.",
     )
     return run_member(lambda session: RewardService(session).run(), options, kind=MemberKind.REWARD)
 
