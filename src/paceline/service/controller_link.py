@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,8 +86,6 @@ class ControllerLink:
             member_id=self.member_id,
             incarnation=self.incarnation,
             address=self.address,
-            pid=os.getpid(),
-            host=socket.gethostname(),
             num_ranks=self._num_ranks,
         )
         deadline = time.monotonic() + timeout_s

@@ -9,10 +9,11 @@ import time
 import pytest
 from rich.console import Console
 
-from paceline.cli.live.follow import RunEnd, follow
+from paceline.cli.live.follow import follow
 from paceline.cli.live.table import LiveView
 from paceline.cli.live.view import PlainView, step_line
 from paceline.core.errors import PeerLostError
+from paceline.core.run_events import EndEvent
 from paceline.rpc.v1 import controller_pb2 as pb
 from support.fake_controller import FakeController, end_event, serve, step_event
 
@@ -143,7 +144,7 @@ async def test_following_goes_on_over_a_restart_of_the_stream() -> None:
         pb.WatchEvent(notice=pb.NoticeEvent(message="n")),
         end_event(ok=True, message="done"),
     ]
-    assert await following == RunEnd(ok=True, message="done")
+    assert await following == EndEvent(ok=True, message="done")
     assert view.told == ["collect 1/4", "step 1", "step 2", "n"]
     await server.stop(0)
 

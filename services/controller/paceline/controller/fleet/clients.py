@@ -17,10 +17,11 @@ from paceline.controller.fleet.membership import Member
 from paceline.core.errors import InvalidMessageError
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
-from paceline.rpc.v1 import common_pb2, learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from paceline.service.channels import call, connect
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.receipt import PushReceipt
+from paceline.wire.protobuf import policy_tag_to_proto
 from paceline.wire.training import order_to_proto, result_from_proto
 
 # A rank waits for others no longer than the configured time. The call's deadline is later, so that the
@@ -237,9 +238,7 @@ class RolloutClient:
         """Makes a received version the policy that a server samples from."""
         await call(
             self._stub(member).Commit,
-            rollout_pb2.CommitRequest(
-                policy=common_pb2.PolicyTag(version=policy.version, digest=policy.digest)
-            ),
+            rollout_pb2.CommitRequest(policy=policy_tag_to_proto(policy)),
             timeout_s=self._timeouts.quick,
             phase="COMMIT",
             peer=member.member_id,

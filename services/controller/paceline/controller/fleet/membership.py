@@ -131,7 +131,7 @@ class Fleet:
         in_flight: int,
         failure: str = "",
     ) -> tuple[bool, list[FleetChange]]:
-        """Notes a sign of life; (False, []) for a member that is unknown, dead or gone and must register again.
+        """Notes a heartbeat; (False, []) for a member that is unknown, dead or gone and must register again.
 
         `state` is None where a member only reports why it fails.
         """

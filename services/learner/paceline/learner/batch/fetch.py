@@ -30,7 +30,8 @@ def fetch_rows(
     Raises:
         InvalidMessageError: a blob is not a trajectory.
         VersionMismatchError: a trajectory was sampled from another policy than `policy`.
-        DataError: a blob is missing, or a trajectory is not the one that its row names or was not sampled for training.
+        DataError: a blob is missing, or a trajectory is not the one that its row names or was not sampled for
+            training.
         BrokerError, DeadlineError: the broker does not answer.
     """
     packed = {}
@@ -54,8 +55,8 @@ def _check_row(trajectory: Trajectory, row: BatchRow, policy: PolicyTag) -> None
         raise DataError(f"trajectory {name} was not sampled for training; it must not enter the batch")
     if trajectory.policy != policy:
         raise VersionMismatchError(
-            f"trajectory {name} was sampled from {trajectory.policy}, the step trains on {policy}; it must not "
-            "enter the batch"
+            f"trajectory {name} was sampled from {trajectory.policy}, the step trains on {policy}; it must "
+            "not enter the batch"
         )
     if trajectory.trajectory_id != row.trajectory_id:
         raise DataError(

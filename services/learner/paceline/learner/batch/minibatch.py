@@ -32,7 +32,7 @@ class MiniBatch:
 def cut_mini_batches(
     config: RunConfig, plan: BatchPlan, batches: Sequence[TrainingBatch], ranks: Ranks
 ) -> dict[str, list[MiniBatch]]:
-    """Mini-batches of "actor" and "critic" from this rank's micro-batches, which are in the order of the plan."""
+    """Mini-batches of "actor" and "critic" from this rank's micro-batches, which are in the plan's order."""
     remaining = iter(batches)
     chunks = [[next(remaining) for _ in range(chunk.num_micro_batches)] for chunk in plan.chunks]
     counts = [

@@ -1,4 +1,4 @@
-"""Packs rows into a micro-batch: one row of tokens without padding, and padded (B, R) tables for the losses."""
+"""Packs rows into a micro-batch: tokens without padding, and padded (B, R) tables for the losses."""
 
 from __future__ import annotations
 

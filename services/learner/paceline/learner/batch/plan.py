@@ -1,11 +1,12 @@
-"""Plans a step: cuts its rows into mini-batches by prompts, over ranks by tokens, into micro-batches by a token budget.
+"""Plans a step: cuts its rows into mini-batches by prompts, over ranks and into micro-batches by tokens.
 
-The plan follows from the rows' lengths alone, so every rank computes the same one without communication. The same
-micro-batches serve old log-probs, reference, values and the update, so on policy the first update sees a ratio of 1.
+The plan follows from the rows' lengths alone, so every rank computes the same one without communication. The
+same micro-batches serve old log-probs, reference, values and the update, so on policy the first update sees a
+ratio of 1.
 
-The unit is the chunk: a run of prompts whose size divides every mini-batch size in use (the critic's may differ from the
-actor's). A chunk is spread over the ranks and cut into the same number of micro-batches on each of them; some may be empty,
-because sharded models need every rank in every forward pass.
+The unit is the chunk: a run of prompts whose size divides every mini-batch size in use (the critic's may
+differ from the actor's). A chunk is spread over the ranks and cut into the same number of micro-batches on
+each of them; some may be empty, because sharded models need every rank in every forward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from itertools import groupby
 from paceline.core.errors import ConfigError, DataError
 
 CPU_TOKEN_BUDGET = 3072
-"""On a CPU, larger micro-batches are slower: their activations leave the caches (a fifth slower at 8 k tokens)."""
+"""Larger micro-batches run slower on a CPU: their activations leave the caches (a fifth slower at 8 k)."""
 
 Bin = tuple[int, ...]
 """Indices of rows."""
@@ -40,7 +41,7 @@ class RowLength:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A run of prompts; `micro_batches[rank][k]` are the rows of a rank's k-th micro-batch, by length, then index."""
+    """Prompts in a row; `micro_batches[rank][k]` are the rows of a rank's k-th micro-batch, by length."""
 
     rows: Bin
     micro_batches: tuple[tuple[Bin, ...], ...]
@@ -66,7 +67,8 @@ class BatchPlan:
         """
         if num_prompts % self.prompts_per_chunk:
             raise ConfigError(
-                f"a mini-batch of {num_prompts} prompts is no multiple of the chunk of {self.prompts_per_chunk}"
+                f"a mini-batch of {num_prompts} prompts is no multiple of the chunk of "
+                f"{self.prompts_per_chunk}"
             )
         width = num_prompts // self.prompts_per_chunk
         total = len(self.chunks)

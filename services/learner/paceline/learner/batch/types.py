@@ -1,8 +1,8 @@
-"""What a training batch becomes on its way to the update: rows, packed micro-batches, scored ones, ready ones.
+"""The records of a batch on its way to the update: rows, micro-batches, scored batches, training batches.
 
-B counts the rows of a micro-batch, R is their longest response, T all their tokens, n their response tokens. The model sees
-(1, T). Its numbers per response token are flat, (n,); `MicroBatch.table` spreads them over (B, R) for
-`paceline.learner.algorithms`, whose functions look at whole sequences.
+B counts the rows of a micro-batch, R is their longest response, T all their tokens, n their response tokens.
+The model sees (1, T). Its numbers per response token are flat, (n,); `MicroBatch.table` spreads them over
+(B, R) for `paceline.learner.algorithms`, whose functions need complete sequences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.core.trajectory import Float32Array, Int32Array, UInt8Array
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedRow:
-    """One sequence; `index` is its place in the step's batch, -1 for a row that only fills an empty micro-batch."""
+    """One sequence; `index` is its place in the step's batch, -1 for a filler of an empty micro-batch."""
 
     index: int
     prompt_token_ids: Int32Array
@@ -104,7 +104,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoredBatch:
-    """A micro-batch with what the networks say of it before the update; tables (B, R), None where not in use."""
+    """A micro-batch with its scores by the networks; tables (B, R), None where not in use."""
 
     batch: MicroBatch
     old_log_probs: Tensor

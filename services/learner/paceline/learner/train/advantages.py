@@ -1,4 +1,4 @@
-"""Computes the advantages of a rank's rows from their scores, log-probs and values, as those of the whole batch.
+"""Computes the advantages of a rank's rows from scores, log-probs and values, with statistics of the batch.
 
 Tables are (B, R): B counts this rank's rows over all its micro-batches, R is their longest response.
 """
@@ -23,7 +23,7 @@ from paceline.learner.distributed.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Advantages:
-    """Of one micro-batch: `scores` (B,), `advantages` (B, R) and the critic's targets `returns`, (B, R) or None."""
+    """A micro-batch's `scores` (B,), `advantages` (B, R) and the critic's targets `returns`, also (B, R)."""
 
     scores: Tensor
     advantages: Tensor

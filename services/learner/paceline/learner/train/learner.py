@@ -1,4 +1,4 @@
-"""What a learner rank holds: policy, critic and reference, their optimizers, KL controller, guard histories, version."""
+"""What a learner rank holds: networks and optimizers, KL controller, guard histories, version."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The losses of policy and critic on one micro-batch, as shares of the mini-batch's: they add up over micro-batches and ranks.
+"""The losses of policy and critic on one micro-batch, as shares of the mini-batch's loss.
 
-Each is called with a micro-batch and the counts of its mini-batch, and gives the share with its graph and a vector of sums
-for the metrics, whose `names` it has: the whole loss first.
+Shares add up over micro-batches and ranks. A loss takes a micro-batch and the counts of its mini-batch, and
+returns the share with its graph and a vector of sums for the metrics `names`, the loss first.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def loss_function(config: RunConfig) -> LossFunction:
 class PolicyLoss:
     """The policy's loss on one micro-batch, as a share of the mini-batch's.
 
-    `names` are those of the vector of sums that comes with it: the whole loss, then the metrics, the policy loss's own
-    among them. `kl_scale` multiplies actor.kl_loss_coef.
+    `names` are those of the vector of sums: the loss, then the metrics with the policy loss's own. `kl_scale`
+    multiplies actor.kl_loss_coef.
     """
 
     def __init__(self, config: RunConfig, network: PolicyNetwork, *, kl_scale: float = 1.0) -> None:

@@ -1,4 +1,4 @@
-"""A network that learns: AdamW over sharded parameters, its schedule, and gradients summed over micro-batches.
+"""A network that learns: AdamW over sharded parameters, its schedule, gradients of several micro-batches.
 
 A step whose loss or gradient is not finite is not taken.
 """
@@ -20,20 +20,20 @@ from paceline.learner.model.loading import as_fsdp, hugging_face_names
 N = TypeVar("N", bound=nn.Module)
 
 PartLoss = Callable[[], tuple[Tensor, Tensor]]
-"""Computes a micro-batch's share of the loss, a scalar that adds up over micro-batches and ranks, and sums for metrics.
+"""Computes a micro-batch's share of the loss and a vector of sums for the metrics, the loss first.
 
-The sums are a vector, the same metrics for every micro-batch; its first entry is the loss.
+Shares and sums add up over micro-batches and ranks.
 """
 Veto = Callable[[Tensor, float], str]
-"""Takes the sums of a mini-batch's metrics and its gradient norm; returns why its step must be skipped, else ""."""
+"""From the sums of a mini-batch's metrics and its gradient norm to why its step must be skipped, or ""."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The learning rate by training step: linear from 0 in the warm-up, then constant or a cosine to `min_ratio`.
+    """The learning rate by step: linear from 0 in the warm-up, then constant or a cosine to `min_ratio`.
 
-    A function of the step alone, so resuming needs no state. Steps count from 1. The last step of the warm-up runs at the
-    peak, and so does every later step of `constant`.
+    A function of the step alone, so resuming needs no state. Steps count from 1. The last step of the warm-up
+    runs at the peak, and so does every later step of `constant`.
     """
 
     peak: float
@@ -108,7 +108,7 @@ class Optimizer:
         Args:
             lr: the learning rate.
             loss_is_finite: whether the mini-batch's loss over all ranks is finite.
-            veto: called with the gradient's norm if all is finite; returns why the step must be skipped, else "".
+            veto: called with the gradient's norm if all is finite; returns why to skip the step, or "".
         """
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         total_norm = torch.nn.utils.get_total_norm(grads)
@@ -129,7 +129,7 @@ class Optimizer:
         return StepOutcome(grad_norm=norm, skip_reason=reason, finite=finite)
 
     def state(self) -> dict[str, Tensor]:
-        """Averages and step counts by "PARAMETER.KIND", sharded like the parameters; loading writes into them."""
+        """Averages and step counts by "PARAMETER.KIND", sharded; loading writes into them."""
         return {f"{name}.{kind}": tensor for name, kind, tensor in self._entries()}
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -138,7 +138,7 @@ class Optimizer:
                 yield name, kind, tensor
 
     def _fill_state(self) -> None:
-        """Creates the state that AdamW creates at its first step, so a checkpoint can load before any step."""
+        """Creates AdamW's state before its first step, so a checkpoint can load into it."""
         for parameter in self._parameters:
             self._adamw.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

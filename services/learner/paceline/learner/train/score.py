@@ -38,8 +38,8 @@ def _without_gradient(
 ) -> list[Tensor]:
     """Calls every micro-batch without a graph, then frees the network's gathered root parameters.
 
-    FSDP keeps the root's parameters gathered after a forward pass that no backward pass follows. The next forward pass
-    would use the embeddings from before the update.
+    FSDP keeps the root's parameters gathered after a forward pass that no backward pass follows. The next
+    forward pass would use the embeddings from before the update.
     """
     with torch.no_grad():
         results = [call(batch) for batch in batches]

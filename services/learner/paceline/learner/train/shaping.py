@@ -1,6 +1,6 @@
-"""What shapes a batch around its advantages: overlong penalty, rollout correction, resampling, selected tokens.
+"""Shapes a batch around its advantages: overlong penalty, rollout correction, resampling, token selection.
 
-scores -> overlong_scores -> advantages -> rollout_weights, draw_rows -> training_batches -> (update) select_tokens
+overlong_scores -> (advantages) -> rollout_weights, draw_rows -> training_batch -> (update) select_tokens
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.learner.train.advantages import Advantages
 
 
 def overlong_scores(config: RunConfig, rows: Sequence[BatchRow]) -> tuple[list[float], dict[str, float]]:
-    """The scores of all rows with `algorithm.overlong`'s penalty (DAPO, arXiv:2503.14476, eq. 13), and its metrics.
+    """All rows' scores with the penalty of `algorithm.overlong` (DAPO, arXiv:2503.14476, eq. 13); metrics.
 
     Every rank has all rows and computes the same.
     """
@@ -47,7 +47,7 @@ def overlong_scores(config: RunConfig, rows: Sequence[BatchRow]) -> tuple[list[f
 
 
 def rollout_weights(scored: ScoredBatch, correction: RolloutCorrectionConfig) -> Tensor | None:
-    """Weights of a micro-batch's policy loss, (B, R), by `algorithm.rollout_correction`; None without a correction."""
+    """A micro-batch's weights of the policy loss by `algorithm.rollout_correction`, (B, R) or None."""
     old, rollout, mask = scored.old_log_probs, scored.batch.rollout_log_probs, scored.batch.mask
     if correction.method == "none":
         return None
@@ -69,9 +69,9 @@ def mismatch_metrics(
     """How far the sampler's log-probs are from the learner's, over all ranks' tokens; every rank calls it.
 
     Under `rollout/`: mismatch_kl is KL(sampler || learner) by k3, logprob_diff_max the largest difference.
-    effective_sample_size (a share in [0, 1]) and largest_weight are of the weights before any cap, at the correction's
-    level, or at that of tokens without a correction. corrected_share, with a correction only, is the share of tokens
-    whose weight was capped or is 0.
+    effective_sample_size (a share in [0, 1]) and largest_weight are of the weights before any cap, at the
+    correction's level, or at that of tokens without a correction. corrected_share, with a correction only, is
+    the share of tokens whose weight was capped or is 0.
     """
     total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     weight_sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
@@ -107,10 +107,10 @@ def mismatch_metrics(
 def draw_rows(
     config: RunConfig, *, scores: Sequence[float], group_ids: Sequence[int], step: int
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """How often `algorithm.resample` draws each row of the step, (rows,), and its metrics; None without resampling.
+    """How often `algorithm.resample` draws each row, (rows of the step,), or None without it; its metrics.
 
-    It draws with replacement as many rows as the step has, from a generator seeded by (trainer.seed, step), so every
-    rank draws the same.
+    It draws with replacement as many rows as the step has, from a generator seeded by (trainer.seed, step),
+    so every rank draws the same.
 
     Raises:
         NumericsError: a score is not finite.
@@ -139,9 +139,9 @@ def training_batch(
 ) -> TrainingBatch:
     """A micro-batch ready for its updates; with `counts` its tables hold each row as often as it was drawn.
 
-    A row that was drawn three times runs through the network once. Its numbers stand three times in the tables that the
-    losses read, so its gradient counts three times. A row that was not drawn leaves the tables. Losses, means and
-    counts are those of a batch that really repeats the rows.
+    A row that was drawn three times runs through the network once. Its numbers stand three times in the
+    tables that the losses read, so its gradient counts three times. A row that was not drawn leaves the
+    tables. Losses, means and counts are those of a batch that really repeats the rows.
     """
     places = _places(scored.batch, counts)
 
@@ -185,8 +185,9 @@ def _repeated(batch: MicroBatch, places: Tensor) -> MicroBatch:
 def select_tokens(mini: MiniBatch, actor: ActorConfig, ranks: Ranks) -> list[Tensor | None]:
     """The tokens of a mini-batch that a covariance loss treats separately, a table (B, R) per micro-batch.
 
-    They are the highest of the whole mini-batch over all ranks, by the old log-probs, so one selection holds for all
-    epochs; in float64, so it does not depend on how the mini-batch is cut. None for other losses. Every rank calls it.
+    They are the highest of the whole mini-batch over all ranks, by the old log-probs, so one selection holds
+    for all epochs; in float64, so it does not depend on how the mini-batch is cut. None for other losses.
+    Every rank calls it.
     """
     loss = actor.policy_loss
     if not isinstance(loss, CovarianceLoss):

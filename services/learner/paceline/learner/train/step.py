@@ -168,7 +168,7 @@ def _update(
 
 
 def _steer_kl(learner: Learner, order: TrainOrder, summary: AdvantageSummary) -> None:
-    """Adapts the KL coefficient to the step's KL, unless the guard has fixed it or the policy was not updated."""
+    """Adapts the KL coefficient to the step's KL, unless the guard fixed it or the policy was not updated."""
     if order.adjustments.fixed_kl_coef is not None or _critic_alone(learner, order.step):
         return
     # A KL that is not finite comes with a skipped update; then the coefficient stays, as the policy does.

@@ -54,8 +54,8 @@ def update_policy(
     """Takes all optimizer steps of the policy in one training step.
 
     Raises:
-        NumericsError: in float32 the first mini-batch's ratio is not 1, so old and new log-probs come from different
-            weights or different computations; no number of the step could be trusted.
+        NumericsError: in float32 the first mini-batch's ratio is not 1, so old and new log-probs come from
+            different weights or different computations; no number of the step could be trusted.
     """
     report = UpdateReport(lr=actor.schedule.at(step) * guard.adjustments.lr_scale)
     if guard.refusal:
@@ -113,7 +113,7 @@ def _step(
     ranks: Ranks,
     report: UpdateReport,
 ) -> dict[str, float]:
-    """Takes one optimizer step on the losses of a mini-batch's parts; returns the metrics, and reports them."""
+    """Takes one optimizer step on the losses of a mini-batch's parts; reports and returns its metrics."""
     outcome, sums = trainable.update(
         losses,
         step=step,

@@ -74,7 +74,7 @@ class UpdateGuard:
     def judge_update(
         self, network: str, names: Sequence[str], sums: Tensor, grad_norm: float, grad_clip: float
     ) -> str:
-        """Why an optimizer step of "actor" or "critic" must be skipped, else ""; `sums` are of the metrics `names`.
+        """Why a step of "actor" or "critic" must be skipped, or ""; `sums` are of the metrics `names`.
 
         The rule `grad_norm` ignores a gradient below the clip, even one far above the median.
         """
