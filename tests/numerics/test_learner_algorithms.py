@@ -1,4 +1,4 @@
-"""Every algorithm through the learner's training step: it moves the weights, starts on policy, and does not depend on the cut."""
+"""Every algorithm through the learner's step: starts on policy, moves the weights, whatever the cut."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def one_rank(model: Path, ranks: Ranks) -> dict[str, Metrics]:
     return learner_variants.all_variants(ranks, str(model))
 
 
-def assert_alike(mine: Metrics, theirs: Metrics) -> None:
-    assert mine.keys() == theirs.keys()
-    for name, value in mine.items():
+def assert_alike(ours: Metrics, theirs: Metrics) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
         assert value == pytest.approx(theirs[name], abs=2e-5, rel=1e-4), name
 
 
