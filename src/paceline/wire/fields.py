@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgpack
@@ -12,11 +13,34 @@ import numpy.typing as npt
 
 from paceline.core.errors import InvalidMessageError
 from paceline.core.trajectory import SCHEMA_VERSION
-from paceline.wire.limits import Limits
 
 INT64_MAX = 2**63 - 1
 MAX_NAME_CHARS = 512
 """Of ids, keys and other names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Limits that decoders enforce.
+
+    Args:
+        max_bytes: of a message or blob; a larger one is rejected unread.
+        max_tokens: of an array of token ids.
+        max_text_chars: of a text field: a response, a ground truth.
+        max_samples: of a prompt group.
+        max_items: of any other list or mapping: stop tokens, reward components.
+        max_depth: of nesting in a reward context's `extra`.
+    """
+
+    max_bytes: int = 64 * 2**20
+    max_tokens: int = 2**20
+    max_text_chars: int = 2**20
+    max_samples: int = 4096
+    max_items: int = 1024
+    max_depth: int = 8
+
+
+DEFAULT_LIMITS = Limits()
 
 
 def pack(kind: str, fields: dict[str, Any]) -> bytes:

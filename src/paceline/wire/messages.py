@@ -18,8 +18,7 @@ from paceline.core.trajectory import (
     Trajectory,
     TrajectoryHeader,
 )
-from paceline.wire.fields import Fields, pack, pack_array, unpack
-from paceline.wire.limits import DEFAULT_LIMITS, Limits
+from paceline.wire.fields import DEFAULT_LIMITS, Fields, Limits, pack, pack_array, unpack
 from paceline.wire.parts import (
     pack_context,
     pack_policy,

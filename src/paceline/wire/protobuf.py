@@ -9,8 +9,7 @@ from paceline.core.errors import InvalidMessageError
 from paceline.core.policy import PolicyTag
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.rpc.v1 import common_pb2, reward_pb2
-from paceline.wire.fields import plain_problem, reject
-from paceline.wire.limits import DEFAULT_LIMITS
+from paceline.wire.fields import DEFAULT_LIMITS, plain_problem, reject
 
 
 def policy_tag_to_proto(tag: PolicyTag) -> common_pb2.PolicyTag:
