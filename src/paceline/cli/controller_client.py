@@ -6,45 +6,11 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 from paceline.core.policy import PolicyTag
+from paceline.core.run_events import PhaseEvent, RunEvent
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service import channels
 from paceline.wire.protobuf import policy_tag_from_proto
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseChange:
-    """The run is in this phase; `admitted` of `wanted` trajectories have come, both 0 if it counts none."""
-
-    step: int
-    phase: str
-    admitted: int
-    wanted: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepEnd:
-    """A step is finished."""
-
-    step: int
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Notice:
-    """A sentence for people."""
-
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunEnd:
-    """The run is over; the controller's last event."""
-
-    ok: bool
-    message: str
-
-
-RunEvent = PhaseChange | StepEnd | Notice | RunEnd
+from paceline.wire.run_events import run_event_from_proto
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +32,7 @@ class RunStatus:
     run_id: str
     run_dir: str
     total_steps: int
-    now: PhaseChange
+    now: PhaseEvent
     seconds_in_phase: float
     policy: PolicyTag | None
     members: tuple[MemberStatus, ...]
@@ -76,7 +42,7 @@ class RunStatus:
 class ControllerClient:
     """A connection to a controller; use it as an async context manager.
 
-    Every method raises PeerLostError if the controller cannot be reached, ConfigError if it refuses the token.
+    Methods raise PeerLostError if the controller cannot be reached, ConfigError if it refuses the token.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -102,7 +68,7 @@ class ControllerClient:
             run_id=reply.run_id,
             run_dir=reply.run_dir,
             total_steps=reply.total_steps,
-            now=PhaseChange(
+            now=PhaseEvent(
                 step=reply.step,
                 phase=reply.phase,
                 admitted=reply.trajectories_admitted,
@@ -118,7 +84,7 @@ class ControllerClient:
         """Yields events from `from_step` on; ends early if this client reads too slowly."""
         request = controller_pb2.WatchRequest(from_step=from_step)
         async for message in channels.stream(self._stub.Watch, request, phase="WATCH", peer=self._peer):
-            event = _event(message)
+            event = run_event_from_proto(message)
             if event is not None:
                 yield event
 
@@ -126,21 +92,6 @@ class ControllerClient:
         """Ends the run with this reason."""
         request = controller_pb2.StopRunRequest(reason=reason)
         await channels.call(self._stub.StopRun, request, timeout_s=2.0, phase="STOP", peer=self._peer)
-
-
-def _event(message: controller_pb2.WatchEvent) -> RunEvent | None:
-    match message.WhichOneof("event"):
-        case "phase":
-            now = message.phase
-            return PhaseChange(step=now.step, phase=now.phase, admitted=now.admitted, wanted=now.wanted)
-        case "step":
-            return StepEnd(step=message.step.step, metrics=dict(message.step.metrics))
-        case "notice":
-            return Notice(message=message.notice.message)
-        case "end":
-            return RunEnd(ok=message.end.ok, message=message.end.message)
-        case _:
-            return None  # an event of a newer controller
 
 
 def _member(message: controller_pb2.MemberStatus) -> MemberStatus:

@@ -2,12 +2,11 @@
 
 I1  every trained token has the step's policy version and digest
 I2  every prompt that a finished step asked for, at first or in a refill, is asked for once and ends in
-exactly one of {trained once,
-    dropped with a reason, set aside with a reason when all its samples were in}; where greedy answers are
-    asked for, each trained prompt has one
+    exactly one of {trained once, dropped with a reason, set aside with a reason when all its samples were
+    in}; where greedy answers are asked for, each trained prompt has one
 I3  no trajectory is admitted twice in a step
 I4  a version is committed with one digest
-I4b after a rollback the version is committed with the digest of the step that was gone back to
+I4b after a rollback the version is committed with the digest of the step that the run went back to
 I5  phases follow each other as `phases.move` allows
 """
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 
-from paceline.controller.events import EndEvent, Event, NoticeEvent, PhaseEvent, StepEvent
 from paceline.controller.fleet.membership import Member
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.progress import Progress, Run
@@ -17,6 +16,7 @@ from paceline.core.errors import InvalidMessageError
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.wire.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
+from paceline.wire.run_events import run_event_to_proto
 
 
 class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
@@ -143,7 +143,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     ) -> AsyncIterator[controller_pb2.WatchEvent]:
         """Events until the run ends."""
         async for event in self._run.events.follow(request.from_step):
-            yield _event_to_proto(event)
+            yield run_event_to_proto(event)
 
     async def StopRun(
         self, request: controller_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -151,23 +151,6 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         """Requests an orderly end of the run."""
         self._stop(request.reason or "asked to stop")
         return controller_pb2.StopRunResponse()
-
-
-def _event_to_proto(event: Event) -> controller_pb2.WatchEvent:
-    match event:
-        case PhaseEvent():
-            phase = controller_pb2.PhaseEvent(
-                step=event.step, phase=event.phase, admitted=event.admitted, wanted=event.wanted
-            )
-            return controller_pb2.WatchEvent(phase=phase)
-        case StepEvent():
-            return controller_pb2.WatchEvent(
-                step=controller_pb2.StepEvent(step=event.step, metrics=event.metrics)
-            )
-        case NoticeEvent():
-            return controller_pb2.WatchEvent(notice=controller_pb2.NoticeEvent(message=event.message))
-        case EndEvent():
-            return controller_pb2.WatchEvent(end=controller_pb2.EndEvent(ok=event.ok, message=event.message))
 
 
 def _status_word(member: Member) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from paceline.cli.controller_client import ControllerClient, Notice, PhaseChange, RunEnd, StepEnd
+from paceline.cli.controller_client import ControllerClient
 from paceline.cli.live.view import View
 from paceline.core.errors import PeerLostError
+from paceline.core.run_events import EndEvent, NoticeEvent, PhaseEvent, StepEvent
 
 _RETRY_S = 0.5
 
 
-async def follow(address: str, token: str, view: View, *, patience_s: float = 15.0) -> RunEnd:
+async def follow(address: str, token: str, view: View, *, patience_s: float = 15.0) -> EndEvent:
     """Shows every event until the run ends.
 
     Raises:
@@ -25,9 +26,9 @@ async def follow(address: str, token: str, view: View, *, patience_s: float = 15
             try:
                 async for event in controller.watch(from_step=next_step):
                     silent_since = None
-                    if isinstance(event, RunEnd):
+                    if isinstance(event, EndEvent):
                         return event
-                    if isinstance(event, StepEnd):
+                    if isinstance(event, StepEvent):
                         next_step = event.step + 1
                     _show(event, view)
             except PeerLostError:
@@ -38,11 +39,11 @@ async def follow(address: str, token: str, view: View, *, patience_s: float = 15
             await asyncio.sleep(_RETRY_S)
 
 
-def _show(event: PhaseChange | StepEnd | Notice, view: View) -> None:
+def _show(event: PhaseEvent | StepEvent | NoticeEvent, view: View) -> None:
     match event:
-        case PhaseChange():
+        case PhaseEvent():
             view.phase(step=event.step, phase=event.phase, admitted=event.admitted, wanted=event.wanted)
-        case StepEnd():
+        case StepEvent():
             view.step(event.step, event.metrics)
-        case Notice():
+        case NoticeEvent():
             view.notice(event.message)

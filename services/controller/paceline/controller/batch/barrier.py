@@ -2,11 +2,11 @@
 
     scored headers -> judge -> admitted groups -> (closed) -> batch in (prompt id, sample index) order
 
-With v the step's policy and d its digest, a header is admitted only if its version is v and its digest is d;
-each trajectory id at most once. The barrier closes when every expected group is complete or dropped; further
-groups may be expected while it is open. A complete
-group may be set aside: it is not trained, though nothing is wrong with it. Nothing here depends on the order
-of arrival, but for which of several repeats of one trajectory is kept, and repeats carry the same tokens.
+With v the step's policy version and d its digest, a header is admitted only if its version is v and its
+digest is d; each trajectory id is admitted at most once. The barrier closes when every expected group is
+complete or dropped; groups may be added while it is open. A complete group may be set aside: it is not
+trained, though nothing is wrong with it. The batch does not depend on the order of arrival: of repeats of a
+trajectory the first is kept, and repeats carry the same tokens.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Barrier:
     Args:
         step, purpose: which collection this is; headers of another are UNKNOWN.
         policy: the only policy whose tokens are admitted.
-        expected: samples wanted of each prompt id.
-        with_greedy: whether each group also wants one greedy answer, which is no row of the batch.
+        expected: number of samples of each prompt id.
+        with_greedy: whether each group also needs a greedy answer, which is no row of the batch.
     """
 
     def __init__(
