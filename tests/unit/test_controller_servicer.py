@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -27,8 +28,10 @@ from support.sequencer_run import config
 class Bench:
     """The fleet behind a servicer, and calls to it."""
 
-    def __init__(self, supervisor: Supervisor, stub: controller_pb2_grpc.ControllerServiceStub) -> None:
-        self.fleet, self._stub = supervisor.fleet, stub
+    def __init__(
+        self, supervisor: Supervisor, events: EventHub, stub: controller_pb2_grpc.ControllerServiceStub
+    ) -> None:
+        self.fleet, self.events, self._stub = supervisor.fleet, events, stub
 
     async def register(self, kind: common_pb2.MemberKind.ValueType, member_id: str) -> pb.RegisterResponse:
         request = pb.RegisterRequest(kind=kind, member_id=member_id, incarnation="a", address="h:1")
@@ -37,6 +40,11 @@ class Bench:
     async def beat(self, member_id: str, state: str, **fields: object) -> pb.HeartbeatResponse:
         request = pb.HeartbeatRequest(member_id=member_id, incarnation="a", state=state, **fields)  # type: ignore[arg-type]
         return await channels.call(self._stub.Heartbeat, request, timeout_s=5, phase="H", peer="controller")
+
+    async def follow(self, from_step: int) -> list[pb.WatchEvent]:
+        request = pb.WatchRequest(from_step=from_step)
+        answers = channels.stream(self._stub.Watch, request, phase="W", peer="controller", timeout_s=5)
+        return [event async for event in answers]
 
     async def status(self) -> dict[str, str]:
         call = channels.call(self._stub.GetStatus, pb.GetStatusRequest(), timeout_s=5, phase="S", peer="c")
@@ -55,7 +63,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     add = controller_pb2_grpc.add_ControllerServiceServicer_to_server
     server = await start_server(add, servicer)
     channel = channels.connect(server.address)
-    yield Bench(supervisor, controller_pb2_grpc.ControllerServiceStub(channel))
+    yield Bench(supervisor, events, controller_pb2_grpc.ControllerServiceStub(channel))
     await channel.close()
     await server.stop(0)
     journal.close()
@@ -102,3 +110,21 @@ async def test_a_registration_must_be_complete(bench: Bench) -> None:
     assert caught.value.reason == "incomplete_registration"
     with pytest.raises(InvalidMessageError, match="must name its id and incarnation; got id ''"):
         await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "")
+
+
+async def test_a_follower_gets_the_steps_it_missed_and_everything_until_the_end(bench: Bench) -> None:
+    for step in (1, 2):
+        bench.events.step(step, {"m": step / 2})
+    bench.events.phase(step=3, phase="collect", admitted=4, wanted=8)
+    following = asyncio.create_task(bench.follow(from_step=2))
+    await asyncio.sleep(0.2)
+    bench.events.notice("rollout-1 is dead")
+    bench.events.end(ok=True, message="3 steps done")
+    bench.events.end(ok=False, message="too late")
+    assert await following == [
+        pb.WatchEvent(step=pb.StepEvent(step=2, metrics={"m": 1.0})),
+        pb.WatchEvent(phase=pb.PhaseEvent(step=3, phase="collect", admitted=4, wanted=8)),
+        pb.WatchEvent(notice=pb.NoticeEvent(message="rollout-1 is dead")),
+        pb.WatchEvent(end=pb.EndEvent(ok=True, message="3 steps done")),
+    ]
+    assert [event.WhichOneof("event") for event in await bench.follow(from_step=9)] == ["phase", "end"]

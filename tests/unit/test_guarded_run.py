@@ -15,7 +15,7 @@ from paceline.controller.run.checkpoints import ControllerState, folder_of
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.guard import Reading
 from paceline.data.cursor import CursorState
-from support.sequencer_run import SequencerRun, run
+from support.sequencer_run import SequencerRun, config, run, run_of
 
 
 def ppo_kl(value: float, skipped: int = 0) -> list[Reading]:
@@ -249,6 +249,19 @@ async def test_a_rollback_that_sends_other_weights_is_found_by_the_audit(tmp_pat
         await it.go()
         (breach,) = violations(it.events(), num_samples=2)
         assert breach.startswith("I4b: version 2 is a rollback to 1, which was committed as 0000000000000008")
+
+
+async def test_a_run_that_resumes_from_step_0_writes_its_metrics_once(tmp_path: Path) -> None:
+    changes = guarded(1, ppo_kl={"rollback": 0.1})
+    async with run(tmp_path, **changes) as it:
+        await it.enlist_all()
+        await it.go()
+        state = ControllerState.from_plain(json.loads(it.services.saved[0]))
+    assert state.step == 0
+    async with run_of(config(**changes), tmp_path, resumed=state) as it:
+        await it.enlist_all()
+        await it.go()
+        assert [line["step"] for line in it.lines()] == [0, 1]
 
 
 def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:
