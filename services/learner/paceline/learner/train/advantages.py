@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paceline.config.run import RunConfig
 from paceline.learner.algorithms import kl, registry
-from paceline.learner.algorithms.estimation import estimate_advantages
-from paceline.learner.algorithms.statistics import masked_mean
+from paceline.learner.algorithms.estimators import EstimatorInputs
+from paceline.learner.algorithms.statistics import RowShard, masked_mean
 from paceline.learner.batch.types import ScoredBatch
 from paceline.learner.distributed.ranks import Ranks
 
@@ -82,7 +82,6 @@ def compute_advantages(
     penalty = None if ref is None else kl.kl_estimate(old, ref, config.algorithm.kl_penalty)
     in_reward = penalty if config.algorithm.use_kl_in_reward else None
     token_rewards = kl.token_rewards(own_scores, mask, in_reward, kl_coef)
-    estimator = registry.adv_estimator(config.algorithm.adv_estimator)
 
     def gather(rows: Tensor) -> Tensor:
         # Each row is on one rank, so the sum only adds zeros and is exact; every rank gets the batch's order.
@@ -90,18 +89,16 @@ def compute_advantages(
         everywhere[index] = rows
         return ranks.all_sum(everywhere)
 
-    advantages, returns = estimate_advantages(
-        estimator,
-        _options(config, estimator, critic_alone=critic_alone),
+    estimator = registry.ADV_ESTIMATORS[config.algorithm.adv_estimator]
+    inputs = EstimatorInputs(
         token_rewards=token_rewards,
         mask=mask,
         group_ids=torch.tensor(group_ids, dtype=torch.int64, device=device)[index],
         values=values,
         greedy_scores=None if greedy is None else greedy[index],
-        all_reduce=ranks.all_sum,
-        gather=gather,
-        rows=index,
+        shard=RowShard(all_reduce=ranks.all_sum, gather=gather, rows=index),
     )
+    advantages, returns = estimator(inputs, _estimator_options(config, critic_alone=critic_alone))
     metrics = _metrics(scores, token_rewards, advantages, returns, values, mask, ranks)
     return _split(scored, own_scores, advantages, returns), AdvantageSummary(
         reference_kl=None if penalty is None else _mean_over_sequences(penalty, mask, len(scores), ranks),
@@ -110,11 +107,11 @@ def compute_advantages(
     )
 
 
-def _options(config: RunConfig, estimator: registry.Estimator, *, critic_alone: bool) -> dict[str, Any]:
-    options = registry.configured_options(estimator.function, config.algorithm)
+def _estimator_options(config: RunConfig, *, critic_alone: bool) -> dict[str, Any]:
+    options = config.algorithm.estimator_arguments
     if critic_alone and config.critic.warmup_lam is not None:
         # The advantages are not used; gae makes the critic's targets with lam, vapo with lam_critic.
-        options |= {"lam": config.critic.warmup_lam, "lam_critic": config.critic.warmup_lam}
+        options |= {name: config.critic.warmup_lam for name in ("lam", "lam_critic") if name in options}
     return options
 
 

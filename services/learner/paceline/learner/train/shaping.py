@@ -20,7 +20,6 @@ from paceline.core.training import BatchRow
 from paceline.learner.algorithms import rollout_correction
 from paceline.learner.algorithms.policy_losses import highest_covariance
 from paceline.learner.algorithms.shaping import overlong_penalty, resample_indices
-from paceline.learner.algorithms.statistics import keep
 from paceline.learner.batch.minibatch import MiniBatch
 from paceline.learner.batch.types import MicroBatch, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
@@ -66,41 +65,41 @@ def mismatch_metrics(
     correction: RolloutCorrectionConfig,
     ranks: Ranks,
 ) -> dict[str, float]:
-    """How far the sampler's log-probs are from the learner's, over all ranks' tokens; every rank calls it.
+    """The metrics `rollout/*`, over all ranks' tokens; every rank calls it.
 
-    Under `rollout/`: mismatch_kl is KL(sampler || learner) by k3, logprob_diff_max the largest difference.
-    effective_sample_size (a share in [0, 1]) and largest_weight are of the weights before any cap, at the
-    correction's level, or at that of tokens without a correction. corrected_share, with a correction only, is
+    mismatch_kl is KL(sampler || learner) per token, by `rollout_correction.mismatch_kl`, logprob_diff_max the
+    largest difference. effective_sample_size (a share in [0, 1]) and largest_weight are of the weights before any
+    cap, at the correction's level, or per token without a correction. corrected_share, with a correction only, is
     the share of tokens whose weight was capped or is 0.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    kl_and_count = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     weight_sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
     largest = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     for part, part_weights in zip(scored, weights, strict=True):
-        mask = part.batch.mask
-        difference = keep(part.old_log_probs - part.batch.rollout_log_probs, mask).double()
-        total[0] += (difference.exp() - 1.0 - difference).sum()
-        total[1] += mask.sum()
+        old, rollout, mask = part.old_log_probs, part.batch.rollout_log_probs, part.batch.mask
+        kl_and_count[0] += rollout_correction.mismatch_kl(old, rollout, mask).sum()
+        kl_and_count[1] += mask.sum()
         raw = rollout_correction.rollout_weights(
-            part.old_log_probs.double(), part.batch.rollout_log_probs.double(), mask, correction.weight_level
+            old.double(), rollout.double(), mask, correction.weight_level
         )
         weight_sums[:3] += rollout_correction.weight_sums(raw, mask)
         if part_weights is not None:
             bounded = part_weights == 0 if correction.method != "tis" else raw > correction.cap
             weight_sums[3] += (bounded & mask).sum()
-        part_largest = torch.stack([difference.abs().max(), rollout_correction.largest_weight(raw, mask)])
+        difference = rollout_correction.log_prob_diff_max(old, rollout, mask).double()
+        part_largest = torch.stack([difference, rollout_correction.largest_weight(raw, mask)])
         largest = torch.maximum(largest, part_largest)
-    sums = ranks.all_sum(total).tolist()
+    kl_sum, num_tokens = ranks.all_sum(kl_and_count).tolist()
     weight_sums, largest = ranks.all_sum(weight_sums), ranks.all_max(largest)
-    effective = rollout_correction.effective_sample_size_from_sums(weight_sums[:3])
+    effective = rollout_correction.effective_sample_size(weight_sums[:3])
     metrics = {
-        "rollout/mismatch_kl": sums[0] / sums[1],
+        "rollout/mismatch_kl": kl_sum / num_tokens,
         "rollout/logprob_diff_max": float(largest[0].item()),
         "rollout/effective_sample_size": float(effective.item()),
         "rollout/largest_weight": float(largest[1].item()),
     }
     if correction.method != "none":
-        metrics["rollout/corrected_share"] = float(weight_sums[3].item()) / sums[1]
+        metrics["rollout/corrected_share"] = float(weight_sums[3].item()) / num_tokens
     return metrics
 
 
