@@ -1,4 +1,4 @@
-"""Every algorithm through the learner's step: starts on policy, moves the weights, whatever the cut."""
+"""Every algorithm in a training step: it starts on policy, moves the weights, does not depend on the cut."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def one_rank(model: Path, ranks: Ranks) -> dict[str, Metrics]:
     return learner_variants.all_variants(ranks, str(model))
 
 
-def assert_alike(ours: Metrics, theirs: Metrics) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert value == pytest.approx(theirs[name], abs=2e-5, rel=1e-4), name
+def assert_alike(metrics: Metrics, other: Metrics) -> None:
+    assert metrics.keys() == other.keys()
+    for name, value in metrics.items():
+        assert value == pytest.approx(other[name], abs=2e-5, rel=1e-4), name
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -1,4 +1,4 @@
-"""Around the advantages of a training step: overlong penalty, value pre-training, resampling, rollout correction."""
+"""What shapes a training step: overlong penalty, value pre-training, resampling, rollout correction."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def packed_rows(count: int = 6) -> list[PackedRow]:
 
 
 def made_up(batch: MicroBatch, counts: torch.Tensor | None = None) -> TrainingBatch:
-    """Old log-probs near the model's, and everything else from a generator; with rows repeated by `counts`."""
+    """Old log-probs near the model's, the rest from a generator; rows are repeated by `counts`."""
     draw = torch.Generator().manual_seed(5)
     shape = batch.mask.shape
 

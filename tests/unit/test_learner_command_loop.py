@@ -130,11 +130,11 @@ def test_rows_are_fetched_by_index_and_checked_once_more() -> None:
     def fetch(batch: tuple[BatchRow, ...] = rows, policy: PolicyTag = POLICY) -> Any:
         return fetch_rows(store, batch, [2, 0], policy=policy, vocab_size=48)
 
-    found = fetch()
-    assert list(found) == [2, 0]
-    assert found[2].index == 2
-    assert len(found[2].response_token_ids) == rows[2].num_response_tokens
-    assert found[2].response_log_probs.dtype == np.float32
+    fetched = fetch()
+    assert list(fetched) == [2, 0]
+    assert fetched[2].index == 2
+    assert len(fetched[2].response_token_ids) == rows[2].num_response_tokens
+    assert fetched[2].response_log_probs.dtype == np.float32
     with pytest.raises(
         VersionMismatchError,
         match=r"train:1:1:0 was sampled from v0@0123456789abcdef, the step trains on v1@",
