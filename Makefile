@@ -1,11 +1,11 @@
-# The four commands of the README. Python 3.11 or 3.12; everything else is installed into .venv from the lock files.
-# The first that runs and is of a version that is wanted; a name on the PATH may be only a version manager's shim.
+# The commands of the README. They need Python 3.11 or 3.12 and install the rest into .venv from the lock files.
+# The first interpreter that starts and has a supported version; a name on the PATH may be a version manager's shim.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
   $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/cpu.txt)
-# Where the CPU build of torch is looked for when pip's own index has none.
+# Where to find the CPU build of torch if pip's own index has none.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
 
@@ -15,14 +15,14 @@ help:
 	@echo "make venv       install into $(VENV) from the lock files"
 	@echo "make demo       prepare data and a small model, train it with PPO through the four services (SEED=0)"
 	@echo "make demo-grpo  the same with GRPO, no critic"
-	@echo "make test       all tests; sets up Redis by itself"
-	@echo "make test-fast  unit, property and numeric tests"
+	@echo "make test       all tests; starts Redis by itself"
+	@echo "make test-fast  unit, property, numeric and contract tests"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
 
 venv: $(VENV)/.installed
 
 $(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Paceline needs Python 3.11 or 3.12, and none is on the PATH; run: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Paceline needs Python 3.11 or 3.12, and the PATH has neither; run: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps '$(TORCH)' \
 	  || $(BIN)/python -m pip install --disable-pip-version-check --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'

@@ -83,7 +83,7 @@ def answer(group: PromptGroup) -> list[Outgoing]:
     log_probs = -rng.random((group.num_samples, num_tokens), dtype=np.float32)
     for index, seed in enumerate(group.seeds):
         trajectory_id = group.trajectory_id(index)
-        key = names.blob(RUN_ID, str(trajectory_id), group.attempt, "bench-0")
+        key = names.blob(RUN_ID, str(trajectory_id), "bench-0")
         blob = wire.encode_trajectory(
             Trajectory(
                 run_id=RUN_ID,
@@ -97,7 +97,6 @@ def answer(group: PromptGroup) -> list[Outgoing]:
                 sampling=group.sampling,
                 seed=seed,
                 server_id="bench-0",
-                attempt=group.attempt,
                 seconds=0.0,
             )
         )
@@ -111,7 +110,6 @@ def answer(group: PromptGroup) -> list[Outgoing]:
                 num_response_tokens=num_tokens,
                 finish_reason=FinishReason.LENGTH,
                 server_id="bench-0",
-                attempt=group.attempt,
                 seconds=0.0,
                 context=group.context,
             )
@@ -128,7 +126,8 @@ async def rollout(broker: Broker, ready: asyncio.Event) -> None:
         while True:
             entries = await box.take()
             for entry in entries:
-                await box.done([entry], answer(wire.decode_prompt_group(entry.payload)))
+                await broker.append(answer(wire.decode_prompt_group(entry.payload)))
+                await box.done([entry])
 
 
 def scored(header: TrajectoryHeader, trajectory: Trajectory) -> bytes:
@@ -143,7 +142,6 @@ def scored(header: TrajectoryHeader, trajectory: Trajectory) -> bytes:
             num_response_tokens=header.num_response_tokens,
             finish_reason=header.finish_reason,
             server_id=header.server_id,
-            attempt=header.attempt,
             generation_s=header.seconds,
             reward=float(trajectory.response_token_ids[0] % 2),
             components={"parity": 1.0},
@@ -170,7 +168,8 @@ async def reward(broker: Broker, ready: asyncio.Event) -> None:
                 if blob is not None
             ]
             results = [Outgoing(stream=names.scored(RUN_ID), payload=payload) for payload in verdicts]
-            await box.done(entries, results)
+            await broker.append(results)
+            await box.done(entries)
 
 
 async def control(broker: Broker, num_groups: int, num_samples: int, num_tokens: int) -> float:

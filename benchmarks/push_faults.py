@@ -1,13 +1,15 @@
-"""Rollout servers that are killed before, during and after a weight push: how long the learner is held up, and what the rest do.
+"""Kills rollout servers before, during and after a weight push: how long the learner waits for the rest.
 
-    python benchmarks/push_faults.py --shape 0.5B --learners 1 --engines 3x1 --kill before,during          # 4 GPUs
+    python benchmarks/push_faults.py --shape 0.5B --learners 1 --engines 3x1 --kill before,during    # 4 GPUs
     python benchmarks/push_faults.py --shape 0.5B --learners 1 --engines 3x1 --kill during,after
     python benchmarks/push_faults.py --shape tiny --learners 1 --engines 3x1 --kill before,during --device cpu
 
-A run of `paceline train` with random weights. Every second step the last server that is still there is killed, its processes all at once and
-without a word: before (the learner is training), during (the transfer is under way; rounds are small so that it takes a while) or after (its version
-was committed, it samples already). `free after` is the time from the kill until the next commit, or, for kills after one, until the
-step's collection is over. The run must end well, every commit with one digest on all servers that are left, and the journal must be sound.
+A run of `paceline train` with random weights. In every second step all processes of the last live server are
+killed at once, without warning: before the push (the learner is training), during it (rounds are small, so
+that the transfer takes a while) or after it (the version is committed, the server already samples). `free
+after` is the time from the kill until the next commit or, for kills after a push, until the step's batch is
+complete. The run must succeed, every commit must have one digest on all remaining servers, and the journal's
+audit must find nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ POLL_S = 0.002
 
 @dataclass(kw_only=True)
 class Kill:
-    """What is to be killed, when, and what came of it. Times are the journal's, in seconds."""
+    """A server to kill, when to kill it, and what happened. Times are the journal's, in seconds."""
 
     moment: str
     step: int
@@ -46,7 +48,7 @@ class Kill:
 
 
 async def main(argv: Sequence[str] | None = None) -> int:
-    """Runs and prints."""
+    """Runs the faults and prints the table."""
     args = parse_args(argv)
     work = Path(tempfile.mkdtemp(prefix="paceline-faults-"))
     num_engines = args.engines[0]
@@ -60,7 +62,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
     run = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
     try:
         async with asyncio.timeout(RUN_TIMEOUT_S):
-            await watch(work / "run" / "events.jsonl", kills, run, args.delay_ms / 1e3)
+            await follow_and_kill(work / "run" / "events.jsonl", kills, run, args.delay_ms / 1e3)
             code = await run.wait()
     finally:
         if run.returncode is None:
@@ -70,11 +72,11 @@ async def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line: that of `step.py`, as far as it matters here."""
+    """The command line: the options of `step.py` that matter here."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kill", type=lambda text: text.split(","), default=["before", "during"])
     parser.add_argument(
-        "--delay-ms", type=float, default=20.0, help="from PUBLISH to a kill that is to be during it"
+        "--delay-ms", type=float, default=20.0, help="from the beginning of a push to a kill during it"
     )
     parser.add_argument("--shape", default="0.5B")
     parser.add_argument("--learners", type=int, default=1)
@@ -85,7 +87,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
     args = parser.parse_args(argv)
     if set(args.kill) - set(MOMENTS) or len(args.kill) >= args.engines[0]:
-        parser.error(f"--kill takes {', '.join(MOMENTS)}, and fewer of them than there are engines")
+        parser.error(f"--kill takes {', '.join(MOMENTS)}, and fewer kills than there are engines")
     small = {
         "prompts": 16,
         "samples": 4,
@@ -102,8 +104,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-async def watch(path: Path, kills: Sequence[Kill], run: asyncio.subprocess.Process, delay_s: float) -> None:
-    """Follows the journal, kills at the moments, and notes when the run was free again."""
+async def follow_and_kill(
+    path: Path, kills: Sequence[Kill], run: asyncio.subprocess.Process, delay_s: float
+) -> None:
+    """Follows the journal, kills servers at their moments, and notes when the run went on."""
     waiting: Kill | None = None
     pending, family = list(kills), list[psutil.Process]()
     async for event in follow(path, run):
@@ -113,7 +117,7 @@ async def watch(path: Path, kills: Sequence[Kill], run: asyncio.subprocess.Proce
             if done:
                 waiting.free, waiting = event["time"], None
         if pending and step == pending[0].step and to == "collect":
-            family = processes_of(pending[0].victim)  # looked up early: it takes as long as a push
+            family = processes_of(pending[0].victim)  # early, since the search takes as long as a push
         if pending and step == pending[0].step and to == MOMENTS[pending[0].moment]:
             waiting = pending.pop(0)
             if waiting.moment == "during":
@@ -124,7 +128,7 @@ async def watch(path: Path, kills: Sequence[Kill], run: asyncio.subprocess.Proce
 
 
 async def follow(path: Path, run: asyncio.subprocess.Process) -> AsyncIterator[dict[str, Any]]:
-    """Events as they are written, until the run has ended."""
+    """Yields events as they are written, until the run has ended."""
     while not path.exists():  # noqa: ASYNC240  a stat of a local file
         if run.returncode is not None:
             return
@@ -143,16 +147,16 @@ async def follow(path: Path, run: asyncio.subprocess.Process) -> AsyncIterator[d
 
 
 def processes_of(member: str) -> list[psutil.Process]:
-    """A member's process and all below it."""
+    """A member's process and all its descendants."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if "paceline.rollout" in words and member in words:
             return [process, *process.children(recursive=True)]
-    raise RuntimeError(f"no process of {member} was found")
+    raise RuntimeError(f"found no process of {member}")
 
 
 def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code: int) -> int:
-    """Prints the table; 0 where everything that must hold does."""
+    """Prints the table; returns 0 if everything that must hold does."""
     from paceline.controller.audit import read, violations
 
     events = read(run_dir / "events.jsonl")
@@ -175,7 +179,7 @@ def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code:
         fine = fine and not late
     console = Console(width=110)
     console.print(table)
-    found = violations(events, num_samples=args.samples)
+    problems = violations(events, num_samples=args.samples)
     reasons = [
         f"{event['member']}: {event['what']}: {event.get('reason', '')}"
         for event in events
@@ -184,8 +188,8 @@ def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code:
     for reason in reasons:
         console.print(reason)
     commits = sum(event["event"] == "commit" for event in events)
-    console.print(f"exit code {code}, {commits} commits, the journal's audit: {found or 'sound'}")
-    return 0 if fine and not found else 1
+    console.print(f"exit code {code}, {commits} commits, the journal's audit: {problems or 'sound'}")
+    return 0 if fine and not problems else 1
 
 
 if __name__ == "__main__":

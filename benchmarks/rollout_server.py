@@ -1,13 +1,14 @@
-"""Tokens per second of a rollout server's sampler path against plain `vllm.LLM.generate` on the same samples, in one run.
+"""Tokens per second of a rollout server against plain `vllm.LLM.generate`, on the same samples in one run.
 
     python benchmarks/rollout_server.py [--model examples/arithmetic/model] [--redis] [--response-tokens 8 64]
 
-Server: prompt groups from a mailbox, AsyncLLM, one request a sample with its own seed and log-probabilities, trajectories with
-blobs and headers back to a mailbox, until the last header is there. Baseline: one call of `LLM.generate` over the same prompts with
-the same sampling parameters (same seeds, log-probabilities, end tokens). A second baseline draws each group with `n` and no seed.
+Server: prompt groups from a mailbox, AsyncLLM, one request per sample with its own seed, trajectories with
+blobs and headers into a mailbox, until the last header arrives. Baseline: one call of `LLM.generate` with the
+same prompts and sampling parameters (seeds, log-probabilities, end tokens). Another baseline draws each
+group with `n` and no seed.
 
-Each side lives in a process of its own with an engine of its own; the sides take turns, so that a busy machine slows them alike. The
-model may have random weights: responses then run to their full length.
+Each side has a process and an engine of its own. The sides take turns, so that a busy machine slows them
+alike. The model may have random weights: responses then run to their full length.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Load:
         return ids
 
     def seeds(self, prompt_id: int) -> tuple[int, ...]:
-        """One a sample."""
+        """One per sample."""
         return tuple(
             sample_seed(run_seed=0, step=self.round_index, prompt_id=prompt_id, sample_index=i)
             for i in range(self.num_samples)
@@ -142,7 +143,7 @@ def baseline_side(pipe: Connection, config: RunConfig) -> None:
         started = time.perf_counter()
         outputs = llm.generate(*(grouped if as_groups else each)(load), use_tqdm=False)
         seconds = time.perf_counter() - started
-        tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
         pipe.send(Outcome(tokens=tokens, seconds=seconds))
     # A spawned process ends without finalizers; the engine's own processes would stay.
     llm.llm_engine.engine_core.shutdown(timeout=3)
@@ -157,8 +158,9 @@ def server_side(pipe: Connection, config: RunConfig, broker_url: str) -> None:
 
 
 async def _serve(pipe: Connection, config: RunConfig, broker_url: str) -> None:
+    from paceline.rollout.capacity import SamplerLimits
     from paceline.rollout.engines.vllm.engine import VllmEngine
-    from paceline.rollout.sampler import Sampler, SamplerLimits
+    from paceline.rollout.sampler import Sampler
 
     engine = await VllmEngine.start(config, load_format="auto")
     broker = open_broker(broker_url)
@@ -260,8 +262,8 @@ def compare(
     results = []
     with side(baseline_side, config) as baseline, side(server_side, config, broker_url) as server:
         for length in arguments.response_tokens:
-            mine: list[Outcome] = []
-            theirs: list[Outcome] = []
+            server_outcomes: list[Outcome] = []
+            baseline_outcomes: list[Outcome] = []
             grouped: list[Outcome] = []
             for index in range(arguments.rounds + 1):
                 load = Load(
@@ -276,12 +278,15 @@ def compare(
                     time.sleep(IDLE_S)
                 if outcomes[0].tokens != outcomes[1].tokens:
                     print(
-                        f"the sides drew {outcomes[0].tokens} and {outcomes[1].tokens} tokens: not the same samples"
+                        f"the sides drew {outcomes[0].tokens} and {outcomes[1].tokens} tokens: "
+                        "these are not the same samples"
                     )
                 if index:  # the first round warms up
-                    for kept, outcome in zip((mine, theirs, grouped), outcomes, strict=True):
+                    for kept, outcome in zip(
+                        (server_outcomes, baseline_outcomes, grouped), outcomes, strict=True
+                    ):
                         kept.append(outcome)
-            results.append((length, mine, theirs, grouped))
+            results.append((length, server_outcomes, baseline_outcomes, grouped))
     return results
 
 
@@ -317,14 +322,19 @@ def main() -> int:
         f"{'Redis' if arguments.redis else 'memory'}, median of {arguments.rounds} rounds, tokens/s\n"
     )
     print(
-        "| response tokens | rollout server | LLM.generate, same requests | ratio (median of rounds) | LLM.generate, n per prompt, no seeds |"
+        "| response tokens | rollout server | LLM.generate, same requests | ratio (median of rounds) "
+        "| LLM.generate, n per prompt, no seeds |"
     )
     print("|---|---|---|---|---|")
-    for length, mine, theirs, grouped in results:
-        ratios = [(a.tokens / a.seconds) / (b.tokens / b.seconds) for a, b in zip(mine, theirs, strict=True)]
+    for length, server_outcomes, baseline_outcomes, grouped in results:
+        ratios = [
+            (a.tokens / a.seconds) / (b.tokens / b.seconds)
+            for a, b in zip(server_outcomes, baseline_outcomes, strict=True)
+        ]
         print(
-            f"| {length} | {rate(mine):,.0f} | {rate(theirs):,.0f} | {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f} to {max(ratios):.2f}) | {rate(grouped):,.0f} |"
+            f"| {length} | {rate(server_outcomes):,.0f} | {rate(baseline_outcomes):,.0f} | "
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | "
+            f"{rate(grouped):,.0f} |"
         )
     return 0
 

@@ -1,4 +1,4 @@
-"""Shapes of models for benchmarks with random weights, by their usual names."""
+"""Shapes of models with random weights for benchmarks, by their usual names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MIXTURE: dict[str, Any] = shape(128, 512, 2, 4, 2, 1024, tied=False) | {
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
-"""A Mixture of Experts, of which the layout rules do not cover the experts"""
+"""A Mixture of Experts, whose experts the layout rules do not cover"""
 
 SHAPES = {
     "tiny": shape(128, 512, 4, 4, 2, 1024, tied=True),

@@ -172,7 +172,10 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             if cuda
             else {},
         },
-        "reward": {"functions": [{"name": f"{work}/reward.py:even_words"}], "num_workers": 4 if cuda else 1},
+        "reward": {
+            "functions": [{"name": f"{work}/reward.py:even_words"}],
+            "num_processes": 4 if cuda else 1,
+        },
         "trainer": {
             "name": "step",
             "run_dir": str(work / "run"),

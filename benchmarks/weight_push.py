@@ -2,10 +2,11 @@
 
     python benchmarks/weight_push.py [--repeats 10]
 
-Two FSDP2 learner processes publish a Qwen2-shaped float32 model to one and to two plain receiver processes (the
-slices of tensor-parallel ranks, no engine). Per push: `push` is from the order until every process has its digest,
-`transfer` the slowest sender's cast, pack and send, `digest` the slowest receiver's. The baseline, `raw`, moves the
-same bytes in the same run as one contiguous gloo message per (learner, receiver) pair: no packing, no digest.
+Two FSDP2 learner processes push a Qwen2-shaped float32 model to one and to two plain receiver processes,
+which have the slices of tensor-parallel ranks but no engine. `push` is the time from the order until every
+process has its digest, `transfer` that of the slowest sender's cast, pack and send, `digest` that of the
+slowest receiver's digest. The baseline, `raw`, moves the same bytes in the same run as one contiguous gloo
+message per (learner, receiver) pair: no packing, no digest.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from paceline.weights.digest.agreement import DigestReport, SliceDigest, digests_agree
-from paceline.weights.digest.definition import TensorDigester
+from paceline.weights.digest.agreement import DigestReport, SliceDigest, disagreement
+from paceline.weights.digest.job import TensorDigester
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice, tensor_shapes
 from paceline.weights.plan.spec import WeightGroupSpec
@@ -46,10 +47,10 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 def receiver_layout(shapes: dict[str, tuple[int, ...]], rank: int, size: int) -> RankLayout:
-    """What a tensor-parallel rank needs: columns of o_proj and down_proj, rows of other matrices, vectors whole."""
+    """What a tensor-parallel rank needs: columns of o_proj and down_proj, rows of other matrices, vectors."""
     slices = []
     for name, shape in shapes.items():
-        box = Box.whole(shape)
+        box = Box.full(shape)
         if len(shape) == 2:
             dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
             width = shape[dim] // size
@@ -97,8 +98,9 @@ class Learner:
 
     def push(self, version: int) -> tuple[float, bytes]:
         """Milliseconds of the transfer, and the digests."""
-        result = self.publisher.publish(version)
-        return result.transfer_ms, result.digests.to_bytes()
+        receipt = self.publisher.publish(version)
+        reports = receipt.reports
+        return receipt.transfer_ms, reports[0].to_bytes() if reports else b""
 
     def raw(self) -> None:
         """The same bytes per receiver, in one message each."""
@@ -108,14 +110,14 @@ class Learner:
 
 
 class Receiver:
-    """One rollout rank that holds nothing but the destination tensors."""
+    """One rollout rank that has only the destination tensors."""
 
     def __init__(self, rank: int, size: int) -> None:
         torch.set_num_threads(1)
         self.rank, self.size, self.digester = rank, size, TensorDigester(CPU)
 
     def layout(self, shapes: dict[str, tuple[int, ...]]) -> bytes:
-        """What it needs of a model of these shapes; makes the tensors."""
+        """Makes the tensors that it needs of a model of these shapes; returns their layout."""
         self.own = receiver_layout(shapes, self.rank, self.size)
         self.params = {part.param: torch.zeros(part.box.shape) for part in self.own.slices}
         return self.own.to_bytes()
@@ -140,27 +142,27 @@ class Receiver:
             self.digester.add(p.name, p.global_shape, p.box, self.params[p.param], torch.float32)
             for p in self.own.slices
         ]
-        found = self.digester.finish(totals)
+        values = self.digester.finish(totals)
         digest_ms = 1e3 * (time.perf_counter() - began)
         slices = tuple(
             SliceDigest(name=p.name, global_shape=p.global_shape, box=p.box, value=value)
-            for p, value in zip(self.own.slices, found, strict=True)
+            for p, value in zip(self.own.slices, values, strict=True)
         )
         return digest_ms, DigestReport.of(
             rank=f"rollout rank {self.rank}", version=version, slices=slices
         ).to_bytes()
 
     def raw(self) -> None:
-        """Takes the learners' raw messages."""
+        """Receives the learners' raw messages."""
         raw_exchange(self.group, sending=False)
 
 
 def raw_exchange(group: WeightGroup, *, sending: bool) -> None:
-    """One message per pair of as many bytes as a push moves between them."""
+    """One message per pair, of as many bytes as a push moves between the two."""
     sizes: dict[int, int] = {}
     for key, size in group.plan.message_sizes.items():
-        mine, peer = (key.sender, key.receiver) if sending else (key.receiver, key.sender)
-        if mine == group.rank:
+        rank, peer = (key.sender, key.receiver) if sending else (key.receiver, key.sender)
+        if rank == group.rank:
             sizes[peer] = sizes.get(peer, 0) + size
     messages = [(torch.zeros(size), peer, 9) for peer, size in sizes.items()]
     deadline = Deadline("raw", TIMEOUT_S)
@@ -168,7 +170,7 @@ def raw_exchange(group: WeightGroup, *, sending: bool) -> None:
 
 
 def serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Runs one process: makes the object, then calls what the pipe names."""
+    """Runs one process: makes the object, then calls the methods that the pipe names."""
     torch.set_num_threads(1)
     served = make(*arguments)
     pipe.send(None)
@@ -226,8 +228,8 @@ def measure(config: dict[str, int], num_receivers: int, repeats: int) -> dict[st
 def exchange(pipes: list[Connection], repeats: int) -> dict[str, float]:
     """Forms the group, then alternates pushes and raw messages."""
     learners, receivers = pipes[:NUM_LEARNERS], pipes[NUM_LEARNERS:]
-    held = [RankLayout.from_bytes(data) for data in call_all(learners, "layout")]
-    shapes = tensor_shapes(held)
+    layouts = [RankLayout.from_bytes(data) for data in call_all(learners, "layout")]
+    shapes = tensor_shapes(layouts)
     needed = [RankLayout.from_bytes(data) for data in call_all(receivers, "layout", shapes)]
     host, port = call_all(learners, "store")[0]
     spec = WeightGroupSpec(
@@ -235,7 +237,7 @@ def exchange(pipes: list[Connection], repeats: int) -> dict[str, float]:
         backend="gloo",
         store_host=host,
         store_port=port,
-        learner_layouts=tuple(held),
+        learner_layouts=tuple(layouts),
         rollout_layouts=tuple(needed),
         wire_dtype="float32",
         round_bytes=16 << 20,
@@ -249,8 +251,10 @@ def exchange(pipes: list[Connection], repeats: int) -> dict[str, float]:
         began = time.perf_counter()
         results = call_all(pipes, "push", version)
         push_ms = 1e3 * (time.perf_counter() - began)
-        reports = [DigestReport.from_bytes(data) for _, data in results]
-        digests_agree(reports[0], reports[NUM_LEARNERS:])
+        received = [DigestReport.from_bytes(data) for _, data in results[NUM_LEARNERS:]]
+        difference = disagreement(DigestReport.from_bytes(results[0][1]), received)
+        if difference is not None:
+            sys.exit(difference)
         began = time.perf_counter()
         call_all(pipes, "raw")
         raw_ms = 1e3 * (time.perf_counter() - began)
@@ -258,7 +262,7 @@ def exchange(pipes: list[Connection], repeats: int) -> dict[str, float]:
         rows.append((push_ms, transfer_ms, max(ms for ms, _ in results[NUM_LEARNERS:]), raw_ms))
     push, transfer, digest, raw = (statistics.median(column) for column in zip(*rows[2:], strict=True))
     num_bytes = 4 * sum(part.box.volume for part in needed[0].slices)
-    params = sum(part.box.volume for layout in held for part in layout.slices)
+    params = sum(part.box.volume for layout in layouts for part in layout.slices)
     return {
         "params": params,
         "receiver_bytes": num_bytes,

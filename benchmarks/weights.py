@@ -1,23 +1,29 @@
-"""How long a weight push takes from FSDP2 learner ranks to vLLM engines, beside the links' limit and the usual way.
+"""How long a weight push takes from FSDP2 ranks to vLLM engines, beside the links' limit and a broadcast.
 
-    python benchmarks/weights.py --shapes 0.5B,7B --learners 4 --engines 1x4,2x2,4x1            # 8 GPUs
-    python benchmarks/weights.py --shapes 0.5B,7B --learners 2 --engines 1x2,2x1 --at-once      # 4 GPUs
-    python benchmarks/weights.py --shapes 7B --learners 1 --engines 3x1                         # 4 GPUs: relaying off and on
+    python benchmarks/weights.py --shapes 0.5B,7B --learners 4 --engines 1x4,2x2,4x1          # 8 GPUs
+    python benchmarks/weights.py --shapes 0.5B,7B --learners 2 --engines 1x2,2x1 --at-once    # 4 GPUs
+    python benchmarks/weights.py --shapes 7B --learners 1 --engines 3x1                    # 4 GPUs, relaying
     python benchmarks/weights.py --shapes tiny --learners 2 --engines 2x1 --device cpu          # anywhere
 
-`--engines 2x1` is two engines of tensor-parallel size 1. Learner ranks take the first GPUs, engines those after them. The
-weights are random and change before every push; the digests of every rank are compared after every push. Where `weights.relay:
-auto` would have rollout ranks pass weights on to each other, there is a row without that and one with it.
+`--engines 2x1` means two engines of tensor-parallel size 1. Learner ranks take the first GPUs, engines those
+after them. The weights are random and change before every push; the digests of every rank are compared after
+every push. If rollout ranks would relay weights to each other with `weights.relay: auto`, there is a row
+without relaying and a row with it.
 
-Columns, medians in milliseconds: `transfer` from the learners' first cast until the last receiver has scattered everything
-(receivers wait already); `pause` from the order to both sides until digests agree and prefix caches are reset; `digest` of the
-slowest rank on either side; `join` forming the group and forming it anew, `first` the transfer of the first push after each. `plain` is the links'
-limit: the same bytes per pair as one message in one grouped call, nothing else. `out GB l/r` is what the busiest learner and the busiest
-rollout rank send. `usual` is the usual way: every tensor gathered
-in full on all learner ranks in the wire's type, packed into 1 GiB buffers, broadcast from rank 0 to all rollout ranks, loaded
-there by the engine's own loader; without digests, from its beginning until the last rank has loaded.
+Columns, medians in milliseconds:
+  transfer        from the learners' first cast until the last receiver has scattered everything; receivers
+                  already wait when the learners begin
+  pause           from the order to both sides until digests agree and prefix caches are reset
+  digest          of the slowest rank on each side
+  join            forming the group, and forming it again
+  first           the first transfer after each of the two
+  plain           the links' limit: the same bytes per pair as one message in one grouped call, nothing else
+  out GB l/r      bytes that the busiest learner rank and the busiest rollout rank send
+  usual           the usual way: every tensor gathered in full on all learner ranks in the wire's type, packed
+                  into 1 GiB buffers, broadcast from rank 0 to all rollout ranks, loaded there by the engine's
+                  own loader; without digests, from its beginning until the last rank has loaded
 
-`--trace FOLDER` leaves a trace of one push of each row, a file a rank, for chrome://tracing or Perfetto.
+`--trace FOLDER` writes a trace of one push of each row, one file per rank, for chrome://tracing or Perfetto.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -46,7 +53,7 @@ from weights_sides import Case
 def measure(
     fleet: Fleet, round_bytes: int, relay: str, repeats: int, *, usual: bool
 ) -> dict[str, float] | None:
-    """All numbers of one case; None where `auto` would relay nothing."""
+    """All numbers of one case; None if `auto` would relay nothing."""
     plan = fleet.describe(round_bytes, relay)
     if relay == "auto" and not plan.relay_pairs:
         return None
@@ -57,16 +64,17 @@ def measure(
     for version in range(repeats + 1):
         transfer, _, sent, received = fleet.push(version, HEAD_START_S)
         transfers.append(transfer)
-        digests_l.append(max(one["digest_ms"] for one in sent))
-        digests_r.append(max(one["digest_ms"] for one in received))
+        digests_l.append(max(answer["receipt"].digest_ms for answer in sent))
+        digests_r.append(max(answer["receipt"].digest_ms for answer in received))
     for again in range(repeats):
         _, pause, _, received = fleet.push(version + 1 + again, 0.0)
         pauses.append(pause)
-        parts.append([max(one[k] for one in received) for k in ("call_ms", "reset_ms")] + [fleet.verdict_ms])
-    grown = [one["peak"] - one["now"] for one in fleet.all("memory", "paceline_memory", True)[0]]
+        slowest = [max(answer[key] for answer in received) for key in ("call_ms", "reset_ms")]
+        parts.append([*slowest, fleet.compare_ms])
+    grown = [rank["peak"] - rank["now"] for rank in fleet.all("memory", "paceline_memory", True)[0]]
     ours, theirs = fleet.all("plain", "paceline_plain", repeats)
-    slowest = [ms for replies in theirs for ms in [reply["ms"] for reply in replies]]
-    plain = statistics.median(max(column) for column in zip(*slowest, strict=True))
+    by_rank = [reply["ms"] for replies in theirs for reply in replies]
+    plain = statistics.median(max(column) for column in zip(*by_rank, strict=True))
     row = {
         "join": join_ms,
         "first": transfers[0],
@@ -74,33 +82,33 @@ def measure(
         "best": min(transfers[1:]),
         "worst": max(transfers[1:]),
         "pause": statistics.median(pauses),
-        "call": statistics.median(one[0] for one in parts),
-        "reset": statistics.median(one[1] for one in parts),
-        "verdict": statistics.median(one[2] for one in parts),
+        "call": statistics.median(call for call, _, _ in parts),
+        "reset": statistics.median(reset for _, reset, _ in parts),
+        "verdict": statistics.median(compare for _, _, compare in parts),
         "digest_learner": statistics.median(digests_l[1:]),
         "digest_rollout": statistics.median(digests_r[1:]),
         "plain": plain,
         "plain_learner": statistics.median(max(column) for column in zip(*ours, strict=True)),
-        "rank_bytes": max(size for one in received for size in one["rank_bytes"]),
-        "sent_bytes": max(one["num_bytes"] for one in sent),
+        "rank_bytes": max(size for answer in received for size in answer["rank_bytes"]),
+        "sent_bytes": max(answer["receipt"].num_bytes for answer in sent),
         "relayed_bytes": max(plan.relayed_bytes(rank) for rank in range(plan.num_destinations)),
         "rounds": plan.num_rounds,
-        "extra_learner": max(one["extra_bytes"] for one in sent),
-        "extra_rollout": max(one["extra_bytes"] for one in received),
+        "extra_learner": max(answer["receipt"].peak_extra_bytes for answer in sent),
+        "extra_rollout": max(answer["receipt"].peak_extra_bytes for answer in received),
         "grown_learner": max(grown),
         "pushes": 3 * repeats + 2,
     }
     fleet.describe(round_bytes, relay)
     row["rejoin"] = fleet.form()
-    again = [fleet.push(version + 1 + number, HEAD_START_S)[0] for number in range(repeats + 1)]
-    row |= {"first_again": again[0], "transfer_again": statistics.median(again[1:])}
+    transfers = [fleet.push(version + 1 + number, HEAD_START_S)[0] for number in range(repeats + 1)]
+    row |= {"first_again": transfers[0], "transfer_again": statistics.median(transfers[1:])}
     row["usual"] = fleet.usual(max(3, repeats // 3)) if usual else float("nan")
     return row
 
 
 HEADINGS = (
-    "case", "relay", "rounds", "join", "first", "transfer", "min..max", "digest l/r", "pause", "plain", "transfer/plain", "GB/rank", "GB/s",
-    "out GB l/r", "extra MiB l/r", "usual", "usual/transfer",
+    "case", "relay", "rounds", "join", "first", "transfer", "min..max", "digest l/r", "pause", "plain",
+    "transfer/plain", "GB/rank", "GB/s", "out GB l/r", "extra MiB l/r", "usual", "usual/transfer",
 )  # fmt: skip
 
 
@@ -153,21 +161,21 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", default="0.5B,7B", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--learners", type=int, default=4, help="FSDP2 ranks")
-    parser.add_argument("--engines", default="1x4,2x2,4x1", help="engines x tensor-parallel size, each a row")
-    parser.add_argument("--staging-mib", default="1024", help="most extra memory of a rank; each a row")
+    parser.add_argument("--engines", default="1x4,2x2,4x1", help="engines x tensor-parallel size, a row each")
+    parser.add_argument("--staging-mib", default="1024", help="most extra memory of a rank; a row each")
     parser.add_argument(
-        "--relay", default="never,auto", help="of never, auto, always; a row each, auto where it relays"
+        "--relay", default="never,auto", help="of never, auto, always; a row each, auto if it relays"
     )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--no-usual", action="store_true", help="leave the usual way out")
+    parser.add_argument("--no-usual", action="store_true", help="do not measure the usual way")
     parser.add_argument(
         "--at-once",
         action="store_true",
-        help="start all engines and learners together and measure one after the other",
+        help="start all engines and learners together and measure the cases in turn",
     )
     parser.add_argument(
-        "--trace", type=Path, help="folder for a trace of one push of each row, a file a rank"
+        "--trace", type=Path, help="folder for a trace of one push of each row, one file per rank"
     )
     parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args()
@@ -188,7 +196,7 @@ def main() -> None:
     table = Table(title=f"weight pushes, medians of {args.repeats}, milliseconds")
     for heading in HEADINGS:
         table.add_column(heading, justify="right")
-    found, console = [], Console(width=210)
+    rows, console = list[dict[str, Any]](), Console(width=210)
     with tempfile.TemporaryDirectory() as folder:
         for batch in [cases] if args.at_once else [[case] for case in cases]:
             with running(batch, gpus, Path(folder)) as fleets:
@@ -208,10 +216,10 @@ def main() -> None:
                             fleet.trace(1000, place)
                         table.add_row(*cells(fleet.case, relay, row))
                         name = {"case": fleet.case.name, "relay": relay, "staging_mib": staging_mib}
-                        found.append(name | row)
-                        print(json.dumps(found[-1]), flush=True)
+                        rows.append(name | row)
+                        print(json.dumps(rows[-1]), flush=True)
                         if args.json:
-                            args.json.write_text(json.dumps(found, indent=1))
+                            args.json.write_text(json.dumps(rows, indent=1))
     console.print(table)
     model = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()
     console.print(f"machine: {needed} x {model}, {os.cpu_count()} cores, torch {torch.__version__}")

@@ -1,4 +1,4 @@
-"""What `weights.py` compares a push with: the same bytes as plain messages, and the usual gather and broadcast."""
+"""The baselines of `weights.py`: the same bytes as plain messages, and the usual gather and broadcast."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ _EPOCHS_ASIDE = 1_000_000
 
 
 def plain_messages(group: WeightGroup, repeats: int) -> list[float]:
-    """Milliseconds of each of `repeats` rounds, back to back: one message per pair, of as many bytes as a push moves between them."""
+    """Milliseconds of each of `repeats` rounds, back to back.
+
+    In a round each pair exchanges one message of as many bytes as a push moves between the two.
+    """
     sizes: tuple[dict[int, int], dict[int, int]] = ({}, {})
     for key, size in group.plan.message_sizes.items():
-        for end, peer, mine in ((key.sender, key.receiver, 0), (key.receiver, key.sender, 1)):
-            if end == group.rank:
-                sizes[mine][peer] = sizes[mine].get(peer, 0) + size
+        for rank, peer, direction in ((key.sender, key.receiver, 0), (key.receiver, key.sender, 1)):
+            if rank == group.rank:
+                sizes[direction][peer] = sizes[direction].get(peer, 0) + size
     dtype = DTYPES[group.spec.wire_dtype]
     shared = torch.ones(max(sizes[0].values(), default=0), dtype=dtype, device=group.device)
     sends = [(shared[:size], peer) for peer, size in sizes[0].items()]
@@ -41,12 +44,12 @@ def plain_messages(group: WeightGroup, repeats: int) -> list[float]:
         group._post(ends[0], ends[1], deadline).wait(deadline)
         marks.append(mark(group.device))
     group._finish(deadline)
-    # The first includes waiting for the others to begin.
+    # The first round includes waiting for the others to begin.
     return [milliseconds(a, b) for a, b in itertools.pairwise(marks[1:])]
 
 
 def mark(device: torch.device) -> Any:
-    """A moment on the device's queue."""
+    """A point on the device's queue, or the time now on the CPU."""
     if device.type != "cuda":
         return time.perf_counter()
     event: Any = torch.cuda.Event(enable_timing=True)
@@ -55,12 +58,15 @@ def mark(device: torch.device) -> Any:
 
 
 def milliseconds(begin: Any, end: Any) -> float:
-    """Between two moments that have passed."""
+    """Milliseconds between two marks that have passed."""
     return float(1e3 * (end - begin)) if isinstance(begin, float) else float(begin.elapsed_time(end))
 
 
 class Trace:
-    """What the process does on CPU and GPU from `begin` to `end`, for a trace viewer; begun once before, since the first is slow."""
+    """A profile of the process on CPU and GPU from `begin` to `end`, for a trace viewer.
+
+    A process's first profile is slow: take another before.
+    """
 
     def __init__(self) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -69,17 +75,17 @@ class Trace:
         self._profile = torch.profiler.profile(activities=activities)
 
     def begin(self) -> None:
-        """From here on."""
+        """Begins the profile."""
         self._profile.start()
 
     def end(self, path: Path) -> None:
-        """Until here; writes the file."""
+        """Ends the profile and writes the file."""
         self._profile.stop()
         self._profile.export_chrome_trace(str(path))
 
 
 class Broadcast:
-    """Learner rank 0 and all rollout ranks, for the usual way: full tensors, packed into large buffers, sent to all."""
+    """The usual way: learner rank 0 packs full tensors into large buffers and broadcasts them."""
 
     def __init__(
         self, spec: WeightGroupSpec, rank: int, device: torch.device, store: TCPStore | None
@@ -99,7 +105,7 @@ class Broadcast:
         self._group.broadcast([torch.zeros(1, device=device)]).wait()
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Learner rank 0's part; the tensors are full and may die after the call."""
+        """Learner rank 0's part; the tensors, which are full, need not outlive the call."""
         filled, number, works = 0, 0, list[Any]()
         for _, tensor in tensors:
             if filled and filled + tensor.numel() > self._room:
@@ -116,7 +122,7 @@ class Broadcast:
     def receive(
         self, tensors: list[tuple[str, list[int]]], load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
     ) -> None:
-        """A rollout rank's part: `load` gets every tensor in full."""
+        """A rollout rank's part; `load` gets every full tensor."""
         batches: list[list[tuple[str, list[int], int]]] = [[]]
         filled = 0
         for name, shape in tensors:
@@ -140,7 +146,7 @@ class Broadcast:
         return self._group.broadcast([self._buffer(number, size)[:size]])
 
     def _buffer(self, number: int, size: int = 0) -> torch.Tensor:
-        """One of two; larger than usual where a single tensor is."""
+        """One of two buffers; larger than usual if a single tensor requires it."""
         while len(self._buffers) < 2:
             self._buffers.append(torch.empty(self._room, dtype=self._dtype, device=self._device))
         if self._buffers[number % 2].numel() < size:
@@ -148,6 +154,6 @@ class Broadcast:
         return self._buffers[number % 2]
 
     def close(self) -> None:
-        """Lets go of connections and buffers."""
+        """Frees connections and buffers."""
         self._group.abort()
         self._buffers = []

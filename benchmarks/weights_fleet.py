@@ -1,4 +1,4 @@
-"""The processes of one case of `weights.py`, driven over pipes: started, formed into a group, made to push."""
+"""The processes of one case of `weights.py`, driven over pipes: start them, form a group, push."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any
 
 from weights_sides import TIMEOUT_S, Case, serve
 
-from paceline.weights.digest.agreement import DigestReport, digests_agree
+from paceline.weights.digest.agreement import disagreement
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.plan import TransferPlan
 from paceline.weights.plan.spec import WeightGroupSpec
-from paceline.weights.transport.group import plan_of
+from paceline.weights.receipt import PushReceipt
 
 START_S = 400.0
 HEAD_START_S = 0.01
-"""Receivers wait already when the learners begin"""
+"""How much earlier receivers begin than learners, in seconds"""
 
 
 @dataclass
@@ -36,10 +36,10 @@ class Fleet:
     servers: list[Connection] = field(default_factory=list)
     processes: list[Any] = field(default_factory=list)
     epoch: int = 0
-    verdict_ms: float = 0.0
+    compare_ms: float = 0.0
 
     def start(self, folder: str, gpus: Sequence[str]) -> None:
-        """Starts all of them; returns before they are ready."""
+        """Starts all processes; returns before they are ready."""
         case = self.case
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -67,29 +67,29 @@ class Fleet:
         return ours
 
     def ready(self) -> None:
-        """Waits until all are."""
+        """Waits until all processes are ready."""
         answers([*self.learners, *self.servers], START_S)
 
     def all(self, method: str, worker_method: str, *args: Any) -> tuple[list[Any], list[list[Any]]]:
-        """Calls all learner ranks and all engines' workers at once."""
+        """Calls all learner ranks and all engines' workers at the same time."""
         order(self.learners, method, *args)
         order(self.servers, worker_method, *args)
         return answers(self.learners), answers(self.servers)
 
     def describe(self, round_bytes: int, relay: str) -> TransferPlan:
-        """Writes the spec of the next group; returns the plan that follows from it."""
+        """Makes the spec of the next group; returns its transfer plan."""
         self.epoch += 1
         order(self.learners, "layout")
         order(self.servers, "layout")
-        mine = answers(self.learners)
+        learners = answers(self.learners)
         needed = [[RankLayout.from_bytes(data) for data in layouts] for layouts in answers(self.servers)]
-        host, port = mine[0][1]
+        host, port = learners[0][1]
         spec = WeightGroupSpec(
             epoch=self.epoch,
             backend="nccl" if self.case.device == "cuda" else "gloo",
             store_host=host,
             store_port=port,
-            learner_layouts=tuple(RankLayout.from_bytes(data) for data, _ in mine),
+            learner_layouts=tuple(RankLayout.from_bytes(data) for data, _ in learners),
             rollout_layouts=tuple(layout for layouts in needed for layout in layouts),
             wire_dtype=self.case.dtype,
             round_bytes=round_bytes,
@@ -97,10 +97,10 @@ class Fleet:
             timeout_s=TIMEOUT_S,
         )
         self.spec = spec.to_bytes()
-        return plan_of(spec)
+        return spec.build_plan()
 
     def form(self) -> float:
-        """Forms the group described last; milliseconds from the order to join until all have."""
+        """Forms the group described last; returns the milliseconds until all have joined."""
         began = time.perf_counter()
         order(self.learners, "join", self.spec)
         self._order_servers("join")
@@ -112,7 +112,11 @@ class Fleet:
             server.send((method, (self.spec, self.case.num_learners + index * self.case.parallel_size)))
 
     def push(self, version: int, head_start_s: float) -> tuple[float, float, list[Any], list[Any]]:
-        """Changes the weights and pushes them; milliseconds of transfer and of all, and the answers of both sides."""
+        """Changes the weights and pushes them.
+
+        Returns:
+            Milliseconds of the transfer, milliseconds of the pause, and the answers of learners and servers.
+        """
         order(self.learners, "change")
         answers(self.learners)
         began = time.perf_counter()
@@ -121,23 +125,28 @@ class Fleet:
         order(self.learners, "push", version)
         sent, received = answers(self.learners), answers(self.servers)
         answered = time.perf_counter()
-        reports = [DigestReport.from_bytes(data) for one in received for data in one["digests"]]
-        digests_agree(DigestReport.from_bytes(sent[0]["digests"]), reports)
+        for answer in (*sent, *received):
+            answer["receipt"] = PushReceipt.from_bytes(answer["receipt"])
+        (report,) = sent[0]["receipt"].reports
+        for answer in received:
+            difference = disagreement(report, answer["receipt"].reports)
+            if difference is not None:
+                raise SystemExit(difference)
         ended = time.perf_counter()
         pause_ms = 1e3 * (ended - began)
-        self.verdict_ms = 1e3 * (ended - answered)
-        transfer = max(one["received"] for one in received) - min(one["began"] for one in sent)
+        self.compare_ms = 1e3 * (ended - answered)
+        transfer = max(answer["received"] for answer in received) - min(answer["began"] for answer in sent)
         return 1e3 * transfer, pause_ms, sent, received
 
     def trace(self, version: int, folder: Path) -> None:
-        """One push, after one to warm up, with a trace of every rank."""
+        """Traces every rank during one push, after another to warm up."""
         for keep in (tempfile.gettempdir(), str(folder)):
             self.all("trace", "paceline_trace", None)
             self.push(version, HEAD_START_S)
             self.all("trace", "paceline_trace", keep)
 
     def usual(self, repeats: int) -> float:
-        """Median of the usual way."""
+        """Median milliseconds of the usual way."""
         order(self.learners, "usual_join", self.spec)
         self._order_servers("paceline_usual_join")
         answers([*self.learners, *self.servers])
@@ -149,12 +158,12 @@ class Fleet:
             order(self.learners, "usual", self.case.dtype)
             sent, loaded = answers(self.learners), answers(self.servers)
             ended = max(reply["ended"] for replies in loaded for reply in replies)
-            spans.append(1e3 * (ended - min(one["began"] for one in sent)))
+            spans.append(1e3 * (ended - min(answer["began"] for answer in sent)))
         self.all("usual_leave", "paceline_usual_leave")
         return statistics.median(spans[1:])
 
     def stop(self) -> None:
-        """Ends them."""
+        """Ends all processes."""
         for pipe in [*self.learners, *self.servers]:
             pipe.close()
         for process in self.processes:
@@ -164,19 +173,19 @@ class Fleet:
 
 
 def order(pipes: list[Connection], method: str, *args: Any) -> None:
-    """Asks all processes."""
+    """Orders a method of all processes."""
     for pipe in pipes:
         pipe.send((method, args))
 
 
 def answers(pipes: list[Connection], timeout_s: float = 3 * TIMEOUT_S) -> list[Any]:
-    """One answer of each; exits where one failed."""
-    got = []
+    """One answer of each process; exits if one failed."""
+    received = []
     for pipe in pipes:
         if not pipe.poll(timeout_s):
             raise SystemExit("a process does not answer")
-        got.append(pipe.recv())
-    for answer in got:
+        received.append(pipe.recv())
+    for answer in received:
         if isinstance(answer, BaseException):
             raise SystemExit(f"a process failed: {answer!r}")
-    return got
+    return received

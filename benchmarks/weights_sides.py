@@ -1,5 +1,7 @@
-"""The two sides of a weight push in processes of their own, for `weights.py`: a learner rank with the real publisher, an engine with
-the real receiver, and the comparisons of either."""
+"""The two sides of a weight push for `weights.py`, each in its own process, with the baselines.
+
+A learner rank has the real publisher, an engine the real receiver.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ import torch
 from shapes import SHAPES
 
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 60.0
@@ -35,17 +38,17 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """Of the engines' parameters and on the wire."""
+        """Element type of the engines' parameters and on the wire."""
         return "bfloat16" if self.device == "cuda" else "float32"
 
     @property
     def name(self) -> str:
-        """As in the arguments."""
+        """The case as in the arguments."""
         return f"{self.shape} {self.num_learners} -> {self.num_engines}x{self.parallel_size}"
 
 
 class Learner:
-    """One FSDP2 rank with the real publisher over random float32 weights, made on its device shard by shard."""
+    """One FSDP2 rank with the real publisher; its random float32 weights are made on its device."""
 
     def __init__(self, case: Case, rank: int, port: int) -> None:
         import torch.distributed as dist
@@ -78,7 +81,7 @@ class Learner:
         self.publisher = WeightPublisher(model, self.device, "nccl" if case.device == "cuda" else "gloo")
 
     def layout(self) -> tuple[bytes, tuple[str, int] | None]:
-        """Its shards, and the rendezvous from rank 0."""
+        """Its layout and, from rank 0, the rendezvous address."""
         return self.publisher.layout().to_bytes(), self.publisher.open_store() if self.rank == 0 else None
 
     def join(self, spec: bytes) -> None:
@@ -87,23 +90,15 @@ class Learner:
 
     @torch.no_grad()
     def change(self) -> None:
-        """New weights."""
+        """Changes the weights."""
         for part in self.locals:
             part.mul_(1.01)
         self._synchronize()
 
     def push(self, version: int) -> dict[str, Any]:
-        """Publishes, with the time of day of the beginning."""
+        """Sends its part; the answer has the time at which it began."""
         began = time.perf_counter()
-        result = self.publisher.publish(version)
-        return {
-            "began": began,
-            "digests": result.digests.to_bytes(),
-            "digest_ms": result.digest_ms,
-            "transfer_ms": result.transfer_ms,
-            "num_bytes": result.bytes,
-            "extra_bytes": result.peak_extra_bytes,
-        }
+        return {"began": began, "receipt": self.publisher.publish(version).to_bytes()}
 
     def plain(self, repeats: int) -> list[float]:
         """Plain messages of as many bytes."""
@@ -141,25 +136,25 @@ class Learner:
         return {"began": began, "ended": time.perf_counter()}
 
     def usual_leave(self) -> None:
-        """Lets go of it."""
+        """Leaves the broadcast group."""
         if self.rank == 0:
             self.broadcast.close()
 
     def names(self) -> list[tuple[str, list[int]]]:
-        """Every tensor in the order of the broadcast."""
+        """Name and shape of every tensor in the order of the broadcast."""
         return [(name, list(param.shape)) for name, param in self.publisher._parameters().items()]
 
     def memory(self, reset: bool) -> dict[str, int]:
-        """Bytes allocated now and at most since the last reset."""
+        """Bytes allocated now, and the most since the last reset."""
         if self.device.type != "cuda":
             return {"now": 0, "peak": 0}
-        found = {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+        memory = {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
         if reset:
             torch.cuda.reset_peak_memory_stats()
-        return found
+        return memory
 
     def trace(self, folder: str | None) -> None:
-        """Begins to trace, or ends it and writes the file of this rank."""
+        """Begins a trace, or ends it and writes the file of this rank."""
         from weights_exchange import Trace
 
         if folder is None:
@@ -174,7 +169,7 @@ class Learner:
 
 
 class Server:
-    """One engine with the real receiver."""
+    """One engine, started as a rollout server starts it."""
 
     def __init__(self, case: Case, folder: str) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
@@ -186,7 +181,6 @@ class Server:
         from paceline.config.load import parse
         from paceline.config.run import RunConfig
         from paceline.rollout.engines.vllm.engine import VllmEngine
-        from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
 
         engine_kwargs = {"kv_cache_memory_bytes": 2 << 30} if case.device == "cuda" else {}
         rollout = {
@@ -206,9 +200,21 @@ class Server:
                 "trainer": {"total_steps": 1},
             },
         )
-        self.engine = await VllmEngine.start(config, worker_extension="weights_worker.TimedExtension")
-        self.replies: list[dict[str, Any]] = []
-        self.receiver = WeightReceiver(_Recording(self))
+        replies: list[dict[str, Any]] = []
+
+        class Recording(VllmEngine):
+            """Keeps the workers' last replies to a receive."""
+
+            async def call_workers(
+                self, method: str, args: tuple[Any, ...], timeout_s: float
+            ) -> list[dict[str, Any]]:
+                answers = await super().call_workers(method, args, timeout_s)
+                if method == "paceline_receive":
+                    replies[:] = answers
+                return answers
+
+        self.engine = await Recording.start(config, worker_extension="weights_worker.TimedExtension")
+        self.replies = replies
 
     def call(self, method: str, *args: Any) -> Any:
         """Runs a coroutine of this class, or a worker method of that name on every rank."""
@@ -218,57 +224,43 @@ class Server:
 
     async def layout(self) -> list[bytes]:
         """What each rank needs."""
-        return [layout.to_bytes() for layout in await self.receiver.describe()]
+        return [layout.to_bytes() for layout in await self.engine.describe()]
 
     async def join(self, spec: bytes, offset: int) -> None:
         """All ranks join."""
-        await self.receiver.join(spec, offset, TIMEOUT_S)
+        await self.engine.join(WeightGroupSpec.from_bytes(spec), offset, TIMEOUT_S)
 
     async def push(self, version: int) -> dict[str, Any]:
-        """Receives through the real path; with the ranks' own times of day."""
+        """Receives as a server does; the answer has the ranks' own times."""
         ordered = time.perf_counter()
-        result = await self.receiver.receive(version, TIMEOUT_S)
+        receipt = await self.engine.receive(version, TIMEOUT_S)
         ended = time.perf_counter()
+        ranks = [PushReceipt.from_bytes(reply["receipt"]) for reply in self.replies]
         return {
             "call_ms": 1e3 * (min(reply["began"] for reply in self.replies) - ordered),
             "reset_ms": 1e3 * (ended - max(reply["ended"] for reply in self.replies)),
-            "received": max(reply["received"] for reply in self.replies),
-            "digests": [report.to_bytes() for report in result.digests],
-            "digest_ms": result.digest_ms,
-            "rank_bytes": [reply["num_bytes"] for reply in self.replies],
-            "extra_bytes": result.peak_extra_bytes,
+            "received": max(
+                reply["began"] + 1e-3 * rank.transfer_ms
+                for reply, rank in zip(self.replies, ranks, strict=True)
+            ),
+            "rank_bytes": [rank.num_bytes for rank in ranks],
+            "receipt": receipt.to_bytes(),
         }
 
     async def leave(self) -> None:
         """All ranks leave."""
-        await self.receiver.leave()
+        await self.engine.leave()
 
     async def stop(self) -> None:
         """Ends the engine."""
         await self.engine.shutdown()
 
     async def _everywhere(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        return await self.engine.collective_rpc(method, TIMEOUT_S, args)
-
-
-class _Recording:
-    """The engine, keeping the workers' last replies to a receive."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self.reset_prefix_cache = server.engine.reset_prefix_cache
-
-    async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> list[Any]:
-        replies = await self._server.engine.collective_rpc(method, timeout, args, kwargs)
-        if method == "paceline_receive" and not any("error" in reply for reply in replies):
-            self._server.replies = replies
-        return replies
+        return await self.engine.call_workers(method, args, TIMEOUT_S)
 
 
 def serve(pipe: Connection, kind: str, arguments: tuple[Any, ...]) -> None:
-    """Runs one process: makes the object, then calls what the pipe names."""
+    """Runs one process: makes the object, then calls the methods that the pipe names."""
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE))
     try:
@@ -281,6 +273,6 @@ def serve(pipe: Connection, kind: str, arguments: tuple[Any, ...]) -> None:
     except EOFError:
         if kind == "server":
             served.call("stop")
-    except Exception as error:  # noqa: BLE001  the parent shows it
+    except Exception as error:  # noqa: BLE001  the parent process shows it
         traceback.print_exc()
         pipe.send(error)

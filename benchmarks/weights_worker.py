@@ -1,4 +1,4 @@
-"""The worker extension of `weights.py`: the real one, with times of day in its answers and the two comparisons."""
+"""The worker extension of `weights.py`: the real one, with times in its answers, and the two comparisons."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from paceline.weights.plan.spec import WeightGroupSpec
 
 
 class TimedExtension(PacelineWorkerExtension):
-    """All methods are called through `collective_rpc`."""
+    """Paceline's extension; all methods are called through `collective_rpc`."""
 
     def paceline_receive(self, version: int, timeout_s: float) -> dict[str, Any]:
-        """The real one, and when it began and had scattered everything."""
+        """Receives, and says when it began and ended."""
         began = time.perf_counter()
         reply = super().paceline_receive(version, timeout_s)
-        received = began + reply.get("transfer_ms", 0.0) / 1e3
-        return reply | {"began": began, "received": received, "ended": time.perf_counter()}
+        return reply | {"began": began, "ended": time.perf_counter()}
 
     def paceline_plain(self, repeats: int) -> dict[str, Any]:
-        """Plain messages of as many bytes."""
+        """Milliseconds of plain messages of as many bytes."""
         group = self._paceline_receiver()._group
         assert group is not None
         return {"ms": plain_messages(group, repeats)}
 
     def paceline_usual_join(self, spec: bytes, rank_offset: int) -> dict[str, Any]:
-        """Joins the broadcast group; learner rank 0 is its first rank."""
+        """Joins the broadcast group, of which learner rank 0 is the first rank."""
         group = WeightGroupSpec.from_bytes(spec)
         rank = rank_offset + self.rank - group.num_learners + 1
         self.__dict__["_paceline_usual"] = Broadcast(group, rank, torch.device(self.device), None)
@@ -46,21 +45,21 @@ class TimedExtension(PacelineWorkerExtension):
         return {"began": began, "ended": time.perf_counter()}
 
     def paceline_usual_leave(self) -> dict[str, Any]:
-        """Lets go of it."""
+        """Leaves the broadcast group."""
         self.__dict__.pop("_paceline_usual").close()
         return {}
 
     def paceline_memory(self, reset: bool) -> dict[str, Any]:
-        """Bytes allocated now and at most since the last reset."""
+        """Bytes allocated now, and the most since the last reset."""
         if not torch.cuda.is_available():
             return {"now": 0, "peak": 0}
-        found = {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+        memory = {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
         if reset:
             torch.cuda.reset_peak_memory_stats()
-        return found
+        return memory
 
     def paceline_trace(self, folder: str | None) -> dict[str, Any]:
-        """Begins to trace, or ends it and writes the file of this rank."""
+        """Begins a trace, or ends it and writes the file of this rank."""
         if folder is None:
             self.__dict__["_paceline_trace"] = trace = Trace()
             trace.begin()

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Writes docs/configuration.md from the configuration models; with --check, fails when the committed page differs."""
+"""Writes docs/configuration.md from the configuration models; with --check, fails if it differs."""
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from paceline.config.load import section_types
 from paceline.config.run import RunConfig, SftRunConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -19,11 +21,12 @@ HEAD = """# Configuration
 
 *Generated from `src/paceline/config` by `tools/generate_config_docs.py`; do not edit.*
 
-A configuration is a YAML file. Unknown keys are errors. Any value can be given on the command line as `dotted.key=value`
-(`paceline train examples/arithmetic/ppo.yaml algorithm.kl_ctrl.target_kl=0.02`); members of a list go by number
-(`reward.functions.0.weight=2`). `paceline train CONFIG --dry-run` prints what is in force; every run keeps it as
-`config.resolved.yaml`.
+A configuration is a YAML file. Unknown keys are errors. Any value can be given on the command line as
+`dotted.key=value` (`paceline train examples/arithmetic/ppo.yaml algorithm.kl_ctrl.target_kl=0.02`); members
+of a list go by number (`reward.functions.0.weight=2`). `paceline train CONFIG --dry-run` prints the values in
+force; every run keeps them as `config.resolved.yaml`.
 """
+WIDTH = 120
 
 
 def main() -> int:
@@ -48,41 +51,80 @@ def main() -> int:
 def sections(
     model: type[BaseModel], prefix: str, values: BaseModel | None = None, shown: dict[Any, str] | None = None
 ) -> list[str]:
-    """A table for the model's own values, then one for each section below it; a model that has a table already is referred to.
+    """A list of the model's own values, then a section for each section below it; refers to lists that exist.
 
     Args:
-        values: an instance whose values are the defaults, where the section that holds it gives one.
-        shown: tables so far: the path of each model.
+        values: an instance with the defaults, if the section that holds it gives one.
+        shown: lists so far: the path of each model.
     """
     shown = {} if shown is None else shown
     if model in shown:
-        return [f"Keys as `{shown[model]}`{differing(model, values)}.", ""]
+        return [wrapped(f"Keys as `{shown[model]}`{differing(model, values)}."), ""]
     if not any(section_of(field.annotation)[0] for field in model.model_fields.values()):
         shown[model] = prefix.removesuffix(".")
-    out: list[str] = []
-    rows, below = [], []
+    items, below = [], []
     for name, field in model.model_fields.items():
         inner, many = section_of(field.annotation)
         path = f"{prefix}{name}"
         if inner is not None:
             below.append((path + (".N" if many else ""), inner, field))
-        if inner is None or many:
-            rows.append(
-                f"| `{path}` | {kind(field.annotation)}{bounds(field)} | {default(field, name, values)} | {field.description or ''} |"
-            )
-    if rows:
-        out += ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
+        if inner is None or (many and not section_types(field)):
+            items.append(item(path, field, default(field, name, values)))
+    out = [*items, ""] if items else []
     for path, inner, field in below:
+        if section_types(field):
+            words = wrapped(field.description or "")
+            out += [f"### `{path.removesuffix('.N')}`\n", f"{words}\n", *choices(field)]
+            continue
         given = field.default if isinstance(field.default, BaseModel) else None
-        words = (
-            field.description if given is not None and field.description else (inner.__doc__ or "").strip()
-        )
+        words = wrapped((given is not None and field.description) or inner.__doc__ or "")
         out += [f"### `{path}`\n", f"{words}\n", *sections(inner, path + ".", given, shown)]
     return out
 
 
+def choices(field: FieldInfo) -> list[str]:
+    """A list of the types that a section comes in, and one of their options."""
+    types = section_types(field)
+    out = ["Types:\n"]
+    holders: dict[str, list[str]] = {}
+    options: dict[str, FieldInfo] = {}
+    for word, model in types.items():
+        start = " (default)" if isinstance(field.default, model) else ""
+        out.append(wrapped(f"`{word}`{start}: {model.__doc__ or ''}", bullet="- "))
+        for name, option in model.model_fields.items():
+            if name != field.discriminator:
+                holders.setdefault(name, []).append(f"`{word}`")
+                options[name] = option
+    out.append("\nOptions:\n")
+    out += [
+        item(name, option, default(option, name, None), of=f" of {', '.join(holders[name])}")
+        for name, option in options.items()
+    ]
+    return [*out, ""]
+
+
+def item(path: str, field: FieldInfo, value: str, *, of: str = "") -> str:
+    """The entry of one value."""
+    meaning = f" {field.description}" if field.description else ""
+    return wrapped(f"`{path}`{of}: {kind(field.annotation)}{bounds(field)}; {value}.{meaning}", bullet="- ")
+
+
+def wrapped(text: str, *, bullet: str = "") -> str:
+    """The text in lines of WIDTH columns; none begins with the dash of a formula."""
+    words = " ".join(text.split()).replace(" - ", "\0-\0")
+    lines = textwrap.wrap(
+        words,
+        WIDTH,
+        initial_indent=bullet,
+        subsequent_indent=" " * len(bullet),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\0", " ")
+
+
 def differing(model: type[BaseModel], values: BaseModel | None) -> str:
-    """The defaults that are another section's own."""
+    """The defaults that differ from those of the model."""
     if values is None:
         return ""
     own = [
@@ -94,7 +136,7 @@ def differing(model: type[BaseModel], values: BaseModel | None) -> str:
 
 
 def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The section that an annotation is or lists."""
+    """The section type of an annotation, and whether it is a list of sections; (None, False) for a value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     for part in get_args(annotation):
@@ -109,7 +151,8 @@ def kind(annotation: Any) -> str:
     if origin is Annotated:
         return kind(get_args(annotation)[0])
     if origin is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(annotation))
+        values = [f"`{value}`" for value in get_args(annotation)]
+        return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
     if origin in (Union, UnionType):
         return " or ".join("null" if part is NoneType else kind(part) for part in get_args(annotation))
     if origin is tuple:
@@ -124,16 +167,16 @@ def kind(annotation: Any) -> str:
 def bounds(field: FieldInfo) -> str:
     """The limits on a value."""
     words = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-    found = [
+    limits = [
         f"{words[k]} {v:g}" for m in field.metadata for k in words if (v := getattr(m, k, None)) is not None
     ]
-    return f" ({', '.join(found)})" if found else ""
+    return f" ({', '.join(limits)})" if limits else ""
 
 
 def default(field: FieldInfo, name: str, values: BaseModel | None) -> str:
-    """The value in force where none is given."""
+    """The value in force if the file gives none."""
     value = field.default if values is None else getattr(values, name)
-    return "*required*" if value is PydanticUndefined else show(value)
+    return "required" if value is PydanticUndefined else f"default {show(value)}"
 
 
 def show(value: object) -> str:

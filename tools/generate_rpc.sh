@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-PATH="$(dirname "$(readlink -f "$python" || echo "$python")"):$(dirname "$python"):$PATH" "$python" -m grpc_tools.protoc -I proto --python_out="$out" --grpc_python_out="$out" --mypy_out="quiet:$out" \
+PATH="$(dirname "$(readlink -f "$python" || echo "$python")"):$(dirname "$python"):$PATH" "$python" -m grpc_tools.protoc -I proto --python_out="$out" --grpc_python_out="$out" --mypy_out="quiet:$out" --mypy_grpc_out="quiet,only_async:$out" \
   proto/paceline/rpc/v1/*.proto
 if [ "${1:-}" = "--check" ]; then
   status=0

@@ -1,12 +1,12 @@
-"""Make the arithmetic example's inputs: prompts in parquet, a tokenizer, a small Qwen2 model with random weights.
+"""Writes the arithmetic example's inputs: prompts in parquet, a tokenizer, a small random Qwen2 model.
 
-The task is to add two or three two-digit numbers that are asked for in words. The warm-up answers in
-`sft.parquet` are those of two pupils: a hasty one, who writes the sum down at once and forgets to carry, and a
-careful one, who first writes what the units add up to and is right. Most answers are the hasty pupil's, so the
-warmed-up model is wrong wherever there is something to carry; reinforcement learning, which sees true sums only
-through the reward, has to find out that working pays.
+The task is to add two or three two-digit numbers; the question asks for the sum in words. The warm-up
+answers in `sft.parquet` come from two made-up pupils: a hasty one writes the sum at once and forgets the
+carry, a careful one first writes the sum of the units and is right. Most answers are the hasty pupil's, so
+the warmed-up model is wrong wherever there is a carry. Reinforcement learning sees true sums only through
+the reward and has to discover that intermediate steps pay.
 
-Everything follows from the seed: the same arguments write the same rows and the same weights.
+The seed determines everything: the same arguments write the same rows and the same weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 HERE = Path(__file__).resolve().parent
 
-# The first is padding; the second ends an answer; the others open a message of their role.
+# The first is padding; the second ends an answer; each of the others opens a message of its role.
 SPECIAL_TOKENS = (PAD, END, *ROLES) = ("<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 
 CHAT_TEMPLATE = (
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# Smallest and largest operand, by the number of operands: small enough to be learned in about a minute on two cores.
+# Smallest and largest operand for each number of operands: learned in about a minute on two cores.
 OPERAND_RANGE = {2: (10, 49), 3: (10, 29)}
 THREE_OPERAND_SHARE = 0.35
 CARRY_SHARE = 0.68
@@ -46,12 +46,12 @@ CAREFUL_ANSWER = "units {units}: {total}"
 
 VOCAB_MULTIPLE = 64
 MAX_POSITIONS = 64
-BYTE_LEVEL_BLANK = "\u0120"  # how byte-level BPE writes a blank
+BYTE_LEVEL_BLANK = "\u0120"  # a space in byte-level BPE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Wording:
-    """One way to ask for a sum: `opening`, the operands with `between` and `last` between them, `closing`."""
+    """One way to ask for a sum: `opening`, the operands separated by `between` and `last`, `closing`."""
 
     opening: str
     between: str
@@ -74,7 +74,7 @@ WORDINGS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """Operands in the order in which they are asked for, and the index of the wording that asks."""
+    """The operands in the order of the question, and the index of the question's wording."""
 
     operands: tuple[int, ...]
     wording: int
@@ -96,36 +96,38 @@ class Problem:
 
 
 def carry(operands: Sequence[int]) -> int:
-    """What the units column passes on to the tens column."""
+    """What the units column carries to the tens column."""
     return sum(x % 10 for x in operands) // 10
 
 
 def add_without_carry(operands: Sequence[int]) -> int:
-    """The sum of two-digit numbers with the units' carry forgotten: 57 + 68 gives 115."""
+    """The sum of two-digit numbers without the carry of the units: 57 + 68 gives 115."""
     return sum(x // 10 for x in operands) * 10 + sum(x % 10 for x in operands) % 10
 
 
 def draw_problem(rng: np.random.Generator) -> Problem:
-    """One problem with uniform operands; how many there are, and whether they carry 0 or 1, is drawn first.
+    """Draws how many operands there are and whether they carry 0 or 1, then uniform operands that do.
 
-    Raises ValueError when the range holds no such operands.
+    Raises:
+        ValueError: the range holds no such operands.
     """
     count = 3 if rng.random() < THREE_OPERAND_SHARE else 2
-    wanted = int(rng.random() < CARRY_SHARE)
+    target_carry = int(rng.random() < CARRY_SHARE)
     low, high = OPERAND_RANGE[count]
     for _ in range(MAX_DRAWS):
         operands = tuple(rng.integers(low, high + 1, size=count).tolist())
-        if carry(operands) == wanted:
+        if carry(operands) == target_carry:
             return Problem(operands=operands, wording=int(rng.integers(len(WORDINGS))))
-    raise ValueError(f"no {count} numbers from {low} to {high} carry {wanted}: widen OPERAND_RANGE")
+    raise ValueError(f"no {count} numbers from {low} to {high} carry {target_carry}: widen OPERAND_RANGE")
 
 
 def draw_problems(
     rng: np.random.Generator, num: int, *, avoid: set[tuple[int, ...]], distinct: bool
 ) -> list[Problem]:
-    """`num` problems whose multisets are not in `avoid`; with `distinct`, no multiset comes twice.
+    """Draws `num` problems whose multisets are not in `avoid`; with `distinct`, no multiset occurs twice.
 
-    Raises ValueError when so many distinct ones cannot be found.
+    Raises:
+        ValueError: there are not enough distinct problems.
     """
     problems: list[Problem] = []
     seen = set(avoid)
@@ -144,18 +146,18 @@ def draw_problems(
 
 
 def careful_answer(operands: Sequence[int]) -> str:
-    """The units' sum, then the true sum: 'units 12: 52' for 17 + 35."""
+    """The sum of the units, then the true sum: 'units 12: 52' for 17 + 35."""
     return CAREFUL_ANSWER.format(units=sum(x % 10 for x in operands), total=sum(operands))
 
 
 def warm_up_answer(problem: Problem, rng: np.random.Generator, hasty_share: float) -> str:
-    """What one of the two pupils writes; the hasty one with probability `hasty_share`."""
-    hasty = bool(rng.random() < hasty_share)
-    return str(add_without_carry(problem.operands)) if hasty else careful_answer(problem.operands)
+    """The answer of one of the two pupils: with probability `hasty_share` the hasty one's."""
+    is_hasty = bool(rng.random() < hasty_share)
+    return str(add_without_carry(problem.operands)) if is_hasty else careful_answer(problem.operands)
 
 
 def to_table(problems: Sequence[Problem], answers: Sequence[str] | None = None) -> pa.Table:
-    """Rows of `prompt` (chat messages), `ground_truth`, `data_source`, and `answer` where given."""
+    """A table of `prompt` (chat messages), `ground_truth`, `data_source`, and `answer` if given."""
     columns: dict[str, Any] = {
         "prompt": [[{"role": "user", "content": problem.question}] for problem in problems],
         "ground_truth": [problem.answer for problem in problems],
@@ -169,7 +171,7 @@ def to_table(problems: Sequence[Problem], answers: Sequence[str] | None = None) 
 def write_data(
     out: Path, *, seed: int, num_train: int, num_val: int, num_sft: int, hasty_share: float
 ) -> None:
-    """Write `train.parquet`, `val.parquet` and `sft.parquet`; no multiset of `val` is in the other two."""
+    """Writes `train.parquet`, `val.parquet`, `sft.parquet`; no multiset of `val` is in the other two."""
     out.mkdir(parents=True, exist_ok=True)
     val_rng, train_rng, sft_rng = (np.random.default_rng([seed, stream]) for stream in range(3))
     val = draw_problems(val_rng, num_val, avoid=set(), distinct=True)
@@ -183,17 +185,17 @@ def write_data(
 
 
 def word_pieces() -> list[str]:
-    """The words of questions and answers as a Qwen2 tokenizer splits them: in order, each with the blank before it."""
+    """The words of questions and answers as a Qwen2 tokenizer splits them: each with the space before it."""
     questions = [wording.render([0] * count) for wording, count in itertools.product(WORDINGS, (2, 3))]
     texts = [*questions, CAREFUL_ANSWER.format(units=0, total=0)]
     return list(dict.fromkeys(piece for text in texts for piece in re.findall(r" ?[A-Za-z+=]+", text)))
 
 
 def bpe_tables() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of a byte-level BPE: special tokens, all bytes, then one token for every word.
+    """Vocabulary and merges of a byte-level BPE: special tokens, all bytes, then one token per word.
 
-    A word of n bytes takes n - 1 merges, each prolonging its beginning by one byte; a beginning that two words
-    share is merged once.
+    A word of n bytes takes n - 1 merges, each of which extends its prefix by one byte. A prefix that two
+    words share is merged once.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -209,10 +211,10 @@ def bpe_tables() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def build_tokenizer() -> Any:
-    """A `Qwen2Tokenizer` with one token per digit and per word of the example, bytes for all else.
+    """A `Qwen2Tokenizer` with one token per digit and per word of the example; other text becomes bytes.
 
-    `AutoTokenizer` gives every `qwen2` model folder this class with its own way to split text, whatever class
-    saved the folder; another kind of tokenizer would come back changed.
+    `AutoTokenizer` loads every `qwen2` model folder as this class, which splits text in its own way, no
+    matter which class saved the folder. Another kind of tokenizer would not survive saving and loading.
     """
     from transformers import Qwen2Tokenizer
 
@@ -233,9 +235,9 @@ def build_tokenizer() -> Any:
 
 
 def write_model(out: Path, *, seed: int) -> int:
-    """Write the tokenizer and a randomly initialised float32 Qwen2 model; returns the number of parameters.
+    """Writes the tokenizer and a randomly initialised float32 Qwen2 model; returns the number of parameters.
 
-    Two key-value heads, head size 32 and widths that are multiples of 64 let two tensor-parallel ranks share it.
+    Two key-value heads, head size 32 and widths divisible by 64 allow tensor parallelism over two ranks.
     """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
@@ -271,7 +273,7 @@ def write_model(out: Path, *, seed: int) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; every default is what the demo uses."""
+    """Reads the command line; the defaults are the demo's values."""
     parser = argparse.ArgumentParser(description="Prepare the arithmetic example's data and starting model.")
     parser.add_argument("--out", type=Path, default=HERE / "data", help="folder for the parquet files")
     parser.add_argument("--model-out", type=Path, default=HERE / "model", help="folder for the model")
@@ -280,16 +282,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-val", type=int, default=256)
     parser.add_argument("--num-sft", type=int, default=38400)
     parser.add_argument(
-        "--hasty-share", type=float, default=0.6, help="share of warm-up answers that forget carries"
+        "--hasty-share", type=float, default=0.6, help="share of warm-up answers without the carry"
     )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the data and the model, and print one line of JSON that says what was written."""
+    """Writes the data and the model, and prints a line of JSON that says what was written."""
     args = parse_args(argv)
     if not 0.0 <= args.hasty_share <= 1.0:
-        print(f"--hasty-share is a share between 0 and 1, not {args.hasty_share}", file=sys.stderr)
+        print(f"--hasty-share is {args.hasty_share}: write a share between 0 and 1", file=sys.stderr)
         return 2
     write_data(
         args.out,

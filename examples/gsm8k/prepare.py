@@ -1,7 +1,7 @@
-"""Convert GSM8K's own files (`train.jsonl`, `test.jsonl`: `question` and `answer`) to prompts in parquet.
+"""Converts GSM8K's own files (`train.jsonl`, `test.jsonl`: `question` and `answer`) to prompts in parquet.
 
-Each row holds the question as a chat message that asks for the form which the `gsm8k` reward reads, the final
-number as plain digits, and where the row comes from. Nothing is drawn at random: rows keep their order.
+Each row holds the question as a chat message that asks for the form that the `gsm8k` reward reads, the final
+number as plain digits, and the origin of the row. Nothing is random: the rows keep their order.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_rows(path: Path, split: str) -> Iterator[dict[str, Any]]:
     """Reads and converts one of GSM8K's files.
 
     Raises:
-        DataError: the file is missing or empty, or a line is not what GSM8K writes; names the line.
+        DataError: the file is missing or empty, or a line does not have GSM8K's form; names the line.
     """
     if not path.is_file():
         raise DataError(
@@ -67,15 +67,15 @@ def read_rows(path: Path, split: str) -> Iterator[dict[str, Any]]:
                 yield convert_row(record["question"], record["answer"], split)
             except (KeyError, TypeError, ValueError) as error:
                 raise DataError(
-                    f"{path}, line {number}: {error}; each line must be a JSON object with the strings question and "
-                    "answer, the answer ending in '#### <number>'"
+                    f"{path}, line {number}: {error}; each line must be a JSON object with the strings "
+                    "question and answer, and the answer must end in '#### <number>'"
                 ) from error
     if number == 0:
         raise DataError(f"{path} is empty")
 
 
 def convert(source: Path, target: Path) -> dict[str, int]:
-    """Writes `train.parquet` and `test.parquet` into `target`; returns the number of rows of each.
+    """Writes `train.parquet` and `test.parquet` to `target`; returns the number of rows of each.
 
     Raises:
         DataError: a file of `source` is missing or malformed.
@@ -91,7 +91,7 @@ def convert(source: Path, target: Path) -> dict[str, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--input", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl"

@@ -1,4 +1,4 @@
-"""A reward server in ten lines: right answers score, and short ones score more. Run it, then name it in reward.services."""
+"""A reward server in ten lines: right answers score, short ones more. Then name it in reward.services."""
 
 import os
 

@@ -21,9 +21,11 @@ from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.barrier import Verdict
-from paceline.controller.batch.dispatch import Collected, Collector, Order
+from paceline.controller.batch.dispatch import Batch, Collector, Order
 from paceline.controller.batch.refill import Refill
+from paceline.controller.events import EventHub
 from paceline.controller.journal import Journal
+from paceline.controller.progress import Run
 from paceline.core.clock import SystemClock
 from paceline.core.errors import BrokerError
 from paceline.core.ids import Purpose
@@ -33,9 +35,10 @@ from paceline.core.trajectory import RewardContext, SamplingSpec
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt
 from paceline.reward.consumer import Consumer, ConsumerOptions
-from paceline.reward.scoring import Verdict as Score
+from paceline.reward.scores import Score
+from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import do_nothing
-from paceline.rollout.sampler import Sampler, SamplerLimits
+from paceline.rollout.sampler import Sampler
 from paceline.wire import decode_trajectory
 from support.fake_engine import FakeEngine
 
@@ -181,7 +184,7 @@ def refill_from(cursor: PromptCursor, first: Collection[int]) -> Refill:
 
 async def collect(
     folder: Path, *, seed: int, num_deaths: int, num_first: int = len(PROMPTS)
-) -> tuple[Collected, MemoryBroker, Fleet]:
+) -> tuple[Batch, MemoryBroker, Fleet]:
     """One step over two rollout and two reward slots, each of which dies `num_deaths` times.
 
     With `num_first` fewer than there are, groups of equal scores are replaced by the others, and each prompt has a greedy answer too.
@@ -190,16 +193,14 @@ async def collect(
     cursor = PromptCursor(list(PROMPTS), batch_size=num_first, seed=seed, shuffle=refilled)
     broker, fleet = MemoryBroker(store=store), Fleet(store, np.random.default_rng(seed), num_deaths)
     await broker.ensure_group(names.trajectories(RUN), names.REWARD_GROUP)
-    journal = Journal(folder / "events.jsonl", broker, RUN, SystemClock())
+    journal = Journal(folder / "events.jsonl", SystemClock())
     async with Mailbox(broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
         collector = Collector(
-            config=config(),
-            run_id=RUN,
+            Run(config=config(), id=RUN, dir=folder, journal=journal, events=EventHub()),
             broker=broker,
             box=box,
-            journal=journal,
-            alive=lambda: None,
-            progress=lambda *_: None,
+            check_fleet=lambda: None,
+            count=lambda *_: None,
         )
         order = Order(
             step=STEP,
@@ -216,20 +217,20 @@ async def collect(
         working = [asyncio.create_task(fleet.keep(slot, work)) for slot, work in slots]
         try:
             await collector.dispatch(order)
-            collected = await collector.collect(order, refill)
+            batch = await collector.collect(order, refill)
         finally:
             for task in working:
                 task.cancel()
             ends = await asyncio.gather(*working, return_exceptions=True)
         assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
-    return collected, broker, fleet
+    return batch, broker, fleet
 
 
-async def content(collected: Collected, broker: MemoryBroker) -> list[tuple[Any, ...]]:
+async def content(batch: Batch, broker: MemoryBroker) -> list[tuple[Any, ...]]:
     """What the learner would train on, row by row."""
     rows: list[tuple[Any, ...]] = []
-    blobs = await broker.get_blobs([header.blob_key for header in collected.batch])
-    for header, blob in zip(collected.batch, blobs, strict=True):
+    blobs = await broker.get_blobs([header.blob_key for header in batch.samples])
+    for header, blob in zip(batch.samples, blobs, strict=True):
         assert blob is not None, f"the blob of {header.trajectory_id} is gone"
         trajectory = decode_trajectory(blob)
         assert trajectory.trajectory_id == header.trajectory_id
@@ -259,17 +260,15 @@ async def test_the_batch_does_not_depend_on_who_dies(seed: int, tmp_path: Path) 
 async def test_what_takes_the_places_of_equal_groups_does_not_depend_on_who_dies(
     seed: int, tmp_path: Path
 ) -> None:
-    found = []
+    outcomes = []
     for name, num_deaths in (("calm", 0), ("wild", 3)):
         (tmp_path / name).mkdir()
-        collected, broker, fleet = await collect(
-            tmp_path / name, seed=seed, num_deaths=num_deaths, num_first=6
-        )
-        greedy = {i: header.reward for i, header in collected.greedy.items()}
-        aside = [str(header.trajectory_id) for header in collected.set_aside]
-        found.append((await content(collected, broker), aside, greedy, collected.num_extra))
+        batch, broker, fleet = await collect(tmp_path / name, seed=seed, num_deaths=num_deaths, num_first=6)
+        greedy = {i: header.reward for i, header in batch.greedy.items()}
+        aside = [str(header.trajectory_id) for header in batch.set_aside]
+        outcomes.append((await content(batch, broker), aside, greedy, batch.num_extra))
     assert len(fleet.deaths) >= 3, "nobody was killed: the test shows nothing"
-    calm, wild = found
+    calm, wild = outcomes
     assert wild == calm
     rows, aside, greedy, num_extra = calm
     assert num_extra

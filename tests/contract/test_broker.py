@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from paceline.broker import Ack, Broker, Outgoing
+from paceline.broker import Broker, Outgoing
 from support.streams import Stopwatch, drain, messages, payloads, reclaim_all, soon
 
 G = "workers"
@@ -26,7 +26,6 @@ class TestAppendAndRead:
         assert payloads(entries) == ["0", "1", "2", "x", "y"]
         assert [entry.entry_id for entry in entries] == first + second
         assert len(set(first + second)) == 5
-        assert {entry.deliveries for entry in entries} == {1}
         assert {entry.stream for entry in entries} == {stream}
 
     async def test_a_thousand_messages_in_one_append_keep_their_order(
@@ -146,20 +145,6 @@ class TestAcknowledgement:
             "0"
         ]  # not delivered yet: nothing to acknowledge
 
-    async def test_results_and_the_acknowledgement_of_their_cause_go_together(
-        self, broker: Broker, prefix: str, stream: str
-    ) -> None:
-        ids = await fill(broker, stream, 3)
-        await drain(broker, stream, G, "a")
-        results = messages(prefix + "results", map(str, range(600)))
-        new_ids = await broker.append(results, ack=Ack(stream=stream, group=G, entry_ids=ids[:2]))
-        assert len(new_ids) == await broker.length(prefix + "results") == 600
-        assert payloads(await reclaim_all(broker, stream, G, "b")) == ["2"]
-        # Without results it is a plain acknowledgement; without entries a plain append.
-        assert await broker.append([], ack=Ack(stream=stream, group=G, entry_ids=ids[2:])) == []
-        assert await reclaim_all(broker, stream, G, "b") == []
-        assert len(await broker.append(results[:1], ack=Ack(stream=stream, group=G, entry_ids=[]))) == 1
-
 
 class TestLeases:
     async def test_what_a_silent_consumer_holds_goes_to_another(self, broker: Broker, stream: str) -> None:
@@ -169,7 +154,6 @@ class TestLeases:
         await asyncio.sleep(0.25)
         entries = await broker.reclaim(stream, G, "b", min_idle_s=0.2, max_entries=10)
         assert payloads(entries) == ["0", "1"]
-        assert [entry.deliveries for entry in entries] == [2, 2]
         # They are b's now, and only once: nobody can reclaim them before b falls silent in turn.
         assert await broker.reclaim(stream, G, "c", min_idle_s=0.2, max_entries=10) == []
         await broker.ack(stream, G, [entry.entry_id for entry in entries])
@@ -192,13 +176,6 @@ class TestLeases:
             await asyncio.sleep(0.1)
             assert await broker.renew(stream, G, "a", ids[:1]) == ids[:1]
         assert payloads(await broker.reclaim(stream, G, "b", min_idle_s=0.3, max_entries=10)) == ["1"]
-
-    async def test_renewing_does_not_count_as_a_delivery(self, broker: Broker, stream: str) -> None:
-        ids = await fill(broker, stream, 1)
-        await drain(broker, stream, G, "a")
-        for _ in range(3):
-            await broker.renew(stream, G, "a", ids)
-        assert [entry.deliveries for entry in await reclaim_all(broker, stream, G, "b")] == [2]
 
     async def test_renewing_does_not_take_back_what_another_has(self, broker: Broker, stream: str) -> None:
         ids = await fill(broker, stream, 3)

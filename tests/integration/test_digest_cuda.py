@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.weights.digest.definition import MASK, TensorDigester, digest_array
-from paceline.weights.digest.job import DigestJob, DigestPart
+from paceline.weights.digest.definition import MASK, digest_array
+from paceline.weights.digest.job import DigestJob, DigestPart, TensorDigester
 from paceline.weights.geometry.boxes import Box
 
 CASES = [
@@ -48,20 +48,20 @@ def check(device: torch.device, source: torch.dtype, wire: torch.dtype) -> None:
     assert digester.read(job.run()) == expected
     assert digester.read(job.run()) == expected, "a second run"
     assert job.last_ms > 0
-    # Two parts that make up one: their sum is one output's.
-    whole = parts[2]
+    # Two halves of a part, with one output: it is the digest of the part.
+    part = parts[2]
     halves = [
         DigestPart(
-            name=whole.name,
-            global_shape=whole.global_shape,
+            name=part.name,
+            global_shape=part.global_shape,
             box=box,
-            values=whole.values[box.relative_to(whole.box.start).slices],
+            values=part.values[box.relative_to(part.box.start).slices],
             output=0,
         )
-        for box in whole.box.split(0, 155)
+        for box in part.box.split(0, 155)
     ]
     total = DigestJob(digester, halves, 1, wire).run()
-    assert digester.read(total) == [reference(whole, wire) & MASK]
+    assert digester.read(total) == [reference(part, wire) & MASK]
 
 
 @pytest.mark.torch

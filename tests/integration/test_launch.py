@@ -1,4 +1,4 @@
-"""The launcher with processes of a few lines in the services' places: what it says, and that nothing survives it."""
+"""The launcher with small programs in place of the services: its reports, and no process left behind."""
 
 from __future__ import annotations
 
@@ -17,32 +17,35 @@ from paceline.cli.launch import run_dir as run_dirs
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
-# A launcher in a process of its own: it adopts orphans and ends what is below it.
+# A launcher in a process of its own: it adopts orphans and ends all its descendants.
 DRIVER = """
 import asyncio, json, sys
 from pathlib import Path
-from paceline.cli.launch import run as launch
 from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.launch.launcher import Planner, launch
 from paceline.cli.launch.plan import ProcessSpec, Role
 from paceline.cli.live.view import PlainView
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 
 job = json.loads(sys.argv[1])
-tree = {"data": {"train_files": ["x.parquet"]}, "model": {"path": "m"}, "reward": {"functions": [{"name": "exact_match"}]},
+tree = {"data": {"train_files": ["x.parquet"]}, "model": {"path": "m"},
+        "reward": {"functions": [{"name": "exact_match"}]},
         "trainer": {"total_steps": 2, "run_dir": job["run_dir"]}, "broker": {"url": "memory://"},
         "service": {"startup_timeout_s": 10, "shutdown_timeout_s": job.get("budget_s", 4)}}
 config, run_dir = run_dirs.prepare(parse(RunConfig, tree))
 
 def controller(config, run_dir, address_file):
-    command = job.get("controller") or [sys.executable, job["fake"], "--address-file", str(address_file), "--run-dir", str(run_dir)]
-    return ProcessSpec(name="controller", role=Role.CONTROLLER, command=tuple(command), env={"FAKE_SCRIPT": job["script"]})
+    fake = [sys.executable, job["fake"], "--address-file", str(address_file), "--run-dir", str(run_dir)]
+    command, env = job.get("controller") or fake, {"FAKE_SCRIPT": job["script"]}
+    return ProcessSpec(name="controller", role=Role.CONTROLLER, command=tuple(command), env=env)
 
 def members(config, machine, *, controller_address, master_port):
     return [ProcessSpec(name=name, role=Role(name.split("-")[0]), command=(sys.executable, "-c", text))
             for name, text in job["members"].items()]
 
-outcome = asyncio.run(launch.launch(config, run_dir, PlainView(2), what=launch.Plan(controller=controller, members=members)))
+planner = Planner(controller=controller, members=members)
+outcome = asyncio.run(launch(config, run_dir, PlainView(2), planner=planner))
 print("OUTCOME", json.dumps([outcome.ok, outcome.exit_code, outcome.message]), flush=True)
 """
 
@@ -50,30 +53,32 @@ MARK = "import os, pathlib; pathlib.Path({folder!r}, f'{{os.getpid()}}.pid').tou
 WELL = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
 NOTES = (
     "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.05), "
-    "print({name!r}, file=open({order!r}, 'a')), sys.exit(0))); open({order!r} + {name!r} + '.ready', 'w'); signal.pause()"
+    "print({name!r}, file=open({order!r}, 'a')), sys.exit(0))); "
+    "open({order!r} + {name!r} + '.ready', 'w'); signal.pause()"
 )
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)"
-# A child in a session of its own, as an engine's: its parent's group does not hold it, and its parent leaves it behind.
+# A child in its own session, like an engine's: not in its parent's group, and alive after its parent's end.
 LEAVES = (
-    "import subprocess, sys, signal; child = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True);"
+    "import subprocess, sys, signal; "
+    "child = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True);"
     "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
 )
 
 
 class Run:
-    """A launcher process over fake services that note their process ids."""
+    """A launcher process with fake services that write down their process ids."""
 
     def __init__(self, folder: Path, script: str, members: dict[str, str], **job: object) -> None:
         self.pids_dir = folder / "pids"
         self.pids_dir.mkdir()
         self.run_dir = folder / "run"
         mark = MARK.format(folder=str(self.pids_dir))
-        told = {name: mark + text for name, text in members.items()}
+        programs = {name: mark + text for name, text in members.items()}
         self.job = {
             "run_dir": str(self.run_dir),
             "fake": str(SUPPORT / "fake_controller.py"),
             "script": script,
-            "members": told,
+            "members": programs,
             **job,
         }
         self.began = time.monotonic()
@@ -85,7 +90,7 @@ class Run:
         )
 
     def wait_for_pids(self, count: int, *, suffix: str = ".pid", folder: Path | None = None) -> None:
-        """Waits until so many fake services are up."""
+        """Waits until `count` fake services are up."""
         deadline = time.monotonic() + 15
         while len(list((folder or self.pids_dir).glob(f"*{suffix}"))) < count:
             assert time.monotonic() < deadline, self.process.communicate(timeout=1)
@@ -93,17 +98,17 @@ class Run:
             time.sleep(0.02)
 
     def read_until(self, words: str) -> str:
-        """The first line with these words in it."""
+        """The first line that contains these words."""
         assert self.process.stdout is not None
         return next(line for line in self.process.stdout if words in line)
 
     def finish(self) -> tuple[bool, int, str]:
-        """The outcome; checks that no process is left."""
+        """Returns the outcome; checks that no process is left."""
         self.output, _ = self.process.communicate(timeout=30)
         self.seconds = time.monotonic() - self.began
         left = [int(path.stem) for path in self.pids_dir.iterdir() if psutil.pid_exists(int(path.stem))]
         assert left == [], f"still alive: {left}\n{self.output}"
-        line = next((x for x in self.output.splitlines() if x.startswith("OUTCOME")), None)
+        line = next((line for line in self.output.splitlines() if line.startswith("OUTCOME")), None)
         assert line is not None, self.output
         ok, code, message = json.loads(line.removeprefix("OUTCOME "))
         return ok, code, message
@@ -117,8 +122,8 @@ def test_everything_ends_in_order(tmp_path: Path) -> None:
     run.process.send_signal(signal.SIGTERM)
     run.finish()
     assert order.read_text().split() == [*names]
-    last = run.run_dir / "controller.calls"
-    assert last.stat().st_mtime_ns > order.stat().st_mtime_ns, "the controller is the last"
+    calls = run.run_dir / "controller.calls"
+    assert calls.stat().st_mtime_ns > order.stat().st_mtime_ns, "the controller is the last"
 
 
 def test_success(tmp_path: Path) -> None:
@@ -134,20 +139,21 @@ def test_success(tmp_path: Path) -> None:
     assert (tmp_path / "latest").resolve() == run.run_dir
 
 
-def test_the_controllers_failure_is_the_runs(tmp_path: Path) -> None:
+def test_a_failure_of_the_controller_is_the_runs_outcome(tmp_path: Path) -> None:
     run = Run(tmp_path, "fail", {"rollout-0": WELL, "learner-0": WELL, "reward": WELL})
     assert run.finish() == (False, 1, "COLLECT: the barrier is stuck")
 
 
 def test_a_controller_that_dies_at_start_is_quoted(tmp_path: Path) -> None:
-    text = "import sys; print('2026-01-01T00:00:00.000Z ERROR controller paceline.x: fatal: port 7000 is taken', file=sys.stderr); sys.exit(1)"
+    line = "2026-01-01T00:00:00.000Z ERROR controller paceline.x: fatal: port 7000 is taken"
+    text = f"import sys; print({line!r}, file=sys.stderr); sys.exit(1)"
     run = Run(tmp_path, "steps", {}, controller=[sys.executable, "-c", text])
     ok, code, message = run.finish()
     assert (ok, code) == (False, 1)
     assert message.startswith("controller ended while starting (exit code 1): port 7000 is taken")
 
 
-def test_a_learner_that_dies_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
+def test_a_learner_that_dies_ends_the_run_with_its_error(tmp_path: Path) -> None:
     dies = "import sys, time; time.sleep(0.3); raise ValueError('loss is not finite')"
     run = Run(tmp_path, "wait", {"rollout-0": WELL, "learner-0": dies, "learner-1": DEAF, "reward": WELL})
     ok, code, message = run.finish()
@@ -160,15 +166,15 @@ def test_a_learner_that_dies_ends_the_run_with_its_last_words(tmp_path: Path) ->
     assert calls == f"stop {message}"
 
 
-def test_one_rollout_of_two_may_die(tmp_path: Path) -> None:
+def test_a_run_goes_on_when_one_of_two_rollout_servers_dies(tmp_path: Path) -> None:
     run = Run(tmp_path, "wait", {"rollout-0": "raise SystemExit(3)", "rollout-1": WELL, "reward": WELL})
-    said = run.read_until("goes on with the other rollout servers")
-    assert said.startswith("note: rollout-0 ended unexpectedly (exit code 3)")
+    note = run.read_until("goes on with the other rollout servers")
+    assert note.startswith("note: rollout-0 ended unexpectedly (exit code 3)")
     run.process.send_signal(signal.SIGTERM)
     assert run.finish() == (False, 128 + signal.SIGTERM, "stopped by SIGTERM")
 
 
-def test_the_last_rollout_may_not(tmp_path: Path) -> None:
+def test_a_run_ends_when_its_last_rollout_server_dies(tmp_path: Path) -> None:
     run = Run(tmp_path, "wait", {"rollout-0": "raise SystemExit(3)", "reward": WELL})
     ok, code, message = run.finish()
     assert (ok, code) == (False, 1)
@@ -176,7 +182,7 @@ def test_the_last_rollout_may_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_also_the_deaf_and_what_they_leave_behind(
+def test_a_signal_ends_services_that_ignore_it_and_their_children(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     child = MARK.format(folder=str(tmp_path / "pids")) + DEAF
@@ -185,8 +191,7 @@ def test_a_signal_stops_also_the_deaf_and_what_they_leave_behind(
     run.wait_for_pids(4)
     run.process.send_signal(number)
     assert run.finish() == (False, 128 + number, f"stopped by {number.name}")
-    launcher_log = run.output
-    assert "stopping in order" in launcher_log
+    assert "stopping in order" in run.output
     assert (run.run_dir / "controller.calls").read_text() == f"stop stopped by {number.name}"
 
 

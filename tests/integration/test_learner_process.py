@@ -19,13 +19,14 @@ import pytest
 import redis
 
 from paceline.broker.redis_server import RedisServer
-from paceline.core.batch import BatchRow
 from paceline.core.errors import CheckpointError, IllegalTransitionError, VersionMismatchError
+from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow, TrainOrder
 from paceline.rpc.v1 import controller_pb2, learner_pb2, learner_pb2_grpc
 from paceline.service.channels import call, connect
 from paceline.weights.geometry.layout import RankLayout, tensor_shapes
-from paceline.wire.protobuf import batch_row_to_proto
+from paceline.wire.training import order_to_proto
 from support.fake_controller import FakeController, serve
 from support.learner_fakes import POLICY, make_batch, run_config, write_model
 
@@ -77,12 +78,7 @@ class Learner:
     async def train(
         self, step: int, rows: tuple[BatchRow, ...], policy: PolicyTag
     ) -> learner_pb2.TrainStepResponse:
-        request = learner_pb2.TrainStepRequest(
-            step=step,
-            policy_version=policy.version,
-            weights_digest=policy.digest,
-            rows=[batch_row_to_proto(row) for row in rows],
-        )
+        request = order_to_proto(TrainOrder(step=step, policy=policy, rows=rows))
         reply: learner_pb2.TrainStepResponse = await self.call(self.stub.TrainStep, request)
         return reply
 
@@ -167,15 +163,10 @@ async def going_back(learner: Learner, folder: Path, batch: Any) -> None:
     described = await learner.call(learner.stub.DescribeWeights, learner_pb2.DescribeLearnerWeightsRequest())
     assert described.version == 3
     rows, policy = _order(batch)
-    request = learner_pb2.TrainStepRequest(
-        step=4,
-        policy_version=3,
-        weights_digest=policy.digest,
-        rows=[batch_row_to_proto(row) for row in rows],
-        adjustments=learner_pb2.GuardAdjustments(lr_scale=0.5, kl_scale=1.0, fixed_kl_coef=0.25),
-    )
-    reply = await learner.call(learner.stub.TrainStep, request)
-    assert reply.policy_version == 4
+    adjustments = Adjustments(lr_scale=0.5, kl_scale=1.0, fixed_kl_coef=0.25)
+    order = TrainOrder(step=4, policy=policy, rows=rows, adjustments=adjustments)
+    reply = await learner.call(learner.stub.TrainStep, order_to_proto(order))
+    assert reply.step == 4
     assert reply.metrics["actor/lr"] == 0.5e-3
     assert reply.metrics["algorithm/kl_coef"] == 0.25
     readings = {(one.rule, one.network): one.value for one in reply.guard_readings}
@@ -218,8 +209,8 @@ async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_pa
         first = await learner.train(1, rows, policy)
         again = await learner.train(1, rows, policy)
         assert dict(again.metrics) == dict(first.metrics)
-        assert first.policy_version == 1
-        assert not first.update_skipped
+        assert first.step == 1
+        assert not first.skip_reasons
         assert first.metrics["actor/first_ppo_kl"] == pytest.approx(0, abs=1e-6)
         assert first.metrics["critic/grad_norm"] > 0
         await learner.train(2, *_order(batches[2]))

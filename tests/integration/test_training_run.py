@@ -1,4 +1,4 @@
-"""`paceline train` with nothing faked: what a run must give, whoever dies in it and whoever ends it."""
+"""`paceline train` without fakes: whole runs, undisturbed, with processes that die, and stopped early."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingRun]:
-    """Five steps with one rollout server and two learner ranks, to which the other runs are held."""
+    """Five steps with one rollout server and two learner ranks; other runs are compared with it."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     with training(tiny_config(inputs, trainer={"total_steps": NUM_STEPS}), folder) as run:
         run.wait_for_phase("collect", 1)
@@ -64,7 +64,7 @@ def assert_sound(run: TrainingRun, *, num_samples: int = NUM_SAMPLES) -> None:
 
 
 def assert_ended_in_order(run: TrainingRun, message: str) -> None:
-    """Everybody said goodbye and nobody had to be killed; the journal and the note end with the reason."""
+    """All members left and none was killed; the journal and the note end with the reason."""
     events = run.events
     assert [(e["ok"], e["message"]) for e in only(events, "end")][-1] == (message.endswith("done"), message)
     last = {event["member"]: event["what"] for event in only(events, "member")}
@@ -107,18 +107,18 @@ def test_a_step_is_one_trace_through_all_services(undisturbed: TrainingRun) -> N
     }
     assert sorted(roots) == list(range(1, NUM_STEPS + 1))
     for root in roots.values():
-        mine = [span for span in spans if span["trace_id"] == root["trace_id"]]
-        assert {span["service"] for span in mine} == {
+        trace = [span for span in spans if span["trace_id"] == root["trace_id"]]
+        assert {span["service"] for span in trace} == {
             f"paceline.{name}" for name in ("controller", "rollout", "reward", "learner")
         }
-        assert [s["name"] for s in mine if s["parent_id"] not in by_id] == ["step"]
-        names = Counter(span["name"] for span in mine)
+        assert [s["name"] for s in trace if s["parent_id"] not in by_id] == ["step"]
+        names = Counter(span["name"] for span in trace)
         assert names["rollout.generate"] >= NUM_PROMPTS
         assert names["learner.train_step"] == 1
-        # A generation hangs on the dispatch that asked for it, its scoring on the generation.
-        parents = {by_id[s["parent_id"]]["name"] for s in mine if s["name"] == "rollout.generate"}
+        # A generation's parent is the dispatch that asked for it; a scoring's parent is the generation.
+        parents = {by_id[s["parent_id"]]["name"] for s in trace if s["name"] == "rollout.generate"}
         assert "dispatch" in parents
-        assert {by_id[s["parent_id"]]["name"] for s in mine if s["name"] == "reward.score"} == {
+        assert {by_id[s["parent_id"]]["name"] for s in trace if s["name"] == "reward.score"} == {
             "rollout.generate"
         }
 
@@ -126,7 +126,7 @@ def test_a_step_is_one_trace_through_all_services(undisturbed: TrainingRun) -> N
 def test_two_servers_give_the_same_and_one_of_them_may_die(
     inputs: Path, undisturbed: TrainingRun, tmp_path: Path
 ) -> None:
-    """The same seed again: steps 1 and 2 on two servers, step 3 loses one of them in its middle, the rest runs on one."""
+    """The same seed: steps 1 and 2 on two servers; one of them dies in step 3; the rest runs on the other."""
     config = tiny_config(inputs, trainer={"total_steps": NUM_STEPS})
     config["rollout"]["replicas"] = 2
     with training(config, tmp_path / "run") as run:
@@ -144,7 +144,7 @@ def test_two_servers_give_the_same_and_one_of_them_may_die(
         dead = [e["member"] for e in only(run.events, "member") if e["what"] == "dead"]
         assert dead == ["rollout-1"]
         assert "rollout-1 ended unexpectedly (killed by SIGKILL)" in run.output
-        # What the dead server had delivered but not acknowledged comes again, in time for its step or too late.
+        # What the dead server sent without an acknowledgement comes again, in time for its step or too late.
         repeats = sum(row["barrier/duplicates"] + row["barrier/rejected"] for row in run.metrics[1:])
         assert repeats <= config["rollout"]["max_groups_in_flight"] * NUM_SAMPLES
         assert_same_metrics(
@@ -167,9 +167,9 @@ def test_one_rank_learns_what_two_learn_and_ctrl_c_ends_it(
         assert time.monotonic() - began < 30
         assert_sound(run)
         assert_ended_in_order(run, f"stopped in step {NUM_STEPS + 1}: stopped by SIGINT")
-        for mine, theirs in zip(run.metrics[1:], undisturbed.metrics[1:], strict=True):
+        for row, expected in zip(run.metrics[1:], undisturbed.metrics[1:], strict=True):
             for name in LOSSES:
-                assert mine[name] == pytest.approx(theirs[name], abs=1e-4), (mine["step"], name)
+                assert row[name] == pytest.approx(expected[name], abs=1e-4), (row["step"], name)
 
 
 def test_a_lost_learner_ends_the_run_and_the_same_command_goes_on(
@@ -199,7 +199,7 @@ STARTING = [("launcher", signal.SIGTERM), ("launcher", signal.SIGKILL), ("learne
 def test_an_end_while_everything_starts(
     inputs: Path, tmp_path: Path, victim: str, number: signal.Signals
 ) -> None:
-    """The engine's and the ranks' processes are only half there. A launcher that is killed can end nobody: all must end by themselves."""
+    """The engine and the ranks are still starting; if the launcher is killed, all must end by themselves."""
     with training(tiny_config(inputs), tmp_path / "run") as run:
         for name in ("reward-0", "learner-0", "rollout-0"):
             run.wait_for_member(name)
@@ -261,8 +261,8 @@ def few_prompts(inputs: Path, folder: Path, count: int) -> tuple[Path, list[str]
     return path, [truth for truth, _ in picked]
 
 
-def test_bad_rewards_cost_their_groups_and_none_at_all_the_run(inputs: Path, tmp_path: Path) -> None:
-    """Four of eight prompts have a reward that fails, each in its way; in step 3 all have."""
+def test_failed_rewards_drop_their_groups_and_end_the_run_when_all_fail(inputs: Path, tmp_path: Path) -> None:
+    """The rewards of four of eight prompts fail in different ways; from step 3 on all fail."""
     file, truths = few_prompts(inputs, tmp_path, 8)
     faults = tmp_path / "faults"
     kinds = ("raise", "hang", "nan", "type")

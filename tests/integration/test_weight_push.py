@@ -1,4 +1,4 @@
-"""Two FSDP2 learner processes push into a real vLLM engine: what it then generates is the learner's policy."""
+"""Two FSDP2 learner processes push into a real vLLM engine, which then generates as the learner would."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import WeightSyncError
-from paceline.weights.digest.agreement import digests_agree, model_digest
+from paceline.weights.digest.agreement import disagreement, model_digest
 from support.push_engines import NUM_TOKENS, generate, join, push, running_engine
 from support.push_learners import LearnerGroup
 
@@ -22,7 +22,7 @@ PROMPTS = [[5, 17, 102, 3], [198, 0, 64]]
 
 
 async def check_policy(engine: Any, config: Any, seed: int) -> list[list[int]]:
-    """The engine generates what a Hugging Face float32 forward of this seed's model does."""
+    """The engine generates the same as a Hugging Face float32 forward of this seed's model."""
     from support.push_models import greedy, seeded_model
 
     reference = seeded_model(config, seed).eval()
@@ -45,7 +45,6 @@ def start_learners(config: Any) -> LearnerGroup:
 async def test_a_push_makes_the_engine_the_learners_policy(
     tp: int, kv_heads: int, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
     from support.push_models import save_config, tiny_config
 
     config = tiny_config(kv_heads=kv_heads, tied=tied)
@@ -53,35 +52,33 @@ async def test_a_push_makes_the_engine_the_learners_policy(
     learners = start_learners(config)
     try:
         async with running_engine(tmp_path, tp, monkeypatch) as engine:
-            receiver = WeightReceiver(engine)
-            spec = await join(learners, receiver, epoch=1, round_bytes=20_000)
+            spec = await join(learners, engine, epoch=1, round_bytes=20_000)
             assert spec.world_size == 2 + tp
 
-            sent, received, answers = await push(learners, receiver, version=1)
-            digests_agree(sent, received.digests)
-            assert model_digest([sent]) == model_digest(received.digests)
-            assert received.bytes == sum(num_bytes for _, num_bytes in answers)
+            sent, received, answers = await push(learners, engine, version=1)
+            assert disagreement(sent, received.reports) is None
+            assert model_digest([sent]) == model_digest(received.reports)
+            assert received.num_bytes == sum(num_bytes for _, num_bytes in answers)
             first = await check_policy(engine, config, seed=0)
 
             learners.call("set_seed", 1)
-            sent_2, received_2, _ = await push(learners, receiver, version=2)
-            digests_agree(sent_2, received_2.digests)
+            sent_2, received_2, _ = await push(learners, engine, version=2)
+            assert disagreement(sent_2, received_2.reports) is None
             assert model_digest([sent_2]) != model_digest([sent])
             assert await check_policy(engine, config, seed=1) != first
 
-            # The same check finds one flipped bit, and the next push, over a new group, mends it.
+            # The check finds a flipped bit, and the next push, over a new group, repairs it.
             damaged = "model.layers.1.self_attn.qkv_proj.weight"
-            await engine.collective_rpc("paceline_flip_bit", args=(tp - 1, damaged, 64 * 5 + 3))
-            reports = await receiver.digest(version=2)
-            with pytest.raises(
-                WeightSyncError, match=rf"1\.self_attn\.q_proj\.weight: TP rank {tp - 1} holds"
-            ):
-                digests_agree(sent_2, reports)
-            await join(learners, receiver, epoch=2, round_bytes=1 << 20)
-            sent_3, received_3, _ = await push(learners, receiver, version=3)
-            digests_agree(sent_3, received_3.digests)
-            assert model_digest(received_3.digests) == model_digest([sent_2])
-            await receiver.leave()
+            await engine.call_workers("paceline_flip_bit", (tp - 1, damaged, 64 * 5 + 3), 30.0)
+            reports = await engine.digest(version=2)
+            difference = disagreement(sent_2, reports)
+            assert difference is not None
+            assert f"1.self_attn.q_proj.weight: TP rank {tp - 1} holds" in difference
+            await join(learners, engine, epoch=2, round_bytes=1 << 20)
+            sent_3, received_3, _ = await push(learners, engine, version=3)
+            assert disagreement(sent_3, received_3.reports) is None
+            assert model_digest(received_3.reports) == model_digest([sent_2])
+            await engine.leave()
     finally:
         learners.close()
 
@@ -90,7 +87,6 @@ async def test_a_model_without_rules_takes_the_general_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Mixture-of-Experts: full tensors, in rounds, through vLLM's own loader; twice."""
-    from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
     from support.push_models import save_config, tiny_moe_config
 
     config = tiny_moe_config()
@@ -98,16 +94,15 @@ async def test_a_model_without_rules_takes_the_general_path(
     learners = start_learners(config)
     try:
         async with running_engine(tmp_path, 1, monkeypatch) as engine:
-            receiver = WeightReceiver(engine)
-            spec = await join(learners, receiver, epoch=1, round_bytes=30_000)
-            assert [layout.whole for layout in spec.rollout_layouts] == [True]
+            spec = await join(learners, engine, epoch=1, round_bytes=30_000)
+            assert [layout.full_tensors for layout in spec.rollout_layouts] == [True]
             for version in (1, 2):
                 learners.call("set_seed", version)
-                sent, received, _ = await push(learners, receiver, version)
-                digests_agree(sent, received.digests)
-                assert model_digest([sent]) == model_digest(received.digests)
+                sent, received, _ = await push(learners, engine, version)
+                assert disagreement(sent, received.reports) is None
+                assert model_digest([sent]) == model_digest(received.reports)
                 await check_policy(engine, config, seed=version)
             with pytest.raises(WeightSyncError, match="not covered by the layout rules"):
-                await receiver.digest(version=2)
+                await engine.digest(version=2)
     finally:
         learners.close()

@@ -1,4 +1,4 @@
-"""Over NCCL, from two GPUs to the engine on a third: what it then generates is what an engine that read the weights from disk does."""
+"""Over NCCL, from two GPUs to an engine on a third: it then generates as with the weights from disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.weights.digest.agreement import digests_agree, model_digest
+from paceline.weights.digest.agreement import disagreement, model_digest
 from support.push_engines import generate, join, push, running_engine
 from support.push_learners import LearnerGroup
 from support.push_models import save_config, seeded_model, tiny_config
@@ -30,17 +30,16 @@ ENGINE = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_memory_b
 
 def test_a_hundred_pushes_end_where_the_disk_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(kv_heads=2, tied=False)
-    found, expected, digests = asyncio.run(_push_and_read(config, tmp_path, monkeypatch))
+    generated, expected, digests = asyncio.run(_push_and_read(config, tmp_path, monkeypatch))
     assert len(digests) == 3
     # The same bits in the same engine: tokens and log-probs are equal, not close.
-    assert found == expected
+    assert generated == expected
 
 
 async def _push_and_read(
     config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Generated, Generated, set[int]]:
-    """What is generated after the pushes and with the weights from disk, and the digests of all versions."""
-    from paceline.rollout.engines.vllm.weight_receiver import WeightReceiver
+    """What is generated after the pushes, and with the weights from disk; the digests of all versions."""
 
     last = NUM_PUSHES % 3
     written = folder / "written"
@@ -54,16 +53,15 @@ async def _push_and_read(
         async with running_engine(written, 1, monkeypatch, **ENGINE, load_format="auto") as engine:
             expected = [await generate(engine, prompt, str(i)) for i, prompt in enumerate(PROMPTS)]
         async with running_engine(folder / "empty", 1, monkeypatch, **ENGINE) as engine:
-            receiver = WeightReceiver(engine)
-            await join(learners, receiver, 1, 30_000, backend="nccl", wire_dtype="bfloat16")
+            await join(learners, engine, 1, 30_000, backend="nccl", wire_dtype="bfloat16")
             digests = set[int]()
             for version in range(1, NUM_PUSHES + 1):
                 learners.call("set_seed", version % 3)
-                sent, received, _ = await push(learners, receiver, version)
-                digests_agree(sent, received.digests)
-                digests.add(model_digest(received.digests))
-            found = [await generate(engine, prompt, str(i)) for i, prompt in enumerate(PROMPTS)]
-            await receiver.leave()
+                sent, received, _ = await push(learners, engine, version)
+                assert disagreement(sent, received.reports) is None
+                digests.add(model_digest(received.reports))
+            generated = [await generate(engine, prompt, str(i)) for i, prompt in enumerate(PROMPTS)]
+            await engine.leave()
     finally:
         learners.close()
-    return found, expected, digests
+    return generated, expected, digests

@@ -1,4 +1,4 @@
-"""Whole pushes over gloo between threads, into models that look like vLLM's: every way in, and every way to fail."""
+"""Complete pushes over gloo between threads, into models that look like vLLM's, and every way to fail."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ import torch
 from torch import nn
 
 from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
-from paceline.learner.distributed.publisher import PushResult, WeightPublisher
-from paceline.rollout.engines.rank_receiver import RankReceipt, RankReceiver
-from paceline.weights.digest.agreement import digests_agree, model_digest
-from paceline.weights.digest.definition import TensorDigester, digest_array
+from paceline.core.members import MemberKind, RankRef
+from paceline.learner.distributed.publisher import WeightPublisher
+from paceline.rollout.engines.rank_receiver import RankReceiver
+from paceline.rollout.engines.vllm.layout import describe_model
+from paceline.weights.digest.agreement import disagreement, model_digest
+from paceline.weights.digest.definition import digest_array
+from paceline.weights.digest.job import TensorDigester
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, fsdp_layout
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.group import WeightGroup
 from paceline.weights.transport.rendezvous import Deadline, abandon, open_store
 from support.fake_vllm import fake_qwen2
@@ -47,7 +51,7 @@ def dense(**changes: object) -> DenseModel:
 
 
 class FlatModel(nn.Module):
-    """Holds every tensor of a checkpoint whole, under its state-dict name."""
+    """Holds every tensor of a checkpoint in full, under its state-dict name."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
         super().__init__()
@@ -63,7 +67,7 @@ class FlatModel(nn.Module):
 
 
 class Fleet:
-    """One unsharded learner and some rollout ranks, each in a thread of its own."""
+    """One unsharded learner and some rollout ranks, each in its own thread."""
 
     def __init__(
         self, model: DenseModel, size: int, *, engines: int = 1, moe: bool = False, load: Any = None
@@ -72,7 +76,7 @@ class Fleet:
         self.publisher = WeightPublisher(self.source, CPU, "gloo")
         self.size = size
         self.models = [fake_qwen2(model, rank, size, moe=moe) for _ in range(engines) for rank in range(size)]
-        self.receivers = [RankReceiver(m, CPU, load or refuse_full) for m in self.models]
+        self.receivers = [RankReceiver(m, CPU, describe_model, load or refuse_full) for m in self.models]
         self.epoch = 0
 
     def spec(self, **changes: Any) -> WeightGroupSpec:
@@ -100,12 +104,17 @@ class Fleet:
             ),
         )
 
-    def push(self, version: int) -> tuple[PushResult, list[RankReceipt]]:
+    def push(self, version: int) -> tuple[PushReceipt, list[PushReceipt]]:
         sent, *received = run_all(
             lambda: self.publisher.publish(version),
             *(lambda receiver=receiver: receiver.receive(version, 10.0) for receiver in self.receivers),
         )
         return sent, received
+
+
+def agree(sent: PushReceipt, received: list[PushReceipt]) -> bool:
+    """Whether every rank reports the digests that the learner sent."""
+    return disagreement(sent.reports[0], PushReceipt.merge(received).reports) is None
 
 
 def refuse_full(_: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -146,12 +155,12 @@ def test_a_push_fills_every_rank(size: int, kv_heads: int, tied: bool) -> None:
     for version in (1, 2):
         sent, received = fleet.push(version)
         check_parameters(fleet, model)
-        reports = [receipt.digests for receipt in received]
-        digests_agree(sent.digests, reports)
+        reports = [report for receipt in received for report in receipt.reports]
+        assert disagreement(sent.reports[0], reports) is None
         named = {n: p.detach().numpy() for n, p in fleet.source.named_parameters()}
-        by_numpy = sum(digest_array(n, v.shape, Box.whole(v.shape), v) for n, v in named.items()) % 2**64
-        assert model_digest([sent.digests]) == model_digest(reports) == by_numpy
-        assert sent.bytes == sum(receipt.num_bytes for receipt in received)
+        by_numpy = sum(digest_array(n, v.shape, Box.full(v.shape), v) for n, v in named.items()) % 2**64
+        assert model_digest(sent.reports) == model_digest(reports) == by_numpy
+        assert sent.num_bytes == sum(receipt.num_bytes for receipt in received)
         assert sent.peak_extra_bytes <= 2 * size * 1000
         assert all(receipt.peak_extra_bytes <= 2 * 1000 for receipt in received)
         with torch.no_grad():
@@ -162,10 +171,10 @@ def test_a_push_fills_every_rank(size: int, kv_heads: int, tied: bool) -> None:
 @pytest.mark.parametrize(
     ("engines", "size", "kv_heads", "round_bytes"), [(3, 1, 2, 1000), (2, 2, 1, 1000), (4, 1, 2, 1 << 20)]
 )
-def test_a_push_is_passed_on_between_rollout_ranks(
+def test_a_push_is_relayed_between_rollout_ranks(
     engines: int, size: int, kv_heads: int, round_bytes: int
 ) -> None:
-    """Every byte that several need leaves the learner once, every rank ends with the same, and staging stays two rounds."""
+    """Bytes that several need leave the learner once, all ranks end with the same, staging is two rounds."""
     model = dense(kv_heads=kv_heads)
     fleet = Fleet(model, size, engines=engines)
     fleet.join(fleet.spec(relay="always", round_bytes=round_bytes))
@@ -173,9 +182,9 @@ def test_a_push_is_passed_on_between_rollout_ranks(
     for version in (1, 2):
         sent, received = fleet.push(version)
         check_parameters(fleet, model)
-        digests_agree(sent.digests, [receipt.digests for receipt in received])
-        assert sent.bytes == 4 * sum(distinct.values())
-        assert sent.bytes + sum(receipt.relayed_bytes for receipt in received) == sum(
+        assert agree(sent, received)
+        assert sent.num_bytes == 4 * sum(distinct.values())
+        assert sent.num_bytes + sum(receipt.relayed_bytes for receipt in received) == sum(
             receipt.num_bytes for receipt in received
         )
         assert all(receipt.peak_extra_bytes <= 2 * round_bytes for receipt in received)
@@ -185,14 +194,14 @@ def test_a_push_is_passed_on_between_rollout_ranks(
                 param.mul_(1.5).add_(0.25)
 
 
-def test_who_waits_for_a_rank_that_does_not_come_names_it() -> None:
+def test_a_rank_that_waits_for_an_absent_one_names_it() -> None:
     fleet = Fleet(dense(), 1, engines=2)
     spec = fleet.spec(timeout_s=0.5)
     waiting = start_all(lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, 0.5))
     for future in waiting:
         error = future.exception(10)
         assert isinstance(error, DeadlineError), error
-        assert (error.phase, error.peer) == ("weight group join", "rollout rank 1")
+        assert (error.phase, error.peer) == ("weight group join", RankRef(MemberKind.ROLLOUT, 1))
 
 
 def test_a_join_that_is_called_off_ends_at_once() -> None:
@@ -210,11 +219,11 @@ def test_a_join_that_is_called_off_ends_at_once() -> None:
     fleet.models.pop()
     fleet.join(fleet.spec())
     sent, received = fleet.push(1)
-    digests_agree(sent.digests, [receipt.digests for receipt in received])
+    assert agree(sent, received)
 
 
 def test_a_relay_that_leaves_frees_the_others_at_once() -> None:
-    """Whoever waits names whom it waits for: the relay, or somebody who gave up for its sake."""
+    """Each waiting rank names the peer that it waits for: the relay, or one that gave up because of it."""
     fleet = Fleet(dense(), 1, engines=3)
     fleet.join(fleet.spec(relay="always", timeout_s=20.0))
     leaving = threading.Timer(0.3, fleet.receivers[1].leave)
@@ -227,16 +236,16 @@ def test_a_relay_that_leaves_frees_the_others_at_once() -> None:
     leaving.join()
     for error in errors:
         assert isinstance(error, PeerLostError), error
-    assert "rollout rank 1" in [error.peer for error in errors]
+    assert RankRef(MemberKind.ROLLOUT, 1) in [error.peer for error in errors]
     fleet.receivers.pop(1)
     fleet.models.pop(1)
     fleet.join(fleet.spec(relay="always"))
     sent, received = fleet.push(2)
-    digests_agree(sent.digests, [receipt.digests for receipt in received])
+    assert agree(sent, received)
 
 
-def test_a_relay_that_stalls_is_named_by_those_who_wait_for_it() -> None:
-    """It takes what the learner sends but passes nothing on: the learner's part succeeds, its peers say who is missing."""
+def test_a_relay_that_stalls_is_named_by_its_receiver() -> None:
+    """It receives from the learner but relays nothing: the learner's part succeeds, its peer names it."""
     fleet = Fleet(dense(), 1, engines=2)
     fleet.join(fleet.spec(relay="always", round_bytes=1 << 20))
     relay = fleet.receivers[1]._group
@@ -250,7 +259,7 @@ def test_a_relay_that_stalls_is_named_by_those_who_wait_for_it() -> None:
     assert sending.result(30).version == 1
     error = waiting.exception(30)
     assert isinstance(error, DeadlineError)
-    assert error.peer == "rollout rank 1"
+    assert error.peer == RankRef(MemberKind.ROLLOUT, 1)
     assert 1.4 < time.monotonic() - began < 8
 
 
@@ -262,13 +271,15 @@ def test_a_push_casts_to_the_wire_type() -> None:
     fleet.join(fleet.spec(wire_dtype="bfloat16"))
     sent, received = fleet.push(1)
     check_parameters(fleet, model, torch.bfloat16)
-    digests_agree(sent.digests, [receipt.digests for receipt in received])
-    assert sent.bytes * 2 == 4 * sum(part.box.volume for f in fleet.receivers for part in f.describe().slices)
+    assert agree(sent, received)
+    assert sent.num_bytes * 2 == 4 * sum(
+        part.box.volume for f in fleet.receivers for part in f.describe().slices
+    )
 
 
 @pytest.mark.parametrize(("engines", "relay"), [(1, "never"), (2, "always")])
 def test_the_general_path_loads_full_tensors(engines: int, relay: str) -> None:
-    """With a layer that no rule covers, each tensor arrives whole, once, in a memory of its own."""
+    """With a layer that no rule covers, each tensor arrives in full, once, in its own memory."""
     loaded: list[tuple[str, torch.Tensor]] = []
 
     def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -278,7 +289,7 @@ def test_the_general_path_loads_full_tensors(engines: int, relay: str) -> None:
     fleet = Fleet(model, 1, engines=engines, moe=True, load=load)
     fleet.join(fleet.spec(relay=relay))
     sent, received = fleet.push(1)
-    digests_agree(sent.digests, [receipt.digests for receipt in received])
+    assert agree(sent, received)
     assert sorted(name for name, _ in loaded) == sorted([*model.shapes()] * engines)
     if engines == 1:
         assert [name for name, _ in loaded] == list(model.shapes())
@@ -298,7 +309,7 @@ def test_a_loader_that_stops_early_is_an_error() -> None:
     assert isinstance(futures[0].exception(30), PeerLostError)
 
 
-def test_a_member_that_does_not_come_costs_its_deadline_and_the_rest_form_anew() -> None:
+def test_an_absent_member_costs_the_deadline_and_the_rest_form_a_new_group() -> None:
     fleet = Fleet(dense(), 2)
     spec = fleet.spec(timeout_s=2.0)
     began = time.monotonic()
@@ -309,14 +320,14 @@ def test_a_member_that_does_not_come_costs_its_deadline_and_the_rest_form_anew()
         assert isinstance(error, DeadlineError | PeerLostError), error
     fleet.receivers.pop()
     fleet.models.pop()
-    whole = RankLayout.from_bytes(
-        RankReceiver(fake_qwen2(dense(), 0, 1), CPU, refuse_full).describe().to_bytes()
+    layout = RankLayout.from_bytes(
+        RankReceiver(fake_qwen2(dense(), 0, 1), CPU, describe_model, refuse_full).describe().to_bytes()
     )
     fleet.models = [fake_qwen2(dense(), 0, 1)]
-    fleet.receivers = [RankReceiver(fleet.models[0], CPU, refuse_full)]
-    fleet.join(fleet.spec(rollout_layouts=(whole,)))
+    fleet.receivers = [RankReceiver(fleet.models[0], CPU, describe_model, refuse_full)]
+    fleet.join(fleet.spec(rollout_layouts=(layout,)))
     sent, received = fleet.push(1)
-    digests_agree(sent.digests, [receipt.digests for receipt in received])
+    assert agree(sent, received)
 
 
 def test_a_member_that_leaves_frees_the_others_at_once() -> None:
@@ -328,7 +339,7 @@ def test_a_member_that_leaves_frees_the_others_at_once() -> None:
     futures = start_all(lambda: fleet.publisher.publish(1), lambda: fleet.receivers[0].receive(1, 20.0))
     error = futures[0].exception(30)
     assert isinstance(error, PeerLostError)
-    assert error.peer == "rollout rank 1"
+    assert error.peer == RankRef(MemberKind.ROLLOUT, 1)
     assert isinstance(futures[1].exception(30), PeerLostError)
     assert time.monotonic() - began < 5
     leaving.join()
@@ -360,7 +371,7 @@ def test_several_learners_share_the_work_and_their_digests_add_up() -> None:
     model = dense(kv_heads=1)
     shapes, named = model.shapes(), dict(FlatModel(model.shapes(), seed=3).named_parameters())
     sources = [fsdp_layout(shapes, rank=r, world_size=3, dtype="float32") for r in range(3)]
-    receivers = [RankReceiver(fake_qwen2(model, r, 2), CPU, refuse_full) for r in range(2)]
+    receivers = [RankReceiver(fake_qwen2(model, r, 2), CPU, describe_model, refuse_full) for r in range(2)]
     store = open_store("127.0.0.1", 10)
     spec = WeightGroupSpec(
         epoch=1,
@@ -383,7 +394,7 @@ def test_several_learners_share_the_work_and_their_digests_add_up() -> None:
         group.abort()
         return total
 
-    def roll(rank: int) -> RankReceipt:
+    def roll(rank: int) -> PushReceipt:
         receivers[rank].join(spec, 3 + rank, 10.0)
         return receivers[rank].receive(1, 10.0)
 
@@ -392,10 +403,10 @@ def test_several_learners_share_the_work_and_their_digests_add_up() -> None:
     )
     assert totals[0].tolist() == [6, 2**62]  # -3 * 2^62 modulo 2^64
     expected = sum(
-        digest_array(n, tuple(p.shape), Box.whole(tuple(p.shape)), p.detach().numpy())
+        digest_array(n, tuple(p.shape), Box.full(tuple(p.shape)), p.detach().numpy())
         for n, p in named.items()
     )
-    assert model_digest([first.digests, second.digests]) == expected % 2**64
+    assert model_digest([*first.reports, *second.reports]) == expected % 2**64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

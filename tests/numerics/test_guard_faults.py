@@ -20,9 +20,9 @@ from paceline.learner.train import update
 from paceline.learner.train.learner import Learner
 from support.fake_fleet import Answer
 from support.learner_fakes import run_config
-from support.learner_peers import LearnerPeers
 from support.learner_scenarios import NanGradient
-from support.sequencer_run import Run, run_of
+from support.learner_services import LearnerServices
+from support.sequencer_run import SequencerRun, run_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180), pytest.mark.usefixtures("ranks")]
 
@@ -69,7 +69,7 @@ class Faulty:
             guard={"min_history": 2, "ppo_kl": {"skip": None}, **guard},
         )
         self.learner = Learner.build(self.config, ranks)
-        self.peers = LearnerPeers(self.learner, 4, 4)
+        self.services = LearnerServices(self.learner, 4, 4)
         self.seen: dict[int, dict[str, torch.Tensor]] = {}
         self.act: Any = lambda step: None
 
@@ -77,16 +77,16 @@ class Faulty:
         self.seen[step] = weights(self.learner)
         self.act(step)
 
-    async def go(self, it: Run, answer: Answer) -> None:
+    async def go(self, it: SequencerRun, answer: Answer) -> None:
         await it.enlist_all()
-        self.peers.before = self._before
+        self.services.before = self._before
         try:
             await it.go(answer, timeout_s=80)
         finally:
             self.seen[self.learner.version + 1] = weights(self.learner)
 
 
-def of(it: Run, rule: str) -> list[dict[str, Any]]:
+def of(it: SequencerRun, rule: str) -> list[dict[str, Any]]:
     return [e for e in it.events() if e["event"] == "guard" and e["rule"] == rule]
 
 
@@ -94,7 +94,7 @@ async def test_a_batch_with_a_reward_of_a_million_is_not_trained(
     model: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
     run = Faulty(model, ranks, 4)
-    async with run_of(run.config, tmp_path, run.peers) as it:
+    async with run_of(run.config, tmp_path, run.services) as it:
         await run.go(it, rewards(fault={3: 1e6}))
     (event,) = of(it, "reward_jump")
     assert (event["step"], event["action"], event["bound"], event["skipped"]) == (3, "skip", 1000.0, 1)
@@ -116,12 +116,12 @@ async def test_a_nan_gradient_is_not_taken_and_ends_the_run_where_it_lasts(
     run = Faulty(model, ranks, 9, non_finite={"patience": 2})
     honest, bad = update.PolicyLoss.__call__, {2, 4, 5}
 
-    def poisoned(self: Any, part: Any, whole: Any) -> Any:
-        loss, sums = honest(self, part, whole)
+    def poisoned(self: Any, part: Any, totals: Any) -> Any:
+        loss, sums = honest(self, part, totals)
         return (NanGradient.apply(loss) if run.learner.version + 1 in bad else loss), sums
 
     monkeypatch.setattr(update.PolicyLoss, "__call__", poisoned)
-    async with run_of(run.config, tmp_path, run.peers) as it:
+    async with run_of(run.config, tmp_path, run.services) as it:
         with pytest.raises(
             GuardError, match="step 5: .* stop: actor numbers that are not finite is 2, above 0"
         ):
@@ -152,7 +152,7 @@ async def test_a_learning_rate_a_hundred_times_too_high_stops_the_updates_of_the
     # 0.2, since 0.05 is passed here by the healthy rate as well: the tokens are no samples of this policy.
     run = Faulty(model, ranks, 3, ppo_kl={"skip": 0.2})
     run.act = raise_rate(run, 3)
-    async with run_of(run.config, tmp_path, run.peers) as it:
+    async with run_of(run.config, tmp_path, run.services) as it:
         await run.go(it, rewards())
     *earlier, event = of(it, "ppo_kl")
     assert all(e["action"] == "warn" for e in earlier)
@@ -175,7 +175,7 @@ async def test_a_rollback_restores_the_weights_and_goes_on_slower(
             run.learner.actor = dataclasses.replace(run.learner.actor, schedule=schedule)
 
     run.act = act
-    async with run_of(run.config, tmp_path, run.peers) as it:
+    async with run_of(run.config, tmp_path, run.services) as it:
         await run.go(it, rewards())
     (event,) = [e for e in it.events() if e["event"] == "rollback"]
     assert (event["step"], event["to_step"]) == (3, 2)
@@ -193,7 +193,7 @@ async def test_rewards_that_become_constant_are_noticed_and_end_the_run_where_to
     model: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
     run = Faulty(model, ranks, 9, reward_constant={"stop": 0.0, "patience": 3})
-    async with run_of(run.config, tmp_path, run.peers) as it:
+    async with run_of(run.config, tmp_path, run.services) as it:
         with pytest.raises(GuardError, match="step 5: .*spread of the rewards is 0, at or below 0"):
             await run.go(it, rewards(constant_from=3))
     assert [(e["step"], e["action"], e["value"]) for e in of(it, "reward_constant")] == [
@@ -208,15 +208,15 @@ async def test_a_run_that_is_started_again_goes_on_with_adjustments_medians_and_
 ) -> None:
     guard = {"reward_jump": {"skip": None, "lower_lr": 0.0, "patience": 2}, "grad_norm": {"warn": 0.5}}
 
-    def numbers(it: Run) -> dict[int, dict[str, Any]]:
+    def numbers(it: SequencerRun) -> dict[int, dict[str, Any]]:
         varying = ("timing_s/", "weights/", "perf/", "barrier/")
         return {
             row["step"]: {k: v for k, v in row.items() if not k.startswith(varying)} for row in it.lines()
         }
 
-    whole = Faulty(model, ranks, 6, **guard)
-    async with run_of(whole.config, tmp_path / "whole", whole.peers) as first:
-        await whole.go(first, rewards())
+    unbroken = Faulty(model, ranks, 6, **guard)
+    async with run_of(unbroken.config, tmp_path / "whole", unbroken.services) as first:
+        await unbroken.go(first, rewards())
     # A median from step 3 on, so the second step in a row is the fourth: it is waited for across the restart.
     assert [row["guard/lr_scale"] for row in first.lines()[1:]] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5]
 
@@ -227,7 +227,7 @@ async def test_a_run_that_is_started_again_goes_on_with_adjustments_medians_and_
             raise ZeroDivisionError("the learner dies")
 
     half.act = stop_in_4
-    async with run_of(half.config, tmp_path / "half", half.peers) as broken:
+    async with run_of(half.config, tmp_path / "half", half.services) as broken:
         with pytest.raises(ZeroDivisionError):
             await half.go(broken, rewards())
     found = newest(tmp_path / "half")
@@ -239,8 +239,8 @@ async def test_a_run_that_is_started_again_goes_on_with_adjustments_medians_and_
 
     rest = Faulty(model, ranks, 6, **guard)
     checkpoint.load(rest.learner, folder)
-    rest.peers = LearnerPeers(rest.learner, 4, 4)
-    async with run_of(rest.config, tmp_path / "half", rest.peers, state) as second:
+    rest.services = LearnerServices(rest.learner, 4, 4)
+    async with run_of(rest.config, tmp_path / "half", rest.services, state) as second:
         await rest.go(second, rewards())
     assert numbers(second) == numbers(first)
-    assert same(whole.seen[7], rest.seen[7])
+    assert same(unbroken.seen[7], rest.seen[7])

@@ -16,24 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.config.actor import ActorConfig
 from paceline.learner.algorithms import advantages, registry
 from paceline.learner.algorithms import rollout_correction as correction
 from paceline.learner.algorithms.aggregation import MODES, aggregate
-from paceline.learner.algorithms.covariance import highest_covariance
 from paceline.learner.algorithms.estimation import estimate_advantages
 from paceline.learner.algorithms.kl import kl_estimate, mean_sequence_kl, token_rewards
+from paceline.learner.algorithms.policy_losses import LossInputs, highest_covariance
 from paceline.learner.algorithms.value_losses import clipped_value_loss
 
 pytestmark = pytest.mark.torch
 
 FEW = settings(max_examples=20, deadline=None)
 OPTIONS = {
-    "clip_low": 0.2,
-    "clip_high": 0.25,
-    "dual_clip_c": 1.5,
-    "cov_fraction": 0.3,
-    "cov_low": -9.0,
-    "cov_high": 9.0,
     "gamma": 0.9,
     "lam": 0.8,
 }
@@ -108,18 +103,33 @@ def policy_loss(
     name: str, batch: Batch, selected: Tensor, mode: str, **denominators: float
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The aggregated loss, its gradient by log_probs, and the metrics."""
-    function = registry.policy_loss(name)
-    keywords = registry.select_options(function, OPTIONS)
-    if registry.selects_tokens(function):
-        keywords["selected"] = selected
     log_probs = batch.log_probs.clone().requires_grad_()
-    loss, metrics = function(log_probs, batch.old_log_probs, batch.advantages, batch.mask, **keywords)
+    inputs = LossInputs(
+        log_probs=log_probs,
+        old_log_probs=batch.old_log_probs,
+        advantages=batch.advantages,
+        mask=batch.mask,
+        selected=selected,
+    )
+    loss, metrics = registry.POLICY_LOSSES[name].function(inputs, **arguments(name))
+    assert tuple(metrics) == registry.POLICY_LOSSES[name].metrics
     total = aggregate(loss, batch.mask, mode, constant=CONSTANT, **denominators)
     return total.detach(), torch.autograd.grad(total, log_probs)[0], metrics
 
 
+def arguments(name: str) -> dict[str, float]:
+    """The options of a loss, through the configuration."""
+    own = {
+        "kl_cov": {"cov_fraction": 0.3},
+        "clip_cov": {"cov_fraction": 0.3, "cov_low": -9.0, "cov_high": 9.0},
+    }
+    clip = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.04} if name == "gspo" else {}
+    actor = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.25, "clip_ratio_c": 1.5}
+    return ActorConfig(**actor, policy_loss={"type": name, **own.get(name, clip)}).loss_arguments
+
+
 def select(batch: Batch) -> Tensor:
-    return highest_covariance(batch.old_log_probs, batch.advantages, batch.mask, OPTIONS["cov_fraction"])
+    return highest_covariance(batch.old_log_probs, batch.advantages, batch.mask, 0.3)
 
 
 def estimate(name: str, batch: Batch, **collectives: object) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.learner.algorithms.covariance import highest_covariance
+from paceline.learner.algorithms.policy_losses import highest_covariance
 from paceline.learner.batch.minibatch import MiniBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.learner import Learner
@@ -88,7 +88,10 @@ def test_covariance_tokens_are_those_of_the_whole_mini_batch(
     config = run_config(
         model,
         algorithm=VARIANTS["kl_cov"]["algorithm"],
-        actor={"policy_loss": "kl_cov", "cov_fraction": 0.1, "ppo_max_token_len_per_gpu": 24},
+        actor={
+            "policy_loss": {"type": "kl_cov", "cov_fraction": 0.1},
+            "ppo_max_token_len_per_gpu": 24,
+        },
     )
     metrics = take_step(Learner.build(config, ranks), 1).metrics
     assert len(seen) == 2

@@ -180,9 +180,10 @@ class TestResampling:
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "geo_mean", "clip_cov"])
     def test_repeated_tables_are_repeated_rows(self, model: Path, ranks: Ranks, mode: str, name: str) -> None:
-        actor = {"policy_loss": name, "loss_agg_mode": mode, "entropy_coeff": 0.1, "use_kl_loss": True}
+        own = {"cov_fraction": 0.2, "cov_low": 0.0} if name == "clip_cov" else {}
+        actor = {"policy_loss": {"type": name, **own}, "loss_agg_mode": mode}
+        actor |= {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.1}
         actor |= {"clip_ratio": 0.02} if name != "geo_mean" else {"clip_ratio": 0.4}
-        actor |= {"cov_fraction": 0.2, "cov_low": 0.0, "kl_loss_coef": 0.1}
         config = run_config(model, actor=actor, algorithm=GROUPS)
         learner = Learner.build(config, ranks)
         parts = self.both()
@@ -215,8 +216,16 @@ class TestResampling:
             return flat, flat.square()
 
         clip = {"gspo": 0.02, "geo_mean": 0.4}.get(name, 0.2)
-        actor = {"policy_loss": name, "loss_agg_mode": mode, "entropy_coeff": 0.1, "use_kl_loss": True}
-        actor |= {"clip_ratio": clip, "cov_fraction": cov_fraction, "cov_low": 0.0}
+        own = {
+            "clip_cov": {"cov_fraction": cov_fraction, "cov_low": 0.0},
+            "kl_cov": {"cov_fraction": cov_fraction},
+        }
+        actor = {
+            "policy_loss": {"type": name, **own.get(name, {})},
+            "loss_agg_mode": mode,
+            "clip_ratio": clip,
+        }
+        actor |= {"entropy_coeff": 0.1, "use_kl_loss": True}
         config = run_config(Path("m"), actor=actor, algorithm=GROUPS)
         loss = PolicyLoss(config, network)
         found = []

@@ -14,7 +14,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, ModelError, NumericsError
 from paceline.learner import checkpoint
 from paceline.learner.batch import plan as batching
-from paceline.learner.distributed.command_loop import CommandError
+from paceline.learner.distributed.collectives import CommandError
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
 from paceline.learner.model.loading import as_fsdp, hugging_face_names

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import get_args
 
 import pytest
 import torch
 
-from paceline.config.actor import ActorConfig, PolicyLossName
+from paceline.config.actor import ActorConfig
 from paceline.config.algorithm import (
     CRITIC_ESTIMATORS,
     GREEDY_ESTIMATORS,
@@ -15,72 +16,49 @@ from paceline.config.algorithm import (
     AlgorithmConfig,
     KLKind,
 )
+from paceline.config.load import section_types
+from paceline.config.policy_losses import CovarianceLoss
 from paceline.core.errors import ConfigError
-from paceline.learner.algorithms import advantages, kl, registry
+from paceline.learner.algorithms import advantages, kl, policy_losses, registry
 from paceline.learner.algorithms.estimation import estimate_advantages
+from paceline.learner.algorithms.policy_losses import custom
 
 pytestmark = pytest.mark.torch
 
 
-def test_the_tables_hold_these_names():
-    assert sorted(registry.ADV_ESTIMATORS) == [
-        "dr_grpo",
-        "gae",
-        "gpg",
-        "grpo",
-        "opo",
-        "pass_at_k",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "rloo",
-        "vapo",
-    ]
-    assert sorted(registry.POLICY_LOSSES) == [
-        "cispo",
-        "clip_cov",
-        "geo_mean",
-        "gpg",
-        "gspo",
-        "kl_cov",
-        "ppo_clip",
-        "sapo",
-    ]
+OPTIONS_OF_LOSSES = section_types(ActorConfig.model_fields["policy_loss"])
 
 
-@pytest.mark.parametrize(
-    ("look_up", "message"),
-    [
-        (
-            registry.adv_estimator,
-            r"algorithm\.adv_estimator 'ppo' is not known; choose one of dr_grpo, gae, gpg",
-        ),
-        (
-            registry.policy_loss,
-            r"actor\.policy_loss 'ppo' is not known; choose one of cispo, clip_cov, geo_mean",
-        ),
-        (registry.kl_kind, r"KL estimate 'ppo' is not known; choose one of abs, k1, k2, k3, kl"),
-        (
-            registry.loss_agg_mode,
-            r"actor\.loss_agg_mode 'ppo' is not known; choose one of seq-mean-token-mean",
-        ),
-    ],
-)
-def test_an_unknown_name_is_answered_with_those_there_are(look_up, message):
-    with pytest.raises(ConfigError, match=message):
-        look_up("ppo")
+def test_every_loss_has_its_options_and_every_option_its_loss():
+    """What docs/add-an-algorithm.md asks for: a function, its options model and a registry line."""
+    missing = OPTIONS_OF_LOSSES.keys() - {"custom"} - registry.POLICY_LOSSES.keys()
+    assert not missing, f"learner/algorithms/registry.py: POLICY_LOSSES has no line for {missing}"
+    missing = registry.POLICY_LOSSES.keys() - OPTIONS_OF_LOSSES.keys()
+    assert not missing, f"config/policy_losses.py: PolicyLossConfig has no options model for {missing}"
 
 
-def test_known_names():
-    assert registry.policy_loss("gspo") is registry.POLICY_LOSSES["gspo"]
-    assert registry.kl_kind("low_var_kl+") == "low_var_kl+"
-    assert registry.loss_agg_mode("token-mean") == "token-mean"
+@pytest.mark.parametrize("name", registry.POLICY_LOSSES)
+def test_a_loss_takes_the_arguments_of_its_options_and_returns_the_metrics_of_its_line(name):
+    clip = {"gspo": 4e-4, "geo_mean": 0.4}.get(name, 0.2)
+    arguments = ActorConfig(policy_loss=name, clip_ratio=clip).loss_arguments
+    function = getattr(policy_losses, name)
+    tensors = {"log_probs", "old_log_probs", "advantages", "mask", "selected"}
+    assert arguments.keys() == inspect.signature(function).parameters.keys() - tensors
+    ones = torch.ones(1, 2)
+    inputs = policy_losses.LossInputs(
+        log_probs=-ones, old_log_probs=-ones, advantages=ones, mask=ones, selected=ones.bool()
+    )
+    loss = registry.POLICY_LOSSES[name]
+    outputs = loss.function(inputs, **arguments)
+    assert set(outputs.metrics) == set(loss.metrics), f"registry.py: the line of {name} names other metrics"
+    assert custom.RESERVED_METRICS.isdisjoint(loss.metrics)
+    selects = issubclass(OPTIONS_OF_LOSSES[name], CovarianceLoss)
+    assert selects == ("selected" in inspect.signature(function).parameters)
 
 
 def test_the_configuration_names_what_the_tables_hold():
     # It imports no torch, so it lists the names itself.
     assert set(get_args(AdvEstimator)) == registry.ADV_ESTIMATORS.keys()
-    assert set(get_args(PolicyLossName)) == registry.POLICY_LOSSES.keys()
     assert set(get_args(KLKind)) == {name + end for name in kl.KL_ESTIMATES for end in ("", "+")}
     assert {
         name for name, one in registry.ADV_ESTIMATORS.items() if "values" in one.needs
@@ -110,34 +88,11 @@ def test_ranks_gather_in_the_same_order():
 
 
 def test_options_are_taken_by_name_and_missed_by_name():
-    available = {"clip_low": 0.1, "clip_high": 0.2, "dual_clip_c": 3.0, "gamma": 1.0}
-    assert registry.select_options(registry.policy_loss("gspo"), available) == {
-        "clip_low": 0.1,
-        "clip_high": 0.2,
-    }
-    assert registry.select_options(registry.policy_loss("gpg"), available) == {}
-    assert registry.option_names(registry.policy_loss("kl_cov")) == ("cov_fraction", "cov_kl_coef")
-    assert [name for name, loss in registry.POLICY_LOSSES.items() if registry.selects_tokens(loss)] == [
-        "kl_cov",
-        "clip_cov",
-    ]
     with pytest.raises(ConfigError, match="gae needs the option 'lam'; options given: gamma"):
         registry.select_options(registry.adv_estimator("gae").function, {"gamma": 1.0})
 
 
 def test_options_come_from_the_configuration_by_their_names():
-    actor = ActorConfig(clip_ratio_low=0.1, use_dual_clip=False, cov_fraction=0.5, tau_negative=3.0)
-    taken = {name: registry.configured_options(loss, actor) for name, loss in registry.POLICY_LOSSES.items()}
-    assert taken == {
-        "ppo_clip": {"clip_low": 0.1, "clip_high": 0.2, "dual_clip_c": None},
-        "gspo": {"clip_low": 0.1, "clip_high": 0.2},
-        "cispo": {"clip_low": 0.1, "clip_high": 0.2},
-        "kl_cov": {"cov_fraction": 0.5, "cov_kl_coef": 1.0},
-        "clip_cov": {"clip_low": 0.1, "clip_high": 0.2, "cov_fraction": 0.5, "cov_low": 1.0, "cov_high": 5.0},
-        "gpg": {},
-        "sapo": {"tau_positive": 1.0, "tau_negative": 3.0},
-        "geo_mean": {"clip_low": 0.1, "clip_high": 0.2},
-    }
     algorithm = AlgorithmConfig(gamma=0.9, lam=0.8, alpha=0.3, norm_adv_by_std_in_grpo=False)
     assert {
         name: options

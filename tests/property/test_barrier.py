@@ -16,15 +16,15 @@ from paceline.core.trajectory import FinishReason, ScoredHeader
 from support.headers import POLICY, scored
 
 
-def barrier(expected: dict[int, int]) -> Barrier:
+def make_barrier(expected: dict[int, int]) -> Barrier:
     return Barrier(step=4, purpose=Purpose.TRAIN, policy=POLICY, expected=expected)
 
 
-def feed(gate: Barrier, headers: list[ScoredHeader]) -> list[Verdict]:
+def feed(barrier: Barrier, headers: list[ScoredHeader]) -> list[Verdict]:
     verdicts = []
     for header in headers:
-        verdict = gate.judge(header)
-        gate.apply(header, verdict)
+        verdict = barrier.judge(header)
+        barrier.apply(header, verdict)
         verdicts.append(verdict)
     return verdicts
 
@@ -51,14 +51,14 @@ def test_the_batch_does_not_depend_on_arrival(expected: dict[int, int], rng: ran
     ]
     arrivals = wanted + repeats + stale + forged + strangers
     rng.shuffle(arrivals)
-    gate = barrier(expected)
-    verdicts = feed(gate, arrivals)
-    assert gate.closed
-    assert [(h.trajectory_id.prompt_id, h.trajectory_id.sample_index) for h in gate.batch()] == [
+    barrier = make_barrier(expected)
+    verdicts = feed(barrier, arrivals)
+    assert barrier.closed
+    assert [(h.trajectory_id.prompt_id, h.trajectory_id.sample_index) for h in barrier.batch()] == [
         (p, i) for p in sorted(expected) for i in range(expected[p])
     ]
-    assert {h.policy for h in gate.batch()} == {POLICY}
-    assert verdicts.count(Verdict.ADMITTED) == len(wanted) == gate.num_admitted
+    assert {h.policy for h in barrier.batch()} == {POLICY}
+    assert verdicts.count(Verdict.ADMITTED) == len(wanted) == barrier.num_admitted
     assert verdicts.count(Verdict.DUPLICATE) == len(repeats)
     assert verdicts.count(Verdict.WRONG_VERSION) == len(stale)
     assert verdicts.count(Verdict.WRONG_DIGEST) == len(forged)
@@ -77,28 +77,27 @@ def test_every_group_is_trained_once_or_dropped_with_its_reason(
         for i in range(n)
     ]
     order = data.draw(st.permutations(headers))
-    gate = barrier(dict.fromkeys(range(num_prompts), n))
-    feed(gate, order)
-    assert gate.closed
-    assert [(d.prompt_id, d.reason, d.message) for d in gate.dropped] == [
+    barrier = make_barrier(dict.fromkeys(range(num_prompts), n))
+    feed(barrier, order)
+    assert barrier.closed
+    assert [(d.prompt_id, d.reason, d.message) for d in barrier.dropped] == [
         (p, "reward:timeout", "slow") for p in sorted(bad)
     ]
-    trained = [h.trajectory_id.prompt_id for h in gate.batch()]
+    trained = [h.trajectory_id.prompt_id for h in barrier.batch()]
     assert sorted(trained) == sorted(p for p in range(num_prompts) if p not in bad for _ in range(n))
-    assert {h.trajectory_id.prompt_id for h in gate.leftovers()} <= bad
 
 
 def test_an_open_barrier_gives_no_batch_and_says_what_is_missing() -> None:
-    gate = barrier({1: 2, 5: 1})
-    feed(gate, [scored(1, 0), scored(5, 0)])
-    assert gate.missing == [1]
+    barrier = make_barrier({1: 2, 5: 1})
+    feed(barrier, [scored(1, 0), scored(5, 0)])
+    assert barrier.missing == [1]
     with pytest.raises(ProtocolError, match="still open for 1 prompt"):
-        gate.batch()
+        barrier.batch()
 
 
 def test_an_aborted_sample_does_not_complete_its_group() -> None:
-    gate = barrier({1: 1})
-    assert feed(gate, [scored(1, 0, finish_reason=FinishReason.ABORT)]) == [Verdict.ABORTED]
-    assert not gate.closed
-    assert feed(gate, [scored(1, 0)]) == [Verdict.ADMITTED]
-    assert gate.closed
+    barrier = make_barrier({1: 1})
+    assert feed(barrier, [scored(1, 0, finish_reason=FinishReason.ABORT)]) == [Verdict.ABORTED]
+    assert not barrier.closed
+    assert feed(barrier, [scored(1, 0)]) == [Verdict.ADMITTED]
+    assert barrier.closed

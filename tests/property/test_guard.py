@@ -1,4 +1,4 @@
-"""The warden over any sequence of readings: bounded scales, counted rollbacks, and a state that can be put down anywhere."""
+"""The guard's policy over any sequence of readings: bounded scales, counted rollbacks, and a state that can be saved after any step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config.guard import GuardConfig
-from paceline.controller.guard.policy import Decision, Warden
+from paceline.controller.guard.policy import GuardDecision, GuardPolicy
 from paceline.core.guard import Action, Limits, Reading, crossed, worst
 
 CONFIG = GuardConfig.model_validate(
@@ -30,24 +30,24 @@ def readings(step: dict[str, float]) -> list[Reading]:
     return [Reading(rule=rule, value=value) for rule, value in sorted(step.items())]
 
 
-def see(warden: Warden, number: int, step: dict[str, float]) -> Decision:
-    decision = warden.see(number, readings(step))
+def judge(policy: GuardPolicy, number: int, step: dict[str, float]) -> GuardDecision:
+    decision = policy.judge(number, readings(step))
     if decision.rollback:
-        warden.rolled_back()
+        policy.rolled_back()
     return decision
 
 
 @given(steps)
 @settings(max_examples=150, deadline=None)
 def test_whatever_comes_the_run_is_adjusted_within_bounds(sequence: list[dict[str, float]]) -> None:
-    warden, rollbacks = Warden(CONFIG, kl_coef=0.01), 0
+    policy, rollbacks = GuardPolicy(CONFIG, kl_coef=0.01), 0
     lr, kl = 1.0, 1.0
     for number, step in enumerate(sequence, 1):
-        decision = see(warden, number, step)
+        decision = judge(policy, number, step)
         rollbacks += decision.rollback
         assert not (decision.rollback and decision.stop)
-        assert rollbacks == warden.num_rollbacks <= 2
-        now = warden.adjustments
+        assert rollbacks == policy.num_rollbacks <= 2
+        now = policy.adjustments
         # Scales only fall, at most one factor a step for each, and never below the least.
         assert now.lr_scale in (lr, max(CONFIG.min_scale, lr * 0.5))
         assert now.kl_scale in (kl, max(CONFIG.min_scale, kl * 0.5))
@@ -65,24 +65,22 @@ def test_whatever_comes_the_run_is_adjusted_within_bounds(sequence: list[dict[st
 
 @given(steps, st.integers(0, 25))
 @settings(max_examples=150, deadline=None)
-def test_its_state_may_be_put_down_and_taken_up_after_any_step(
-    sequence: list[dict[str, float]], cut: int
-) -> None:
-    straight, broken = Warden(CONFIG, kl_coef=0.01), Warden(CONFIG, kl_coef=0.01)
+def test_its_state_may_be_saved_and_loaded_after_any_step(sequence: list[dict[str, float]], cut: int) -> None:
+    straight, broken = GuardPolicy(CONFIG, kl_coef=0.01), GuardPolicy(CONFIG, kl_coef=0.01)
     for number, step in enumerate(sequence, 1):
         if number == cut:
             state = json.loads(json.dumps(broken.state_dict()))
-            broken = Warden(CONFIG, kl_coef=0.01)
+            broken = GuardPolicy(CONFIG, kl_coef=0.01)
             broken.load_state_dict(state)
-        assert see(straight, number, step) == see(broken, number, step)
+        assert judge(straight, number, step) == judge(broken, number, step)
     assert straight.state_dict() == broken.state_dict()
 
 
 @given(st.permutations([0.01, 0.04, 0.2, 0.2, 0.5, -3.0]))
 def test_the_worst_does_not_depend_on_the_order(order: list[float]) -> None:
     for rule, expected in (("ppo_kl", 0.5), ("entropy_low", -3.0)):
-        (found,) = worst(Reading(rule=rule, value=value, num_skipped=1) for value in order)
-        assert (found.value, found.num_skipped) == (expected, 6)
+        (reading,) = worst(Reading(rule=rule, value=value, num_skipped=1) for value in order)
+        assert (reading.value, reading.num_skipped) == (expected, 6)
 
 
 @given(values, st.dictionaries(st.sampled_from(list(Action)), values))

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.batch import BatchRow
 from paceline.core.errors import InvalidMessageError
-from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.scoring import ScoreItem, ScoreResult
-from paceline.rpc.v1 import common_pb2, learner_pb2, reward_pb2
+from paceline.rpc.v1 import common_pb2, reward_pb2
 from paceline.wire import protobuf
 from support import domain
 
-int32_counts = st.integers(1, 2**31 - 1)
-rows = st.builds(
-    BatchRow,
-    trajectory_id=domain.trajectory_ids,
-    blob_key=domain.names,
-    reward=domain.finite,
-    num_prompt_tokens=int32_counts,
-    num_response_tokens=int32_counts,
-    greedy_score=st.none() | domain.finite,
-)
 items = st.builds(
     ScoreItem,
     trajectory_id=domain.names,
@@ -44,50 +31,17 @@ scores = st.builds(
     components=st.dictionaries(domain.names, domain.finite, max_size=3),
 )
 failures = st.builds(ScoreResult, trajectory_id=domain.names, reward=st.none(), error=domain.names)
-ROW = BatchRow(
-    trajectory_id=TrajectoryId(step=3, purpose="train", prompt_id=7, sample_index=1),
-    blob_key="k",
-    reward=0.5,
-    num_prompt_tokens=2,
-    num_response_tokens=4,
-)
 
 
-@given(rows, domain.policies, items, scores | failures)
+@given(domain.policies, items, scores | failures)
 @settings(max_examples=60)
-def test_what_goes_comes_back(row: BatchRow, tag: PolicyTag, item: ScoreItem, result: ScoreResult) -> None:
-    sent = protobuf.batch_row_to_proto(row).SerializeToString()
-    assert protobuf.batch_row_from_proto(learner_pb2.BatchRow.FromString(sent)) == row
+def test_what_goes_comes_back(tag: PolicyTag, item: ScoreItem, result: ScoreResult) -> None:
     sent = protobuf.policy_tag_to_proto(tag).SerializeToString()
     assert protobuf.policy_tag_from_proto(common_pb2.PolicyTag.FromString(sent)) == tag
     sent = protobuf.score_item_to_proto(item).SerializeToString()
     assert protobuf.score_item_from_proto(reward_pb2.ScoreItem.FromString(sent)) == item
     sent = protobuf.score_result_to_proto(result).SerializeToString()
     assert protobuf.score_result_from_proto(reward_pb2.ScoreResult.FromString(sent)) == result
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"trajectory_id": "train:3:7"}, "out_of_range"),
-        ({"trajectory_id": "play:3:7:1"}, "out_of_range"),
-        ({"trajectory_id": "train:3:seven:1"}, "out_of_range"),
-        ({"prompt_id": 8}, "inconsistent"),
-        ({"blob_key": ""}, "missing_field"),
-        ({"reward": float("nan")}, "not_finite"),
-        ({"reward": float("inf")}, "not_finite"),
-        ({"greedy_score": float("nan")}, "not_finite"),
-        ({"num_prompt_tokens": 0}, "out_of_range"),
-        ({"num_response_tokens": -1}, "out_of_range"),
-    ],
-)
-def test_rejected_batch_rows(fields: dict[str, Any], reason: str) -> None:
-    message = protobuf.batch_row_to_proto(ROW)
-    for name, value in fields.items():
-        setattr(message, name, value)
-    with pytest.raises(InvalidMessageError) as caught:
-        protobuf.batch_row_from_proto(message)
-    assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize(("version", "digest"), [(-1, ""), (1, "0" * 15), (1, "0" * 17), (1, "G" * 16)])

@@ -84,7 +84,6 @@ prompt_groups = st.builds(
     seeds=st.lists(counts, min_size=1, max_size=9).map(tuple),
     policy=policies,
     context=contexts,
-    attempt=counts,
 )
 
 
@@ -104,7 +103,6 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         sampling=draw(samplings),
         seed=draw(counts),
         server_id=draw(names),
-        attempt=draw(counts),
         seconds=draw(seconds),
     )
 
@@ -120,7 +118,6 @@ trajectory_headers = st.builds(
     num_response_tokens=num_tokens,
     finish_reason=st.sampled_from(FinishReason),
     server_id=names,
-    attempt=counts,
     seconds=seconds,
     context=contexts,
 )
@@ -140,7 +137,6 @@ def scored_headers(draw: st.DrawFn) -> ScoredHeader:
         num_response_tokens=draw(num_tokens),
         finish_reason=draw(st.sampled_from(FinishReason)),
         server_id=draw(names),
-        attempt=draw(counts),
         generation_s=draw(seconds),
         reward=draw(finite) if error is None else None,
         components=draw(st.dictionaries(names, finite, max_size=4)),

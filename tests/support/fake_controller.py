@@ -78,7 +78,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
 async def serve(controller: FakeController, *, token: str = "", port: int = 0) -> RunningServer:
     """Serves it on loopback."""
     add = controller_pb2_grpc.add_ControllerServiceServicer_to_server
-    return await start_server([(add, controller)], token=token, port=port)
+    return await start_server(add, controller, token=token, port=port)
 
 
 def step_event(step: int, **metrics: float) -> pb.WatchEvent:

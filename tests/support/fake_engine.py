@@ -1,40 +1,109 @@
-"""An inference engine that computes nothing: tokens follow from seed and prompt, every call is an event."""
+"""An engine without a model: tokens follow from seed, prompt and weights; every call is an event.
+
+It passes the contract suite of `tests/contract/test_engine.py`, there with real `RankReceiver`s for ranks.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from paceline.core.errors import InvalidMessageError, PeerLostError, WeightSyncError
 from paceline.core.trajectory import FinishReason
-from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
-from paceline.weights.digest.agreement import DigestReport, SliceDigest
+from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
+from paceline.weights.digest.agreement import DigestReport, SliceDigest, model_digest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 
 Event = tuple[str, Any]
 
 
-class FakeEngine:
-    """Implements `Engine` with `num_ranks` ranks, and the worker extension's methods on them.
+class Rank(Protocol):
+    """What the engine needs of each rank; `RankReceiver` has it."""
 
-    `events` holds what happened, in order: ("generate", prompt ids) once per group, ("abort", prompt ids), ("reset", None),
-    ("rpc", method), ("shutdown", None). `hold()` makes generation wait until `release()`.
+    def describe(self) -> RankLayout: ...
+    def join(self, spec: WeightGroupSpec, rank: int, timeout_s: float) -> None: ...
+    def receive(self, version: int, timeout_s: float) -> PushReceipt: ...
+    def digest(self, version: int, rank_name: str) -> DigestReport: ...
+    def leave(self) -> None: ...
+
+
+class PaperRank:
+    """A rank with one row of a tensor, whose pushes arrive at once and without a learner."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._rank, self._num_ranks, self._version = rank, num_ranks, 0
+
+    def describe(self) -> RankLayout:
+        box = Box((self._rank,), (self._rank + 1,))
+        part = TensorSlice(name="w", global_shape=(self._num_ranks,), box=box, param="w", offset=(0,))
+        return RankLayout(dtype="float32", slices=(part,))
+
+    def join(self, spec: WeightGroupSpec, rank: int, timeout_s: float) -> None: ...
+
+    def receive(self, version: int, timeout_s: float) -> PushReceipt:
+        self._version = version
+        return PushReceipt(
+            version=version,
+            reports=(self.digest(version, f"rollout rank {self._rank}"),),
+            num_bytes=4,
+            relayed_bytes=0,
+            transfer_ms=1.0 + self._rank,
+            digest_ms=0.5,
+            peak_extra_bytes=8,
+        )
+
+    def digest(self, version: int, rank_name: str) -> DigestReport:
+        box = Box((self._rank,), (self._rank + 1,))
+        part = SliceDigest(name="w", global_shape=(self._num_ranks,), box=box, value=self._version)
+        return DigestReport.of(rank=rank_name, version=version, slices=(part,))
+
+    def leave(self) -> None: ...
+
+
+class FakeEngine(Engine):
+    """Implements `Engine`.
+
+    `events` has what happened, in order: ("generate", prompt ids) once per group, ("abort", prompt ids),
+    ("join", epoch), ("receive", version), ("leave", None), ("shutdown", None). `hold()` makes generation wait
+    until `release()`.
+
+    Args:
+        ranks: what the weights go through; by default `num_ranks` of `PaperRank`.
+        max_model_len: prompts of so many tokens are refused.
+        token_s: time that a token takes.
     """
 
-    def __init__(self, *, num_ranks: int = 1, vocab_size: int = 64) -> None:
-        self.vocab_size = vocab_size
-        self.num_ranks = num_ranks
+    def __init__(
+        self,
+        *,
+        num_ranks: int = 1,
+        vocab_size: int = 64,
+        ranks: Sequence[Rank] | None = None,
+        max_model_len: int = 1 << 20,
+        token_s: float = 0.0,
+    ) -> None:
+        self._vocab_size, self._max_model_len, self._token_s = vocab_size, max_model_len, token_s
+        self._ranks = ranks or [PaperRank(rank, num_ranks) for rank in range(num_ranks)]
+        self._weights = 0
         self.events: list[Event] = []
         self.failure: Exception | None = None
-        self.rpc_failure: dict[str, Any] | None = None
+        self.push_failure: Exception | None = None
         self.log_prob = -1.0
         self.max_under_way = 0
         self._under_way = 0
         self._open = asyncio.Event()
         self._open.set()
+        self._died = asyncio.Event()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
 
     def hold(self) -> None:
         """Generation begins but does not end."""
@@ -44,23 +113,68 @@ class FakeEngine:
         """It ends."""
         self._open.set()
 
+    def die(self) -> None:
+        """From now on every call but `shutdown` raises PeerLostError."""
+        self.failure = PeerLostError("the fake engine has died", peer="engine")
+        self._died.set()
+
     def named(self, name: str) -> list[Any]:
         """What came with the events of a name."""
         return [what for kind, what in self.events if kind == name]
 
+    async def describe(self) -> tuple[RankLayout, ...]:
+        self._check_alive()
+        return tuple(rank.describe() for rank in self._ranks)
+
+    async def join(self, spec: WeightGroupSpec, rank_offset: int, timeout_s: float) -> None:
+        self._check_alive()
+        self.events.append(("join", spec.epoch))
+        await _on_all(
+            lambda rank=rank, number=rank_offset + number: rank.join(spec, number, timeout_s)
+            for number, rank in enumerate(self._ranks)
+        )
+
+    async def receive(self, version: int, timeout_s: float) -> PushReceipt:
+        self._check_alive()
+        self.events.append(("receive", version))
+        if self.push_failure is not None:
+            raise self.push_failure
+        receipts = await _on_all(lambda rank=rank: rank.receive(version, timeout_s) for rank in self._ranks)
+        if self._under_way:
+            raise WeightSyncError(f"version {version} arrived while requests were running")
+        receipt = PushReceipt.merge(receipts)
+        self._weights = model_digest(receipt.reports)
+        return receipt
+
+    async def digest(self, version: int) -> tuple[DigestReport, ...]:
+        self._check_alive()
+        return tuple(rank.digest(version, f"rank {number}") for number, rank in enumerate(self._ranks))
+
+    async def leave(self) -> None:
+        self._check_alive()
+        self.events.append(("leave", None))
+        for rank in self._ranks:
+            rank.leave()
+
     async def generate(
         self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
     ) -> list[Sample]:
-        """Samples that follow from seed and prompt."""
+        """Samples that follow from seed, prompt and weights."""
+        for request in requests:
+            if len(request.prompt_token_ids) >= self._max_model_len:
+                raise InvalidMessageError(
+                    f"the engine refuses request {request.request_id}: the prompt is too long",
+                    reason="refused_by_engine",
+                )
         prompt = tuple(requests[0].prompt_token_ids)
         self.events.append(("generate", prompt))
         self._under_way += len(requests)
         self.max_under_way = max(self.max_under_way, self._under_way)
         try:
+            samples = [self.sample(request) for request in requests]
             await self._open.wait()
-            await asyncio.sleep(0)
-            if self.failure is not None:
-                raise self.failure
+            await self._pass_time(max(len(sample.token_ids) for sample in samples))
+            self._check_alive()
         except asyncio.CancelledError:
             self.events.append(("abort", prompt))
             raise
@@ -68,55 +182,46 @@ class FakeEngine:
             self._under_way -= len(requests)
         for _ in requests:
             ended()
-        return [self._sample(request) for request in requests]
+        return samples
 
-    def _sample(self, request: SampleRequest) -> Sample:
-        rng = np.random.default_rng([request.seed, *request.prompt_token_ids])
-        count = int(rng.integers(1, request.sampling.max_tokens + 1))
-        full = count == request.sampling.max_tokens
-        return Sample(
-            token_ids=rng.integers(0, self.vocab_size, count, dtype=np.int32),
-            log_probs=np.full(count, self.log_prob, np.float32),
-            finish_reason=FinishReason.LENGTH if full else FinishReason.STOP,
-        )
+    async def _pass_time(self, num_tokens: int) -> None:
+        await asyncio.sleep(0)
+        if self._token_s:
+            died = asyncio.ensure_future(self._died.wait())
+            await asyncio.wait([died], timeout=self._token_s * num_tokens)
+            died.cancel()
 
-    async def reset_prefix_cache(self) -> bool:
-        """False while anything is under way."""
-        self.events.append(("reset", None))
-        return self._under_way == 0
-
-    async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> list[Any]:
-        """The worker extension's answers, from every rank."""
-        self.events.append(("rpc", method))
-        if self.rpc_failure is not None:
-            return [{"error": self.rpc_failure}] * self.num_ranks
-        return [self._answer(method, rank, args) for rank in range(self.num_ranks)]
-
-    def _answer(self, method: str, rank: int, args: tuple[Any, ...]) -> dict[str, Any]:
-        box = Box((rank,), (rank + 1,))
-        if method == "paceline_describe":
-            part = TensorSlice(name="w", global_shape=(self.num_ranks,), box=box, param="w", offset=(0,))
-            return {"layout": RankLayout(dtype="float32", slices=(part,)).to_bytes()}
-        if method == "paceline_receive":
-            digest = SliceDigest(name="w", global_shape=(self.num_ranks,), box=box, value=args[0])
-            report = DigestReport.of(rank=f"TP rank {rank}", version=args[0], slices=(digest,))
-            return {
-                "digests": report.to_bytes(),
-                "num_bytes": 4,
-                "transfer_ms": 1.0 + rank,
-                "digest_ms": 0.5,
-                "relayed_bytes": 0,
-                "peak_extra_bytes": 8,
-            }
-        return {}
+    def sample(self, request: SampleRequest) -> Sample:
+        """What the engine draws for a request now."""
+        spec = request.sampling
+        seed = request.seed if spec.temperature > 0 else 0
+        rng = np.random.default_rng([seed, self._weights, *request.prompt_token_ids])
+        stops = list(spec.stop_token_ids)
+        # About half of the samples run to their full length.
+        count = min(int(rng.integers(1, 2 * spec.max_tokens)), spec.max_tokens) if stops else spec.max_tokens
+        others = np.setdiff1d(np.arange(self._vocab_size, dtype=np.int32), np.array(stops, np.int32))
+        token_ids = rng.choice(others, count)
+        reason = FinishReason.LENGTH
+        if count < spec.max_tokens:
+            token_ids[-1], reason = rng.choice(stops), FinishReason.STOP
+        log_probs = np.full(count, self.log_prob, np.float32)
+        return Sample(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)
 
     async def check_health(self) -> None:
-        """Raises the failure that was set."""
+        self._check_alive()
+
+    async def shutdown(self) -> None:
+        self.events.append(("shutdown", None))
+
+    def _check_alive(self) -> None:
         if self.failure is not None:
             raise self.failure
 
-    async def shutdown(self) -> None:
-        """Notes it."""
-        self.events.append(("shutdown", None))
+
+async def _on_all(calls: Any) -> list[Any]:
+    """Runs one call per rank, each in a thread; raises the first error once all have ended."""
+    results = await asyncio.gather(*(asyncio.to_thread(call) for call in calls), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

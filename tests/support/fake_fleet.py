@@ -1,10 +1,10 @@
-"""A fleet without processes: fake peers that record calls, and a task that answers prompts as rollout and reward would."""
+"""A fleet without processes: fake services that record calls, and a task that answers prompts as rollout and reward would."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,139 +13,158 @@ import numpy as np
 from paceline.broker import names
 from paceline.broker.base import Broker, Outgoing
 from paceline.broker.mailbox import Mailbox
-from paceline.controller.fleet.clients import LearnerWeights, Published, Received
+from paceline.controller.fleet.clients import LearnerWeights
 from paceline.controller.fleet.membership import Member
-from paceline.core.batch import BatchRow
 from paceline.core.errors import PeerLostError
-from paceline.core.guard import Adjustments
+from paceline.core.guard import Adjustments, Reading
 from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainOrder, TrainResult
 from paceline.core.trajectory import FinishReason, PromptGroup, ScoredHeader
-from paceline.rpc.v1 import learner_pb2
 from paceline.weights.digest.agreement import DigestReport, SliceDigest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.receipt import PushReceipt
 from paceline.wire import decode_prompt_group, encode_scored_header
 
 
 def layout() -> RankLayout:
     """One rank that holds the one tensor there is."""
-    whole = TensorSlice(name="w", global_shape=(2,), box=Box.whole((2,)), param="w", offset=(0,))
-    return RankLayout(dtype="float32", slices=(whole,))
+    tensor = TensorSlice(name="w", global_shape=(2,), box=Box.full((2,)), param="w", offset=(0,))
+    return RankLayout(dtype="float32", slices=(tensor,))
 
 
 def report(rank: str, version: int, value: int) -> DigestReport:
     """What a rank says after a push."""
-    part = SliceDigest(name="w", global_shape=(2,), box=Box.whole((2,)), value=value)
+    part = SliceDigest(name="w", global_shape=(2,), box=Box.full((2,)), value=value)
     return DigestReport.of(rank=rank, version=version, slices=(part,))
 
 
-class FakePeers:
-    """Stands for the services' gRPC side. `lose` names a member whose next receive fails; `dead` one that answers nothing; `corrupt` one that reports a wrong digest.
-    `readings` are the guard's by step; with `writes` a checkpoint leaves its manifest;
-    `source` is the step whose weights the learner holds."""
+class FakeServices:
+    """The learner and the rollout servers, behind the interfaces of their clients; records all calls in order.
+
+    Attributes:
+        lose: members whose receive fails.
+        corrupt: members that report a wrong digest.
+        readings: the guard's, by step.
+        writes: whether a checkpoint leaves its manifest.
+        version: the one that the learner holds.
+        source: the step whose weights the learner holds.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.lose: set[str] = set()
         self.corrupt: set[str] = set()
-        self.batches: list[list[tuple[int, int]]] = []
-        self.rows: list[list[BatchRow]] = []
-        self.policies: list[PolicyTag] = []
+        self.orders: list[TrainOrder] = []
         self.saved: list[bytes] = []
-        self.adjustments: list[Adjustments] = []
-        self.readings: dict[int, list[learner_pb2.GuardReading]] = {}
+        self.readings: dict[int, list[Reading]] = {}
         self.writes = False
         self.version = 0
         self.source = 0
+        self.learner, self.rollout = FakeLearner(self), FakeRollout(self)
 
-    async def close(self) -> None:
-        """Nothing to close."""
+    @property
+    def batches(self) -> list[list[tuple[int, int]]]:
+        """(prompt id, sample index) of every row, batch after batch."""
+        ids = [[row.trajectory_id for row in order.rows] for order in self.orders]
+        return [[(name.prompt_id, name.sample_index) for name in batch] for batch in ids]
 
-    async def learner_weights(self, member: Member) -> LearnerWeights:
-        self.calls.append(f"describe {member.member_id}")
+    @property
+    def adjustments(self) -> list[Adjustments]:
+        """What the guard had changed, step after step."""
+        return [order.adjustments for order in self.orders]
+
+
+class FakeLearner:
+    """Stands for `LearnerClient`."""
+
+    def __init__(self, services: FakeServices) -> None:
+        self.services = services
+
+    async def describe(self, member: Member) -> LearnerWeights:
+        self.services.calls.append(f"describe {member.member_id}")
         return LearnerWeights(
-            layouts=(layout(),), store_host="127.0.0.1", store_port=1, version=self.version, device="cpu"
+            layouts=(layout(),),
+            store_host="127.0.0.1",
+            store_port=1,
+            version=self.services.version,
+            device="cpu",
         )
 
-    async def rollout_layouts(self, member: Member) -> tuple[RankLayout, ...]:
-        self.calls.append(f"describe {member.member_id}")
-        return (layout(),)
+    async def join(self, member: Member, *, epoch: int, spec: bytes) -> None:
+        self.services.calls.append(f"join {member.member_id} e{epoch}")
 
-    async def join_learner(self, member: Member, *, epoch: int, spec: bytes) -> None:
-        self.calls.append(f"join {member.member_id} e{epoch}")
-
-    async def join_rollout(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
-        self.calls.append(f"join {member.member_id} e{epoch} at {rank_offset}")
-
-    async def publish(self, member: Member, *, epoch: int, version: int) -> Published:
-        self.calls.append(f"publish v{version} e{epoch}")
-        return Published(
-            report=report("learner", version, 7 + self.source),
-            digest=f"{7 + self.source:016x}",
-            bytes_sent=8,
+    async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
+        self.services.calls.append(f"publish v{version} e{epoch}")
+        return PushReceipt(
+            version=version,
+            reports=(report("learner", version, 7 + self.services.source),),
+            num_bytes=8,
+            relayed_bytes=0,
             transfer_ms=1,
             digest_ms=1,
             peak_extra_bytes=16,
         )
 
-    async def receive(self, member: Member, *, epoch: int, version: int) -> Received:
-        self.calls.append(f"receive {member.member_id} v{version} e{epoch}")
-        if member.member_id in self.lose:
-            raise PeerLostError(f"{member.member_id} went away", peer=member.member_id)
-        value = 1 if member.member_id in self.corrupt else 7 + self.source
-        return Received(
-            reports=(report(member.member_id, version, value),),
-            transfer_ms=1,
-            digest_ms=1,
-            peak_extra_bytes=32,
-            bytes_relayed=4,
-        )
+    async def abandon(self, member: Member, *, epoch: int, lost: str) -> None:
+        self.services.calls.append(f"abandon e{epoch} for {lost}")
 
-    async def commit(self, member: Member, policy: PolicyTag) -> None:
-        self.calls.append(f"commit {member.member_id} {policy.version}")
+    async def leave(self, member: Member, *, epoch: int) -> None:
+        self.services.calls.append(f"leave {member.member_id} e{epoch}")
 
-    async def abandon_push(self, member: Member, *, epoch: int, lost: str) -> None:
-        self.calls.append(f"abandon e{epoch} for {lost}")
-
-    async def leave_learner(self, member: Member, *, epoch: int) -> None:
-        self.calls.append(f"leave {member.member_id} e{epoch}")
-
-    async def leave_rollout(self, member: Member, *, epoch: int) -> None:
-        self.calls.append(f"leave {member.member_id} e{epoch}")
-
-    async def train(
-        self,
-        member: Member,
-        *,
-        step: int,
-        policy: PolicyTag,
-        rows: Sequence[BatchRow],
-        adjustments: Adjustments,
-    ) -> learner_pb2.TrainStepResponse:
-        self.calls.append(f"train {step}")
-        self.batches.append([(r.trajectory_id.prompt_id, r.trajectory_id.sample_index) for r in rows])
-        self.rows.append(list(rows))
-        self.policies.append(policy)
-        self.version = self.source = step
-        self.adjustments.append(adjustments)
-        return learner_pb2.TrainStepResponse(
-            step=step,
-            policy_version=step,
-            metrics={"actor/ppo_kl": 0.0},
-            guard_readings=self.readings.get(step, ()),
-        )
+    async def train(self, member: Member, order: TrainOrder) -> TrainResult:
+        self.services.calls.append(f"train {order.step}")
+        self.services.orders.append(order)
+        self.services.version = self.services.source = order.step
+        readings = tuple(self.services.readings.get(order.step, ()))
+        return TrainResult(step=order.step, metrics={"actor/ppo_kl": 0.0}, readings=readings)
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
-        self.calls.append(f"save {step}")
-        self.saved.append(controller_state)
-        if self.writes:
+        self.services.calls.append(f"save {step}")
+        self.services.saved.append(controller_state)
+        if self.services.writes:
             _write_manifest(Path(folder), controller_state)
         return 0.0
 
     async def load(self, member: Member, *, folder: str, version: int) -> float:
-        self.calls.append(f"load {Path(folder).name} as {version}")
-        self.source = int(Path(folder).name.rpartition("_")[2])
+        self.services.calls.append(f"load {Path(folder).name} as {version}")
+        self.services.source = int(Path(folder).name.rpartition("_")[2])
         return 0.0
+
+
+class FakeRollout:
+    """Stands for `RolloutClient`."""
+
+    def __init__(self, services: FakeServices) -> None:
+        self.services = services
+
+    async def describe(self, member: Member) -> tuple[RankLayout, ...]:
+        self.services.calls.append(f"describe {member.member_id}")
+        return (layout(),)
+
+    async def join(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
+        self.services.calls.append(f"join {member.member_id} e{epoch} at {rank_offset}")
+
+    async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
+        self.services.calls.append(f"receive {member.member_id} v{version} e{epoch}")
+        if member.member_id in self.services.lose:
+            raise PeerLostError(f"{member.member_id} went away", peer=member.member_id)
+        value = 1 if member.member_id in self.services.corrupt else 7 + self.services.source
+        return PushReceipt(
+            version=version,
+            reports=(report(member.member_id, version, value),),
+            num_bytes=8,
+            relayed_bytes=4,
+            transfer_ms=1,
+            digest_ms=1,
+            peak_extra_bytes=32,
+        )
+
+    async def commit(self, member: Member, policy: PolicyTag) -> None:
+        self.services.calls.append(f"commit {member.member_id} {policy.version}")
+
+    async def leave(self, member: Member, *, epoch: int) -> None:
+        self.services.calls.append(f"leave {member.member_id} e{epoch}")
 
 
 def _write_manifest(folder: Path, controller_state: bytes) -> None:
@@ -157,14 +176,16 @@ Answer = Callable[[PromptGroup, int], dict[str, Any]]
 
 
 def score_all(group: PromptGroup, sample_index: int) -> dict[str, Any]:
-    """Every sample is worth its index."""
+    """The reward of every sample is its index."""
     return {"reward": float(sample_index), "reward_error": None}
 
 
-async def answer_prompts(broker: Broker, run_id: str, peers: FakePeers, answer: Answer = score_all) -> None:
-    """Takes the prompts of whatever version was committed last and puts scored headers; runs until cancelled."""
+async def answer_prompts(
+    broker: Broker, run_id: str, services: FakeServices, answer: Answer = score_all
+) -> None:
+    """Takes the prompts of the version that was committed last and puts scored headers; runs until cancelled."""
     while True:
-        version = max((int(c.split()[-1]) for c in peers.calls if c.startswith("commit")), default=None)
+        version = max((int(c.split()[-1]) for c in services.calls if c.startswith("commit")), default=None)
         if version is None:
             await asyncio.sleep(0.005)
             continue
@@ -181,7 +202,7 @@ async def answer_prompts(broker: Broker, run_id: str, peers: FakePeers, answer: 
 
 
 def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Outgoing:
-    key = names.blob(run_id, str(group.trajectory_id(index)), 0, "fake")
+    key = names.blob(run_id, str(group.trajectory_id(index)), "fake")
     header = ScoredHeader(
         run_id=run_id,
         trajectory_id=group.trajectory_id(index),
@@ -191,7 +212,6 @@ def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Out
         num_response_tokens=2,
         finish_reason=FinishReason.STOP,
         server_id="fake",
-        attempt=0,
         generation_s=0.0,
         components={},
         scorer="fake",

@@ -33,7 +33,6 @@ def scored(
         num_response_tokens=2,
         finish_reason=finish_reason,
         server_id=server_id,
-        attempt=0,
         generation_s=0.1,
         reward=None if reward_error else reward,
         components={},

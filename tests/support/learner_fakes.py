@@ -10,9 +10,9 @@ import numpy as np
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.core.batch import BatchRow
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow
 from paceline.core.trajectory import FinishReason, SamplingSpec, Trajectory
 from paceline.wire import encode_trajectory
 
@@ -139,7 +139,6 @@ def make_trajectory(
         sampling=SamplingSpec(temperature=1.0, max_tokens=8),
         seed=1,
         server_id="rollout-0",
-        attempt=0,
         seconds=0.1,
     )
 

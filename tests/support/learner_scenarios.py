@@ -10,20 +10,22 @@ import torch
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import PeerLostError, VersionMismatchError
+from paceline.core.training import TrainOrder, TrainResult
 from paceline.learner import checkpoint
 from paceline.learner.batch.fetch import fetch_rows
-from paceline.learner.distributed.command_loop import CommandError, CommandQueue, Group, attempt
+from paceline.learner.distributed.collectives import CommandError, attempt
+from paceline.learner.distributed.command_loop import CommandLoop, CommandQueue
 from paceline.learner.distributed.ranks import Ranks, leave_group
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.losses import PolicyLoss
-from paceline.learner.train.step import StepOrder, StepResult, train_step
+from paceline.learner.train.step import train_step
 from support.learner_fakes import POLICY, DictBlobs, make_batch, run_config
 
 
-def take_step(learner: Learner, step: int, **batch: Any) -> StepResult:
+def take_step(learner: Learner, step: int, **batch: Any) -> TrainResult:
     """One training step on a made-up batch."""
     rows, blobs = make_batch(step=step, seed=1, **batch)
-    order = StepOrder(step=step, policy=POLICY, rows=rows)
+    order = TrainOrder(step=step, policy=POLICY, rows=rows)
     store = DictBlobs(blobs)
     return train_step(
         learner,
@@ -35,7 +37,7 @@ def take_step(learner: Learner, step: int, **batch: Any) -> StepResult:
     )
 
 
-def numbers(result: StepResult) -> dict[str, float]:
+def numbers(result: TrainResult) -> dict[str, float]:
     """The metrics but for times."""
     return {
         name: value for name, value in result.metrics.items() if not name.startswith(("timing_s/", "perf/"))
@@ -80,7 +82,7 @@ def going_back(ranks: Ranks, model: str, folder: str) -> list[dict[str, float]]:
     train(learner, 1, 2)
     checkpoint.save(learner, Path(folder), step=2, controller_state=b"{}")
     train(learner, 3, 3)
-    checkpoint.go_back(learner, Path(folder))
+    checkpoint.roll_back(learner, Path(folder))
     fresh = Learner.build(config_of(model), ranks)
     checkpoint.load(fresh, Path(folder))
     fresh.version = learner.version
@@ -143,7 +145,7 @@ def one_rank_fails(ranks: Ranks) -> str:
     queue = CommandQueue() if ranks.rank == 0 else None
     future = None if queue is None else queue.submit("fail", {})
     try:
-        Group(ranks, lambda: {"fail": fail}, queue).run()
+        CommandLoop(ranks, lambda: {"fail": fail}, queue).run()
     except (PeerLostError, ZeroDivisionError) as error:
         leave_group()  # what the end of the process would do: the connections break
         told = "" if future is None else f" / {future.exception(timeout=5)}"

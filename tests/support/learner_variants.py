@@ -25,11 +25,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "cispo": {"algorithm": GROUPS, "actor": {"policy_loss": "cispo", "clip_ratio_low": 1.0}},
     "gpg": {"algorithm": {**GROUPS, "adv_estimator": "gpg"}, "actor": {"policy_loss": "gpg"}},
-    "sapo": {"algorithm": GROUPS, "actor": {"policy_loss": "sapo", "tau_negative": 2.0}},
-    "kl_cov": {"algorithm": GROUPS, "actor": {"policy_loss": "kl_cov", "cov_fraction": 0.1}},
+    "sapo": {"algorithm": GROUPS, "actor": {"policy_loss": {"type": "sapo", "tau_negative": 2.0}}},
+    "kl_cov": {"algorithm": GROUPS, "actor": {"policy_loss": {"type": "kl_cov", "cov_fraction": 0.1}}},
     "clip_cov": {
         "algorithm": GROUPS,
-        "actor": {"policy_loss": "clip_cov", "cov_fraction": 0.1, "cov_low": 0.0},
+        "actor": {"policy_loss": {"type": "clip_cov", "cov_fraction": 0.1, "cov_low": 0.0}},
     },
     "overlong": {
         "algorithm": {**GROUPS, "overlong": {"enable": True, "buffer_length": 4, "factor": 0.5}},

@@ -1,8 +1,9 @@
-"""A real vLLM engine beside learner processes: start it, generate greedily, form the group and push."""
+"""A real vLLM engine and learner processes: start it, generate greedily, form the group and push."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,10 @@ from typing import Any, Literal
 
 import pytest
 
+from paceline.core.trajectory import SamplingSpec
+from paceline.rollout.engines.base import Engine, SampleRequest
+from paceline.rollout.engines.processes import EngineProcesses
+from paceline.rollout.engines.vllm.engine import VllmEngine
 from paceline.weights.plan.spec import WeightGroupSpec
 from support.push_learners import LearnerGroup, report_of
 
@@ -21,8 +26,8 @@ NUM_TOKENS = 12
 @asynccontextmanager
 async def running_engine(
     folder: Path, tp: int, monkeypatch: pytest.MonkeyPatch, **arguments: Any
-) -> AsyncIterator[Any]:
-    """The engine; `arguments` go over those of a float32 engine without weights."""
+) -> AsyncIterator[VllmEngine]:
+    """The engine; `arguments` override those of a float32 engine without weights."""
     paths = [ROOT / "src", *(ROOT / "services").glob("*"), ROOT / "tests"]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -41,47 +46,37 @@ async def running_engine(
         "tensor_parallel_size": tp,
         "enforce_eager": True,
         "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
         "worker_extension_cls": "support.corrupting_extension.CorruptingExtension",
         "disable_log_stats": True,
         "seed": 0,
     }
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **(options | arguments)))
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **(options | arguments)))
     try:
-        yield engine
+        yield VllmEngine(llm, EngineProcesses())
     finally:
-        engine.shutdown()
+        llm.shutdown()
+        gc.collect()  # vLLM leaves a ZeroMQ context to the collector
 
 
-async def generate(engine: Any, prompt: list[int], request_id: str) -> tuple[list[int], list[float]]:
+async def generate(engine: Engine, prompt: list[int], request_id: str) -> tuple[list[int], list[float]]:
     """Greedy tokens and their log-probs."""
-    from vllm import SamplingParams
-    from vllm.inputs import tokens_input
-    from vllm.sampling_params import RequestOutputKind
-
-    sampling = SamplingParams(
-        temperature=0.0,
-        max_tokens=NUM_TOKENS,
-        logprobs=0,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-    async for output in engine.generate(tokens_input(prompt), sampling, request_id):
-        final = output.outputs[0]
-    tokens = list(final.token_ids)
-    return tokens, [row[token].logprob for row, token in zip(final.logprobs, tokens, strict=True)]
+    sampling = SamplingSpec(temperature=0.0, max_tokens=NUM_TOKENS)
+    request = SampleRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, seed=0)
+    [sample] = await engine.generate([request])
+    return sample.token_ids.tolist(), sample.log_probs.tolist()
 
 
 async def join(
     learners: LearnerGroup,
-    receiver: Any,
+    engine: Engine,
     epoch: int,
     round_bytes: int,
     *,
     backend: Literal["gloo", "nccl"] = "gloo",
     wire_dtype: str = "float32",
 ) -> WeightGroupSpec:
-    """Forms a group of all learners and the receiver's engine."""
+    """Forms a group of all learners and the engine."""
     host, port = learners.call("store")[0]
     spec = WeightGroupSpec(
         epoch=epoch,
@@ -89,20 +84,20 @@ async def join(
         store_host=host,
         store_port=port,
         learner_layouts=learners.layouts(),
-        rollout_layouts=tuple(await receiver.describe()),
+        rollout_layouts=await engine.describe(),
         wire_dtype=wire_dtype,
         round_bytes=round_bytes,
         timeout_s=30.0,
     )
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(learners.call_async("join", spec.to_bytes()))
-        tasks.create_task(receiver.join(spec.to_bytes(), spec.num_learners, 30.0))
+        tasks.create_task(engine.join(spec, spec.num_learners, 30.0))
     return spec
 
 
-async def push(learners: LearnerGroup, receiver: Any, version: int) -> tuple[Any, Any, list[Any]]:
+async def push(learners: LearnerGroup, engine: Engine, version: int) -> tuple[Any, Any, list[Any]]:
     """What was sent, what was received, and each learner's answer."""
     async with asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(learners.call_async("publish", version))
-        receiving = tasks.create_task(receiver.receive(version, 30.0))
+        receiving = tasks.create_task(engine.receive(version, 30.0))
     return report_of(sending.result()), receiving.result(), sending.result()

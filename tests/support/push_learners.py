@@ -1,4 +1,4 @@
-"""Learner processes that hold an FSDP2 model and do as a pipe tells them."""
+"""Learner processes with an FSDP2 model, driven over pipes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _TIMEOUT_S = 60.0
 
 
 class LearnerGroup:
-    """Starts `size` processes, on "cuda" each on the GPU of its rank; every call goes to all of them and returns their answers by rank."""
+    """Starts `size` processes; every call goes to all of them and returns their answers by rank.
+
+    On "cuda" each process uses the GPU of its rank.
+    """
 
     def __init__(self, config: dict[str, Any], size: int, device: str = "cpu") -> None:
         context = get_context("spawn")
@@ -51,7 +54,7 @@ class LearnerGroup:
         return answers
 
     async def call_async(self, method: str, *args: Any) -> list[Any]:
-        """The same beside a running event loop."""
+        """The same from a running event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.call, method, *args)
 
     def layouts(self) -> tuple[RankLayout, ...]:
@@ -59,7 +62,7 @@ class LearnerGroup:
         return tuple(RankLayout.from_bytes(data) for data in self.call("layout"))
 
     def kill(self, rank: int) -> None:
-        """Ends one rank without a word."""
+        """Kills one rank."""
         self._processes[rank].kill()
 
     def close(self) -> None:
@@ -102,14 +105,14 @@ class _Learner:
         self._publisher.join(WeightGroupSpec.from_bytes(spec))
 
     def publish(self, version: int) -> tuple[bytes, int]:
-        result = self._publisher.publish(version)
-        return result.digests.to_bytes(), result.bytes
+        receipt = self._publisher.publish(version)
+        return receipt.reports[0].to_bytes() if receipt.reports else b"", receipt.num_bytes
 
     def leave(self) -> None:
         self._publisher.leave()
 
     def set_seed(self, seed: int) -> None:
-        """Takes over the weights of another seed, and leaves the model as a forward without gradients does."""
+        """Takes the weights of another seed, and leaves the model as after a forward without gradients."""
         import torch
 
         from support.push_models import seeded_model

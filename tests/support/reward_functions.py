@@ -1,67 +1,17 @@
-"""Reward functions that misbehave, each in one way, when the response says so."""
+"""Reward functions that misbehave, each in one way, when the response orders it."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import os
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
-
-def length(response: str, ground_truth: str) -> int:
-    return len(response)
-
-
-def obedient(response: str, ground_truth: str, **extra: object) -> object:
-    """Does what the response orders, and else scores 1.0."""
-    match response.split(":"):
-        case ["hang"]:
-            time.sleep(3600)
-        case ["hang_once", path]:
-            if not os.path.exists(path):
-                with open(path, "w") as file:
-                    file.write("seen")
-                time.sleep(3600)
-        case ["sleep", seconds]:
-            time.sleep(float(seconds))
-        case ["hang_with_child"]:
-            child = subprocess.Popen(["sleep", "3600"])
-            with open(str(extra["pid_file"]), "w") as file:
-                file.write(str(child.pid))
-            time.sleep(3600)
-        case ["exit"]:
-            os._exit(3)
-        case ["sys_exit"]:
-            sys.exit(4)
-        case ["segfault"]:
-            ctypes.string_at(0)
-        case ["memory"]:
-            bytearray(1 << 40)
-        case ["raise"]:
-            raise KeyError("no\nsuch\ncolumn")
-        case ["timeout_error"]:
-            raise TimeoutError("the judge was slow")
-        case ["connection_error"]:
-            raise ConnectionRefusedError("the judge is down")
-        case ["print"]:
-            print("printed by a reward function")
-            sys.stdout.flush()
-            os.write(1, b"\x05\x00\x00\x00junk!")
-            subprocess.run(["echo", "printed by its child"], check=True)
-        case ["read"]:
-            return float(len(sys.stdin.read()))
-        case ["return", what]:
-            return RETURNED[what]
-        case ["numpy", what]:
-            import numpy as np  # here, because it makes the start of every worker slower
-
-            return {"bool": np.bool_(True), "float": np.float32(0.5)}[what]
-        case ["pid"]:
-            return float(os.getpid())
-    return 1.0
-
+FOREVER_S = 3600.0
 
 RETURNED: dict[str, object] = {
     "nan": math.nan,
@@ -79,6 +29,94 @@ RETURNED: dict[str, object] = {
     "reward_dict": {"reward": 0.25},
     "int": 2,
     "big": 1e308,
+}
+
+RAISED: dict[str, BaseException] = {
+    "raise": KeyError("no\nsuch\ncolumn"),
+    "timeout_error": TimeoutError("the judge was slow"),
+    "connection_error": ConnectionRefusedError("the judge is down"),
+    "sys_exit": SystemExit(4),
+}
+
+
+def length(response: str, ground_truth: str) -> int:
+    return len(response)
+
+
+def obedient(response: str, ground_truth: str, **extra: object) -> object:
+    """Does what the response orders ("sleep:0.2", "exit"); scores 1.0 where it orders nothing."""
+    order, _, argument = response.partition(":")
+    if order in RAISED:
+        raise RAISED[order]
+    if order not in ORDERS:
+        return 1.0
+    return ORDERS[order](argument, extra)
+
+
+def _hang(argument: str, extra: dict[str, object]) -> object:
+    time.sleep(FOREVER_S)
+    return 1.0
+
+
+def _hang_once(path: str, extra: dict[str, object]) -> object:
+    if not os.path.exists(path):
+        with open(path, "w") as file:
+            file.write("seen")
+        time.sleep(FOREVER_S)
+    return 1.0
+
+
+def _sleep(seconds: str, extra: dict[str, object]) -> object:
+    time.sleep(float(seconds))
+    return 1.0
+
+
+def _hang_with_child(argument: str, extra: dict[str, object]) -> object:
+    child = subprocess.Popen(["sleep", "3600"])
+    with open(str(extra["pid_file"]), "w") as file:
+        file.write(str(child.pid))
+    time.sleep(FOREVER_S)
+    return 1.0
+
+
+def _segfault(argument: str, extra: dict[str, object]) -> object:
+    return ctypes.string_at(0)
+
+
+def _memory(argument: str, extra: dict[str, object]) -> object:
+    limit_bytes = 4 * 1024**3
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    bytearray(2 * limit_bytes)
+    return 1.0
+
+
+def _print(argument: str, extra: dict[str, object]) -> object:
+    print("printed by a reward function")
+    sys.stdout.flush()
+    os.write(1, b"\x05\x00\x00\x00junk!")
+    subprocess.run(["echo", "printed by its child"], check=True)
+    return 1.0
+
+
+def _numpy(name: str, extra: dict[str, object]) -> object:
+    import numpy as np  # here, because it makes the start of every process slower
+
+    return {"bool": np.bool_(True), "float": np.float32(0.5)}[name]
+
+
+ORDERS: dict[str, Callable[[str, dict[str, object]], object]] = {
+    "hang": _hang,
+    "hang_once": _hang_once,
+    "hang_with_child": _hang_with_child,
+    "sleep": _sleep,
+    "exit": lambda argument, extra: os._exit(3),
+    "segfault": _segfault,
+    "memory": _memory,
+    "print": _print,
+    "read": lambda argument, extra: float(len(sys.stdin.read())),
+    "return": lambda name, extra: RETURNED[name],
+    "numpy": _numpy,
+    "pid": lambda argument, extra: float(os.getpid()),
 }
 
 

@@ -11,49 +11,80 @@ from paceline.core.errors import PacelineError
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.service.grpc_server import start_server
 
+FOREVER_S = 3600.0
+
+Results = list[reward_pb2.ScoreResult]
+
 
 class OddServer(reward_pb2_grpc.RewardServiceServicer):
-    """Answers each call as its mode says; records the sizes of the calls."""
+    """Answers as its mode says: right, late (`DELAYS`) or changed (`CHANGES`); records the calls."""
 
     def __init__(self, mode: str = "right") -> None:
+        assert mode == "right" or mode in DELAYS or mode in CHANGES, mode
         self.mode = mode
         self.calls: list[list[str]] = []
         self.step = -1
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: object) -> reward_pb2.ScoreResponse:
-        ids = [item.trajectory_id for item in request.items]
-        self.calls.append(ids)
+        self.calls.append([item.trajectory_id for item in request.items])
         self.step = request.step
+        if self.mode in DELAYS and DELAYS[self.mode](self, request):
+            await asyncio.sleep(FOREVER_S)
         results = [_result(item) for item in request.items]
-        match self.mode:
-            case "hang":
-                await asyncio.sleep(3600)
-            case "hang_on_slow" if any(item.response == "slow" for item in request.items):
-                await asyncio.sleep(3600)
-            case "raise":
-                raise PacelineError("the judge has no model")
-            case "too_few":
-                results.pop()
-            case "too_many":
-                results.append(results[0])
-            case "other_ids":
-                results[0].trajectory_id = "somebody else's"
-            case "reversed":
-                results.reverse()
-            case "nan":
-                results[0].reward = math.nan
-            case "infinite_component":
-                results[0].components["c"] = math.inf
-            case "huge":
-                results[0].reward = 1e308
-            case "error":
-                results[0].error = "no opinion"
-            case "typed_error":
-                results[0].error = "not_finite: f returned nan"
-            case "slow_once":
-                if len(self.calls) == 1:
-                    await asyncio.sleep(3600)
+        if self.mode in CHANGES:
+            CHANGES[self.mode](results)
         return reward_pb2.ScoreResponse(results=results)
+
+
+def _has_slow_item(server: OddServer, request: reward_pb2.ScoreRequest) -> bool:
+    return any(item.response == "slow" for item in request.items)
+
+
+DELAYS: dict[str, Callable[[OddServer, reward_pb2.ScoreRequest], bool]] = {
+    "hang": lambda server, request: True,
+    "hang_on_slow": _has_slow_item,
+    "slow_once": lambda server, request: len(server.calls) == 1,
+}
+
+
+def _raise(results: Results) -> None:
+    raise PacelineError("the judge has no model")
+
+
+def _set_id(results: Results) -> None:
+    results[0].trajectory_id = "somebody else's"
+
+
+def _set_reward(value: float) -> Callable[[Results], None]:
+    def change(results: Results) -> None:
+        results[0].reward = value
+
+    return change
+
+
+def _set_infinite_component(results: Results) -> None:
+    results[0].components["c"] = math.inf
+
+
+def _set_error(text: str) -> Callable[[Results], None]:
+    def change(results: Results) -> None:
+        results[0].error = text
+
+    return change
+
+
+CHANGES: dict[str, Callable[[Results], object]] = {
+    "raise": _raise,
+    "too_few": lambda results: results.pop(),
+    "too_many": lambda results: results.append(results[0]),
+    "other_ids": _set_id,
+    "reversed": lambda results: results.reverse(),
+    "nan": _set_reward(math.nan),
+    "infinite_component": _set_infinite_component,
+    "huge": _set_reward(1e308),
+    "error": _set_error("no opinion"),
+    "typed_error": _set_error("not_finite: f returned nan"),
+}
 
 
 def _result(item: reward_pb2.ScoreItem) -> reward_pb2.ScoreResult:
@@ -68,7 +99,7 @@ def _result(item: reward_pb2.ScoreItem) -> reward_pb2.ScoreResult:
 async def serving(servicer: OddServer, *, port: int = 0) -> AsyncIterator[str]:
     """The server's address."""
     add: Callable[..., None] = reward_pb2_grpc.add_RewardServiceServicer_to_server
-    server = await start_server([(add, servicer)], port=port)
+    server = await start_server(add, servicer, port=port)
     try:
         yield server.address
     finally:

@@ -1,4 +1,4 @@
-"""A sequencer with all its parts in one process, over fake peers: what tests of the loop run."""
+"""A sequencer with all its parts in one process, over fake services: what tests of the loop run."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from paceline.controller.batch.dispatch import Collector
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.events import EventHub
 from paceline.controller.fleet.membership import Fleet
-from paceline.controller.fleet.supervisor import FleetWatch
-from paceline.controller.guard.report import GuardWatch
+from paceline.controller.fleet.supervisor import Supervisor
+from paceline.controller.guard.report import Guard
 from paceline.controller.journal import Journal
+from paceline.controller.progress import Progress, Run
 from paceline.controller.run.checkpoints import ControllerState
-from paceline.controller.run.records import MetricsFile
-from paceline.controller.run.sequencer import Progress, Sequencer
+from paceline.controller.run.sequencer import Sequencer
+from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
-from paceline.core.members import MemberKind
+from paceline.core.members import LearnerState, MemberKind, MemberState, RewardState, RolloutState
 from paceline.core.trajectory import RewardContext
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt, PromptSet
-from support.fake_fleet import Answer, FakePeers, answer_prompts, score_all
+from support.fake_fleet import Answer, FakeServices, answer_prompts, score_all
 
 RUN = "r"
 
@@ -62,11 +63,11 @@ def prompts(num: int) -> PromptSet:
         )
         for i in range(num)
     }
-    return PromptSet(prompts=made, num_rows=num, num_filtered=0)
+    return PromptSet(prompts=made, num_filtered=0)
 
 
-class Run:
-    """A sequencer with all its parts; `peers` and `fleet` are what tests pull at; `notices` is what people were told."""
+class SequencerRun:
+    """A sequencer with all its parts; tests change `services` and `supervisor`; `notices` are those for people."""
 
     def __init__(
         self,
@@ -74,73 +75,63 @@ class Run:
         folder: Path,
         broker: MemoryBroker,
         box: Mailbox,
-        fakes: FakePeers | None = None,
+        fakes: FakeServices | None = None,
         resumed: ControllerState | None = None,
     ) -> None:
-        self.folder, self.broker, self.peers, self.config = folder, broker, fakes or FakePeers(), cfg
-        clock, self.hub = SystemClock(), EventHub()
+        self.folder, self.broker, self.services, self.config = folder, broker, fakes or FakeServices(), cfg
+        clock, events = SystemClock(), EventHub()
         self.notices: list[str] = []
-        self.hub.notice = self.notices.append  # type: ignore[method-assign]
-        self.journal = Journal(folder / "events.jsonl", broker, RUN, clock)
-        self.guard = GuardWatch(cfg, self.journal, self.hub)
-        self.fleet = FleetWatch(Fleet(clock, suspect_after_s=5, dead_after_s=12), self.journal, self.hub)
+        events.notice = self.notices.append  # type: ignore[method-assign]
+        self.journal = Journal(folder / "events.jsonl", clock)
+        run = Run(config=cfg, id=RUN, dir=folder, journal=self.journal, events=events)
+        self.guard = Guard(run)
+        self.supervisor = Supervisor(Fleet(clock, suspect_after_s=5, dead_after_s=12), self.journal, events)
         train = prompts(7)
         cursor = PromptCursor(train.ids(), batch_size=cfg.data.train_batch_size, seed=0)
-        last_step = -1
         if resumed is not None:
             cursor.restore(resumed.cursor)
             self.guard.load_state_dict(resumed.guard)
-            last_step = resumed.step
-        peers: Any = self.peers
+        learner: Any = self.services.learner
+        rollout: Any = self.services.rollout
+        epochs = Epochs(cfg, learner, rollout, self.supervisor.expel, self.supervisor.gone)
         self.sequencer = Sequencer(
-            config=cfg,
-            run_id=RUN,
-            run_dir=folder,
+            run,
+            Progress(run, step=resumed.step if resumed else 0),
             inputs=Inputs(
                 train=train,
                 val=prompts(2),
                 cursor=cursor,
                 stop_token_ids=(0,),
             ),
-            broker=broker,
             collector=Collector(
-                config=cfg,
-                run_id=RUN,
+                run,
                 broker=broker,
                 box=box,
-                journal=self.journal,
-                alive=self._alive,
-                progress=lambda *_: None,
+                check_fleet=lambda: self.supervisor.require(MemberKind.ROLLOUT),
+                count=lambda *_: None,
             ),
-            peers=peers,
-            push=WeightPush(cfg, peers, self.fleet.expel, self.fleet.gone),
-            fleet=self.fleet,
-            journal=self.journal,
-            hub=self.hub,
+            learner=learner,
+            push=WeightPush(epochs, learner, rollout),
+            supervisor=self.supervisor,
             guard=self.guard,
-            metrics_file=MetricsFile(folder / "metrics.jsonl", last_step=last_step),
-            progress=Progress(step=max(0, last_step)),
         )
 
-    def _alive(self) -> None:
-        self.fleet.require(MemberKind.ROLLOUT)
-
-    async def enlist(self, member_id: str, kind: MemberKind, state: str) -> None:
-        fleet = self.fleet.fleet
+    async def enlist(self, member_id: str, kind: MemberKind, state: MemberState) -> None:
+        fleet = self.supervisor.fleet
         changes = fleet.register(
             kind=kind, member_id=member_id, incarnation="a", address=member_id, num_ranks=1
         )
         changes += fleet.heartbeat(member_id, "a", state=state, policy=None, in_flight=0)[1]
-        await self.fleet.apply(changes)
+        await self.supervisor.apply(changes)
 
     async def enlist_all(self) -> None:
-        await self.enlist("learner", MemberKind.LEARNER, "ready")
-        await self.enlist("reward-0", MemberKind.REWARD, "serving")
+        await self.enlist("learner", MemberKind.LEARNER, LearnerState.READY)
+        await self.enlist("reward-0", MemberKind.REWARD, RewardState.SERVING)
         for i in range(2):
-            await self.enlist(f"rollout-{i}", MemberKind.ROLLOUT, "stale")
+            await self.enlist(f"rollout-{i}", MemberKind.ROLLOUT, RolloutState.STALE)
 
     async def go(self, answer: Answer = score_all, *, timeout_s: float = 20) -> None:
-        answering = asyncio.create_task(answer_prompts(self.broker, RUN, self.peers, answer))
+        answering = asyncio.create_task(answer_prompts(self.broker, RUN, self.services, answer))
         try:
             async with asyncio.timeout(timeout_s):
                 await self.sequencer.run()
@@ -157,17 +148,17 @@ class Run:
 
 
 @contextlib.asynccontextmanager
-async def run(folder: Path, **changes: Any) -> AsyncIterator[Run]:
+async def run(folder: Path, **changes: Any) -> AsyncIterator[SequencerRun]:
     async with run_of(config(**changes), folder) as it:
         yield it
 
 
 @contextlib.asynccontextmanager
 async def run_of(
-    cfg: RunConfig, folder: Path, fakes: FakePeers | None = None, resumed: ControllerState | None = None
-) -> AsyncIterator[Run]:
-    """A run of a configuration, with these peers, from its start or from a checkpoint."""
+    cfg: RunConfig, folder: Path, fakes: FakeServices | None = None, resumed: ControllerState | None = None
+) -> AsyncIterator[SequencerRun]:
+    """A run of a configuration, with these services, from its start or from a checkpoint."""
     broker = MemoryBroker()
     await broker.ensure_group(names.trajectories(RUN), names.REWARD_GROUP)
     async with Mailbox(broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
-        yield Run(cfg, folder, broker, box, fakes, resumed)
+        yield SequencerRun(cfg, folder, broker, box, fakes, resumed)

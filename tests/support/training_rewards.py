@@ -1,4 +1,4 @@
-"""Rewards for runs of a model with random weights: one that gives signal, one that misbehaves for some prompts."""
+"""Rewards for runs of a model with random weights: two that give signal, one that fails for some prompts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 
 def letters(response: str, ground_truth: str) -> dict[str, float]:
-    """Share of letters among the first characters of the response; random tokens are about a third letters."""
+    """The share of letters in the response; about a third of random tokens are letters."""
     share = sum(c.isascii() and c.isalpha() for c in response) / max(1, len(response))
     return {"score": share, "length": float(len(response))}
 
 
 def first_letter(response: str, ground_truth: str) -> float:
-    """1 for a response that begins with a letter: small groups often have equal scores."""
+    """1 for a response that begins with a letter; small groups often have equal scores."""
     return float(response[:1].isalpha())
 
 
 def moody(response: str, ground_truth: str, *, faults_file: str) -> object:
-    """As `letters`, but for ground truths that the file names now ("39=raise,108=nan"; "*=raise" means all)."""
+    """As `letters`, but not for ground truths that the file names ("39=raise,108=nan"; "*=raise": all)."""
     table = dict(entry.split("=") for entry in Path(faults_file).read_text().split(","))
     match table.get(ground_truth, table.get("*")):
         case "raise":

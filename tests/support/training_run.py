@@ -1,4 +1,4 @@
-"""Real runs of `paceline train` over a tiny model: inputs, configuration, the process, what it leaves behind."""
+"""Runs of `paceline train` on a tiny model: inputs, configuration, the process, and the files it writes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def prepare_inputs(folder: Path, *, num_train: int, num_val: int) -> Path:
 
 
 def tiny_config(inputs: Path, **sections: Mapping[str, Any]) -> dict[str, Any]:
-    """PPO with all of its parts over `prepare_inputs`' folder, 16 prompts of 4 samples a step; `sections` are merged in."""
+    """PPO with all its parts on the folder of `prepare_inputs`, 16 prompts of 4 samples per step.
+
+    `sections` are merged into it.
+    """
     tree: dict[str, Any] = {
         "data": {
             "train_files": str(inputs / "data/train.parquet"),
@@ -99,7 +102,7 @@ class TrainingRun:
     # --- what it does
 
     def wait_for(self, wanted: Callable[[Row], bool], *, timeout_s: float = 200) -> Row:
-        """The first event for which `wanted` holds among those of this launch, as soon as it is in the journal."""
+        """Waits for the first event of this launch for which `wanted` is true."""
         deadline = time.monotonic() + timeout_s
         path, position = self.run_dir / "events.jsonl", self._journal_start
         while time.monotonic() < deadline:
@@ -125,11 +128,11 @@ class TrainingRun:
         self.wait_for(lambda e: e["event"] == "member" and e["member"] == name)
 
     def pid_of(self, name: str) -> int:
-        """By the launcher's note; "launcher" is its own."""
+        """The process id in the launcher's note; "launcher" is the launcher itself."""
         return int(self.note["pids"][name])
 
     def kill_group(self, name: str) -> None:
-        """SIGKILL to a service and whatever shares its process group, and to its children in other groups."""
+        """Kills a service, its process group, and its children in other groups."""
         self.look()
         leader = psutil.Process(self.pid_of(name))
         children = leader.children(recursive=True)
@@ -145,7 +148,7 @@ class TrainingRun:
                 self.seen.setdefault(child.pid, child)
 
     def finish(self, *, timeout_s: float = 200) -> int:
-        """Waits for the end; returns the exit code once no process of the run is left."""
+        """Waits for the end, checks that no process of the run is left, and returns the exit code."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -155,21 +158,20 @@ class TrainingRun:
         return code
 
     def left(self) -> list[str]:
-        """Processes of this launch that are still there: by the mark in their environment, and of those seen before."""
-        found = {p.pid: p for p in self.seen.values() if p.is_running()}
+        """Processes of this launch that still exist: those with its mark, and those seen before."""
+        left = {p.pid: p for p in self.seen.values() if p.is_running()}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if process.environ().get(MARK) == self.mark:
-                    found[process.pid] = process
-        return [_describe(p) for p in found.values()]
+                    left[process.pid] = process
+        return [_describe(p) for p in left.values()]
 
     def end(self) -> None:
-        """For a test that failed: nothing of the run survives it."""
+        """Kills what is left of the run, for a test that failed."""
         self.look()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self.left()
         for process in [*self.seen.values(), *psutil.process_iter()]:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if process.pid in self.seen or process.environ().get(MARK) == self.mark:
@@ -188,7 +190,7 @@ class TrainingRun:
 
 @contextlib.contextmanager
 def training(config: Mapping[str, Any], run_dir: Path, *overrides: str) -> Iterator[TrainingRun]:
-    """A launch of `paceline train` in a session of its own, as a terminal would start it."""
+    """Launches `paceline train` in its own session, as a terminal does."""
     mark = f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
     path = run_dir.parent / f"{run_dir.name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +217,7 @@ def training(config: Mapping[str, Any], run_dir: Path, *overrides: str) -> Itera
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """The objects of a file; a last line that is still being written is left out."""
+    """The objects of a JSONL file, without a last line that is still being written."""
     if not path.exists():
         return []
     with path.open() as lines:
@@ -230,16 +232,16 @@ def is_time(name: str) -> bool:
 def assert_same_metrics(
     rows: list[Row], expected: list[Row], *, without: tuple[str, ...] = (), tolerance: float = 0.0
 ) -> None:
-    """Row by row equal but for times; the engine's log-probs, and so what is measured of them, may differ by 1e-6."""
+    """Compares all metrics but times; those of the engine's log-probs may differ by 1e-6."""
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     differences = []
     for row, other in zip(rows, expected, strict=True):
         names = {name for name in row.keys() | other.keys() if not is_time(name)} - set(without)
         for name in sorted(names):
-            mine, theirs = row.get(name), other.get(name)
+            value, wanted = row.get(name), other.get(name)
             limit = max(tolerance, 1e-6 if name.startswith("rollout/") else 0.0)
-            if mine is None or theirs is None or abs(mine - theirs) > limit:
-                differences.append(f"step {row['step']} {name}: {mine} != {theirs}")
+            if value is None or wanted is None or abs(value - wanted) > limit:
+                differences.append(f"step {row['step']} {name}: {value} != {wanted}")
     assert not differences, "\n".join(differences)
 
 

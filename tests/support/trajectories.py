@@ -43,10 +43,9 @@ def finished_sample(
         sampling=SamplingSpec(temperature=1.0, max_tokens=16),
         seed=7,
         server_id="rollout-0",
-        attempt=0,
         seconds=0.25,
     )
-    key = names.blob(run_id, str(trajectory_id), 0, "rollout-0")
+    key = names.blob(run_id, str(trajectory_id), "rollout-0")
     header = TrajectoryHeader(
         run_id=run_id,
         trajectory_id=trajectory_id,
@@ -56,7 +55,6 @@ def finished_sample(
         num_response_tokens=len(response),
         finish_reason=FinishReason.STOP,
         server_id="rollout-0",
-        attempt=0,
         seconds=0.25,
         context=RewardContext(
             ground_truth=ground_truth, data_source="test", prompt_text="how many?", extra=extra or {}

@@ -1,4 +1,4 @@
-"""The arithmetic example's generator: right sums, a clean split, the same files from the same seed."""
+"""The arithmetic example's generator: right sums, a clean split, the same files for the same seed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_ground_truths_are_the_sums_of_the_questions(rows: Rows) -> None:
         assert row["data_source"] == "arithmetic"
 
 
-def test_no_held_out_multiset_is_trained_on(rows: Rows) -> None:
+def test_no_multiset_of_the_validation_set_is_trained_on(rows: Rows) -> None:
     keys = {name: [tuple(sorted(operands(row))) for row in rows[name]] for name in NAMES}
     assert len(keys["val"]) == 256
     assert len(set(keys["val"])) == 256
@@ -178,7 +178,7 @@ def test_the_model_is_seeded_and_splits_over_two_ranks(prepare: ModuleType, tmp_
         assert config[key] % 2 == 0
     for key in ("hidden_size", "intermediate_size", "vocab_size"):
         assert config[key] % 64 == 0
-    # The folder's tokenizer must come back as it was saved: AutoTokenizer chooses the class by the model's type.
+    # The tokenizer must be loaded as it was saved: AutoTokenizer chooses the class by the model's type.
     loaded = AutoTokenizer.from_pretrained(tmp_path / "a")
     assert loaded("Add 17 and 25.")["input_ids"] == prepare.build_tokenizer()("Add 17 and 25.")["input_ids"]
     assert (loaded.eos_token_id, len(loaded)) == (config["eos_token_id"], 292)

@@ -9,8 +9,8 @@ from paceline.broker.address import redact
 from paceline.broker.blobs import BlobReader
 from paceline.broker.memory import MemoryBroker
 from paceline.broker.redis_streams import RedisStreamsBroker
-from paceline.core.clock import ManualClock
 from paceline.core.errors import BrokerError, ConfigError
+from support.clocks import ManualClock
 from support.streams import drain, messages, payloads
 
 

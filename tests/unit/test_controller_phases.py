@@ -7,10 +7,10 @@ import pytest
 from paceline.controller.fleet.membership import Fleet, Health
 from paceline.controller.fleet.membership import move as move_member
 from paceline.controller.run.phases import Phase, move
-from paceline.core.clock import ManualClock
 from paceline.core.errors import IllegalTransitionError
-from paceline.core.members import MemberKind
+from paceline.core.members import MemberKind, RolloutState
 from paceline.core.policy import PolicyTag
+from support.clocks import ManualClock
 
 
 def test_a_step_goes_round() -> None:
@@ -71,7 +71,7 @@ def beat(fleet: Fleet, incarnation: str = "a", failure: str = "") -> tuple[bool,
     known, changes = fleet.heartbeat(
         "rollout-0",
         incarnation,
-        state="serving",
+        state=RolloutState.SERVING,
         policy=PolicyTag(version=1, digest="d" * 16),
         in_flight=3,
         failure=failure,

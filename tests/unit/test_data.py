@@ -57,7 +57,7 @@ def test_filtering_counts_and_keeps_ids(tmp_path: Path) -> None:
     file = jsonl(tmp_path, [{"prompt": "w " * n, "ground_truth": str(n), "level": n} for n in (1, 9, 2)])
     prompts = PromptSet.load(config(file, max_prompt_length=3, extra_keys=("level",)), Words())
     assert prompts.ids() == [0, 2]
-    assert (prompts.num_rows, prompts.num_filtered) == (3, 1)
+    assert (len(prompts.prompts), prompts.num_filtered) == (2, 1)
     assert prompts.prompts[2].context.extra == {"level": 2}
     with pytest.raises(
         DataError, match=r"1 of 3 train prompts .* longer than data.max_prompt_length=3 .*row 1 has 10"

@@ -71,7 +71,7 @@ def test_missing_and_empty_files(
         prepare.convert(write(tmp_path, [GOOD], []), tmp_path / "out")
 
 
-def test_the_whole_data_set(prepare: ModuleType, tmp_path: Path) -> None:
+def test_the_full_data_set(prepare: ModuleType, tmp_path: Path) -> None:
     if not (GSM8K / "train.jsonl").exists():
         pytest.skip(f"GSM8K is not there: {GSM8K}")
     assert prepare.convert(GSM8K, tmp_path) == {"train": 7473, "test": 1319}

@@ -10,7 +10,7 @@ import pytest
 from paceline.config.guard import GuardConfig
 from paceline.config.load import load, parse
 from paceline.config.run import RunConfig
-from paceline.core.errors import ConfigError, InvalidMessageError
+from paceline.core.errors import ConfigError
 from paceline.core.guard import (
     RULES,
     Action,
@@ -22,12 +22,6 @@ from paceline.core.guard import (
     describe,
     spread,
     worst,
-)
-from paceline.wire.guard import (
-    adjustments_from_proto,
-    adjustments_to_proto,
-    reading_from_proto,
-    reading_to_proto,
 )
 
 LADDER = Limits(bounds={Action.WARN: 0.03, Action.SKIP: 0.05, Action.STOP: 0.2})
@@ -179,29 +173,3 @@ def test_what_a_rule_cannot_do_is_said(guard: dict[str, Any], said: str) -> None
     with pytest.raises(ConfigError) as raised:
         parse(RunConfig, {**MINIMAL, "guard": guard})
     assert said in str(raised.value)
-
-
-# --- the wire
-
-
-@pytest.mark.parametrize(
-    "adjustments", [Adjustments(), Adjustments(lr_scale=0.25, kl_scale=0.5, fixed_kl_coef=0.0)]
-)
-def test_adjustments_travel_unchanged(adjustments: Adjustments) -> None:
-    assert adjustments_from_proto(adjustments_to_proto(adjustments)) == adjustments
-
-
-def test_what_makes_no_sense_is_refused_at_the_door() -> None:
-    reading = Reading(rule="grad_norm", network="critic", value=3.5, reference=0.25, num_skipped=2)
-    message = reading_to_proto(reading)
-    assert reading_from_proto(message) == reading
-    message.value = math.nan
-    with pytest.raises(InvalidMessageError, match="not_finite|nan against 0.25"):
-        reading_from_proto(message)
-    message.rule = "no such"
-    with pytest.raises(InvalidMessageError, match="there is no rule 'no such'"):
-        reading_from_proto(message)
-    scaled = adjustments_to_proto(Adjustments())
-    scaled.lr_scale = 2.0
-    with pytest.raises(InvalidMessageError, match=r"lr_scale is 2.0, wanted \(0, 1\]"):
-        adjustments_from_proto(scaled)

@@ -1,7 +1,8 @@
-"""The guard in the loop of a run, against fake peers: what is journalled, told, adjusted, gone back to, and what ends the run."""
+"""The guard in the loop of a run, against fake services: what is journalled, told, adjusted, gone back to, and what ends the run."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,12 @@ from paceline.controller.run.checkpoints import ControllerState, folder_of
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.guard import Reading
 from paceline.data.cursor import CursorState
-from paceline.rpc.v1 import learner_pb2
-from paceline.wire.guard import reading_to_proto
-from support.sequencer_run import Run, run
+from support.sequencer_run import SequencerRun, run
 
 
-def ppo_kl(value: float, skipped: int = 0) -> list[learner_pb2.GuardReading]:
+def ppo_kl(value: float, skipped: int = 0) -> list[Reading]:
     """What a learner says whose worst mini-batch had this KL."""
-    return [reading_to_proto(Reading(rule="ppo_kl", network="actor", value=value, num_skipped=skipped))]
+    return [Reading(rule="ppo_kl", network="actor", value=value, num_skipped=skipped)]
 
 
 def guarded(total_steps: int, **rules: Any) -> dict[str, Any]:
@@ -34,14 +33,14 @@ def guarded(total_steps: int, **rules: Any) -> dict[str, Any]:
     }
 
 
-def of(it: Run, event: str) -> list[dict[str, Any]]:
+def of(it: SequencerRun, event: str) -> list[dict[str, Any]]:
     return [e for e in it.events() if e["event"] == event]
 
 
 async def test_every_firing_is_journalled_with_its_numbers_and_told_once_a_streak(tmp_path: Path) -> None:
     async with run(tmp_path, **guarded(5)) as it:
         await it.enlist_all()
-        it.peers.readings = {1: ppo_kl(0.04), 2: ppo_kl(0.06, 3), 3: ppo_kl(0.01), 4: ppo_kl(0.045)}
+        it.services.readings = {1: ppo_kl(0.04), 2: ppo_kl(0.06, 3), 3: ppo_kl(0.01), 4: ppo_kl(0.045)}
         await it.go()
         found = [
             (e["step"], e["action"], e["value"], e["bound"], e["skipped"], e["streak"])
@@ -66,9 +65,9 @@ async def test_every_firing_is_journalled_with_its_numbers_and_told_once_a_strea
         assert [rows[k]["guard/fired"] for k in range(1, 6)] == [1, 1, 0, 1, 0]
         assert [rows[k]["guard/skipped"] for k in range(1, 6)] == [0, 3, 0, 0, 0]
         # The skipped step is the only one that one may not go back to.
-        good = [json.loads(state)["good"] for state in it.peers.saved]
+        good = [json.loads(state)["good"] for state in it.services.saved]
         assert good == [True, False, True, True, True]
-        assert all(a.lr_scale == a.kl_scale == 1.0 for a in it.peers.adjustments)
+        assert all(a.lr_scale == a.kl_scale == 1.0 for a in it.services.adjustments)
 
 
 async def test_rates_and_coefficients_are_adjusted_from_the_next_step_on(tmp_path: Path) -> None:
@@ -80,12 +79,12 @@ async def test_rates_and_coefficients_are_adjusted_from_the_next_step_on(tmp_pat
         **guarded(4, **rules),
     ) as it:
         await it.enlist_all()
-        drift = reading_to_proto(Reading(rule="reference_kl", value=4.0))
-        it.peers.readings = {1: ppo_kl(0.2), 2: [*ppo_kl(0.2), drift], 3: []}
+        drift = Reading(rule="reference_kl", value=4.0)
+        it.services.readings = {1: ppo_kl(0.2), 2: [*ppo_kl(0.2), drift], 3: []}
         await it.go()
-        assert [a.lr_scale for a in it.peers.adjustments] == [1.0, 0.5, 0.25, 0.25]
-        assert [a.kl_scale for a in it.peers.adjustments] == [1.0, 1.0, 0.5, 0.5]
-        assert [a.fixed_kl_coef for a in it.peers.adjustments] == [None, None, 0.001, 0.001]
+        assert [a.lr_scale for a in it.services.adjustments] == [1.0, 0.5, 0.25, 0.25]
+        assert [a.kl_scale for a in it.services.adjustments] == [1.0, 1.0, 0.5, 0.5]
+        assert [a.fixed_kl_coef for a in it.services.adjustments] == [None, None, 0.001, 0.001]
         assert [line["guard/lr_scale"] for line in it.lines()[1:]] == [1.0, 0.5, 0.25, 0.25]
 
 
@@ -93,11 +92,11 @@ async def test_a_rollback_takes_the_last_good_weights_under_the_number_of_the_st
     rules = {"ppo_kl": {"rollback": 0.1, "skip": 0.05}}
     async with run(tmp_path, **guarded(5, **rules), trainer__keep_checkpoints=1) as it:
         await it.enlist_all()
-        it.peers.writes = True
-        it.peers.readings = {3: ppo_kl(0.06, 1), 4: ppo_kl(0.3, 1)}
+        it.services.writes = True
+        it.services.readings = {3: ppo_kl(0.06, 1), 4: ppo_kl(0.3, 1)}
         await it.go()
         # Step 3 had skipped something and is no place to go back to; version 4 is sent once only, with what was gone back to.
-        calls = [c for c in it.peers.calls if c.startswith(("train", "load", "publish", "save"))]
+        calls = [c for c in it.services.calls if c.startswith(("train", "load", "publish", "save"))]
         assert calls == [
             *(
                 "publish v0 e1",
@@ -130,8 +129,8 @@ async def test_a_rollback_takes_the_last_good_weights_under_the_number_of_the_st
         assert rows[4]["guard/rolled_back_to"] == 2
         assert rows[5]["guard/rollbacks"] == 1
         # What differs from the first time: prompts and seeds go on, and the rates are lower.
-        assert [a.lr_scale for a in it.peers.adjustments] == [1.0, 1.0, 1.0, 1.0, 0.5]
-        states = [ControllerState.from_plain(json.loads(state)) for state in it.peers.saved]
+        assert [a.lr_scale for a in it.services.adjustments] == [1.0, 1.0, 1.0, 1.0, 0.5]
+        states = [ControllerState.from_plain(json.loads(state)) for state in it.services.saved]
         assert [(s.step, s.good) for s in states] == [
             (0, True),
             (1, True),
@@ -157,14 +156,14 @@ async def test_one_rollback_too_many_ends_the_run(tmp_path: Path) -> None:
     rules = {"ppo_kl": {"rollback": 0.1, "skip": None}, "max_rollbacks": 1}
     async with run(tmp_path, **guarded(5, **rules)) as it:
         await it.enlist_all()
-        it.peers.writes = True
-        it.peers.readings = {k: ppo_kl(0.3) for k in (2, 3)}
+        it.services.writes = True
+        it.services.readings = {k: ppo_kl(0.3) for k in (2, 3)}
         with pytest.raises(
             GuardError, match=r"step 3: .*the run went back 1 times already \(guard.max_rollbacks\)"
         ) as raised:
             await it.go()
         assert str(folder_of(tmp_path, 2)) in str(raised.value)
-        assert "publish v3 e1" not in it.peers.calls
+        assert "publish v3 e1" not in it.services.calls
         assert it.lines()[-1]["step"] == 3
         assert len(of(it, "guard_summary")) == 1
 
@@ -173,19 +172,19 @@ async def test_stop_does_not_publish_and_patience_waits(tmp_path: Path) -> None:
     rules = {"ppo_kl": {"stop": 0.2, "patience": 2}}
     async with run(tmp_path, **guarded(9, **rules)) as it:
         await it.enlist_all()
-        it.peers.readings = {1: ppo_kl(0.3), 2: ppo_kl(0.04), 3: ppo_kl(0.3), 4: ppo_kl(0.4)}
+        it.services.readings = {1: ppo_kl(0.3), 2: ppo_kl(0.04), 3: ppo_kl(0.3), 4: ppo_kl(0.4)}
         with pytest.raises(
             GuardError, match="step 4: the guard ends the run: stop: actor ppo_kl is 0.4, above 0.2"
         ):
             await it.go()
         assert [e["action"] for e in of(it, "guard")] == ["skip", "warn", "skip", "stop"]
-        assert it.peers.calls[-1] == "train 4"
+        assert it.services.calls[-1] == "train 4"
 
 
 async def test_without_a_checkpoint_of_this_run_there_is_nowhere_to_go_back_to(tmp_path: Path) -> None:
     async with run(tmp_path, **guarded(2, ppo_kl={"rollback": 0.1})) as it:
         await it.enlist_all()
-        it.peers.readings = {1: ppo_kl(0.3)}
+        it.services.readings = {1: ppo_kl(0.3)}
         with pytest.raises(CheckpointError, match="no checkpoint to go back to"):
             await it.go()
 
@@ -194,21 +193,20 @@ async def test_a_run_that_never_goes_back_writes_no_checkpoint_at_its_start(tmp_
     async with run(tmp_path, **guarded(1)) as it:
         await it.enlist_all()
         await it.go()
-        assert [c for c in it.peers.calls if c.startswith("save")] == ["save 1"]
+        assert [c for c in it.services.calls if c.startswith("save")] == ["save 1"]
 
 
 async def test_a_guard_that_is_off_says_nothing(tmp_path: Path) -> None:
     async with run(tmp_path, **guarded(1, enabled=False)) as it:
         await it.enlist_all()
-        it.peers.readings = {1: ppo_kl(9.0)}
-        train = it.peers.train
+        it.services.readings = {1: ppo_kl(9.0)}
+        train = it.services.learner.train
 
         async def skipping(*args: Any, **kwargs: Any) -> Any:
-            reply = await train(*args, **kwargs)
-            reply.update_skipped, reply.skip_reason = True, "actor: the loss is not finite"
-            return reply
+            result = await train(*args, **kwargs)
+            return dataclasses.replace(result, skip_reasons=("actor: the loss is not finite",) * 2)
 
-        it.peers.train = skipping  # type: ignore[method-assign]
+        it.services.learner.train = skipping  # type: ignore[method-assign]
         await it.go()
         assert of(it, "guard") == []
         # What the optimizer itself does not take is told without a guard too.
@@ -220,7 +218,7 @@ async def test_a_guard_that_is_off_says_nothing(tmp_path: Path) -> None:
 async def test_metrics_that_are_not_finite_are_counted(tmp_path: Path) -> None:
     async with run(tmp_path, **guarded(1)) as it:
         await it.enlist_all()
-        train = it.peers.train
+        train = it.services.learner.train
 
         async def poisoned(*args: Any, **kwargs: Any) -> Any:
             reply = await train(*args, **kwargs)
@@ -228,7 +226,7 @@ async def test_metrics_that_are_not_finite_are_counted(tmp_path: Path) -> None:
             reply.metrics["actor/entropy"] = float("inf")
             return reply
 
-        it.peers.train = poisoned  # type: ignore[method-assign]
+        it.services.learner.train = poisoned  # type: ignore[method-assign]
         await it.go()
         (event,) = of(it, "guard")
         assert (event["rule"], event["value"], event["action"]) == ("non_finite", 2.0, "warn")
@@ -237,16 +235,16 @@ async def test_metrics_that_are_not_finite_are_counted(tmp_path: Path) -> None:
 async def test_a_rollback_that_sends_other_weights_is_found_by_the_audit(tmp_path: Path) -> None:
     async with run(tmp_path, **guarded(3, ppo_kl={"rollback": 0.1, "skip": None})) as it:
         await it.enlist_all()
-        it.peers.writes = True
-        it.peers.readings = {2: ppo_kl(0.3)}
-        load = it.peers.load
+        it.services.writes = True
+        it.services.readings = {2: ppo_kl(0.3)}
+        load = it.services.learner.load
 
         async def other(member: Any, **kwargs: Any) -> float:
             seconds = await load(member, **kwargs)
-            it.peers.source = 17
+            it.services.source = 17
             return seconds
 
-        it.peers.load = other  # type: ignore[method-assign]
+        it.services.learner.load = other  # type: ignore[method-assign]
         await it.go()
         (found,) = violations(it.events(), num_samples=2)
         assert found.startswith("I4b: version 2 is a rollback to 1, which was committed as 0000000000000008")
@@ -258,7 +256,6 @@ def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:
             run_id="r",
             step=step,
             cursor=CursorState(epoch=0, position=0),
-            journal_position=0,
             num_prompts=1,
             seed=0,
             good=good,

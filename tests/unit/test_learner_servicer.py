@@ -17,13 +17,14 @@ from paceline.core.errors import (
     PeerLostError,
     ProtocolError,
 )
+from paceline.core.members import LearnerState, MemberKind, RankRef
+from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainOrder, TrainResult
 from paceline.learner.distributed import commands
 from paceline.learner.distributed.command_loop import CommandQueue
-from paceline.learner.distributed.commands import decode_order
-from paceline.learner.servicer import LearnerServicer, LearnerState
-from paceline.learner.train.step import StepResult
+from paceline.learner.servicer import LearnerServicer
 from paceline.rpc.v1 import learner_pb2
-from paceline.wire.protobuf import batch_row_to_proto
+from paceline.wire.training import decode_order, order_to_proto
 from support.learner_fakes import make_batch
 
 pytestmark = pytest.mark.torch
@@ -61,12 +62,8 @@ class Bench:
 
 def request(step: int) -> learner_pb2.TrainStepRequest:
     rows, _ = make_batch(step=step, num_prompts=2, num_samples=2)
-    return learner_pb2.TrainStepRequest(
-        step=step,
-        policy_version=step - 1,
-        weights_digest="0123456789abcdef",
-        rows=[batch_row_to_proto(row) for row in rows],
-    )
+    policy = PolicyTag(version=step - 1, digest="0123456789abcdef")
+    return order_to_proto(TrainOrder(step=step, policy=policy, rows=rows))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -86,20 +83,18 @@ async def test_a_step_is_trained_once_however_often_it_is_asked_for() -> None:
     third = asyncio.create_task(bench.train(1))
     await asyncio.sleep(0)
     bench.queue.futures[0].set_result(
-        StepResult(step=1, metrics={"actor/lr": 0.5}, skip_reasons=("actor: bad", "critic: worse"))
+        TrainResult(step=1, metrics={"actor/lr": 0.5}, skip_reasons=("actor: bad", "critic: worse"))
     )
     replies = [await first, await third, await bench.train(1)]
     assert {reply.SerializeToString(deterministic=True) for reply in replies} == {
         learner_pb2.TrainStepResponse(
             step=1,
-            policy_version=1,
             metrics={"actor/lr": 0.5},
-            update_skipped=True,
-            skip_reason="actor: bad; critic: worse",
+            skip_reasons=["actor: bad", "critic: worse"],
         ).SerializeToString(deterministic=True)
     }
     ((name, arguments),) = bench.queue.submitted
-    order = decode_order(arguments)
+    order = decode_order(arguments["order"])
     assert name == commands.TRAIN
     assert (order.step, order.policy.version, order.rows) == (
         1,
@@ -120,7 +115,7 @@ async def test_a_step_that_failed_may_be_asked_for_again() -> None:
         await attempt
     again = asyncio.create_task(bench.train(1))
     await until(lambda: len(bench.queue.futures) == 2)
-    bench.queue.futures[1].set_result(StepResult(step=1, metrics={}))
+    bench.queue.futures[1].set_result(TrainResult(step=1, metrics={}))
     assert (await again).step == 1
 
 
@@ -153,14 +148,14 @@ async def test_a_row_that_makes_no_sense_is_refused_at_the_door() -> None:
 
 async def test_a_command_that_takes_too_long_ends_in_a_deadline_error() -> None:
     bench = Bench(timeout_s=0.05)
-    with pytest.raises(DeadlineError, match=r"SAVE: no answer from the learner's ranks within 0.05 s"):
+    with pytest.raises(DeadlineError, match=r"SAVE: no answer from some learner rank within 0.05 s"):
         await bench.servicer.SaveCheckpoint(learner_pb2.SaveCheckpointRequest(step=1, folder="/x"), None)
 
 
 def test_a_closed_queue_fails_what_waits_and_what_comes() -> None:
     queue = CommandQueue()
     waiting = queue.submit("save", {})
-    queue.close(PeerLostError("rank 1 died", peer="learner rank 1"))
+    queue.close(PeerLostError("rank 1 died", peer=RankRef(MemberKind.LEARNER, 1)))
     for future in (waiting, queue.submit("save", {})):
         with pytest.raises(PeerLostError, match="rank 1 died"):
             future.result(timeout=1)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.controller.fleet.clients import Published, Received
 from paceline.controller.fleet.membership import Health, Member
+from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import PeerLostError
 from paceline.core.members import MemberKind
+from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.rendezvous import Abandonment, abandon, open_store
-from support.fake_fleet import FakePeers
+from support.fake_fleet import FakeLearner, FakeRollout, FakeServices
 
 CONFIG = {
     "data": {"train_files": "t.jsonl"},
@@ -26,40 +28,55 @@ CONFIG = {
 DEADLINE_S = 5.0
 
 
-class SilentPeers(FakePeers):
-    """Who is not lost waits for who is until told better, or until the deadline."""
+class SilentServices(FakeServices):
+    """Members that are not lost wait for those that are until they are told, or until the deadline."""
 
     def __init__(self) -> None:
         super().__init__()
         self.told = asyncio.Event()
         self.freeze: set[str] = set()
+        self.learner, self.rollout = SilentLearner(self), SilentRollout(self)
 
-    async def abandon_push(self, member: Member, *, epoch: int, lost: str) -> None:
-        await super().abandon_push(member, epoch=epoch, lost=lost)
-        self.told.set()
-
-    async def join_rollout(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
-        await super().join_rollout(member, epoch=epoch, spec=spec, rank_offset=rank_offset)
-        if member.member_id in self.lose:
-            raise PeerLostError("went away", peer=member.member_id)
-        if epoch == 1:
-            await self._wait()
-
-    async def receive(self, member: Member, *, epoch: int, version: int) -> Received:
-        if member.member_id in self.freeze:
-            await asyncio.Event().wait()
-        if member.member_id not in self.lose:
-            await self._wait()
-        return await super().receive(member, epoch=epoch, version=version)
-
-    async def publish(self, member: Member, *, epoch: int, version: int) -> Published:
-        await self._wait()
-        return await super().publish(member, epoch=epoch, version=version)
-
-    async def _wait(self) -> None:
+    async def wait_for_the_lost(self) -> None:
         if self.lose or self.freeze:
             await asyncio.wait_for(self.told.wait(), DEADLINE_S)
             raise PeerLostError("called off", peer=next(iter(self.lose | self.freeze)))
+
+    def push(self, fleet: Fleet) -> WeightPush:
+        learner: Any = self.learner
+        rollout: Any = self.rollout
+        epochs = Epochs(parse(RunConfig, CONFIG), learner, rollout, fleet.expel, fleet.gone)
+        return WeightPush(epochs, learner, rollout)
+
+
+class SilentLearner(FakeLearner):
+    services: SilentServices
+
+    async def abandon(self, member: Member, *, epoch: int, lost: str) -> None:
+        await super().abandon(member, epoch=epoch, lost=lost)
+        self.services.told.set()
+
+    async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
+        await self.services.wait_for_the_lost()
+        return await super().publish(member, epoch=epoch, version=version)
+
+
+class SilentRollout(FakeRollout):
+    services: SilentServices
+
+    async def join(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
+        await super().join(member, epoch=epoch, spec=spec, rank_offset=rank_offset)
+        if member.member_id in self.services.lose:
+            raise PeerLostError("went away", peer=member.member_id)
+        if epoch == 1:
+            await self.services.wait_for_the_lost()
+
+    async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
+        if member.member_id in self.services.freeze:
+            await asyncio.Event().wait()
+        if member.member_id not in self.services.lose:
+            await self.services.wait_for_the_lost()
+        return await super().receive(member, epoch=epoch, version=version)
 
 
 def member(kind: MemberKind, name: str) -> Member:
@@ -67,7 +84,7 @@ def member(kind: MemberKind, name: str) -> Member:
 
 
 class Fleet:
-    """Who was put out, and who waits for that."""
+    """The members that were expelled, and the tasks that wait for that."""
 
     def __init__(self) -> None:
         self.expelled: list[str] = []
@@ -86,57 +103,60 @@ class Fleet:
 
 
 async def test_who_joins_is_freed_when_another_dies_meanwhile() -> None:
-    peers, fleet = SilentPeers(), Fleet()
-    push = WeightPush(parse(RunConfig, CONFIG), peers, fleet.expel, fleet.gone)
+    services, fleet = SilentServices(), Fleet()
+    push = services.push(fleet)
     servers = [member(MemberKind.ROLLOUT, f"rollout-{number}") for number in range(3)]
-    peers.lose = {"rollout-1"}
+    services.lose = {"rollout-1"}
     async with asyncio.timeout(DEADLINE_S / 2):
-        await push.form(member(MemberKind.LEARNER, "learner-0"), servers)
+        await push.epochs.form(member(MemberKind.LEARNER, "learner-0"), servers)
     assert fleet.expelled == ["rollout-1"]
-    assert peers.calls.count("abandon e1 for rollout-1") == 1
-    assert [call for call in peers.calls if call.endswith(("e2 at 1", "e2 at 2"))] == [
+    assert services.calls.count("abandon e1 for rollout-1") == 1
+    assert [call for call in services.calls if call.endswith(("e2 at 1", "e2 at 2"))] == [
         "join rollout-0 e2 at 1",
         "join rollout-2 e2 at 2",
     ]
 
 
-async def formed() -> tuple[SilentPeers, Fleet, WeightPush, list[Member]]:
-    peers, fleet = SilentPeers(), Fleet()
-    push = WeightPush(parse(RunConfig, CONFIG), peers, fleet.expel, fleet.gone)
+async def formed() -> tuple[SilentServices, Fleet, WeightPush, list[Member]]:
+    services, fleet = SilentServices(), Fleet()
+    push = services.push(fleet)
     servers = [member(MemberKind.ROLLOUT, f"rollout-{number}") for number in range(3)]
-    await push.form(member(MemberKind.LEARNER, "learner-0"), servers)
-    return peers, fleet, push, servers
+    await push.epochs.form(member(MemberKind.LEARNER, "learner-0"), servers)
+    return services, fleet, push, servers
 
 
 async def test_the_others_are_freed_at_once_and_only_the_lost_one_is_put_out() -> None:
-    peers, fleet, push, servers = await formed()
-    peers.lose = {"rollout-1"}
+    services, fleet, push, servers = await formed()
+    services.lose = {"rollout-1"}
     began = time.monotonic()
-    assert await push.push(1) is None
+    assert await push.transfer(1) is None
     assert time.monotonic() - began < DEADLINE_S / 2
     assert fleet.expelled == ["rollout-1"]
-    assert peers.calls.count("abandon e1 for rollout-1") == 1
+    assert services.calls.count("abandon e1 for rollout-1") == 1
 
-    peers.lose = set()
-    await push.form(member(MemberKind.LEARNER, "learner-0"), [one for one in servers if one.usable])
-    outcome = await push.push(1)
-    assert outcome is not None
-    assert outcome.policy.version == 1
-    assert "commit rollout-2 1" in peers.calls
+    services.lose = set()
+    await push.epochs.form(
+        member(MemberKind.LEARNER, "learner-0"), [server for server in servers if server.usable]
+    )
+    candidate = await push.transfer(1)
+    assert candidate is not None
+    assert candidate.policy.version == 1
+    await push.commit(candidate)
+    assert "commit rollout-2 1" in services.calls
 
 
 async def test_a_server_that_freezes_holds_the_others_up_until_its_silence_is_noticed() -> None:
-    """Its connections stay up, so that no call breaks; the fleet's watch puts it out."""
-    peers, fleet, push, servers = await formed()
-    peers.freeze = {"rollout-1"}
-    pushing = asyncio.create_task(push.push(1))
+    """Its connections stay up, so that no call breaks; the supervisor expels it."""
+    services, fleet, push, servers = await formed()
+    services.freeze = {"rollout-1"}
+    pushing = asyncio.create_task(push.transfer(1))
     await asyncio.sleep(0.05)
     assert not pushing.done()
     await fleet.expel(servers[1], "silent for 12.0 s")
     async with asyncio.timeout(DEADLINE_S / 2):
         assert await pushing is None
     assert fleet.expelled == ["rollout-1"]
-    assert peers.calls.count("abandon e1 for rollout-1") == 1
+    assert services.calls.count("abandon e1 for rollout-1") == 1
 
 
 def test_the_ranks_of_the_epoch_hear_of_it_and_no_others() -> None:

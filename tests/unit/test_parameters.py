@@ -1,4 +1,4 @@
-"""Finding a model's parameters quickly, and noticing where they have moved."""
+"""The index of a model's parameters, and the cache that notices when they have moved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ModelError
-from paceline.weights.geometry.parameters import ParameterIndex, Prepared
+from paceline.weights.geometry.parameters import AddressCache, ParameterIndex
 
 
 def test_the_index_gives_what_the_model_holds_now_each_once() -> None:
@@ -24,16 +24,16 @@ def test_the_index_gives_what_the_model_holds_now_each_once() -> None:
         index.current()
 
 
-def test_what_is_prepared_is_made_anew_only_where_tensors_moved() -> None:
+def test_a_cached_value_is_rebuilt_only_when_tensors_moved() -> None:
     made: list[int] = []
-    prepared = Prepared[int]()
+    cache = AddressCache[int]()
 
     def get(*tensors: torch.Tensor) -> int:
-        return prepared.get(tensors, lambda: made.append(len(made)) or made[-1])
+        return cache.get(tensors, lambda: made.append(len(made)) or made[-1])
 
     first, second = torch.zeros(4), torch.zeros(4)
     assert get(first, second) == get(first.view(2, 2), second) == 0
     assert get(second, first) == 1
-    prepared.forget()
+    cache.clear()
     assert get(second, first) == 2
     assert made == [0, 1, 2]

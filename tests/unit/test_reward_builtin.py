@@ -162,7 +162,8 @@ def test_math_verify_refuses_an_empty_ground_truth() -> None:
 
 def test_importing_the_built_ins_loads_nothing_heavy() -> None:
     code = (
-        "import sys; from paceline.reward.builtin import exact_match, gsm8k, math_verify; import paceline.reward.functions.child;"
+        "import sys; from paceline.reward.builtin import exact_match, gsm8k, math_verify;"
+        "import paceline.reward.functions.child;"
         "print([name for name in ('torch', 'grpc', 'math_verify', 'sympy', 'redis') if name in sys.modules])"
     )
     done = subprocess.run(

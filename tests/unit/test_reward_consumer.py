@@ -14,7 +14,7 @@ from paceline.core.errors import InvalidMessageError, RewardError, RewardErrorKi
 from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import ScoredHeader
 from paceline.reward.consumer import Consumer, ConsumerOptions
-from paceline.reward.scoring import Verdict, failed
+from paceline.reward.scores import Score, failed
 from paceline.wire import decode_scored_header
 from support.trajectories import POLICY, finished_sample
 
@@ -31,7 +31,7 @@ class Letters:
 
 
 class Recorder:
-    """Scores by length; does what it is told for some responses."""
+    """Scores by length; waits or fails where the response says so."""
 
     def __init__(self) -> None:
         self.items: list[ScoreItem] = []
@@ -39,7 +39,7 @@ class Recorder:
         self.asked, self.release = asyncio.Event(), asyncio.Event()
         self.fail: RewardError | None = None
 
-    async def score(self, items: Sequence[ScoreItem], *, run_id: str, step: int) -> list[Verdict]:
+    async def score(self, items: Sequence[ScoreItem], *, run_id: str, step: int) -> list[Score]:
         self.items += items
         self.asked.set()
         self.steps.append((run_id, step))
@@ -47,13 +47,13 @@ class Recorder:
             raise self.fail
         if any(item.response == "wait" for item in items):
             await self.release.wait()
-        return [self._verdict(item) for item in items]
+        return [self._score(item) for item in items]
 
-    def _verdict(self, item: ScoreItem) -> Verdict:
+    def _score(self, item: ScoreItem) -> Score:
         if item.response == "bad":
             return failed(item.trajectory_id, RewardErrorKind.NOT_FINITE, "f returned nan")
         length = float(len(item.response))
-        return Verdict(trajectory_id=item.trajectory_id, reward=length, components={"length": length})
+        return Score(trajectory_id=item.trajectory_id, reward=length, components={"length": length})
 
 
 def tokens(word: str) -> list[int]:
@@ -61,7 +61,7 @@ def tokens(word: str) -> list[int]:
 
 
 async def settle() -> None:
-    """Lets the consumer acknowledge what it has just sent: nothing in memory waits longer than a few turns."""
+    """Lets the consumer acknowledge what it has just sent, which takes a few turns of the event loop."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -131,7 +131,7 @@ async def test_a_trajectory_becomes_a_scored_header(bench: Bench) -> None:
         0.25,
     )
     assert (first.num_prompt_tokens, first.num_response_tokens) == (3, 4)
-    assert first.blob_key == names.blob(RUN, "train:4:5:0", 0, "rollout-0")
+    assert first.blob_key == names.blob(RUN, "train:4:5:0", "rollout-0")
     assert (first.response_text, first.scorer) == ("abc", "reward-0")
     assert second.trajectory_id.sample_index == 1
     assert (second.reward, second.reward_error) == (None, ("not_finite", "f returned nan"))
@@ -144,7 +144,7 @@ async def test_a_trajectory_becomes_a_scored_header(bench: Bench) -> None:
         extra={"level": 2},
     )
     assert bench.scorer.steps == [(RUN, 4)]
-    assert (bench.consumer.num_scored, bench.consumer.num_errors, bench.consumer.num_in_flight) == (2, 1, 0)
+    assert bench.consumer.num_in_flight == 0
     assert await bench.pending() == 0
 
 
@@ -215,11 +215,11 @@ async def test_what_a_dead_service_held_is_scored_by_another(bench: Bench) -> No
 
 
 async def test_a_scorer_that_is_beyond_repair_ends_the_service_and_acknowledges_nothing(bench: Bench) -> None:
-    bench.scorer.fail = RewardError("no reward workers", kind=RewardErrorKind.UNAVAILABLE)
+    bench.scorer.fail = RewardError("no reward processes", kind=RewardErrorKind.UNAVAILABLE)
     await bench.broker.append([finished_sample(RUN, 1, tokens("a"))])
     async with bench.working() as task:
         with pytest.raises(ExceptionGroup) as caught:
             async with asyncio.timeout(5):
                 await task
-    assert caught.group_contains(RewardError, match="no reward workers")
+    assert caught.group_contains(RewardError, match="no reward processes")
     assert await bench.pending() == 1

@@ -14,19 +14,19 @@ SUPPORT = "support.reward_functions"
 
 
 def test_built_ins_by_name() -> None:
-    found = resolve("gsm8k")
-    assert found.call is gsm8k
-    assert (found.named, found.required, found.takes_any) == ({"method"}, set(), True)
+    function = resolve("gsm8k")
+    assert function.call is gsm8k
+    assert (function.named, function.required, function.takes_any) == ({"method"}, set(), True)
 
 
 def test_module_function_instance_and_attribute() -> None:
     assert resolve(f"{SUPPORT}:length").call("abc", "") == 3
     assert resolve(f"{SUPPORT}:judge").call("", "") == 0.75
     assert resolve("operator:eq").call("a", "a") is True
-    found = resolve(f"{SUPPORT}:tells_fields")
-    assert found.named == {"prompt", "data_source", "level"}
-    assert found.required == {"prompt", "data_source"}
-    assert not found.takes_any
+    function = resolve(f"{SUPPORT}:tells_fields")
+    assert function.named == {"prompt", "data_source", "level"}
+    assert function.required == {"prompt", "data_source"}
+    assert not function.takes_any
 
 
 def test_file_function_sees_its_neighbours_and_its_dataclasses(tmp_path: Path) -> None:

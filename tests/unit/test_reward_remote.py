@@ -1,4 +1,4 @@
-"""Scoring by a remote service, well-behaved and otherwise, over real gRPC; and its sum with functions."""
+"""Scoring by a remote service, well-behaved or not, over real gRPC; and its sum with functions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import pytest
 
 from paceline.config.reward import RewardConfig, RewardFunctionConfig, RewardServiceConfig
 from paceline.core.errors import ConfigError, RewardErrorKind
+from paceline.core.reward_function import check_extra_keys
 from paceline.core.scoring import ScoreItem
-from paceline.reward.remote.client import RemoteOptions, RemoteScorer, join_error, split_error
-from paceline.reward.scorer import Gateway, check_extra_keys, function_specs
-from paceline.reward.scoring import Verdict
+from paceline.reward.functions.pool import function_specs
+from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
+from paceline.reward.scorer import ScorerSettings
+from paceline.reward.scores import Score, join_error, split_error
+from paceline.reward.weighted_sum import WeightedSum
 from support.reward_servers import OddServer, serving
 
 
@@ -39,22 +42,22 @@ async def scorer(
             **options,
         )
     )
-    assert await remote.start(timeout_s=5.0)
+    await remote.start()
     yield remote
     await remote.close()
 
 
-def kinds(verdicts: list[Verdict]) -> list[str]:
-    return [one.error[0].value if one.error else str(one.reward) for one in verdicts]
+def kinds(scores: list[Score]) -> list[str]:
+    return [score.error[0].value if score.error else str(score.reward) for score in scores]
 
 
 async def test_rewards_are_weighted_and_components_named() -> None:
     server = OddServer("reversed")
     async with serving(server) as address, scorer(address, weight=0.5) as remote:
-        verdicts = await remote.score(items("a b", "c"), run_id="r", step=7)
-    assert [one.trajectory_id for one in verdicts] == ["t0", "t1"]
-    assert [one.reward for one in verdicts] == [1.5, 0.5]
-    assert verdicts[0].components == {"judge": 3.0, "judge/words": 2.0}
+        scores = await remote.score(items("a b", "c"), run_id="r", step=7)
+    assert [score.trajectory_id for score in scores] == ["t0", "t1"]
+    assert [score.reward for score in scores] == [1.5, 0.5]
+    assert scores[0].components == {"judge": 3.0, "judge/words": 2.0}
     assert server.step == 7
 
 
@@ -86,10 +89,10 @@ async def test_calls_are_cut_by_number_and_by_size() -> None:
 )
 async def test_bad_answers_are_typed(mode: str, expected: list[str], sentence: str) -> None:
     async with serving(OddServer(mode)) as address, scorer(address, timeout_s=0.5) as remote:
-        verdicts = await remote.score(items("a", "b"))
-    assert kinds(verdicts) == expected
-    assert verdicts[0].error is not None
-    assert sentence in verdicts[0].error[1]
+        scores = await remote.score(items("a", "b"))
+    assert kinds(scores) == expected
+    assert scores[0].error is not None
+    assert sentence in scores[0].error[1]
 
 
 async def test_an_overflow_by_the_weight_is_not_finite() -> None:
@@ -100,9 +103,9 @@ async def test_an_overflow_by_the_weight_is_not_finite() -> None:
 async def test_a_timeout_is_tried_again_in_smaller_calls_until_only_the_slow_item_fails() -> None:
     server = OddServer("hang_on_slow")
     async with serving(server) as address, scorer(address, timeout_s=0.3, max_retries=2) as remote:
-        verdicts = await remote.score(items(*["a"] * 20, "slow", *["b"] * 19))
-    assert [index for index, kind in enumerate(kinds(verdicts)) if kind != "1.0"] == [20]
-    assert kinds(verdicts)[20] == "timeout"
+        scores = await remote.score(items(*["a"] * 20, "slow", *["b"] * 19))
+    assert [index for index, kind in enumerate(kinds(scores)) if kind != "1.0"] == [20]
+    assert kinds(scores)[20] == "timeout"
     assert [len(call) for call in server.calls[:4]] == [40, 16, 16, 8]
     assert sorted(map(len, server.calls[4:])) == [1] * 16
 
@@ -119,7 +122,7 @@ async def test_a_service_that_comes_back_is_found_again() -> None:
     async with serving(OddServer()) as address:
         port = int(address.rpartition(":")[2])
         remote = RemoteScorer(RemoteOptions(name="judge", address=address, timeout_s=5.0, max_retries=4))
-        assert await remote.start(timeout_s=5.0)
+        await remote.start()
     scoring = asyncio.create_task(remote.score(items("a")))
     await asyncio.sleep(0.6)
     async with serving(OddServer(), port=port):
@@ -127,15 +130,19 @@ async def test_a_service_that_comes_back_is_found_again() -> None:
     await remote.close()
 
 
-async def test_a_service_that_is_not_there_is_unavailable_after_the_retries() -> None:
+async def test_a_service_that_is_not_there_is_unavailable_after_the_retries(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.reward.remote.scorer._REACH_TIMEOUT_S", 0.2)
     remote = RemoteScorer(RemoteOptions(name="judge", address="127.0.0.1:1", max_retries=1))
-    assert not await remote.start(timeout_s=0.2)
+    await remote.start()
+    assert "reward service judge at 127.0.0.1:1 cannot be reached (yet)" in caplog.text
     started = time.monotonic()
-    verdicts = await remote.score(items("a"))
-    assert kinds(verdicts) == ["unavailable"]
+    scores = await remote.score(items("a"))
+    assert kinds(scores) == ["unavailable"]
     assert time.monotonic() - started < 5
-    assert verdicts[0].error is not None
-    assert "judge at 127.0.0.1:1 cannot be reached" in verdicts[0].error[1]
+    assert scores[0].error is not None
+    assert "judge at 127.0.0.1:1 cannot be reached" in scores[0].error[1]
     await remote.close()
 
 
@@ -160,24 +167,25 @@ def config(address: str, **changes: object) -> RewardConfig:
     )
 
 
-async def test_the_gateway_sums_functions_and_services() -> None:
+async def test_the_weighted_sum_adds_functions_and_services() -> None:
     async with serving(OddServer()) as address:
-        gateway = Gateway.of(config(address, max_reward=1.0))
-        await gateway.start()
-        verdicts = await gateway.score(items("aa", "b", "ccc"))
-        assert await gateway.score([]) == []
-        await gateway.close()
-    assert kinds(verdicts) == [str(2.0 + 1.0 - 2.0), "-0.5", "-1.5"]
-    assert verdicts[0].components == {"exact_match": 1.0, "length": 2.0, "judge": 2.0, "judge/words": 1.0}
+        total = WeightedSum.configured(ScorerSettings(config=config(address, max_reward=1.0)))
+        await total.start()
+        scores = await total.score(items("aa", "b", "ccc"))
+        assert await total.score([]) == []
+        await total.close()
+    assert kinds(scores) == [str(2.0 + 1.0 - 2.0), "-0.5", "-1.5"]
+    assert scores[0].components == {"exact_match": 1.0, "length": 2.0, "judge": 2.0, "judge/words": 1.0}
 
 
-async def test_the_gateway_checks_the_range_of_the_sum() -> None:
+async def test_the_range_of_the_sum_is_checked() -> None:
     async with serving(OddServer()) as address:
-        gateway = Gateway.of(config(address, min_reward=-1.0, max_reward=0.5))
-        await gateway.start()
-        verdicts = await gateway.score(items("aa", "b", "ccc"))
-        await gateway.close()
-    assert kinds(verdicts) == ["out_of_range", "-0.5", "out_of_range"]
+        reward = config(address, min_reward=-1.0, max_reward=0.5)
+        total = WeightedSum.configured(ScorerSettings(config=reward))
+        await total.start()
+        scores = await total.score(items("aa", "b", "ccc"))
+        await total.close()
+    assert kinds(scores) == ["out_of_range", "-0.5", "out_of_range"]
 
 
 def test_component_names_are_unique() -> None:
@@ -192,9 +200,8 @@ def test_component_names_are_unique() -> None:
     assert [spec.name for spec in specs] == ["gsm8k", "gsm8k_2", "score"]
     assert specs[1].arguments == {"method": "flexible"}
     with pytest.raises(ConfigError, match="two scorers are named 'score'"):
-        Gateway.of(
-            repeated.model_copy(update={"services": (RewardServiceConfig(name="score", address="a:1"),)})
-        )
+        services = (RewardServiceConfig(name="score", address="a:1"),)
+        WeightedSum.configured(ScorerSettings(config=repeated.model_copy(update={"services": services})))
 
 
 def test_columns_may_not_shadow_what_a_function_is_given() -> None:

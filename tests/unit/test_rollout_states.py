@@ -5,9 +5,10 @@ import itertools
 import pytest
 
 from paceline.core.errors import IllegalTransitionError, VersionMismatchError
+from paceline.core.members import RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rollout import states
-from paceline.rollout.states import RolloutState, Standing, advance
+from paceline.rollout.states import Standing, advance
 
 V3 = PolicyTag(version=3, digest="0" * 16)
 V4 = PolicyTag(version=4, digest="1" * 16)
@@ -18,8 +19,6 @@ EVENTS: list[states.Event] = [
     states.ReceiveFailed(),
     states.Committed(V3),
     states.Forgotten(),
-    states.DrainBegan(),
-    states.Left(),
 ]
 
 
@@ -70,7 +69,7 @@ def test_a_broken_push_leaves_no_way_to_serving_but_another_push() -> None:
 
 
 def test_serving_is_reached_through_a_complete_push_alone() -> None:
-    """Every sequence of up to five events: those that end in SERVING have, after the last ReceiveBegan, ReceiveEnded(3)."""
+    """All sequences of up to five events: SERVING takes a ReceiveEnded(3) after the last ReceiveBegan."""
     reached = 0
     for length in range(1, 6):
         for sequence in itertools.product(EVENTS, repeat=length):
@@ -85,12 +84,3 @@ def test_serving_is_reached_through_a_complete_push_alone() -> None:
                 assert standing.policy == V3
     # The shortest way, and with one more event: either push event twice, or a repeated commit.
     assert reached == 4
-
-
-def test_draining_is_final() -> None:
-    draining = run(*SERVING_V3, states.DrainBegan())
-    assert draining.state is RolloutState.DRAINING
-    assert advance(draining, states.Left()).state is RolloutState.LEFT
-    for event in (states.ReceiveBegan(), states.Committed(V3), states.EngineReady()):
-        with pytest.raises(IllegalTransitionError, match="draining"):
-            advance(draining, event)

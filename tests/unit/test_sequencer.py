@@ -1,4 +1,4 @@
-"""The loop of a run against fake peers: whole sequences of calls, events and phases."""
+"""The loop of a run against fake services: whole sequences of calls, events and phases."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from paceline.broker import names
 from paceline.controller.audit import violations
 from paceline.controller.fleet.membership import Health
 from paceline.controller.run.checkpoints import ControllerState
-from paceline.controller.weights.push import _last_named
 from paceline.core.errors import DataError, DeadlineError, PeerLostError, RewardError, WeightSyncError
 from paceline.core.ids import Purpose
-from paceline.core.members import MemberKind
+from paceline.core.members import LearnerState, MemberKind, RankRef, RewardState, RolloutState
 from paceline.data.cursor import PromptCursor
 from support.fake_fleet import Answer, score_all
 from support.sequencer_run import RUN, run
+
+LEARNER_RANK = RankRef(MemberKind.LEARNER, 0)
 
 
 async def test_a_whole_run(tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ async def test_a_whole_run(tmp_path: Path) -> None:
             receives = [f"receive rollout-{i} v{version} e1" for i in range(2)]
             return [f"publish v{version} e1", *receives, *(f"commit rollout-{i} {version}" for i in range(2))]
 
-        assert it.peers.calls == [
+        assert it.services.calls == [
             *(f"describe {m}" for m in ("learner", "rollout-0", "rollout-1")),
             "join learner e1",
             "join rollout-0 e1 at 1",
@@ -40,10 +41,10 @@ async def test_a_whole_run(tmp_path: Path) -> None:
             *["train 1", *push(1), "save 1"],
             *["train 2", *push(2), "save 2"],
         ]
-        for batch in it.peers.batches:
+        for batch in it.services.batches:
             assert batch == sorted(batch)
             assert len(batch) == 6
-        assert {p.version for p in it.peers.policies} == {0, 1}
+        assert {p.version for p in (order.policy for order in it.services.orders)} == {0, 1}
         phases = [e["to"] for e in it.events() if e["event"] == "phase"]
         step = ["dispatch", "collect", "learn", "publish", "commit"]
         assert phases == [
@@ -61,24 +62,24 @@ async def test_a_whole_run(tmp_path: Path) -> None:
         assert [line["step"] for line in it.lines()] == [0, 1, 2]
         assert it.lines()[0]["val/reward/mean"] == it.lines()[2]["val/reward/mean"] == 0.0
         assert violations(it.events(), num_samples=2) == []
-        state = ControllerState.from_plain(json.loads(it.peers.saved[0]))
+        state = ControllerState.from_plain(json.loads(it.services.saved[0]))
         assert (state.step, state.cursor.position, state.num_prompts) == (1, 3, 7)
-        assert await it.broker.get_blobs([names.blob(RUN, "train:1:0:0", 0, "fake")]) == [None]
+        assert await it.broker.get_blobs([names.blob(RUN, "train:1:0:0", "fake")]) == [None]
 
 
 async def test_a_lost_rollout_is_put_out_and_the_rest_go_on(tmp_path: Path) -> None:
     async with run(tmp_path, trainer__val_before_train=False) as it:
         await it.enlist_all()
-        it.peers.lose = {"rollout-1"}
+        it.services.lose = {"rollout-1"}
         await it.go()
-        assert [m.member_id for m in it.fleet.fleet.usable(MemberKind.ROLLOUT)] == ["rollout-0"]
-        assert [c for c in it.peers.calls if c.startswith("leave")] == [
+        assert [m.member_id for m in it.supervisor.fleet.usable(MemberKind.ROLLOUT)] == ["rollout-0"]
+        assert [c for c in it.services.calls if c.startswith("leave")] == [
             "leave learner e1",
             "leave rollout-0 e1",
         ]
-        assert "join rollout-0 e2 at 1" in it.peers.calls
-        assert "commit rollout-1 0" not in it.peers.calls
-        assert [c for c in it.peers.calls if c.startswith("train")] == ["train 1", "train 2"]
+        assert "join rollout-0 e2 at 1" in it.services.calls
+        assert "commit rollout-1 0" not in it.services.calls
+        assert [c for c in it.services.calls if c.startswith("train")] == ["train 1", "train 2"]
         assert violations(it.events(), num_samples=2) == []
 
 
@@ -88,47 +89,24 @@ async def test_who_only_lost_a_peer_stays(known: bool, tmp_path: Path) -> None:
     that shows it; else the learner names its rank."""
     async with run(tmp_path, trainer__val_before_train=False) as it:
         await it.enlist_all()
-        receive, publish = it.peers.receive, it.peers.publish
+        receive, publish = it.services.rollout.receive, it.services.learner.publish
 
         async def failing_receive(member: Any, **kwargs: Any) -> Any:
             if kwargs["version"] == 1 and kwargs["epoch"] == 1:
                 culprit = member.member_id == "rollout-1" and known
-                raise PeerLostError("connection closed", peer="rollout-1" if culprit else "learner rank 0")
+                raise PeerLostError("connection closed", peer="rollout-1" if culprit else LEARNER_RANK)
             return await receive(member, **kwargs)
 
         async def failing_publish(member: Any, **kwargs: Any) -> Any:
             if kwargs["version"] == 1 and kwargs["epoch"] == 1:
-                raise PeerLostError("connection closed", peer="rollout rank 1")
+                raise PeerLostError("connection closed", peer=RankRef(MemberKind.ROLLOUT, 1))
             return await publish(member, **kwargs)
 
-        it.peers.receive, it.peers.publish = failing_receive, failing_publish  # type: ignore[method-assign]
+        it.services.rollout.receive, it.services.learner.publish = failing_receive, failing_publish  # type: ignore[method-assign]
         await it.go()
-        assert [m.member_id for m in it.fleet.fleet.usable(MemberKind.ROLLOUT)] == ["rollout-0"]
-        assert [c for c in it.peers.calls if c.startswith("train")] == ["train 1", "train 2"]
+        assert [m.member_id for m in it.supervisor.fleet.usable(MemberKind.ROLLOUT)] == ["rollout-0"]
+        assert [c for c in it.services.calls if c.startswith("train")] == ["train 1", "train 2"]
         assert violations(it.events(), num_samples=2) == []
-
-
-@pytest.mark.parametrize(
-    ("learners", "words", "blamed"),
-    [
-        # The learner lost rank 0, which had given up because rank 1 passed nothing on; rank 1 lost the learner then.
-        ("rollout rank 0", {"a": "rollout rank 1", "b": "learner rank 0", "c": "learner rank 0"}, "b"),
-        # The learner had sent everything before a relay stalled.
-        (None, {"a": "rollout rank 1", "b": None, "c": "rollout rank 0"}, "b"),
-        # Two that lost each other: one of them goes, so that the other can stay.
-        (None, {"a": "rollout rank 1", "b": "rollout rank 0"}, "b"),
-        # Whom the learner names may have gone before it could say anything.
-        ("rollout rank 2", {"a": "learner rank 0", "b": "learner rank 0"}, "c"),
-        ("some member of the weight group", {"a": "learner rank 0"}, None),
-    ],
-)
-def test_who_is_to_blame_is_found_by_following_words(
-    learners: str | None, words: dict[str, str | None], blamed: str | None
-) -> None:
-    ranks = {"rollout rank 0": "a", "rollout rank 1": "b", "rollout rank 2": "c"}
-    error = PeerLostError("connection closed", peer=learners) if learners else None
-    complaints = {member: ranks.get(said or "") for member, said in words.items()}
-    assert _last_named(complaints, error, ranks) == blamed
 
 
 async def test_a_learner_that_is_lost_in_a_push_ends_the_run_and_nobody_else_is_blamed(
@@ -138,27 +116,27 @@ async def test_a_learner_that_is_lost_in_a_push_ends_the_run_and_nobody_else_is_
         await it.enlist_all()
 
         async def receive(member: Any, **kwargs: Any) -> Any:
-            raise PeerLostError("connection closed", peer="learner rank 0")
+            raise PeerLostError("connection closed", peer=LEARNER_RANK)
 
         async def publish(member: Any, **kwargs: Any) -> Any:
-            raise PeerLostError("the learner went away", peer="learner")
+            raise PeerLostError("the learner went away", peer=RankRef(MemberKind.LEARNER))
 
-        it.peers.receive, it.peers.publish = receive, publish  # type: ignore[method-assign]
+        it.services.rollout.receive, it.services.learner.publish = receive, publish  # type: ignore[method-assign]
         with pytest.raises(PeerLostError, match="the learner went away"):
             await it.go()
-        assert len(it.fleet.fleet.usable(MemberKind.ROLLOUT)) == 2
+        assert len(it.supervisor.fleet.usable(MemberKind.ROLLOUT)) == 2
 
 
 async def test_the_last_server_is_tried_though_it_is_suspected(tmp_path: Path) -> None:
     async with run(
         tmp_path, trainer__val_before_train=False, trainer__total_steps=1, rollout__replicas=1
     ) as it:
-        await it.enlist("learner", MemberKind.LEARNER, "ready")
-        await it.enlist("reward-0", MemberKind.REWARD, "serving")
-        await it.enlist("rollout-0", MemberKind.ROLLOUT, "stale")
-        it.fleet.fleet.members(MemberKind.ROLLOUT)[0].health = Health.SUSPECT
+        await it.enlist("learner", MemberKind.LEARNER, LearnerState.READY)
+        await it.enlist("reward-0", MemberKind.REWARD, RewardState.SERVING)
+        await it.enlist("rollout-0", MemberKind.ROLLOUT, RolloutState.STALE)
+        it.supervisor.fleet.members(MemberKind.ROLLOUT)[0].health = Health.SUSPECT
         await it.go()
-        assert [c for c in it.peers.calls if c.startswith("commit")] == [
+        assert [c for c in it.services.calls if c.startswith("commit")] == [
             "commit rollout-0 0",
             "commit rollout-0 1",
         ]
@@ -166,30 +144,80 @@ async def test_the_last_server_is_tried_though_it_is_suspected(tmp_path: Path) -
 
 async def test_a_newcomer_gets_the_current_version_before_the_next_step(tmp_path: Path) -> None:
     async with run(tmp_path, rollout__replicas=1) as it:
-        await it.enlist("learner", MemberKind.LEARNER, "ready")
-        await it.enlist("reward-0", MemberKind.REWARD, "serving")
-        await it.enlist("rollout-0", MemberKind.ROLLOUT, "stale")
-        train = it.peers.train
+        await it.enlist("learner", MemberKind.LEARNER, LearnerState.READY)
+        await it.enlist("reward-0", MemberKind.REWARD, RewardState.SERVING)
+        await it.enlist("rollout-0", MemberKind.ROLLOUT, RolloutState.STALE)
+        train = it.services.learner.train
 
         async def train_and_enlist(*args: Any, **kwargs: Any) -> Any:
             reply = await train(*args, **kwargs)
-            if kwargs["step"] == 1:
-                await it.enlist("rollout-1", MemberKind.ROLLOUT, "stale")
+            if args[1].step == 1:
+                await it.enlist("rollout-1", MemberKind.ROLLOUT, RolloutState.STALE)
             return reply
 
-        it.peers.train = train_and_enlist  # type: ignore[method-assign]
+        it.services.learner.train = train_and_enlist  # type: ignore[method-assign]
         await it.go()
-        assert "commit rollout-1 1" in it.peers.calls
-        assert it.peers.calls.index("commit rollout-1 1") < it.peers.calls.index("train 2")
+        assert "commit rollout-1 1" in it.services.calls
+        assert it.services.calls.index("commit rollout-1 1") < it.services.calls.index("train 2")
 
 
-async def test_a_corrupt_digest_is_never_committed(tmp_path: Path) -> None:
+async def test_a_version_is_in_the_journal_before_any_server_serves_it(tmp_path: Path) -> None:
+    async with run(tmp_path, trainer__val_before_train=False, trainer__total_steps=1) as it:
+        await it.enlist_all()
+        record = it.journal.record
+
+        async def recorded(event: str, **fields: Any) -> None:
+            if event in ("phase", "commit"):
+                it.services.calls.append(f"journal: {event} {fields.get('to', fields.get('version'))}")
+            await record(event, **fields)
+
+        it.journal.record = recorded  # type: ignore[method-assign]
+        await it.go()
+
+        def push(version: int) -> list[str]:
+            return [
+                "journal: phase publish",
+                f"publish v{version} e1",
+                *(f"receive rollout-{i} v{version} e1" for i in range(2)),
+                f"journal: commit {version}",
+                "journal: phase commit",
+                *(f"commit rollout-{i} {version}" for i in range(2)),
+            ]
+
+        pushes = (
+            "publish",
+            "receive",
+            "commit",
+            *(f"journal: {e}" for e in ("phase publish", "phase commit", "commit")),
+        )
+        assert [c for c in it.services.calls if c.startswith(pushes)] == [*push(0), *push(1)]
+
+
+async def test_a_server_whose_digest_differs_is_put_out_and_the_rest_go_on(tmp_path: Path) -> None:
+    async with run(tmp_path, trainer__val_before_train=False) as it:
+        await it.enlist_all()
+        it.services.corrupt = {"rollout-0"}
+        await it.go()
+        assert [m.member_id for m in it.supervisor.fleet.usable(MemberKind.ROLLOUT)] == ["rollout-1"]
+        assert not [c for c in it.services.calls if c.startswith("commit rollout-0")]
+        (dead,) = [e for e in it.events() if e["event"] == "member" and e["what"] == "dead"]
+        assert dead["member"] == "rollout-0"
+        assert dead["reason"].startswith(
+            "WeightSyncError: w: rollout-0 holds (0,)..(2,) with digest 0000000000000001"
+        )
+        assert [c for c in it.services.calls if c.startswith("train")] == ["train 1", "train 2"]
+        assert violations(it.events(), num_samples=2) == []
+
+
+async def test_a_digest_that_no_server_shares_is_never_committed(tmp_path: Path) -> None:
     async with run(tmp_path) as it:
         await it.enlist_all()
-        it.peers.corrupt = {"rollout-0"}
+        it.services.corrupt = {"rollout-0", "rollout-1"}
         with pytest.raises(WeightSyncError, match="rollout-0 holds"):
             await it.go()
-        assert not [c for c in it.peers.calls if c.startswith("commit")]
+        assert not [c for c in it.services.calls if c.startswith("commit")]
+        assert not [e for e in it.events() if e["event"] == "commit"]
+        assert len(it.supervisor.fleet.usable(MemberKind.ROLLOUT)) == 2
 
 
 async def test_a_group_without_reward_is_dropped_with_its_reason_and_the_step_goes_on(tmp_path: Path) -> None:
@@ -201,7 +229,7 @@ async def test_a_group_without_reward_is_dropped_with_its_reason_and_the_step_go
     async with run(tmp_path, trainer__val_before_train=False, trainer__total_steps=1) as it:
         await it.enlist_all()
         await it.go(answer)
-        assert {p for p, _ in it.peers.batches[0]} == set(bad_ids) - {min(bad_ids)}
+        assert {p for p, _ in it.services.batches[0]} == set(bad_ids) - {min(bad_ids)}
         dropped = [e for e in it.events() if e["event"] == "group_dropped"]
         assert [(e["prompt"], e["reason"], e["message"]) for e in dropped] == [
             (min(bad_ids), "reward:timeout", "too slow")
@@ -234,7 +262,7 @@ async def test_groups_of_equal_scores_are_replaced_within_their_step(tmp_path: P
     async with run(tmp_path, trainer__val_before_train=False, **SAMPLING) as it:
         await it.enlist_all()
         await it.go(only_some_teach(walk[0], walk[2], walk[5], walk[6]))
-        first, second = it.peers.batches
+        first, second = it.services.batches
         # Step 1: 0 1 2 of the walk, 3 for 1, 4 for 3, 5 for 4. Step 2 has one prompt left of the epoch and begins the next one.
         assert sorted({p for p, _ in first}) == sorted(walk[i] for i in (0, 2, 5))
         assert len(first) == 6
@@ -251,7 +279,7 @@ async def test_groups_of_equal_scores_are_replaced_within_their_step(tmp_path: P
         assert not [e for e in it.events() if e["event"] in ("group_dropped", "batch_short")]
         assert violations(it.events(), num_samples=2) == []
         # The checkpoint stands behind what the refill drew.
-        state = ControllerState.from_plain(json.loads(it.peers.saved[0]))
+        state = ControllerState.from_plain(json.loads(it.services.saved[0]))
         assert (state.cursor.epoch, state.cursor.position) == (0, 6)
 
 
@@ -259,13 +287,11 @@ async def test_the_step_goes_on_with_fewer_groups_when_the_bound_is_spent(tmp_pa
     walk = PromptCursor(range(7), batch_size=7, seed=0).take()
     async with run(tmp_path, trainer__val_before_train=False, trainer__total_steps=1, **SAMPLING) as it:
         await it.enlist_all()
-        notices: list[str] = []
-        it.hub.notice = notices.append  # type: ignore[method-assign, assignment]
         await it.go(only_some_teach(walk[4]))
-        assert {p for p, _ in it.peers.batches[0]} == {walk[4]}
+        assert {p for p, _ in it.services.batches[0]} == {walk[4]}
         (short,) = [e for e in it.events() if e["event"] == "batch_short"]
         assert (short["groups"], short["wanted"], short["extra"]) == (1, 3, 3)
-        (notice,) = notices
+        (notice,) = [text for text in it.notices if text.startswith("step")]
         assert notice.startswith(
             "step 1: 1 of 3 prompt groups have scores that differ, after 3 further prompts"
         )
@@ -299,15 +325,15 @@ async def test_a_greedy_answer_goes_with_each_prompt_and_is_never_a_row(tmp_path
     ) as it:
         await it.enlist_all()
         await it.go(answer)
-        for rows in it.peers.rows:
+        for rows in (order.rows for order in it.services.orders):
             assert {row.trajectory_id.purpose for row in rows} == {"train"}
             assert [row.greedy_score for row in rows] == [10.0 + row.trajectory_id.prompt_id for row in rows]
             assert [row.reward for row in rows] == [0.0, 1.0] * (len(rows) // 2)
-        assert len(it.peers.rows[0]) == 4  # its greedy answer has no score, so the group is dropped
+        assert len(it.services.orders[0].rows) == 4  # its greedy answer has no score, so the group is dropped
         dropped = [e for e in it.events() if e["event"] == "group_dropped" and e["step"] == 1]
         assert [(e["prompt"], e["reason"]) for e in dropped] == [(lost, "reward:raised")]
         assert violations(it.events(), num_samples=2) == []
-        trained = {row.trajectory_id.prompt_id for row in it.peers.rows[0]}
+        trained = {row.trajectory_id.prompt_id for row in it.services.orders[0].rows}
         assert it.lines()[1]["reward/greedy_answers/mean"] == 10.0 + sum(trained) / 2
 
 
@@ -320,16 +346,16 @@ async def test_silence_ends_in_an_error_that_names_what_is_missing(tmp_path: Pat
 
 async def test_start_names_who_does_not_come(tmp_path: Path) -> None:
     async with run(tmp_path, service__startup_timeout_s=0.2) as it:
-        await it.enlist("learner", MemberKind.LEARNER, "loading")
+        await it.enlist("learner", MemberKind.LEARNER, LearnerState.LOADING)
         with pytest.raises(DeadlineError, match="the learner and the reward service and 2 rollout server"):
             await it.sequencer.run()
 
 
 async def test_a_member_that_dies_while_starting_ends_the_start_at_once(tmp_path: Path) -> None:
     async with run(tmp_path, service__startup_timeout_s=10.0) as it:
-        await it.enlist("learner", MemberKind.LEARNER, "loading")
+        await it.enlist("learner", MemberKind.LEARNER, LearnerState.LOADING)
         starting = asyncio.create_task(it.sequencer.run())
         await asyncio.sleep(0.05)
-        await it.fleet.expel(it.fleet.fleet.members()[0], "out of memory")
+        await it.supervisor.expel(it.supervisor.fleet.members()[0], "out of memory")
         with pytest.raises(PeerLostError, match="learner: out of memory"):
             await asyncio.wait_for(starting, 2)

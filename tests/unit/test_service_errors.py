@@ -21,12 +21,13 @@ from paceline.core.errors import (
     RewardError,
     RewardErrorKind,
 )
+from paceline.core.members import MemberKind, RankRef
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import channels
+from paceline.service.connection import is_loopback
 from paceline.service.errors import STATUS_CODES, error_classes, from_metadata, status_code
 from paceline.service.grpc_server import RunningServer, start_server
-from paceline.service.transport import is_loopback
 
 ADD = controller_pb2_grpc.add_ControllerServiceServicer_to_server
 
@@ -57,7 +58,7 @@ class Raiser(controller_pb2_grpc.ControllerServiceServicer):
 @pytest.fixture
 async def raiser() -> AsyncIterator[tuple[Raiser, RunningServer]]:
     servicer = Raiser()
-    server = await start_server([(ADD, servicer)], token="secret")
+    server = await start_server(ADD, servicer, token="secret")
     yield servicer, server
     await server.stop(0.1)
 
@@ -101,6 +102,19 @@ async def test_every_class_comes_back(
     assert vars(caught.value) == vars(servicer.error)
     assert isinstance(caught.value.__cause__, grpc.aio.AioRpcError)
     assert caught.value.__cause__.code() is STATUS_CODES[kind]
+
+
+@pytest.mark.parametrize("peer", [RankRef(MemberKind.ROLLOUT, 3), RankRef(MemberKind.LEARNER)])
+async def test_a_rank_comes_back_as_a_rank(raiser: tuple[Raiser, RunningServer], peer: RankRef) -> None:
+    servicer, server = raiser
+    for error in (
+        PeerLostError("went away", peer=peer),
+        DeadlineError(phase="PUSH", peer=peer, seconds=2.0),
+    ):
+        servicer.error = error
+        with pytest.raises(type(error)) as caught:
+            await ask(server)
+        assert vars(caught.value) == vars(error)
 
 
 def test_the_table_names_every_class_and_nothing_retryable() -> None:
@@ -195,37 +209,19 @@ async def test_messages_above_the_default_cap_pass_and_above_ours_are_explained(
         await channel.close()
 
 
-async def test_a_retrying_channel_rides_out_a_restart() -> None:
-    first, again = await start_server([(ADD, Raiser())]), Raiser()
-    channel = channels.connect(first.address, retry=True)
-    stub = controller_pb2_grpc.ControllerServiceStub(channel)
-    await first.stop(0)
-
-    async def restart() -> RunningServer:
-        await asyncio.sleep(0.5)
-        return await start_server([(ADD, again)], port=first.port)
-
-    restarting = asyncio.create_task(restart())
-    reply = await channels.call(stub.Leave, pb.LeaveRequest(), timeout_s=10, phase="LEAVE", peer="controller")
-    assert isinstance(reply, pb.LeaveResponse)
-    assert again.num_calls == 1
-    await channel.close()
-    await (await restarting).stop(0)
-
-
 async def test_a_taken_port_is_an_error_that_says_what_to_change() -> None:
-    server = await start_server([(ADD, Raiser())])
+    server = await start_server(ADD, Raiser())
     with pytest.raises(
         EnvironmentLackError,
         match=rf"port {server.port} on 127.0.0.1 is taken .* set service.controller_port to another port",
     ):
-        await start_server([(ADD, Raiser())], port=server.port, port_key="service.controller_port")
+        await start_server(ADD, Raiser(), port=server.port, port_key="service.controller_port")
     await server.stop(0)
 
 
 async def test_listening_beyond_loopback_needs_a_token() -> None:
     with pytest.raises(ConfigError, match=r"refusing to listen on 0\.0\.0\.0 without a token"):
-        await start_server([], host="0.0.0.0")
+        await start_server(ADD, Raiser(), host="0.0.0.0")
     assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "node7")] == [
         True,
         True,

@@ -13,7 +13,7 @@ from paceline.cli.launch.machine import free_port
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DeadlineError, PeerLostError, ProtocolError
-from paceline.core.members import MemberKind
+from paceline.core.members import LearnerState, MemberKind, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.service.controller_link import ControllerLink, MemberReport
 from support.fake_controller import FakeController, serve
@@ -92,7 +92,9 @@ async def test_heartbeats_carry_the_report_until_the_run_is_over(
     fake, server = controller
     link = link_to(server.address)
     await link.register(5)
-    report = MemberReport(state="serving", policy=PolicyTag(version=3, digest="ab" * 8), in_flight=7)
+    report = MemberReport(
+        state=RolloutState.SERVING, policy=PolicyTag(version=3, digest="ab" * 8), in_flight=7
+    )
     running = asyncio.create_task(link.run(lambda: report))
     await heard(fake, 3)
     fake.run_over = True
@@ -115,7 +117,7 @@ async def test_a_poke_does_not_wait_for_the_next_beat(controller: tuple[FakeCont
     link = link_to(server.address)
     registration = await link.register(5)
     object.__setattr__(registration, "heartbeat_s", 60.0)
-    states = iter(["loading", "ready"])
+    states = iter([LearnerState.LOADING, LearnerState.READY])
     running = asyncio.create_task(link.run(lambda: MemberReport(state=next(states))))
     await heard(fake, 1)
     await asyncio.sleep(0.1)
@@ -133,13 +135,13 @@ async def test_a_forgotten_member_registers_again_and_is_told(controller: tuple[
     link = link_to(server.address)
     await link.register(5)
     fake.known = False
-    again = []
+    again: list[bool] = []
     running = asyncio.create_task(
-        link.run(lambda: MemberReport(state="serving"), on_reregistered=again.append)
+        link.run(lambda: MemberReport(state=RolloutState.SERVING), on_reregistered=lambda: again.append(True))
     )
     await heard(fake, 3)
     assert fake.calls[:4] == ["register", "heartbeat", "register", "heartbeat"]
-    assert [one.run_id for one in again] == ["run-1"]
+    assert again == [True]
     assert fake.registrations[0].incarnation == fake.registrations[1].incarnation
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -152,7 +154,7 @@ async def test_another_run_at_the_address_is_not_joined(controller: tuple[FakeCo
     await link.register(5)
     fake.known, fake.run_id = False, "run-2"
     with pytest.raises(ProtocolError, match="leads run run-2, this member belongs to run-1"):
-        await asyncio.wait_for(link.run(lambda: MemberReport(state="serving")), 5)
+        await asyncio.wait_for(link.run(lambda: MemberReport(state=RolloutState.SERVING)), 5)
     await link.close()
 
 
@@ -160,7 +162,7 @@ async def test_a_short_silence_is_survived(controller: tuple[FakeController, Any
     fake, server = controller
     link = link_to(server.address)
     await link.register(5)
-    running = asyncio.create_task(link.run(lambda: MemberReport(state="serving")))
+    running = asyncio.create_task(link.run(lambda: MemberReport(state=RolloutState.SERVING)))
     await heard(fake, 1)
     await server.stop(0)
     await asyncio.sleep(0.2)
@@ -177,7 +179,7 @@ async def test_a_long_silence_ends_the_member(controller: tuple[FakeController, 
     fake, server = controller
     link = link_to(server.address)
     await link.register(5)
-    running = asyncio.create_task(link.run(lambda: MemberReport(state="serving")))
+    running = asyncio.create_task(link.run(lambda: MemberReport(state=RolloutState.SERVING)))
     await heard(fake, 1)
     await server.stop(0)
     with pytest.raises(
@@ -196,7 +198,7 @@ async def test_a_failure_is_reported_and_a_lost_controller_does_not_hide_it(
     await link.register(5)
     await link.fail("the engine died: out of memory")
     assert (fake.heartbeats[-1].state, fake.heartbeats[-1].failure) == (
-        "failed",
+        "",
         "the engine died: out of memory",
     )
     await server.stop(0)
@@ -208,7 +210,7 @@ async def test_a_failure_is_reported_and_a_lost_controller_does_not_hide_it(
 async def test_run_before_register_is_refused(controller: tuple[FakeController, Any]) -> None:
     link = link_to("127.0.0.1:1")
     with pytest.raises(ProtocolError, match=r"register\(\) comes before run\(\)"):
-        await link.run(lambda: MemberReport(state="x"))
+        await link.run(lambda: MemberReport(state=RolloutState.SERVING))
     await link.close()
 
 

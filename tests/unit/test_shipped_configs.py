@@ -55,7 +55,33 @@ MINIMAL = {
         ("actor.policy_loss=gspo", "actor: policy_loss=gspo clips the ratio"),
         ("actor.policy_loss=gspo", "a range of 0.2 and 0.2 clips nothing; set actor.clip_ratio_low=3e-4"),
         ("actor={policy_loss: geo_mean, clip_ratio: 3.0e-4}", "nearly all of them; set actor.clip_ratio=0.4"),
-        ("actor={policy_loss: clip_cov, cov_low: 6.0}", "must not exceed cov_high=5"),
+        ("actor.policy_loss={type: gspo, clip_ratio_low: 3.0e-4}", "a range of 0.0003 and 0.2 clips nothing"),
+        (
+            "actor.policy_loss={type: clip_cov, cov_low: 6.0}",
+            "actor.policy_loss: cov_low=6 must not exceed cov_high=5",
+        ),
+        ("actor.cov_low=6.0", "cov_low; it is an option of actor.policy_loss={type: clip_cov, cov_low: ...}"),
+        (
+            "actor.policy_loss=ppo",
+            "actor.policy_loss: 'ppo' is not known; choose one of ppo_clip, gspo, cispo",
+        ),
+        (
+            "actor.policy_loss.clip_ratio_low=0.1",
+            "lacks its type; add type: NAME, say actor.policy_loss={type: ppo_clip}",
+        ),
+        (
+            "actor.policy_loss={type: sapo, tau_negativ: 2}",
+            "actor.policy_loss.tau_negativ; did you mean 'tau_negative'?",
+        ),
+        (
+            "actor.policy_loss={type: sapo, tau_negative: 0}",
+            "actor.policy_loss.tau_negative=0: Input should be greater",
+        ),
+        ("actor.policy_loss=custom", "actor.policy_loss.path is required; add it"),
+        (
+            "actor.policy_loss={type: custom, path: my.py}",
+            "write path/to/file.py:function or module:function",
+        ),
         (
             "algorithm.overlong={enable: true, buffer_length: 1000}",
             "algorithm.overlong.buffer_length=1000 must not exceed",
@@ -75,6 +101,28 @@ def test_bad_values_are_named_with_what_to_write(tmp_path: Path, override: str, 
     with pytest.raises(ConfigError) as caught:
         load(RunConfig, file, [override])
     assert said in str(caught.value)
+
+
+def test_a_policy_loss_is_a_name_or_a_name_with_its_options(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+
+    def arguments(*overrides: str) -> dict[str, object]:
+        return load(RunConfig, file, overrides).actor.loss_arguments
+
+    short = load(RunConfig, file, ["actor.policy_loss=kl_cov"])
+    assert short == load(RunConfig, file, ["actor.policy_loss={type: kl_cov}"])
+    assert short.actor.loss_arguments == {"cov_fraction": 2e-4, "cov_kl_coef": 1.0}
+    assert arguments() == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip_c": 3.0}
+    # The actor's range stands where the loss does not set its own.
+    asked = ["actor.clip_ratio=0.01", "actor.clip_ratio_high=0.02", "actor.use_dual_clip=false"]
+    assert arguments(*asked) == {"clip_low": 0.01, "clip_high": 0.02, "dual_clip_c": None}
+    assert arguments(*asked, "actor.policy_loss={type: gspo, clip_ratio_low: 3e-4}") == {
+        "clip_low": 3e-4,
+        "clip_high": 0.02,
+    }
+    custom = "actor.policy_loss={type: custom, path: 'my.py:my_loss', options: {beta: 0.5}}"
+    assert arguments(custom) == {"beta": 0.5}
 
 
 def test_overrides_are_typed_like_the_file(tmp_path: Path) -> None:

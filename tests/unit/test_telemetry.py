@@ -69,7 +69,7 @@ class Answering(controller_pb2_grpc.ControllerServiceServicer):
 
 
 async def test_grpc_metadata_joins_caller_and_server(spans_file: Path) -> None:
-    server = await start_server([(controller_pb2_grpc.add_ControllerServiceServicer_to_server, Answering())])
+    server = await start_server(controller_pb2_grpc.add_ControllerServiceServicer_to_server, Answering())
     channel = channels.connect(server.address)
     stub = controller_pb2_grpc.ControllerServiceStub(channel)
     request = pb.LeaveRequest()

@@ -36,7 +36,7 @@ def test_rules_give_the_expected_slices(size: int, kv_heads: int, tied: bool) ->
     for rank in range(size):
         layout = describe_model(fake_qwen2(model, rank, size))
         expected, _ = tp_layout(model, rank, size)
-        assert not layout.whole
+        assert not layout.full_tensors
         assert layout.dtype == "float32"
         key = lambda part: (part.param, part.offset)  # noqa: E731
         assert sorted(layout.slices, key=key) == sorted(expected.slices, key=key)
@@ -47,7 +47,7 @@ def test_an_unknown_layer_sends_the_model_the_general_way() -> None:
     _, uncovered = split_parameters(fake)
     assert uncovered == ["model.layers.0.mlp.experts.weight", "model.layers.1.mlp.experts.weight"]
     layout = describe_model(fake)
-    assert layout.whole
+    assert layout.full_tensors
     assert layout.slices == ()
 
 

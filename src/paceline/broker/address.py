@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit, urlunsplit
+import re
+from urllib.parse import urlsplit
 
 from paceline.core.errors import ConfigError
 
@@ -25,9 +26,6 @@ def scheme_of(url: str) -> str:
     return scheme
 
 
-def redact(url: str) -> str:
-    """The address with `***` where user and password stand."""
-    parts = urlsplit(url)
-    if "@" not in parts.netloc:
-        return url
-    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
+def redact(text: str) -> str:
+    """The text with `***` in place of the user and password of every address in it."""
+    return re.sub(r"://\S*@", "://***@", text)

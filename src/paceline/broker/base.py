@@ -1,11 +1,11 @@
 """The seam between the services and the message broker.
 
 A stream is a mailbox: entries are appended, delivered to one consumer of a group at a time, and stay that consumer's until it
-acknowledges them. An entry whose consumer has gone silent can be reclaimed by another: delivery is at least once, and who
-reads must drop repeats by the message's own id. Blobs are plain values beside the streams.
+acknowledges them. Another consumer can reclaim an entry whose consumer has gone silent: delivery is at least once, and
+readers must drop repeats by the message's own id. Blobs are plain values beside the streams.
 
-A stream or group that does not exist, or exists no more, has no entries: reading it gives [] after the wait, renewing gives
-nothing, acknowledging does nothing. So a reader whose stream is deleted under it just runs dry.
+A stream or group that does not exist has no entries: reading it gives [] after the wait, renewing gives nothing,
+acknowledging does nothing. So a reader whose stream is deleted gets no more entries, and no error.
 
 Every method may raise BrokerError (the broker refused or is gone) and DeadlineError (no answer in time).
 """
@@ -19,13 +19,12 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A delivered message. `entry_id` orders entries of a stream; `deliveries` counts from 1."""
+    """A delivered message. `entry_id` orders the entries of a stream."""
 
     stream: str
     entry_id: str
     payload: bytes
     traceparent: str = ""
-    deliveries: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,15 +37,6 @@ class Outgoing:
     blobs: Mapping[str, bytes] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ack:
-    """The end of deliveries: these entries of the group are done."""
-
-    stream: str
-    group: str
-    entry_ids: Sequence[str]
-
-
 class Broker(Protocol):
     """Streams with consumer groups, and blobs."""
 
@@ -54,15 +44,11 @@ class Broker(Protocol):
         """Makes stream and group where they are missing; the group sees the stream from its first entry."""
         ...
 
-    async def append(self, messages: Sequence[Outgoing], *, ack: Ack | None = None) -> list[str]:
+    async def append(self, messages: Sequence[Outgoing]) -> list[str]:
         """Stores messages in order, each with its blobs before it; returns entry ids.
 
         Nobody sees a message whose blobs are not there. A command repeated after a lost connection may store a message
         twice: readers drop repeats by the message's own id.
-
-        Args:
-            messages: results, say, of the entries in `ack`.
-            ack: is acknowledged together with the last message: work whose results are all there is never done again.
         """
         ...
 
@@ -79,9 +65,9 @@ class Broker(Protocol):
         ...
 
     async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
-        """Says that the consumer still works on these entries: their idle time starts anew.
+        """Reports that the consumer still works on these entries, which resets their idle time.
 
-        Returns those that are still its own; an entry that another has reclaimed, or that is done, is left alone.
+        Returns the ids that are still the consumer's; entries that another has reclaimed, or that are done, stay as they are.
         """
         ...
 
@@ -122,5 +108,5 @@ class Broker(Protocol):
         ...
 
     async def close(self) -> None:
-        """Lets go of connections. The broker is unusable afterwards."""
+        """Closes the connections. The broker is unusable afterwards."""
         ...

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
-from paceline.broker.base import Ack, Broker, Entry, Outgoing
+from paceline.broker.base import Broker, Entry
 from paceline.core.errors import BrokerError, DeadlineError
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Mailbox:
         self._broker = broker
         self.stream, self.group, self.consumer = stream, group, consumer
         self._lease_s, self._max_entries, self._block_s = lease_s, max_entries, block_s
-        self._held: dict[str, Entry] = {}
+        self._leased: set[str] = set()
         self._next_reclaim_s = 0.0
         self._renewing: asyncio.Task[None] | None = None
 
@@ -63,19 +63,10 @@ class Mailbox:
             await asyncio.wait([self._renewing])
         await self._give_back()
 
-    @property
-    def held(self) -> list[Entry]:
-        """What was taken, is not done, and is still this consumer's, oldest first."""
-        return list(self._held.values())
-
-    def holds(self, entry: Entry) -> bool:
-        """Whether the entry is still this consumer's; False once it is done or another has reclaimed it."""
-        return entry.entry_id in self._held
-
     async def take(self, max_entries: int | None = None, *, block_s: float | None = None) -> list[Entry]:
-        """What others let lapse, else what is new; waits for a first entry, [] when none came.
+        """Entries whose leases others let lapse, else new ones; waits for the first, [] when none came.
 
-        Entries that this mailbox holds already do not come again.
+        Entries that this mailbox has leased already do not come again.
 
         Raises:
             BrokerError, DeadlineError: the broker is gone.
@@ -88,41 +79,21 @@ class Mailbox:
             if not entries:
                 entries = await self._read(wanted, deadline)
             if entries or time.monotonic() >= deadline:
-                self._held.update((entry.entry_id, entry) for entry in entries)
+                self._leased.update(entry.entry_id for entry in entries)
                 return entries
 
-    async def done(self, entries: Iterable[Entry], results: Sequence[Outgoing] = ()) -> None:
-        """Acknowledges entries: they will not be delivered again.
-
-        Args:
-            entries: what was taken and is finished.
-            results: messages that came of them, appended in the same breath: a crash can then neither lose them nor
-                leave their cause to be worked on a second time.
-        """
+    async def done(self, entries: Iterable[Entry]) -> None:
+        """Acknowledges entries: they will not be delivered again."""
         self._check_renewing()
         entry_ids = [entry.entry_id for entry in entries]
-        # Let go of first, or a renewal under way would miss them at the broker and report them as lost.
-        held = {entry_id: entry for entry_id in entry_ids if (entry := self._held.pop(entry_id, None))}
+        # Forgotten first, or a renewal under way would miss them at the broker and report them as lost.
+        leased = self._leased.intersection(entry_ids)
+        self._leased -= leased
         try:
-            await self._broker.append(
-                results, ack=Ack(stream=self.stream, group=self.group, entry_ids=entry_ids)
-            )
+            await self._broker.ack(self.stream, self.group, entry_ids)
         except BaseException:
-            self._held.update(held)
+            self._leased |= leased
             raise
-
-    async def give_back(self, entries: Iterable[Entry]) -> None:
-        """Lets go of entries undone: another consumer gets them soon."""
-        entry_ids = [entry.entry_id for entry in entries]
-        for entry_id in entry_ids:
-            self._held.pop(entry_id, None)
-        await self._broker.release(self.stream, self.group, self.consumer, entry_ids)
-
-    async def switch(self, stream: str) -> None:
-        """Goes over to another stream of the same group; what is held of the old one is given back."""
-        await self._broker.ensure_group(stream, self.group)
-        await self._give_back()
-        self.stream, self._next_reclaim_s = stream, 0.0
 
     async def _reclaim_when_due(self, wanted: int) -> list[Entry]:
         now = time.monotonic()
@@ -134,7 +105,7 @@ class Mailbox:
         if len(entries) < wanted:
             self._next_reclaim_s = now + self._lease_s / 2
         # A lease that lapsed while this very process was stalled comes back to it: it works on that entry already.
-        fresh = [entry for entry in entries if entry.entry_id not in self._held]
+        fresh = [entry for entry in entries if entry.entry_id not in self._leased]
         if fresh:
             log.info("%s: %d entries reclaimed by %s", self.stream, len(fresh), self.consumer)
         return fresh
@@ -153,23 +124,21 @@ class Mailbox:
     async def _renew_leases(self) -> None:
         while True:
             await asyncio.sleep(self._lease_s / 3)
-            entry_ids = list(self._held)
+            entry_ids = list(self._leased)
             if not entry_ids:
                 continue
-            stream = self.stream
             try:
-                still = await self._broker.renew(stream, self.group, self.consumer, entry_ids)
+                renewed = await self._broker.renew(self.stream, self.group, self.consumer, entry_ids)
             except (BrokerError, DeadlineError) as error:
                 # The next round may succeed in time; if not, the entries lapse and are delivered again, which is allowed.
-                log.warning("%s: %d leases not renewed: %s", stream, len(entry_ids), error)
+                log.warning("%s: %d leases not renewed: %s", self.stream, len(entry_ids), error)
                 continue
-            if stream == self.stream:
-                self._forget(set(entry_ids) - set(still))
-
-    def _forget(self, lost: set[str]) -> None:
-        gone = [entry_id for entry_id in lost if self._held.pop(entry_id, None)]
-        if gone:
-            log.warning("%s: %d entries of %s have gone to another", self.stream, len(gone), self.consumer)
+            lost = self._leased.intersection(entry_ids) - set(renewed)
+            self._leased -= lost
+            if lost:
+                log.warning(
+                    "%s: %d entries of %s have gone to another", self.stream, len(lost), self.consumer
+                )
 
     def _check_renewing(self) -> None:
         if self._renewing is None:
@@ -178,12 +147,12 @@ class Mailbox:
             self._renewing.result()
 
     async def _give_back(self) -> None:
-        entry_ids = list(self._held)
-        self._held.clear()
+        entry_ids = list(self._leased)
+        self._leased.clear()
         if not entry_ids:
             return
         try:
             await self._broker.release(self.stream, self.group, self.consumer, entry_ids)
         except (BrokerError, DeadlineError) as error:
-            # They lapse by themselves: this only would have been quicker.
+            # Their leases lapse anyway; giving them back would only have been quicker.
             log.warning("%s: %d entries not given back: %s", self.stream, len(entry_ids), error)

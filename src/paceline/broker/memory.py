@@ -1,4 +1,4 @@
-"""The broker inside one process: for tests, and for whoever wants to see the protocol without a server."""
+"""The broker inside one process, for tests and for reading the protocol without a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from paceline.broker.base import Ack, Entry, Outgoing
+from paceline.broker.base import Entry, Outgoing
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import BrokerError
 
@@ -19,7 +19,6 @@ class _Pending:
 
     consumer: str
     last_sign_s: float
-    deliveries: int
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class _Stream:
 
 
 class MemoryStore:
-    """What a server would hold; several `MemoryBroker`s of one process and event loop may share it."""
+    """The streams and blobs of a server; several `MemoryBroker`s of one process and event loop may share it."""
 
     def __init__(self) -> None:
         self.streams: dict[str, _Stream] = {}
@@ -50,7 +49,7 @@ _NAMED_STORES: WeakValueDictionary[str, MemoryStore] = WeakValueDictionary()
 
 
 def named_store(name: str) -> MemoryStore:
-    """The store of `memory://NAME`, alive as long as a broker uses it; without a name a store of one's own."""
+    """The store of `memory://NAME`, alive as long as a broker uses it; without a name a new store."""
     if not name:
         return MemoryStore()
     return _NAMED_STORES.setdefault(name, MemoryStore())
@@ -71,8 +70,8 @@ class MemoryBroker:
 
     def _group(self, stream: str, group: str) -> _Group | None:
         self._check_open()
-        found = self._store.streams.get(stream)
-        return found.groups.get(group) if found else None
+        state = self._store.streams.get(stream)
+        return state.groups.get(group) if state else None
 
     def _check_open(self) -> None:
         if self._closed:
@@ -83,8 +82,8 @@ class MemoryBroker:
         self._check_open()
         self._store.streams.setdefault(stream, _Stream()).groups.setdefault(group, _Group())
 
-    async def append(self, messages: Sequence[Outgoing], *, ack: Ack | None = None) -> list[str]:
-        """Stores messages in order, each with its blobs before it; acknowledges with the last; returns entry ids."""
+    async def append(self, messages: Sequence[Outgoing]) -> list[str]:
+        """Stores messages in order, each with its blobs before it; returns entry ids."""
         self._check_open()
         ids = []
         for message in messages:
@@ -93,8 +92,6 @@ class MemoryBroker:
             stream = self._store.streams.setdefault(message.stream, _Stream())
             stream.entries[self._store.last_number] = message
             ids.append(_entry_id(self._store.last_number))
-        if ack:
-            await self.ack(ack.stream, ack.group, ack.entry_ids)
         async with self._store.changed:
             self._store.changed.notify_all()
         return ids
@@ -115,36 +112,35 @@ class MemoryBroker:
         return entries
 
     def _deliver(self, stream: str, group: str, consumer: str, max_entries: int) -> list[Entry]:
-        found = self._group(stream, group)
-        if found is None:
+        state = self._group(stream, group)
+        if state is None:
             return []
-        held = self._store.streams[stream].entries
-        numbers = list(held)
-        fresh = numbers[bisect.bisect_right(numbers, found.last_delivered) :][:max_entries]
+        messages = self._store.streams[stream].entries
+        numbers = list(messages)
+        fresh = numbers[bisect.bisect_right(numbers, state.last_delivered) :][:max_entries]
         for number in fresh:
-            found.pending[number] = _Pending(consumer, self._clock.monotonic(), 1)
-            found.last_delivered = number
-        return [_entry(held[number], number, 1) for number in fresh]
+            state.pending[number] = _Pending(consumer, self._clock.monotonic())
+            state.last_delivered = number
+        return [_entry(messages[number], number) for number in fresh]
 
     async def reclaim(
         self, stream: str, group: str, consumer: str, *, min_idle_s: float, max_entries: int
     ) -> list[Entry]:
         """Takes over entries that no consumer has renewed for `min_idle_s` seconds."""
-        found = self._group(stream, group)
-        if found is None:
+        state = self._group(stream, group)
+        if state is None:
             return []
-        now, held = self._clock.monotonic(), self._store.streams[stream].entries
+        now, messages = self._clock.monotonic(), self._store.streams[stream].entries
         entries: list[Entry] = []
-        for number in sorted(found.pending):
-            pending = found.pending[number]
+        for number in sorted(state.pending):
+            pending = state.pending[number]
             if len(entries) < max_entries and now - pending.last_sign_s >= min_idle_s:
                 pending.consumer, pending.last_sign_s = consumer, now
-                pending.deliveries += 1
-                entries.append(_entry(held[number], number, pending.deliveries))
+                entries.append(_entry(messages[number], number))
         return entries
 
     async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
-        """Starts the entries' idle time anew; returns those that are still the consumer's."""
+        """Resets the entries' idle time; returns those that are still the consumer's."""
         return self._touch(stream, group, consumer, entry_ids, self._clock.monotonic())
 
     async def release(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
@@ -154,40 +150,40 @@ class MemoryBroker:
     def _touch(
         self, stream: str, group: str, consumer: str, entry_ids: Sequence[str], last_sign_s: float
     ) -> list[str]:
-        found = self._group(stream, group)
-        if found is None:
+        state = self._group(stream, group)
+        if state is None:
             return []
         own = [
             entry_id
             for entry_id in entry_ids
-            if (pending := found.pending.get(_number(entry_id))) and pending.consumer == consumer
+            if (pending := state.pending.get(_number(entry_id))) and pending.consumer == consumer
         ]
         for entry_id in own:
-            found.pending[_number(entry_id)].last_sign_s = last_sign_s
+            state.pending[_number(entry_id)].last_sign_s = last_sign_s
         return own
 
     async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
         """Ends the delivery of entries; unknown ids are ignored."""
-        found = self._group(stream, group)
-        for entry_id in entry_ids if found else ():
-            found.pending.pop(_number(entry_id), None)  # type: ignore[union-attr]
+        state = self._group(stream, group)
+        for entry_id in entry_ids if state else ():
+            state.pending.pop(_number(entry_id), None)  # type: ignore[union-attr]
 
     async def length(self, stream: str) -> int:
         """Entries in the stream, read or not."""
         self._check_open()
-        found = self._store.streams.get(stream)
-        return len(found.entries) if found else 0
+        state = self._store.streams.get(stream)
+        return len(state.entries) if state else 0
 
     async def trim(self, stream: str) -> int:
         """Removes entries that every group has acknowledged; never a pending one. Returns how many."""
         self._check_open()
-        found = self._store.streams.get(stream)
-        if found is None or not found.groups:
+        state = self._store.streams.get(stream)
+        if state is None or not state.groups:
             return 0
-        floor = min(min(group.pending, default=group.last_delivered + 1) for group in found.groups.values())
-        done = [number for number in found.entries if number < floor]
+        floor = min(min(group.pending, default=group.last_delivered + 1) for group in state.groups.values())
+        done = [number for number in state.entries if number < floor]
         for number in done:
-            del found.entries[number]
+            del state.entries[number]
         return len(done)
 
     async def delete_streams(self, streams: Sequence[str]) -> None:
@@ -239,11 +235,10 @@ def _number(entry_id: str) -> int:
     return int(entry_id.partition("-")[0])
 
 
-def _entry(message: Outgoing, number: int, deliveries: int) -> Entry:
+def _entry(message: Outgoing, number: int) -> Entry:
     return Entry(
         stream=message.stream,
         entry_id=_entry_id(number),
         payload=message.payload,
         traceparent=message.traceparent,
-        deliveries=deliveries,
     )

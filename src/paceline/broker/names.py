@@ -27,11 +27,6 @@ def scored(run_id: str) -> str:
     return f"{prefix(run_id)}scored"
 
 
-def journal(run_id: str) -> str:
-    """The run's events."""
-    return f"{prefix(run_id)}journal"
-
-
-def blob(run_id: str, trajectory_id: str, attempt: int, server_id: str) -> str:
-    """The arrays of one sample. Attempts do not overwrite each other: the barrier admits one and deletes the rest."""
-    return f"{prefix(run_id)}blob:{trajectory_id}:{attempt}:{server_id}"
+def blob(run_id: str, trajectory_id: str, server_id: str) -> str:
+    """The arrays of one sample. Servers do not overwrite each other's: the barrier admits one and deletes the rest."""
+    return f"{prefix(run_id)}blob:{trajectory_id}:{server_id}"

@@ -17,7 +17,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from paceline.broker import scripts
 from paceline.broker.address import redact
-from paceline.broker.base import Ack, Entry, Outgoing
+from paceline.broker.base import Entry, Outgoing
 from paceline.broker.redis_errors import is_missing, translate
 from paceline.core.errors import BrokerError
 
@@ -82,17 +82,14 @@ class RedisStreamsBroker:
         except _GroupExistsError:
             return
 
-    async def append(self, messages: Sequence[Outgoing], *, ack: Ack | None = None) -> list[str]:
-        """Stores messages in order, each with its blobs before it; acknowledges with the last; returns entry ids."""
+    async def append(self, messages: Sequence[Outgoing]) -> list[str]:
+        """Stores messages in order, each with its blobs before it; returns entry ids."""
         ids: list[str] = []
-        batches = list(_batches(messages))
-        for number, batch in enumerate(batches, start=1):
-            ids += await self._append_batch(batch, ack if number == len(batches) else None)
-        if ack and not batches:
-            await self.ack(ack.stream, ack.group, ack.entry_ids)
+        for batch in _batches(messages):
+            ids += await self._append_batch(batch)
         return ids
 
-    async def _append_batch(self, messages: Sequence[Outgoing], ack: Ack | None) -> list[str]:
+    async def _append_batch(self, messages: Sequence[Outgoing]) -> list[str]:
         blobs = [item for message in messages if message.blobs for item in message.blobs.items()]
         keys = [key for key, _ in blobs]
         keys += [message.stream for message in messages]
@@ -100,9 +97,6 @@ class RedisStreamsBroker:
         arguments += [value for _, value in blobs]
         for message in messages:
             arguments += (message.payload, message.traceparent)
-        if ack and ack.entry_ids:
-            keys.append(ack.stream)
-            arguments += (ack.group, *ack.entry_ids)
         return [entry_id.decode() for entry_id in await self._script(scripts.APPEND, keys, arguments)]
 
     async def read(
@@ -163,20 +157,12 @@ class RedisStreamsBroker:
                 rows += [row for row in claimed if row is not None and row[1] is not None]
                 if cursor == b"0-0":
                     break
-            deliveries = await self._deliveries(stream, group, [row[0] for row in rows])
         except _StreamMissingError:
             return []
-        return [_entry(stream, row, count) for row, count in zip(rows, deliveries, strict=True)]
-
-    async def _deliveries(self, stream: str, group: str, entry_ids: Sequence[bytes]) -> list[int]:
-        """How often each pending entry has been delivered; XAUTOCLAIM counts it but does not tell."""
-        if not entry_ids:
-            return []
-        commands = [("XPENDING", stream, group, entry_id, entry_id, 1) for entry_id in entry_ids]
-        return [int(rows[0][3]) if rows else 1 for rows in await self._pipeline(commands)]
+        return [_entry(stream, row) for row in rows]
 
     async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
-        """Starts the entries' idle time anew; returns those that are still the consumer's."""
+        """Resets the entries' idle time; returns those that are still the consumer's."""
         return await self._touch(stream, group, consumer, entry_ids, idle_ms=0)
 
     async def release(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
@@ -189,10 +175,10 @@ class RedisStreamsBroker:
         if not entry_ids:
             return []
         try:
-            held = await self._script(scripts.TOUCH, [stream], [group, consumer, idle_ms, *entry_ids])
+            own_ids = await self._script(scripts.TOUCH, [stream], [group, consumer, idle_ms, *entry_ids])
         except _StreamMissingError:
             return []
-        return [entry_id.decode() for entry_id in held]
+        return [entry_id.decode() for entry_id in own_ids]
 
     async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
         """Ends the delivery of entries; unknown ids are ignored."""
@@ -328,7 +314,7 @@ def _as_it_is(response: Any, **_: Any) -> Any:
     return response
 
 
-def _entry(stream: str, row: Any, deliveries: int = 1) -> Entry:
+def _entry(stream: str, row: Any) -> Entry:
     entry_id, fields = row
     values = dict(zip(fields[::2], fields[1::2], strict=True))
     return Entry(
@@ -336,7 +322,6 @@ def _entry(stream: str, row: Any, deliveries: int = 1) -> Entry:
         entry_id=entry_id.decode(),
         payload=values.get(b"p", b""),
         traceparent=values.get(b"t", b"").decode(errors="replace"),
-        deliveries=deliveries,
     )
 
 

@@ -1,11 +1,9 @@
-"""The server-side scripts: what must happen at once, or not be seen half done."""
+"""Lua scripts for what the server must do in one step, so that nobody sees it half done."""
 
 from __future__ import annotations
 
-# KEYS: the blobs' keys, one stream per message, and the stream to acknowledge in, if any. ARGV: the numbers of blobs and of
-# messages, the blobs' values, payload and traceparent of each message, the group and the entry ids to acknowledge.
-# A script that fails stops where it is: blobs come first, so no message can be there without them, and the
-# acknowledgement comes last.
+# KEYS: the blobs' keys, then one stream per message. ARGV: the numbers of blobs and of messages, the blobs' values, then payload
+# and traceparent of each message. A script that fails stops where it is: blobs come first, so no message is without them.
 APPEND = """
 local blobs, messages = tonumber(ARGV[1]), tonumber(ARGV[2])
 for i = 1, blobs do
@@ -22,22 +20,19 @@ for i = 1, messages do
   end
   at = at + 2
 end
-for i = at + 1, #ARGV do
-  redis.call('XACK', KEYS[#KEYS], ARGV[at], ARGV[i])
-end
 return ids
 """
 
-# KEYS: the stream. ARGV: group, consumer, idle milliseconds to set, entry ids. Returns the ids that the consumer holds.
+# KEYS: the stream. ARGV: group, consumer, idle milliseconds to set, entry ids. Returns the ids that are the consumer's.
 # XCLAIM alone would take back what another consumer has reclaimed in the meantime, and the two would rob each other.
 TOUCH = """
-local held = {}
+local own = {}
 for i = 4, #ARGV do
   local row = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1, ARGV[2])
   if #row == 1 then
     redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'IDLE', ARGV[3], 'JUSTID')
-    held[#held + 1] = ARGV[i]
+    own[#own + 1] = ARGV[i]
   end
 end
-return held
+return own
 """

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from paceline.config.algorithm import KLKind
 from paceline.config.base import Section
-
-PolicyLossName = Literal["ppo_clip", "gspo", "cispo", "kl_cov", "clip_cov", "gpg", "sapo", "geo_mean"]
-
-GSPO_CLIP_BOUND = 0.05
-"""A larger range on a sequence's mean log-ratio is a token's range by mistake."""
-GEO_MEAN_CLIP_BOUND = 0.01
-"""A smaller range on a token's log-ratio is a sequence's range by mistake."""
+from paceline.config.policy_losses import Clip, PolicyLossConfig, PPOClip
 
 
 class OptimConfig(Section):
@@ -46,11 +40,15 @@ class ActorConfig(Section):
     ppo_max_token_len_per_gpu: int = Field(
         16384, gt=0, description="Token budget of a micro-batch, prompt and response together, on one rank."
     )
-    policy_loss: PolicyLossName = Field("ppo_clip", description="Per-token loss.")
+    policy_loss: PolicyLossConfig = Field(
+        PPOClip(),
+        description="Per-token loss: its type, which is enough by itself (`policy_loss: gspo`), and its own options.",
+    )
     clip_ratio: float = Field(
         0.2,
         gt=0,
-        description="Clip range of the ratio, both sides. gspo: of the sequence's ratio, of the order of 3e-4; geo_mean: of the log-ratio, 0.4 in the paper.",
+        description="Clip range of the ratio, both sides, where the loss has one and does not set its own. gspo: of "
+        "the sequence's ratio, of the order of 3e-4; geo_mean: of the log-ratio, 0.4 in the paper.",
     )
     clip_ratio_low: float | None = Field(
         None, gt=0, le=1, description="Lower side, where it differs; 1 leaves it open."
@@ -60,19 +58,6 @@ class ActorConfig(Section):
         True, description="ppo_clip: bound the loss where the advantage is negative by clip_ratio_c."
     )
     clip_ratio_c: float = Field(3.0, gt=1, description="Dual clip's bound on the ratio.")
-    cov_fraction: float = Field(
-        2e-4,
-        ge=0,
-        le=1,
-        description="kl_cov, clip_cov: share of a mini-batch's tokens, those of the highest covariance of log-prob and advantage, that are treated apart.",
-    )
-    cov_kl_coef: float = Field(1.0, ge=0, description="kl_cov: weight of the KL term on the selected tokens.")
-    cov_low: float = Field(1.0, description="clip_cov: least covariance of a selected token.")
-    cov_high: float = Field(5.0, description="clip_cov: highest covariance of a selected token.")
-    tau_positive: float = Field(
-        1.0, gt=0, description="sapo: how sharply the gate closes where the advantage is positive."
-    )
-    tau_negative: float = Field(1.05, gt=0, description="sapo: the same where it is not.")
     loss_agg_mode: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = Field(
@@ -90,41 +75,17 @@ class ActorConfig(Section):
     optim: OptimConfig = OptimConfig()
 
     @property
-    def clip_low(self) -> float:
-        """The lower clip range in force."""
-        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
-
-    @property
-    def clip_high(self) -> float:
-        """The upper clip range in force."""
-        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
-
-    @property
-    def dual_clip_c(self) -> float | None:
-        """The dual clip's bound in force; None without one."""
-        return self.clip_ratio_c if self.use_dual_clip else None
+    def loss_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of the policy loss's function."""
+        low, high = (
+            self.clip_ratio if side is None else side for side in (self.clip_ratio_low, self.clip_ratio_high)
+        )
+        default = Clip(low=low, high=high, dual_clip_c=self.clip_ratio_c if self.use_dual_clip else None)
+        return self.policy_loss.arguments(default)
 
     @model_validator(mode="after")
-    def _bounds(self) -> ActorConfig:
-        if self.policy_loss == "ppo_clip" and self.use_dual_clip and self.clip_ratio_c <= 1 + self.clip_high:
-            raise ValueError(
-                f"clip_ratio_c={self.clip_ratio_c} must exceed 1 + the upper clip range ({1 + self.clip_high})"
-            )
-        if self.policy_loss == "gspo" and max(self.clip_low, self.clip_high) > GSPO_CLIP_BOUND:
-            raise ValueError(
-                f"policy_loss=gspo clips the ratio of whole sequences, which hardly leaves 1: a range of {self.clip_low:g} and "
-                f"{self.clip_high:g} clips nothing; set actor.clip_ratio_low=3e-4 and actor.clip_ratio_high=4e-4 (arXiv:2507.18071), "
-                f"{GSPO_CLIP_BOUND} at most"
-            )
-        if self.policy_loss == "geo_mean" and min(self.clip_low, self.clip_high) < GEO_MEAN_CLIP_BOUND:
-            raise ValueError(
-                f"policy_loss=geo_mean clips each token's log-ratio: a range of {self.clip_low:g} and {self.clip_high:g} clips "
-                f"nearly all of them; set actor.clip_ratio=0.4 (arXiv:2507.20673), {GEO_MEAN_CLIP_BOUND} at least"
-            )
-        if self.policy_loss == "clip_cov" and self.cov_low > self.cov_high:
-            raise ValueError(
-                f"cov_low={self.cov_low:g} must not exceed cov_high={self.cov_high:g}: no token would be selected"
-            )
+    def _loss_is_usable(self) -> ActorConfig:
+        _ = self.loss_arguments
         return self
 
 

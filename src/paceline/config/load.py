@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from paceline.config.base import Section
 from paceline.core.errors import ConfigError
@@ -129,14 +130,16 @@ def _number(text: str) -> object:
 
 
 def _explain(kind: type[BaseModel], fault: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in fault["loc"]) or "(whole)"
+    path, _ = _place(kind, fault["loc"])
+    where = ".".join(path) or "(whole)"
     if fault["type"] == "extra_forbidden":
-        known = _known_keys(kind, fault["loc"][:-1])
-        close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
-        return f"unknown key {where}; {hint}"
+        return f"unknown key {where}; {_hint(kind, fault['loc'])}"
     if fault["type"] == "missing":
         return f"{where} is required; add it"
+    if fault["type"] == "union_tag_not_found":
+        return f"{where} lacks its type; add type: NAME, say {where}={{type: {_types(kind, path)[0]}}}"
+    if fault["type"] == "union_tag_invalid":
+        return f"{where}: {fault['ctx']['tag']!r} is not known; choose one of {', '.join(_types(kind, path))}"
     message = str(fault["msg"]).removeprefix("Value error, ")
     if where == "(whole)":
         return message
@@ -148,14 +151,57 @@ def _explain(kind: type[BaseModel], fault: dict[str, Any]) -> str:
     )
 
 
-def _known_keys(kind: type[BaseModel], path: tuple[object, ...]) -> list[str]:
-    model: Any = kind
-    for part in path:
-        if isinstance(part, int):
+def _hint(kind: type[BaseModel], loc: Sequence[str | int]) -> str:
+    """What to write in place of an unknown key."""
+    path, section = _place(kind, loc[:-1])
+    fields, key = {} if section is None else section.model_fields, str(loc[-1])
+    for name, field in fields.items():
+        types = [word for word, choice in section_types(field).items() if key in choice.model_fields]
+        if types:
+            return f"it is an option of {'.'.join([*path, name])}={{type: {' or '.join(types)}, {key}: ...}}"
+    close = difflib.get_close_matches(key, sorted(fields), n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(sorted(fields))}"
+
+
+def _place(kind: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
+    """The keys that lead to a fault, and the section there; None where that is a plain value.
+
+    pydantic puts the type of a section that comes in several types between its key and its own keys; it is left out.
+    """
+    path: list[str] = []
+    section: type[BaseModel] | None = kind
+    types: Mapping[str, type[BaseModel]] = {}
+    for part in loc:
+        if part in types:
+            section, types = types[str(part)], {}
             continue
-        annotation = model.model_fields[str(part)].annotation
-        candidates = [annotation, *get_args(annotation)]
-        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-        if model is None:
-            return []
-    return sorted(cast(type[BaseModel], model).model_fields)
+        path.append(str(part))
+        if isinstance(part, int) or section is None:
+            continue
+        field = section.model_fields.get(str(part))
+        types = section_types(field) if field else {}
+        sections = sections_in(field.annotation) if field and not types else []
+        section = sections[0] if sections else None
+    return path, section
+
+
+def _types(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """The types that the section at `path` may have."""
+    _, parent = _place(kind, path[:-1])
+    return [] if parent is None else list(section_types(parent.model_fields[path[-1]]))
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that an annotation is, lists or chooses from."""
+    parts = [annotation, *get_args(annotation)]
+    return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+
+
+def section_types(field: FieldInfo) -> dict[str, type[BaseModel]]:
+    """The sections that a field chooses from by their `type`; empty for any other field."""
+    if not isinstance(field.discriminator, str):
+        return {}
+    return {
+        section.model_fields[field.discriminator].default: section
+        for section in sections_in(field.annotation)
+    }

@@ -1,4 +1,4 @@
-"""`reward.*`: who scores."""
+"""`reward.*`: how responses are scored."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from paceline.config.base import Section
 class RewardFunctionConfig(Section):
     """A function `f(response, ground_truth, **extra) -> float | dict[str, float]`."""
 
-    name: str = Field(
-        description="A built-in (exact_match, gsm8k, math_verify), module:function, or path/to/file.py:function."
-    )
-    weight: float = Field(1.0, description="Its share in the sum.")
+    name: str = Field(description="A built-in's name, module:function, or path/to/file.py:function.")
+    weight: float = Field(1.0, description="Factor of its value in the sum.")
     kwargs: dict[str, bool | int | float | str | None] = Field(
         {}, description="Further keyword arguments of every call."
     )
@@ -24,7 +22,7 @@ class RewardServiceConfig(Section):
 
     name: str = Field(description="What its component is called in metrics.")
     address: str = Field(description="host:port.")
-    weight: float = Field(1.0, description="Its share in the sum.")
+    weight: float = Field(1.0, description="Factor of its value in the sum.")
     max_items_per_call: int = Field(256, gt=0, description="Largest request.")
 
 
@@ -32,13 +30,15 @@ class RewardConfig(Section):
     """Scorers and their limits. The reward is the weighted sum over all of them."""
 
     functions: tuple[RewardFunctionConfig, ...] = Field(
-        (), description="Functions run in killable worker processes."
+        (), description="Functions, called in child processes that can be killed."
     )
     services: tuple[RewardServiceConfig, ...] = Field((), description="Remote scorers.")
-    num_workers: int = Field(1, gt=0, description="Worker processes.")
-    timeout_s: float = Field(10.0, gt=0, description="Longest that one scoring of one item may take.")
+    num_processes: int = Field(1, gt=0, description="Child processes that call the functions.")
+    timeout_s: float = Field(
+        10.0, gt=0, description="Longest time for one item, or for one call of a service."
+    )
     max_retries: int = Field(
-        2, ge=0, description="Further tries after a timeout, a crash or an unreachable service."
+        2, ge=0, description="Further attempts after a timeout, a crash or an unreachable service."
     )
     min_reward: float = Field(-1e6, description="Smaller sums are errors.")
     max_reward: float = Field(1e6, description="Larger sums are errors.")
@@ -46,11 +46,12 @@ class RewardConfig(Section):
         0.5,
         ge=0,
         le=1,
-        description="Largest share of a step's prompt groups that may be dropped for reward errors before the run stops.",
+        description="Largest share of a step's prompt groups that may be dropped for reward errors; beyond it "
+        "the run stops.",
     )
 
     @model_validator(mode="after")
-    def _some(self) -> RewardConfig:
+    def _has_scorer(self) -> RewardConfig:
         if not self.functions and not self.services:
             raise ValueError(
                 "no scorer: name at least one under reward.functions (say exact_match) or reward.services"

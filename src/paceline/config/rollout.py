@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, model_validator
 
 from paceline.config.base import Section
@@ -17,9 +15,9 @@ class ValSamplingConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Rollout servers: each one vLLM engine."""
+    """Rollout servers: one engine each."""
 
-    name: Literal["vllm"] = Field("vllm", description="The engine.")
+    name: str = Field("vllm", description="The engine: a name in `paceline.rollout.engines.registry`.")
     replicas: int = Field(
         1, gt=0, description="Rollout servers that `paceline train` starts; others may join."
     )

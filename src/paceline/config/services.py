@@ -57,9 +57,6 @@ class LearnerConfig(Section):
 class BarrierConfig(Section):
     """Which trajectories a batch admits."""
 
-    mode: Literal["strict"] = Field(
-        "strict", description="strict: only tokens of the very policy that is being updated."
-    )
     collect_timeout_s: float = Field(1800.0, gt=0, description="Longest that one step's collection may take.")
     stall_timeout_s: float = Field(
         300.0, gt=0, description="Longest without a single trajectory while collecting."
@@ -77,7 +74,6 @@ class BrokerConfig(Section):
         5.0, gt=0, description="A message whose taker has not renewed it for so long goes to another."
     )
     max_stream_length: int = Field(100_000, gt=0, description="Writers wait while a mailbox is longer.")
-    max_blob_mib: int = Field(64, gt=0, description="Largest single trajectory blob.")
 
 
 class WeightsConfig(Section):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -29,22 +28,3 @@ class SystemClock:
     def wall(self) -> float:
         """Seconds since the epoch."""
         return time.time()
-
-
-@dataclass(slots=True)
-class ManualClock:
-    """A clock that moves only when told to."""
-
-    now: float = 0.0
-
-    def monotonic(self) -> float:
-        """The seconds set so far."""
-        return self.now
-
-    def wall(self) -> float:
-        """The same seconds."""
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        """Moves time on."""
-        self.now += seconds

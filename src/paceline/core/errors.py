@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import enum
 
+from paceline.core.members import Peer
+
 
 class PacelineError(Exception):
     """Root of all errors that Paceline raises on purpose."""
@@ -83,12 +85,12 @@ class DeadlineError(PacelineError, TimeoutError):
 
     Args:
         phase: what was being done, say "COLLECT".
-        peer: who was waited for, say "rollout-0" or "redis".
+        peer: what was waited for, say "rollout-0", "redis" or a rank of a weight group.
         seconds: how long the wait was allowed to take.
         hint: what to look at or change.
     """
 
-    def __init__(self, *, phase: str, peer: str, seconds: float, hint: str = "") -> None:
+    def __init__(self, *, phase: str, peer: Peer, seconds: float, hint: str = "") -> None:
         tail = f"; {hint}" if hint else ""
         super().__init__(f"{phase}: no answer from {peer} within {seconds:g} s{tail}")
         self.phase, self.peer, self.seconds, self.hint = phase, peer, seconds, hint
@@ -99,9 +101,9 @@ class DeadlineError(PacelineError, TimeoutError):
 
 
 class PeerLostError(PacelineError, ConnectionError):
-    """A member of the fleet died or cannot be reached; `peer` is its member id."""
+    """A member of the fleet died or cannot be reached; `peer` is its member id, or its rank in the weight group."""
 
-    def __init__(self, message: str, *, peer: str) -> None:
+    def __init__(self, message: str, *, peer: Peer) -> None:
         super().__init__(message)
         self.peer = peer
 

@@ -25,11 +25,6 @@ class Action(enum.Enum):
     ROLLBACK = "rollback"
     STOP = "stop"
 
-    @property
-    def severity(self) -> int:
-        """Its place in the order, 0 for WARN."""
-        return list(Action).index(self)
-
 
 class Sense(enum.Enum):
     """On which side of a bound a rule fires; the value is the word in sentences."""

@@ -1,8 +1,10 @@
-"""Kinds of members of a run's fleet."""
+"""Kinds and states of the members of a run's fleet; a value is the word on the wire, in the journal and in `paceline status`."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class MemberKind(enum.Enum):
@@ -11,3 +13,78 @@ class MemberKind(enum.Enum):
     ROLLOUT = "rollout"
     LEARNER = "learner"
     REWARD = "reward"
+
+
+class RolloutState(enum.Enum):
+    """What a rollout server is doing; its transitions are in `paceline.rollout.states`."""
+
+    JOINING = "joining"
+    STALE = "stale"
+    SYNCING = "syncing"
+    SERVING = "serving"
+
+
+class LearnerState(enum.Enum):
+    """What the learner group is doing."""
+
+    LOADING = "loading"
+    READY = "ready"
+    TRAINING = "training"
+    PUBLISHING = "publishing"
+    SAVING = "saving"
+    ROLLING_BACK = "rolling back"
+
+
+class RewardState(enum.Enum):
+    """What a reward service is doing."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+
+
+MemberState = RolloutState | LearnerState | RewardState
+
+READY_STATES: frozenset[MemberState] = frozenset(
+    {RolloutState.STALE, RolloutState.SERVING, LearnerState.READY, RewardState.SERVING}
+)
+"""States in which a member can be given work, or the weights that it needs for work."""
+
+RECEIVABLE_STATES = frozenset({RolloutState.STALE, RolloutState.SYNCING, RolloutState.SERVING})
+"""States in which a rollout server takes a push."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRef:
+    """A rank of a weight group; str() is its name in sentences.
+
+    Attributes:
+        kind: LEARNER or ROLLOUT.
+        number: its place among the ranks of that kind; None where it is not known which of them it is.
+    """
+
+    kind: MemberKind
+    number: int | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"some {self.kind.value} rank" if self.number is None else f"{self.kind.value} rank {self.number}"
+        )
+
+
+Peer = str | RankRef
+"""Whom an error is about: a rank of a weight group, or anything else by its name, a member by its id."""
+
+
+def peer_to_plain(peer: Peer) -> str | list[str | int | None]:
+    """A peer as values that JSON and msgpack carry."""
+    return [peer.kind.value, peer.number] if isinstance(peer, RankRef) else peer
+
+
+def peer_from_plain(plain: str | Sequence[object]) -> Peer:
+    """Reads what `peer_to_plain` made; raises ValueError where it is something else."""
+    if isinstance(plain, str):
+        return plain
+    kind, number = plain
+    if number is not None and not isinstance(number, int):
+        raise ValueError(f"a rank is a whole number or None, got {number!r}")
+    return RankRef(MemberKind(kind), number)

@@ -1,7 +1,7 @@
-"""The public form of a reward function: `f(response: str, ground_truth: str, **extra) -> float | dict[str, float]`.
+"""The form of a reward function: `f(response: str, ground_truth: str, **extra) -> float | dict[str, float]`.
 
-Where it is called from (a scoring worker, a reward server) does not matter: how it is looked over, what it is given and what it
-may return is settled here.
+Here its signature is inspected, its keyword arguments are chosen and its return value is checked, no matter
+whether a child process or a reward server calls it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 
 RESERVED_NAMES = frozenset({"response", "ground_truth", "prompt", "data_source"})
-"""What a function is given of the item itself; a further column cannot have one of these names."""
+"""Fields of the item that every function is given; no extra column may have one of these names."""
 
 MAX_COMPONENTS = 256
 MAX_COMPONENT_CHARS = 256
@@ -27,10 +27,10 @@ _FORM = "write f(response: str, ground_truth: str, **extra) -> float"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardFunction:
-    """A reward function that was looked over.
+    """A reward function whose signature has been inspected.
 
     `named` are the extra fields that its signature names, `required` those of them without a default, and
-    `takes_any` tells whether it takes others too (`**extra`).
+    `takes_any` says whether it accepts others as well (`**extra`).
     """
 
     reference: str
@@ -45,7 +45,7 @@ class RewardFunction:
         return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(type(self.call).__call__)
 
     def check_arguments(self, arguments: Mapping[str, object]) -> None:
-        """Refuses configured arguments that the function does not name, unless it takes any.
+        """Refuses configured arguments that the function does not name, unless it accepts any.
 
         Raises:
             ConfigError: an argument is unknown.
@@ -58,23 +58,23 @@ class RewardFunction:
 
     @property
     def known(self) -> str:
-        """What it could be given, in words."""
+        """The arguments that it names, in words."""
         return f"it has {', '.join(sorted(self.named))}" if self.named else "it has none"
 
     def keywords(self, item: ScoreItem, arguments: Mapping[str, object]) -> dict[str, object]:
         """The keyword arguments of its call for one item.
 
-        `arguments` win over the item's fields.
+        `arguments` take precedence over the item's fields.
 
         Raises:
-            RewardError: RAISED where a required field is missing, WRONG_TYPE where a column has a reserved name.
+            RewardError: RAISED when a required field is missing, WRONG_TYPE when a column's name is reserved.
         """
         extra = item.extra
         if not RESERVED_NAMES.isdisjoint(extra):
             taken = ", ".join(sorted(RESERVED_NAMES.intersection(extra)))
             raise RewardError(
-                f"extra reward fields may not be named {taken}: rename the columns, a reward function gets those names "
-                "already",
+                f"extra reward fields may not be named {taken}: rename the columns, a reward function gets "
+                "those names already",
                 kind=RewardErrorKind.WRONG_TYPE,
             )
         fields: dict[str, object] = {"prompt": item.prompt, "data_source": item.data_source, **extra}
@@ -84,18 +84,18 @@ class RewardFunction:
         missing = self.required - fields.keys() if self.required else None
         if missing:
             raise RewardError(
-                f"{self.reference} needs {', '.join(sorted(missing))}, which the item does not have: add the column to "
-                "data.extra_keys, the argument to kwargs, or a default to the function",
+                f"{self.reference} needs {', '.join(sorted(missing))}, which the item does not have: add the "
+                "column to data.extra_keys, the argument to kwargs, or a default to the function",
                 kind=RewardErrorKind.RAISED,
             )
         return fields
 
 
-def look_over(reference: str, function: object) -> RewardFunction:
+def inspect_function(reference: str, function: object) -> RewardFunction:
     """Checks that an object can be called as a reward function.
 
     Args:
-        reference: what to call it in errors.
+        reference: its name in errors.
         function: the object.
 
     Raises:
@@ -111,34 +111,46 @@ def look_over(reference: str, function: object) -> RewardFunction:
         )
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions written in C do not tell theirs
+    except ValueError:  # some functions written in C have none
         return RewardFunction(
             reference=reference, call=function, named=frozenset(), required=frozenset(), takes_any=False
         )
     parameters = list(signature.parameters.values())
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    if len(positional) < 2 and not any(one.kind is one.VAR_POSITIONAL for one in parameters):
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise ConfigError(
-            f"reward function {reference!r} has the signature {signature}: it must take the response and the ground "
-            f"truth by position; {_FORM}"
+            f"reward function {reference!r} has the signature {signature}: it must take the response and the "
+            f"ground truth by position; {_FORM}"
         )
-    stuck = [
-        one.name for one in positional[2:] if one.kind is one.POSITIONAL_ONLY and one.default is one.empty
-    ]
-    if stuck:
+    unreachable = [p.name for p in positional[2:] if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if unreachable:
         raise ConfigError(
-            f"reward function {reference!r} has the signature {signature}: {', '.join(stuck)} can only be given by "
-            f"position, and only the response and the ground truth are; {_FORM}"
+            f"reward function {reference!r} has the signature {signature}: {', '.join(unreachable)} can only "
+            f"be given by position, and only the response and the ground truth are; {_FORM}"
         )
-    named = [one for one in positional[2:] if one.kind is not one.POSITIONAL_ONLY]
-    named += [one for one in parameters if one.kind is one.KEYWORD_ONLY]
+    named = [p for p in positional[2:] if p.kind is not p.POSITIONAL_ONLY]
+    named += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     return RewardFunction(
         reference=reference,
         call=function,
-        named=frozenset(one.name for one in named),
-        required=frozenset(one.name for one in named if one.default is one.empty),
-        takes_any=any(one.kind is one.VAR_KEYWORD for one in parameters),
+        named=frozenset(p.name for p in named),
+        required=frozenset(p.name for p in named if p.default is p.empty),
+        takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
+
+
+def check_extra_keys(extra_keys: Sequence[str]) -> None:
+    """Refuses data columns that would shadow the fields that every reward function is given.
+
+    Raises:
+        ConfigError: one of `data.extra_keys` has a reserved name.
+    """
+    taken = RESERVED_NAMES.intersection(extra_keys)
+    if taken:
+        raise ConfigError(
+            f"data.extra_keys names {', '.join(sorted(taken))}, which a reward function is given already: "
+            "rename the column"
+        )
 
 
 def check_value(name: str, returned: object) -> tuple[float, dict[str, float]]:
@@ -156,7 +168,7 @@ def check_value(name: str, returned: object) -> tuple[float, dict[str, float]]:
 
 
 def kind_of(error: BaseException) -> RewardErrorKind:
-    """The kind of what a function raised; by the standard exceptions it may say that another attempt could help."""
+    """The kind of an exception. TimeoutError and ConnectionError tell that another attempt may help."""
     if isinstance(error, RewardError):
         return error.kind
     if isinstance(error, TimeoutError):
@@ -167,7 +179,7 @@ def kind_of(error: BaseException) -> RewardErrorKind:
 
 
 def describe(name: str, error: BaseException) -> str:
-    """What a function raised, on one line."""
+    """An exception that a function raised, on one line."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001  an exception whose own __str__ raises
@@ -176,17 +188,17 @@ def describe(name: str, error: BaseException) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text on one line, its end cut off where it is very long."""
+    """The text on one line, cut off after `MAX_MESSAGE_CHARS`."""
     line = " ".join(text.split())
     return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[: MAX_MESSAGE_CHARS - 3]}..."
 
 
 def _check_mapping(name: str, returned: Mapping[object, object]) -> tuple[float, dict[str, float]]:
-    key = next((one for one in _VALUE_KEYS if one in returned), None)
-    if key is None:
-        found = ", ".join(repr(one) for one in returned) or "nothing"
+    value_key = next((key for key in _VALUE_KEYS if key in returned), None)
+    if value_key is None:
+        keys = ", ".join(repr(key) for key in returned) or "nothing"
         raise RewardError(
-            one_line(f'{name} returned a dict that holds {found}: put its value under "score"'),
+            one_line(f'{name} returned a dict that holds {keys}: put its value under "score"'),
             kind=RewardErrorKind.WRONG_TYPE,
         )
     if len(returned) > MAX_COMPONENTS:
@@ -194,31 +206,31 @@ def _check_mapping(name: str, returned: Mapping[object, object]) -> tuple[float,
             f"{name} returned a dict of {len(returned)} values, at most {MAX_COMPONENTS} are kept",
             kind=RewardErrorKind.WRONG_TYPE,
         )
-    value = _number(name, returned[key])
+    value = _number(name, returned[value_key])
     components: dict[str, float] = {}
-    for one, given in returned.items():
-        if one == key:
+    for key, component in returned.items():
+        if key == value_key:
             continue
-        label = f"{name}/{one}"
+        label = f"{name}/{key}"
         if len(label) > MAX_COMPONENT_CHARS:
             raise RewardError(
-                f"{name} returned a key of {len(str(one))} characters: shorten it",
+                f"{name} returned a key of {len(str(key))} characters: shorten it",
                 kind=RewardErrorKind.WRONG_TYPE,
             )
-        components[label] = _number(label, given)
+        components[label] = _number(label, component)
     return value, components
 
 
-def _number(label: str, given: object) -> float:
-    # A bool is refused although Python counts it among the integers: it is nearly always a forgotten conversion,
-    # and the same goes for what numpy calls a bool, which is no Real anyway.
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+def _number(label: str, returned: object) -> float:
+    # A bool is refused although Python counts it as an integer: it is nearly always a forgotten conversion.
+    # numpy's bool is refused too, as it is not a Real.
+    if isinstance(returned, bool) or not isinstance(returned, numbers.Real):
         raise RewardError(
-            f"{label} returned {type(given).__name__}: return a float, or a dict of floats",
+            f"{label} returned {type(returned).__name__}: return a float, or a dict of floats",
             kind=RewardErrorKind.WRONG_TYPE,
         )
     try:
-        value = float(given)
+        value = float(returned)
     except OverflowError:
         value = math.inf
     if not math.isfinite(value):

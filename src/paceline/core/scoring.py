@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreItem:
-    """One response to be scored. `extra` holds the data row's other columns: what JSON can say and nothing else."""
+    """One response to be scored. `extra` holds the data row's other columns: values that JSON can express."""
 
     trajectory_id: str
     prompt: str
@@ -20,7 +20,7 @@ class ScoreItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreResult:
-    """A scorer's verdict on one item: `error` is None and `reward` a finite number, or the other way round."""
+    """A scorer's answer for one item: either `reward` is a finite number and `error` None, or the reverse."""
 
     trajectory_id: str
     reward: float | None

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -65,7 +65,6 @@ class PromptGroup:
     seeds: tuple[int, ...]
     policy: PolicyTag
     context: RewardContext
-    attempt: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -98,7 +97,6 @@ class Trajectory:
     sampling: SamplingSpec
     seed: int
     server_id: str
-    attempt: int
     seconds: float
 
 
@@ -114,7 +112,6 @@ class TrajectoryHeader:
     num_response_tokens: int
     finish_reason: FinishReason
     server_id: str
-    attempt: int
     seconds: float
     context: RewardContext
 
@@ -134,7 +131,6 @@ class ScoredHeader:
     num_response_tokens: int
     finish_reason: FinishReason
     server_id: str
-    attempt: int
     generation_s: float
     reward: float | None
     components: Mapping[str, float]

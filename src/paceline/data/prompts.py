@@ -141,7 +141,6 @@ class PromptSet:
     """The usable prompts of one split, by id."""
 
     prompts: Mapping[int, Prompt]
-    num_rows: int
     num_filtered: int
 
     @classmethod
@@ -169,7 +168,7 @@ class PromptSet:
             raise DataError(
                 f"none of the {len(rows)} {split} prompts fits data.max_prompt_length={limit} tokens; raise the limit"
             )
-        return cls(prompts=kept, num_rows=len(rows), num_filtered=dropped)
+        return cls(prompts=kept, num_filtered=dropped)
 
     def ids(self) -> list[int]:
         """All ids, ascending."""

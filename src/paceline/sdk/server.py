@@ -16,8 +16,8 @@ from paceline.core.reward_function import (
     RewardFunction,
     check_value,
     describe,
+    inspect_function,
     kind_of,
-    look_over,
     one_line,
 )
 from paceline.core.scoring import ScoreItem, ScoreResult
@@ -55,7 +55,9 @@ class RewardServer:
         max_concurrent: int = 16,
     ) -> None:
         self._name = getattr(function, "__name__", type(function).__name__)
-        self._function = _batch_function(self._name, function) if batch else look_over(self._name, function)
+        self._function = (
+            _batch_function(self._name, function) if batch else inspect_function(self._name, function)
+        )
         self._batch = batch
         self._host, self._port = host, port
         self._token = os.environ.get(REWARD_TOKEN, "") if token is None else token
@@ -88,7 +90,8 @@ class RewardServer:
         """
         add = reward_pb2_grpc.add_RewardServiceServicer_to_server
         self._running = await start_server(
-            [(add, _Servicer(self.score))],
+            add,
+            _Servicer(self.score),
             host=self._host,
             port=self._port,
             token=self._token,
@@ -169,7 +172,7 @@ def serve_reward(
         ConfigError: the function cannot be called as a reward function.
         SystemExit: the server could not start; the reason is in the log on standard error.
     """
-    look_at_first = _batch_function if batch else look_over
+    look_at_first = _batch_function if batch else inspect_function
     look_at_first(getattr(function, "__name__", "function"), function)
 
     async def serve(context: ServiceContext) -> None:

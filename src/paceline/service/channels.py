@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
 from paceline.core.errors import ConfigError, DeadlineError, PacelineError, PeerLostError, ProtocolError
 from paceline.service import errors, telemetry
-from paceline.service.transport import (
+from paceline.service.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     TOKEN_KEY,
     TRACEPARENT_KEY,
@@ -18,22 +17,8 @@ from paceline.service.transport import (
     common_options,
 )
 
-# Idempotent calls ride out a restart of their peer; the call's own deadline bounds the whole.
-_RETRY = {
-    "methodConfig": [
-        {
-            "name": [{}],
-            "waitForReady": True,
-            "retryPolicy": {
-                "maxAttempts": 5,
-                "initialBackoff": "0.2s",
-                "maxBackoff": "2s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ]
-}
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
 
 
 def connect(
@@ -41,15 +26,13 @@ def connect(
     *,
     token: str = "",
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    retry: bool = False,
 ) -> grpc.aio.Channel:
     """A channel to host:port; connects when first used.
 
     Args:
         address: host:port.
-        token: goes with every call.
+        token: sent with every call.
         max_message_bytes: largest message either way.
-        retry: repeat calls whose peer is UNAVAILABLE until their deadline; for idempotent methods only.
     """
     options = [
         *common_options(max_message_bytes),
@@ -59,22 +42,20 @@ def connect(
         # Control calls stay in the cluster; a proxy of the environment would swallow them.
         ("grpc.enable_http_proxy", 0),
     ]
-    if retry:
-        options += [("grpc.enable_retries", 1), ("grpc.service_config", json.dumps(_RETRY))]
     headers = _Headers(token)
-    interceptors = [_UnaryHeaders(headers), _StreamHeaders(headers), _BothWaysHeaders(headers)]
+    interceptors = [_UnaryHeaders(headers), _StreamHeaders(headers)]
     return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
 
 
 async def call(
-    method: Callable[..., Any],
-    request: Any,
+    method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Reply],
+    request: _Request,
     *,
     timeout_s: float,
     phase: str,
     peer: str,
     wait_for_ready: bool | None = None,
-) -> Any:
+) -> _Reply:
     """One unary call with a deadline.
 
     Args:
@@ -98,13 +79,13 @@ async def call(
 
 
 async def stream(
-    method: Callable[..., Any],
-    request: Any,
+    method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply],
+    request: _Request,
     *,
     phase: str,
     peer: str,
     timeout_s: float | None = None,
-) -> AsyncIterator[Any]:
+) -> AsyncIterator[_Reply]:
     """The answers of a server-streaming call; errors as in `call`.
 
     `timeout_s` bounds the whole stream; None leaves that to the keep-alive, which ends a stream whose peer is frozen or gone
@@ -158,7 +139,7 @@ class _Headers:
         return details._replace(metadata=grpc.aio.Metadata(*metadata))
 
 
-class _UnaryHeaders(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class _UnaryHeaders(grpc.aio.UnaryUnaryClientInterceptor):
     def __init__(self, headers: _Headers) -> None:
         self._headers = headers
 
@@ -166,17 +147,9 @@ class _UnaryHeaders(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         return await continuation(self._headers.add(details), request)
 
 
-class _StreamHeaders(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[misc]
+class _StreamHeaders(grpc.aio.UnaryStreamClientInterceptor):
     def __init__(self, headers: _Headers) -> None:
         self._headers = headers
 
     async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
         return await continuation(self._headers.add(details), request)
-
-
-class _BothWaysHeaders(grpc.aio.StreamStreamClientInterceptor):  # type: ignore[misc]
-    def __init__(self, headers: _Headers) -> None:
-        self._headers = headers
-
-    async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
-        return await continuation(self._headers.add(details), requests)

@@ -11,30 +11,25 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, ProtocolError
-from paceline.core.members import MemberKind
+from paceline.core.members import MemberKind, MemberState
 from paceline.core.policy import PolicyTag
-from paceline.rpc.v1 import common_pb2, controller_pb2, controller_pb2_grpc
+from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service import channels
+from paceline.wire.members import member_kind_to_proto
+from paceline.wire.protobuf import policy_tag_to_proto
 
 log = logging.getLogger(__name__)
 
 PEER = "controller"
 _PARTING_S = 3.0
-
-
-_KINDS = {
-    MemberKind.ROLLOUT: common_pb2.MEMBER_KIND_ROLLOUT,
-    MemberKind.LEARNER: common_pb2.MEMBER_KIND_LEARNER,
-    MemberKind.REWARD: common_pb2.MEMBER_KIND_REWARD,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +46,9 @@ class Registration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReport:
-    """What a member says of itself in a heartbeat; `state` is its own state's word."""
+    """What a member reports of itself in a heartbeat."""
 
-    state: str
+    state: MemberState
     policy: PolicyTag | None = None
     in_flight: int = 0
 
@@ -70,13 +65,12 @@ class ControllerLink:
         address: str,
         num_ranks: int = 1,
         token: str = "",
-        clock: Clock | None = None,
     ) -> None:
         self.member_id = member_id
         self.incarnation = secrets.token_hex(8)
         self._controller_address = controller_address
-        self._kind, self._address, self._num_ranks = kind, address, num_ranks
-        self._clock = clock or SystemClock()
+        self.address = address
+        self._kind, self._num_ranks = kind, num_ranks
         self._channel = channels.connect(controller_address, token=token)
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
         self._poked = asyncio.Event()
@@ -90,17 +84,17 @@ class ControllerLink:
             PacelineError: the controller refused; its own class and words.
         """
         request = controller_pb2.RegisterRequest(
-            kind=_KINDS[self._kind],
+            kind=member_kind_to_proto(self._kind),
             member_id=self.member_id,
             incarnation=self.incarnation,
-            address=self._address,
+            address=self.address,
             pid=os.getpid(),
             host=socket.gethostname(),
             num_ranks=self._num_ranks,
         )
-        deadline = self._clock.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
-            left = deadline - self._clock.monotonic()
+            left = deadline - time.monotonic()
             try:
                 answer = await channels.call(
                     self._stub.Register,
@@ -133,7 +127,7 @@ class ControllerLink:
         self,
         report: Callable[[], MemberReport],
         *,
-        on_reregistered: Callable[[Registration], None] | None = None,
+        on_reregistered: Callable[[], None] | None = None,
     ) -> None:
         """Heartbeats until the controller says that the run is over.
 
@@ -151,14 +145,14 @@ class ControllerLink:
         silent_since: float | None = None
         while True:
             self._poked.clear()
-            started = self._clock.monotonic()
+            started = time.monotonic()
             try:
                 answer = await self._heartbeat(report(), timeout_s=max(2.0, registration.heartbeat_s))
                 silent_since = None
             except (PeerLostError, DeadlineError) as error:
                 # Counted from the first failed attempt: a loop that was busy itself has not lost anybody.
                 silent_since = started if silent_since is None else silent_since
-                silent_s = self._clock.monotonic() - silent_since
+                silent_s = time.monotonic() - silent_since
                 log.warning("controller silent for %.1f s: %s", silent_s, error)
                 if silent_s >= dead_after_s:
                     raise PeerLostError(
@@ -174,14 +168,14 @@ class ControllerLink:
             if not answer.known:
                 registration = await self._register_again(registration, dead_after_s)
                 if on_reregistered is not None:
-                    on_reregistered(registration)
+                    on_reregistered()
                 continue
             await self._pause(registration.heartbeat_s)
 
     async def fail(self, message: str) -> None:
         """Tells the controller in one sentence why this process is about to end; best effort, within 3 s."""
         try:
-            await self._heartbeat(MemberReport(state="failed"), timeout_s=_PARTING_S, failure=message)
+            await self._heartbeat(None, timeout_s=_PARTING_S, failure=message)
         except PacelineError as error:
             log.warning("could not report the failure: %s", error)
 
@@ -205,23 +199,20 @@ class ControllerLink:
         return self._registration
 
     async def _heartbeat(
-        self, report: MemberReport, *, timeout_s: float, failure: str = ""
+        self, report: MemberReport | None, *, timeout_s: float, failure: str = ""
     ) -> controller_pb2.HeartbeatResponse:
-        policy = report.policy
+        policy = report.policy if report else None
         request = controller_pb2.HeartbeatRequest(
             member_id=self.member_id,
             incarnation=self.incarnation,
-            state=report.state,
-            policy=None
-            if policy is None
-            else common_pb2.PolicyTag(version=policy.version, digest=policy.digest),
-            in_flight=report.in_flight,
+            state=report.state.value if report else "",
+            policy=policy_tag_to_proto(policy) if policy else None,
+            in_flight=report.in_flight if report else 0,
             failure=failure,
         )
-        answer: controller_pb2.HeartbeatResponse = await channels.call(
+        return await channels.call(
             self._stub.Heartbeat, request, timeout_s=timeout_s, phase="HEARTBEAT", peer=PEER
         )
-        return answer
 
     async def _register_again(self, before: Registration, timeout_s: float) -> Registration:
         log.warning("the controller does not know %s (any more): registering again", self.member_id)

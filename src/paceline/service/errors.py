@@ -31,12 +31,13 @@ from paceline.core.errors import (
     VersionMismatchError,
     WeightSyncError,
 )
+from paceline.core.members import Peer, peer_from_plain, peer_to_plain
 
 ERROR_KEY = "paceline-error-bin"
 # gRPC drops headers above 8 KiB, and with them the class of the error.
 MAX_MESSAGE_CHARS = 2000
 
-# UNAVAILABLE is not in the table: a channel may retry it, and it must mean that the peer never took the call.
+# UNAVAILABLE is not in the table: it means that the peer cannot be reached.
 STATUS_CODES: dict[type[PacelineError], grpc.StatusCode] = {
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     DataError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -106,12 +107,12 @@ def _fields(error: PacelineError) -> dict[str, object]:
         case DeadlineError():
             return {
                 "phase": error.phase,
-                "peer": error.peer,
+                "peer": peer_to_plain(error.peer),
                 "seconds": error.seconds,
                 "hint": clip(error.hint),
             }
         case PeerLostError():
-            return {"peer": error.peer}
+            return {"peer": peer_to_plain(error.peer)}
         case RewardError():
             return {"kind": error.kind.value}
         case _:
@@ -122,10 +123,19 @@ def _make(kind: type[PacelineError], message: str, fields: dict[str, object]) ->
     if issubclass(kind, DeadlineError):
         return kind(
             phase=str(fields["phase"]),
-            peer=str(fields["peer"]),
+            peer=_peer_of(fields),
             seconds=float(str(fields["seconds"])),
             hint=str(fields["hint"]),
         )
+    if issubclass(kind, PeerLostError):
+        return kind(message, peer=_peer_of(fields))
     if issubclass(kind, RewardError):
         return kind(message, kind=RewardErrorKind(fields["kind"]))
     return kind(message, **fields)
+
+
+def _peer_of(fields: dict[str, object]) -> Peer:
+    peer = fields["peer"]
+    if not isinstance(peer, str | list):
+        raise ValueError(f"a peer is a name or a rank, got {peer!r}")
+    return peer_from_plain(peer)

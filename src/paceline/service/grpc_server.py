@@ -6,17 +6,17 @@ import errno
 import inspect
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from paceline.core.errors import ConfigError, EnvironmentLackError, PacelineError
 from paceline.service import errors, telemetry
-from paceline.service.transport import (
+from paceline.service.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     KEEPALIVE_S,
     TRACEPARENT_KEY,
@@ -27,7 +27,7 @@ from paceline.service.transport import (
 
 log = logging.getLogger(__name__)
 
-AddFunction = Callable[[Any, Any], None]
+_Servicer = TypeVar("_Servicer")
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
 # Orchestrators probe health without a token; it tells nothing but up or down.
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
@@ -47,11 +47,6 @@ class RunningServer:
         """host:port; for a wildcard bind the machine's name."""
         return f"{socket.gethostname() if self.host in _WILDCARDS else self.host}:{self.port}"
 
-    async def set_serving(self, serving: bool) -> None:
-        """What the health service answers; it starts as serving."""
-        status = health_pb2.HealthCheckResponse
-        await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
-
     async def stop(self, grace_s: float = 2.0) -> None:
         """Refuses new calls, lets those under way finish for `grace_s` seconds, then cancels them."""
         await self._health.enter_graceful_shutdown()
@@ -59,7 +54,8 @@ class RunningServer:
 
 
 async def start_server(
-    servicers: Sequence[tuple[AddFunction, Any]],
+    add: Callable[[_Servicer, grpc.aio.Server], None],
+    servicer: _Servicer,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -73,7 +69,8 @@ async def start_server(
     PacelineError with the type's name, and its traceback goes to the log here.
 
     Args:
-        servicers: pairs of (generated add_XServicer_to_server, servicer with `async def` methods).
+        add: the generated add_XServicer_to_server.
+        servicer: with `async def` methods.
         host: address to bind to.
         port: port to bind to.
         token: what every call must carry; empty lets everybody in, on loopback only.
@@ -103,8 +100,7 @@ async def start_server(
     )
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    for add, servicer in servicers:
-        add(servicer, server)
+    add(servicer, server)
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
@@ -143,7 +139,7 @@ def _port_taken(
     )
 
 
-class _Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class _Door(grpc.aio.ServerInterceptor):
     """Wraps every method but health: checks the token, maps errors, opens a span where the caller is traced."""
 
     def __init__(self, token: str) -> None:
@@ -180,23 +176,11 @@ class _Guard:
 
 
 def _wrap(handler: Any, guard: _Guard) -> Any:
+    """The handler with the guard around its method; no method of the protocol takes a stream of requests."""
+    codecs = handler.request_deserializer, handler.response_serializer
     if handler.response_streaming:
-        inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_stream_rpc_method_handler
-        )
-        method: Any = _guard_stream(inner, guard)
-    else:
-        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
-        make = (
-            grpc.stream_unary_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-        method = _guard_unary(inner, guard)
-    return make(method, handler.request_deserializer, handler.response_serializer)
+        return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, guard), *codecs)
+    return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, guard), *codecs)
 
 
 def _guard_unary(inner: Any, guard: _Guard) -> Callable[[Any, Any], Awaitable[Any]]:

@@ -44,6 +44,14 @@ class ServiceContext:
         self._spawned.append(task)
         return task
 
+    async def stopping_or(self, work: asyncio.Future[Any]) -> None:
+        """Returns when `work` is done or the service is asked to stop, whichever comes first."""
+        asked = asyncio.create_task(self.stopping.wait(), name="stopping")
+        try:
+            await asyncio.wait({asked, work}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+
     def stop(self, reason: str) -> None:
         """Asks main to return."""
         if not self.stopping.is_set():
@@ -59,14 +67,14 @@ class ServiceContext:
 Main = Callable[[ServiceContext], Awaitable[None]]
 
 
-def run_service(main: Main, *, name: str, log_level: str = "INFO", grace_s: float = 15.0) -> int:
+def run_service(main: Main, *, name: str, grace_s: float = 15.0) -> int:
     """Runs `main` to its end and returns the process's exit code: 0, or after an error, which is logged, that of `core.errors.exit_code`.
 
     SIGTERM and SIGINT set `context.stopping`; main should then return. After `grace_s` seconds, or at a second signal, it is
     cancelled. The deferred steps run in every case.
     """
     die_with_parent()
-    setup_logging(name, log_level)
+    setup_logging(name)
     try:
         asyncio.run(_serve(main, name, grace_s))
     except BaseExceptionGroup as group:

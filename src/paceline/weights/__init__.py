@@ -1,1 +1,1 @@
-"""Who holds which part of which tensor, what has to move where, and how to prove that it arrived."""
+"""Which part of which tensor lies where, what must move in a weight push, and the proof that it arrived."""

@@ -60,7 +60,6 @@ def encode_prompt_group(group: PromptGroup) -> bytes:
             "seeds": group.seeds,
             "policy": pack_policy(group.policy),
             "context": pack_context(group.context),
-            "attempt": group.attempt,
         },
     )
 
@@ -87,7 +86,6 @@ def decode_prompt_group(
         seeds=seeds,
         policy=read_policy(fields),
         context=read_context(fields),
-        attempt=fields.integer("attempt"),
     )
 
 
@@ -107,7 +105,6 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             "sampling": pack_sampling(trajectory.sampling),
             "seed": trajectory.seed,
             "server_id": trajectory.server_id,
-            "attempt": trajectory.attempt,
             "seconds": trajectory.seconds,
         },
     )
@@ -146,7 +143,6 @@ def decode_trajectory(
         sampling=read_sampling(fields),
         seed=fields.integer("seed", maximum=_MAX_SEED),
         server_id=fields.name("server_id"),
-        attempt=fields.integer("attempt"),
         seconds=fields.number("seconds", minimum=0.0),
     )
 
@@ -177,7 +173,6 @@ def encode_trajectory_header(header: TrajectoryHeader) -> bytes:
             "num_response_tokens": header.num_response_tokens,
             "finish_reason": header.finish_reason.value,
             "server_id": header.server_id,
-            "attempt": header.attempt,
             "seconds": header.seconds,
             "context": pack_context(header.context),
         },
@@ -200,7 +195,6 @@ def decode_trajectory_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) ->
         num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=limits.max_tokens),
         finish_reason=read_choice(fields, "finish_reason", FinishReason),
         server_id=fields.name("server_id"),
-        attempt=fields.integer("attempt"),
         seconds=fields.number("seconds", minimum=0.0),
         context=read_context(fields),
     )
@@ -219,7 +213,6 @@ def encode_scored_header(header: ScoredHeader) -> bytes:
             "num_response_tokens": header.num_response_tokens,
             "finish_reason": header.finish_reason.value,
             "server_id": header.server_id,
-            "attempt": header.attempt,
             "generation_s": header.generation_s,
             "reward": header.reward,
             "components": dict(header.components),
@@ -251,7 +244,6 @@ def decode_scored_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> Sco
         num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=limits.max_tokens),
         finish_reason=read_choice(fields, "finish_reason", FinishReason),
         server_id=fields.name("server_id"),
-        attempt=fields.integer("attempt"),
         generation_s=fields.number("generation_s", minimum=0.0),
         reward=reward,
         components=fields.numbers("components"),

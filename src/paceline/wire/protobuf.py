@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 
-from paceline.core.batch import BatchRow
 from paceline.core.errors import InvalidMessageError
-from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.scoring import ScoreItem, ScoreResult
-from paceline.rpc.v1 import common_pb2, learner_pb2, reward_pb2
+from paceline.rpc.v1 import common_pb2, reward_pb2
 from paceline.wire.fields import plain_problem, reject
 from paceline.wire.limits import DEFAULT_LIMITS
 
@@ -34,57 +32,6 @@ def policy_tag_from_proto(message: common_pb2.PolicyTag) -> PolicyTag:
             "PolicyTag", "out_of_range", f"digest {digest[:40]!r}, wanted 16 lower-case hexadecimal digits"
         )
     return PolicyTag(version=message.version, digest=digest)
-
-
-def batch_row_to_proto(row: BatchRow) -> learner_pb2.BatchRow:
-    """A batch row as a message."""
-    return learner_pb2.BatchRow(
-        trajectory_id=str(row.trajectory_id),
-        blob_key=row.blob_key,
-        reward=row.reward,
-        num_prompt_tokens=row.num_prompt_tokens,
-        num_response_tokens=row.num_response_tokens,
-        prompt_id=row.trajectory_id.prompt_id,
-        greedy_score=row.greedy_score,
-    )
-
-
-def batch_row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
-    """Reads a batch row.
-
-    Raises:
-        InvalidMessageError: an id that is none, a reward or greedy score that is not finite, a length below 1.
-    """
-    try:
-        trajectory_id = TrajectoryId.parse(message.trajectory_id)
-    except ValueError as error:
-        raise InvalidMessageError(
-            f"invalid BatchRow: trajectory_id {message.trajectory_id[:80]!r} is not PURPOSE:STEP:PROMPT:SAMPLE",
-            reason="out_of_range",
-        ) from error
-    if message.prompt_id != trajectory_id.prompt_id:
-        reject("BatchRow", "inconsistent", f"prompt_id {message.prompt_id} in {trajectory_id}")
-    if not message.blob_key:
-        reject("BatchRow", "missing_field", f"{trajectory_id} has no blob_key")
-    if not math.isfinite(message.reward):
-        reject("BatchRow", "not_finite", f"{trajectory_id} has the reward {message.reward}")
-    greedy_score = message.greedy_score if message.HasField("greedy_score") else None
-    if greedy_score is not None and not math.isfinite(greedy_score):
-        reject("BatchRow", "not_finite", f"{trajectory_id} has the greedy score {greedy_score}")
-    if message.num_prompt_tokens < 1 or message.num_response_tokens < 1:
-        reject(
-            "BatchRow",
-            "out_of_range",
-            f"{trajectory_id} has {message.num_prompt_tokens} prompt and {message.num_response_tokens} response tokens",
-        )
-    return BatchRow(
-        trajectory_id=trajectory_id,
-        blob_key=message.blob_key,
-        reward=message.reward,
-        num_prompt_tokens=message.num_prompt_tokens,
-        num_response_tokens=message.num_response_tokens,
-        greedy_score=greedy_score,
-    )
 
 
 def score_item_to_proto(item: ScoreItem) -> reward_pb2.ScoreItem:

@@ -1,6 +1,6 @@
 """The journal: what happened, in order, written before it takes effect.
 
-Every event is one JSON line of events.jsonl in the run directory and part of an entry of the run's journal stream:
+Every event is one JSON line of events.jsonl in the run directory:
 `{"n": 17, "time": 1763690000.1, "event": "trajectory", "step": 3, ...}`. `n` counts without gaps within one file.
 """
 
@@ -12,50 +12,33 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
-from paceline.broker import names
-from paceline.broker.base import Broker, Outgoing
 from paceline.core.clock import Clock
 
 Event = Mapping[str, Any]
 
 
 class Journal:
-    """Appends events to the file, then to the stream.
+    """Appends events to the file, with one unbuffered write per call: a killed process loses no event whose effect was seen."""
 
-    The file is the record; it is written with one unbuffered write per call, so that a killed process loses no event whose effect was seen.
-    """
-
-    def __init__(self, path: Path, broker: Broker, run_id: str, clock: Clock) -> None:
-        self._broker, self._stream, self._clock = broker, names.journal(run_id), clock
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._clock = clock
         path.parent.mkdir(parents=True, exist_ok=True)
         self._next = _count_lines(path)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-
-    @property
-    def position(self) -> int:
-        """The number that the next event gets."""
-        return self._next
 
     async def record(self, event: str, **fields: object) -> None:
         """Appends one event."""
         await self.record_all([{"event": event, **fields}])
 
     async def record_all(self, events: Iterable[Event]) -> None:
-        """Appends several events: one write to the file, one entry in the stream."""
-        stamped = []
+        """Appends several events in one write."""
+        lines = []
         for event in events:
-            stamped.append({"n": self._next, "time": round(self._clock.wall(), 6), **event})
+            stamped = {"n": self._next, "time": round(self._clock.wall(), 6), **event}
+            lines.append(json.dumps(stamped, separators=(",", ":"), default=str) + "\n")
             self._next += 1
-        if not stamped:
-            return
-        os.write(
-            self._file,
-            "".join(json.dumps(e, separators=(",", ":"), default=str) + "\n" for e in stamped).encode(),
-        )
-        payload: bytes = msgpack.packb(json.loads(json.dumps(stamped, default=str)))
-        await self._broker.append([Outgoing(stream=self._stream, payload=payload)])
+        if lines:
+            os.write(self._file, "".join(lines).encode())
 
     def close(self) -> None:
         """Closes the file."""

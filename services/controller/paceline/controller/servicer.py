@@ -1,79 +1,64 @@
-"""ControllerService: how members come in and stay, and how people look on."""
+"""ControllerService: members register, report and leave; people ask for the status, follow the run and stop it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 
-from paceline.config.run import RunConfig
-from paceline.controller.events import EventHub
-from paceline.controller.fleet.supervisor import FleetWatch
-from paceline.controller.run.sequencer import Progress
+from paceline.controller.events import EndEvent, Event, NoticeEvent, PhaseEvent, StepEvent
+from paceline.controller.fleet.membership import Member
+from paceline.controller.fleet.supervisor import Supervisor
+from paceline.controller.progress import Progress, Run
 from paceline.core.errors import InvalidMessageError
-from paceline.core.members import MemberKind
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import common_pb2, controller_pb2, controller_pb2_grpc
-
-_KINDS = {
-    common_pb2.MEMBER_KIND_ROLLOUT: MemberKind.ROLLOUT,
-    common_pb2.MEMBER_KIND_LEARNER: MemberKind.LEARNER,
-    common_pb2.MEMBER_KIND_REWARD: MemberKind.REWARD,
-}
-_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+from paceline.wire.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
 
 
 class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
-    """Answers members and onlookers.
+    """Answers members and people.
 
     Args:
         resume_from: checkpoint folder that the learner loads before it serves; "" for none.
-        stop: called with a reason when somebody asks for the run's end.
+        stop: called with the reason when a client asks to end the run.
     """
 
     def __init__(
         self,
+        run: Run,
+        progress: Progress,
+        supervisor: Supervisor,
         *,
-        config: RunConfig,
-        run_id: str,
-        run_dir: str,
         broker_url: str,
         resume_from: str,
-        fleet: FleetWatch,
-        progress: Progress,
-        hub: EventHub,
         stop: Callable[[str], None],
     ) -> None:
-        self._config, self._run_id, self._run_dir, self._broker_url = config, run_id, run_dir, broker_url
-        self._config_json = config.model_dump_json()
-        self._resume_from, self._fleet, self._progress, self._hub, self._stop = (
-            resume_from,
-            fleet,
-            progress,
-            hub,
-            stop,
-        )
+        self._run, self._progress, self._supervisor = run, progress, supervisor
+        self._broker_url, self._resume_from, self._stop = broker_url, resume_from, stop
+        self._config_json = run.config.model_dump_json()
         self._over = asyncio.Event()
 
     def end(self) -> None:
-        """From now on heartbeats tell members to leave."""
+        """Makes the answers to heartbeats tell members to leave."""
         self._over.set()
 
     async def Register(
-        self, request: controller_pb2.RegisterRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.RegisterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.RegisterResponse:
-        """Takes a member in and tells it all it needs."""
-        kind = _KINDS.get(request.kind)
-        if kind is None or not request.member_id or not request.incarnation:
+        """Adds a member to the fleet and returns all that it needs to know of the run."""
+        kind = member_kind_from_proto(request.kind)
+        if not request.member_id or not request.incarnation:
             raise InvalidMessageError(
-                f"a member must name its kind, id and incarnation; got kind {request.kind}, id {request.member_id!r}, "
+                f"a member must name its id and incarnation; got id {request.member_id!r}, "
                 f"incarnation {request.incarnation!r}",
                 reason="incomplete_registration",
             )
-        await self._fleet.apply(
-            self._fleet.fleet.register(
+        await self._supervisor.apply(
+            self._supervisor.fleet.register(
                 kind=kind,
                 member_id=request.member_id,
                 incarnation=request.incarnation,
@@ -82,63 +67,69 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             )
         )
         return controller_pb2.RegisterResponse(
-            run_id=self._run_id,
-            run_dir=self._run_dir,
+            run_id=self._run.id,
+            run_dir=str(self._run.dir),
             config_json=self._config_json,
             broker_url=self._broker_url,
             resume_from=self._resume_from,
-            heartbeat_s=self._config.service.heartbeat_s,
+            heartbeat_s=self._run.config.service.heartbeat_s,
         )
 
     async def Heartbeat(
-        self, request: controller_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.HeartbeatResponse:
         """Notes a sign of life."""
+        member = self._supervisor.fleet.get(request.member_id)
+        if member is None:
+            return controller_pb2.HeartbeatResponse(known=False, run_over=self._over.is_set())
+        # A member that reports why it ends need not have a state any more.
+        only_failure = request.failure and not request.state
+        state = None if only_failure else member_state_from_word(member.kind, request.state)
         policy = None
         if request.HasField("policy") and request.policy.digest:
             policy = PolicyTag(version=request.policy.version, digest=request.policy.digest)
-        known, changes = self._fleet.fleet.heartbeat(
+        known, changes = self._supervisor.fleet.heartbeat(
             request.member_id,
             request.incarnation,
-            state=request.state,
+            state=state,
             policy=policy,
             in_flight=request.in_flight,
             failure=request.failure,
         )
-        await self._fleet.apply(changes)
+        await self._supervisor.apply(changes)
         return controller_pb2.HeartbeatResponse(known=known, run_over=self._over.is_set())
 
     async def Leave(
-        self, request: controller_pb2.LeaveRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.LeaveRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.LeaveResponse:
-        """Lets a member go."""
-        await self._fleet.apply(
-            self._fleet.fleet.leave(request.member_id, request.incarnation, request.reason)
+        """Notes that a member leaves."""
+        await self._supervisor.apply(
+            self._supervisor.fleet.leave(request.member_id, request.incarnation, request.reason)
         )
         return controller_pb2.LeaveResponse()
 
     async def GetStatus(
-        self, request: controller_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.GetStatusResponse:
         """What the run is doing now."""
         progress, now = self._progress, time.monotonic()
         members = [
             controller_pb2.MemberStatus(
                 member_id=member.member_id,
-                kind=_NUMBERS[member.kind],
-                state=member.state if member.usable else member.health.value,
+                kind=member_kind_to_proto(member.kind),
+                state=_status_word(member),
                 address=member.address,
                 policy=_tag(member.policy),
                 seconds_since_heartbeat=now - member.last_heard,
                 in_flight=member.in_flight,
             )
-            for member in self._fleet.fleet.members()
+            for member in self._supervisor.fleet.members()
         ]
         return controller_pb2.GetStatusResponse(
-            run_id=self._run_id,
-            run_dir=self._run_dir,
+            run_id=self._run.id,
+            run_dir=str(self._run.dir),
             step=progress.step,
-            total_steps=self._config.trainer.total_steps,
+            total_steps=self._run.config.trainer.total_steps,
             phase=progress.phase.value,
             seconds_in_phase=now - progress.phase_began,
             policy=_tag(progress.policy),
@@ -149,18 +140,41 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         )
 
     async def Watch(
-        self, request: controller_pb2.WatchRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[controller_pb2.WatchEvent]:
         """Events until the run ends."""
-        async for event in self._hub.watch(request.from_step):
-            yield event
+        async for event in self._run.events.follow(request.from_step):
+            yield _event_to_proto(event)
 
     async def StopRun(
-        self, request: controller_pb2.StopRunRequest, context: grpc.aio.ServicerContext
+        self, request: controller_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.StopRunResponse:
-        """Ends the run in order."""
+        """Requests an orderly end of the run."""
         self._stop(request.reason or "asked to stop")
         return controller_pb2.StopRunResponse()
+
+
+def _event_to_proto(event: Event) -> controller_pb2.WatchEvent:
+    match event:
+        case PhaseEvent():
+            phase = controller_pb2.PhaseEvent(
+                step=event.step, phase=event.phase, admitted=event.admitted, wanted=event.wanted
+            )
+            return controller_pb2.WatchEvent(phase=phase)
+        case StepEvent():
+            return controller_pb2.WatchEvent(
+                step=controller_pb2.StepEvent(step=event.step, metrics=event.metrics)
+            )
+        case NoticeEvent():
+            return controller_pb2.WatchEvent(notice=controller_pb2.NoticeEvent(message=event.message))
+        case EndEvent():
+            return controller_pb2.WatchEvent(end=controller_pb2.EndEvent(ok=event.ok, message=event.message))
+
+
+def _status_word(member: Member) -> str:
+    if not member.usable:
+        return member.health.value
+    return member.state.value if member.state else "registered"
 
 
 def _tag(policy: PolicyTag | None) -> common_pb2.PolicyTag | None:

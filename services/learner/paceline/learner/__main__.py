@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
 
-from paceline.learner.app import LearnerApp, Options, run_follower
+from paceline.core.members import MemberKind
+from paceline.learner.app import LearnerApp, run_follower
 from paceline.learner.distributed.ranks import RankEnvironment
-from paceline.service.runtime import ServiceContext, run_service
+from paceline.service.member import MemberOptions, run_member
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Reads the command line and the rank's environment and serves; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="paceline.learner", description="One rank of the learner: FSDP2 training behind gRPC."
-    )
-    parser.add_argument(
-        "--controller", required=True, metavar="HOST:PORT", help="where the run's controller listens"
-    )
-    parser.add_argument("--member-id", required=True, help="the group's name in the run, say learner-0")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address that rank 0 listens on (default: %(default)s)"
-    )
-    parser.add_argument("--port", type=int, default=0, help="port that rank 0 listens on; 0: any free one")
-    arguments = parser.parse_args(argv)
-    options = Options(
-        controller=arguments.controller,
-        member_id=arguments.member_id,
-        host=arguments.host,
-        port=arguments.port,
+    options = MemberOptions.parse(
+        arguments,
+        prog="python -m paceline.learner",
+        description="One rank of a run's learner: FSDP2 training behind gRPC. Only rank 0 listens.",
     )
     environment = RankEnvironment.read()
     if environment.rank > 0:
         return run_follower(environment)
-
-    async def serve(context: ServiceContext) -> None:
-        await LearnerApp(context, options, environment).run()
-
-    return run_service(serve, name=options.member_id)
+    return run_member(
+        lambda session: LearnerApp(session, environment).run(),
+        options,
+        kind=MemberKind.LEARNER,
+        num_ranks=environment.world_size,
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import json
 import logging
 import signal
 import threading
@@ -16,15 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgpack
 from torch._C._distributed_c10d import Store
 
 from paceline.broker.blobs import BlobReader
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError
-from paceline.core.members import MemberKind
 from paceline.learner import checkpoint
-from paceline.learner.distributed.command_loop import STOP, CommandQueue, Group, Handler, broadcast_bytes
+from paceline.learner.distributed.collectives import broadcast_bytes
+from paceline.learner.distributed.command_loop import STOP, CommandLoop, CommandQueue, Handler
 from paceline.learner.distributed.commands import Commands
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import (
@@ -39,29 +39,16 @@ from paceline.learner.distributed.ranks import (
 from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2_grpc
-from paceline.service import telemetry
-from paceline.service.controller_link import ControllerLink, MemberReport
-from paceline.service.grpc_server import start_server
+from paceline.service.controller_link import MemberReport
 from paceline.service.logs import set_level, setup_logging
-from paceline.service.process import die_with_parent, env_token
-from paceline.service.runtime import ServiceContext
+from paceline.service.member import MemberSession
+from paceline.service.process import die_with_parent
 
 log = logging.getLogger(__name__)
 
-_REGISTER_S = 60.0
 _STOP_S = 5.0
 _FIRST_WAIT_S = 120.0
 _GROUP_KEY = "paceline/group"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """The command line."""
-
-    controller: str
-    member_id: str
-    host: str = "127.0.0.1"
-    port: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,20 +62,14 @@ class Assignment:
 
     def to_bytes(self) -> bytes:
         """For the other ranks. It carries the broker's password, so it goes over the group and not into its store."""
-        packed: bytes = msgpack.packb(
-            [
-                self.config.model_dump_json(),
-                self.broker_url,
-                str(self.resume_from) if self.resume_from else "",
-                self.publish_host,
-            ]
-        )
-        return packed
+        resume_from = str(self.resume_from) if self.resume_from else ""
+        fields = [self.config.model_dump_json(), self.broker_url, resume_from, self.publish_host]
+        return json.dumps(fields).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Assignment:
         """Reads what `to_bytes` wrote."""
-        config, broker_url, resume_from, publish_host = msgpack.unpackb(data)
+        config, broker_url, resume_from, publish_host = json.loads(data)
         return cls(
             config=RunConfig.model_validate_json(config),
             broker_url=broker_url,
@@ -100,58 +81,32 @@ class Assignment:
 class LearnerApp:
     """Rank 0's process."""
 
-    def __init__(self, context: ServiceContext, options: Options, environment: RankEnvironment) -> None:
-        self._context, self._options, self._environment = context, options, environment
+    def __init__(self, session: MemberSession, environment: RankEnvironment) -> None:
+        self._session, self._environment = session, environment
         self._queue = CommandQueue()
-        self._link: ControllerLink | None = None
-        self._servicer = LearnerServicer(self._queue, self._changed)
+        self._servicer = LearnerServicer(self._queue, session.poke)
 
     async def run(self) -> None:
         """Serves until the run is over or a signal comes.
 
         Raises:
-            PacelineError: the group failed; the controller has been told.
+            PacelineError: the group failed.
         """
-        context, options, token = self._context, self._options, env_token()
-        service = (learner_pb2_grpc.add_LearnerServiceServicer_to_server, self._servicer)
-        server = await start_server([service], host=options.host, port=options.port, token=token)
-        context.defer("gRPC server", server.stop)
-        link = ControllerLink(
-            options.controller,
-            kind=MemberKind.LEARNER,
-            member_id=options.member_id,
-            address=server.address,
-            num_ranks=self._environment.world_size,
-            token=token,
+        registration = await self._session.join(
+            learner_pb2_grpc.add_LearnerServiceServicer_to_server, self._servicer, self._report
         )
-        context.defer("connection to the controller", link.close)
-        registration = await link.register(_REGISTER_S)
-        self._link, config = link, registration.config
-        set_level(config.telemetry.log_level)
-        telemetry.setup(
-            "learner",
-            run_dir=registration.run_dir,
-            otlp_endpoint=config.telemetry.otlp_endpoint,
-            instance=options.member_id,
-        )
-        heartbeats = context.spawn("heartbeats", self._heartbeats(link))
-        context.defer("goodbye to the controller", lambda: link.leave("stopped"))
         assignment = Assignment(
-            config=config,
+            config=registration.config,
             broker_url=registration.broker_url,
             resume_from=registration.resume_from,
-            publish_host=server.address.rpartition(":")[0],
+            publish_host=self._session.link.address.rpartition(":")[0],
         )
         training = self._start_training(assignment)
-        stopped = asyncio.create_task(context.stopping.wait(), name="stopping")
-        try:
-            await asyncio.wait({heartbeats, training, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if training.done():
-                await self._end_with(training, link)
-            else:
-                await self._stop(training)
-        finally:
-            stopped.cancel()
+        await self._session.context.stopping_or(training)
+        if training.done():
+            training.result()
+        else:
+            await self._stop(training)
 
     def _start_training(self, assignment: Assignment) -> asyncio.Future[None]:
         """The thread that alone touches torch; a daemon, so that a collective which never ends cannot hold the process."""
@@ -182,30 +137,14 @@ class LearnerApp:
         threading.Thread(target=work, name="training", daemon=True).start()
         return done
 
-    async def _end_with(self, training: asyncio.Future[None], link: ControllerLink) -> None:
-        error = training.exception()
-        if error is None or self._context.stopping.is_set():
-            return
-        words = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-        await link.fail(words)
-        raise error
-
     async def _stop(self, training: asyncio.Future[None]) -> None:
         self._queue.submit(STOP, {})
         await asyncio.wait({training}, timeout=_STOP_S)
         if not training.done():
             log.warning("the group did not stop within %g s; its ranks end with this process", _STOP_S)
 
-    async def _heartbeats(self, link: ControllerLink) -> None:
-        await link.run(self._report)
-        self._context.stop("the run is over")
-
     def _report(self) -> MemberReport:
-        return MemberReport(state=self._servicer.state.value, policy=self._servicer.policy)
-
-    def _changed(self) -> None:
-        if self._link is not None:
-            self._link.poke()
+        return MemberReport(state=self._servicer.state, policy=self._servicer.policy)
 
 
 def lead(
@@ -218,10 +157,8 @@ def lead(
     settings = assignment.config.learner
     store = open_store(environment, settings.collective_timeout_s)
     # The others know only the store's address; what the group is made of must be there before the group.
-    store.set(
-        _GROUP_KEY,
-        msgpack.packb([settings.device, settings.devices, settings.threads, settings.collective_timeout_s]),
-    )
+    group = [settings.device, settings.devices, settings.threads, settings.collective_timeout_s]
+    store.set(_GROUP_KEY, json.dumps(group))
     _serve(environment, store, assignment, queue, ready)
 
 
@@ -252,7 +189,7 @@ def _serve(
     queue: CommandQueue | None,
     ready: Callable[[Learner], None],
 ) -> None:
-    device_word, devices, threads, timeout_s = msgpack.unpackb(store.get(_GROUP_KEY))
+    device_word, devices, threads, timeout_s = json.loads(store.get(_GROUP_KEY))
     use_threads(threads, environment)
     device = choose_device(device_word, environment, tuple(devices) if devices else None)
     ranks = form_group(environment, store, device, timeout_s)
@@ -278,7 +215,7 @@ def _serve(
             ready(learner)
             return Commands(learner, blobs, publisher).table
 
-        Group(ranks, load, queue).run()
+        CommandLoop(ranks, load, queue).run()
     leave_group()
 
 
@@ -291,10 +228,10 @@ def _build(assignment: Assignment, ranks: Ranks) -> Learner:
     return learner
 
 
-def run_follower(environment: RankEnvironment, *, log_level: str = "INFO") -> int:
+def run_follower(environment: RankEnvironment) -> int:
     """The main function of every rank but 0; returns the exit code."""
     die_with_parent()
-    setup_logging(f"learner-rank{environment.rank}", log_level)
+    setup_logging(f"learner-rank{environment.rank}")
     try:
         follow(environment)
     except PacelineError as error:

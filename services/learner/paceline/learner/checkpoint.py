@@ -1,9 +1,9 @@
 """Checkpoints: every rank writes its shards (torch.distributed.checkpoint), rank 0 writes the manifest last.
 
-    folder/__R_N.distcp, .metadata    sharded tensors: networks, optimizers, random state; loadable by any number of ranks
-    folder/manifest.json              what commits the whole: without it the folder is no checkpoint
+    folder/__R_N.distcp, .metadata    networks, optimizers, random state; any number of ranks can load them
+    folder/manifest.json              commits the checkpoint: without it the folder is none
 
-The metadata file is a pickle, as torch makes it: load checkpoints of your own runs only.
+torch's metadata file is a pickle: load checkpoints of your own runs only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from paceline.core.errors import CheckpointError
-from paceline.learner.distributed.command_loop import attempt
+from paceline.learner.distributed.collectives import agree, attempt
 from paceline.learner.model.loading import as_fsdp, state_by_name
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.trainable import Trainable
@@ -31,12 +31,18 @@ from paceline.service.process import write_atomically
 MANIFEST = "manifest.json"
 SCHEMA = 1
 POLICY = "actor"
+"""Name of the policy's tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself. `controller_state` is the controller's own JSON; `kl` the KL controller's state;
-    `histories` the guard's running medians (none in checkpoints of before there was one)."""
+    """What a checkpoint holds.
+
+    Attributes:
+        kl: state of the KL controller.
+        controller_state: the controller's own JSON.
+        histories: the guard's running medians; empty in checkpoints older than the guard.
+    """
 
     step: int
     world_size: int
@@ -67,17 +73,17 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Of a checkpoint folder.
+        """The manifest of a checkpoint folder.
 
         Raises:
-            CheckpointError: there is none, or it is of another kind.
+            CheckpointError: the folder has none, or one that this version cannot read.
         """
         path = folder / MANIFEST
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise CheckpointError(
-                f"{folder} is no complete checkpoint ({MANIFEST}: {error.strerror}); name one that has a manifest"
+                f"{folder} is no complete checkpoint ({MANIFEST}: {error.strerror}); name one with a manifest"
             ) from error
         except json.JSONDecodeError as error:
             raise CheckpointError(f"{path} is not JSON: {error}; use another checkpoint") from error
@@ -99,66 +105,61 @@ class Manifest:
 
 
 def save(learner: Learner, folder: Path, *, step: int, controller_state: bytes) -> None:
-    """Writes a checkpoint; every rank calls it alike. A folder that holds this step already is left as it is.
+    """Writes a checkpoint; every rank calls it. A folder that already holds this step stays as it is.
 
-    Raises:
-        CommandError: of CheckpointError, where the step is not the learner's or writing failed; nothing has changed.
+    Raises: CommandError: of CheckpointError: the step is not the learner's, or writing failed; the learner
+        has not changed.
     """
     ranks = learner.ranks
-    plain_state: Any = None
-
-    def prepare() -> bool:
-        nonlocal plain_state
-        try:
-            plain_state = json.loads(controller_state or b"null")
-        except ValueError as error:
-            raise CheckpointError(f"the controller's state is not JSON: {error}") from error
-        if step != learner.version:
-            raise CheckpointError(
-                f"a checkpoint of step {step} was asked for, the learner is at {learner.version}"
-            )
-        if not folder.is_absolute():
-            raise CheckpointError(
-                f"the checkpoint folder {folder} must be an absolute path, the same on every rank"
-            )
-        if (folder / MANIFEST).is_file():
-            return Manifest.read(folder).step == step
-        if ranks.rank == 0:
-            # What an attempt that was broken off has left would mix with the new files.
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        return False
-
-    if attempt(ranks, prepare):
+    manifest = attempt(ranks, lambda: _prepare(learner, folder, step, controller_state))
+    if manifest is None:
         return
-    manifest = Manifest(
+    attempt(ranks, lambda: _write_shards(learner, folder))
+    if ranks.rank == 0:
+        write_atomically(folder / MANIFEST, manifest.to_json())
+    agree(ranks, None)
+
+
+def _prepare(learner: Learner, folder: Path, step: int, controller_state: bytes) -> Manifest | None:
+    """The manifest to write into the empty folder; None where the folder already holds this step."""
+    try:
+        state = json.loads(controller_state or b"null")
+    except ValueError as error:
+        raise CheckpointError(f"the controller's state is not JSON: {error}") from error
+    if step != learner.version:
+        raise CheckpointError(
+            f"a checkpoint of step {step} was asked for, the learner is at {learner.version}"
+        )
+    if not folder.is_absolute():
+        raise CheckpointError(
+            f"the checkpoint folder {folder} must be an absolute path, the same on every rank"
+        )
+    if (folder / MANIFEST).is_file() and Manifest.read(folder).step == step:
+        return None
+    if learner.ranks.rank == 0:
+        # Files of an interrupted attempt must not mix with the new ones.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    return Manifest(
         step=step,
-        world_size=ranks.world_size,
+        world_size=learner.ranks.world_size,
         model_path=learner.config.model.path,
         has_critic=learner.critic is not None,
         kl=learner.kl_controller.state_dict(),
-        controller_state=plain_state,
+        controller_state=state,
         histories=learner.histories.state_dict(),
     )
 
-    def write() -> None:
-        try:
-            save_shards(_state(learner), checkpoint_id=folder, process_group=ranks.control)
-        except (CheckpointException, OSError) as error:
-            raise CheckpointError(
-                f"writing {folder} failed: {error}; is the disk full or read-only?"
-            ) from error
 
-    def commit() -> None:
-        if ranks.rank == 0:
-            write_atomically(folder / MANIFEST, manifest.to_json())
-
-    attempt(ranks, write)
-    attempt(ranks, commit)
+def _write_shards(learner: Learner, folder: Path) -> None:
+    try:
+        save_shards(_state(learner), checkpoint_id=folder, process_group=learner.ranks.control)
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(f"writing {folder} failed: {error}; is the disk full or read-only?") from error
 
 
 def load(learner: Learner, folder: Path) -> Manifest:
-    """Fills a learner from a checkpoint of any number of ranks; every rank calls it alike.
+    """Fills a learner from a checkpoint that any number of ranks wrote; every rank calls it.
 
     Raises:
         CheckpointError: it is incomplete or does not fit the run's configuration.
@@ -167,8 +168,8 @@ def load(learner: Learner, folder: Path) -> Manifest:
     if manifest.has_critic != (learner.critic is not None):
         has, needs = ("a", "no") if manifest.has_critic else ("no", "a")
         raise CheckpointError(
-            f"{folder} holds {has} critic, algorithm.adv_estimator={learner.config.algorithm.adv_estimator} needs {needs} critic; "
-            "resume with the configuration of the first run"
+            f"{folder} holds {has} critic, algorithm.adv_estimator={learner.config.algorithm.adv_estimator} "
+            f"needs {needs} critic; resume with the configuration of the first run"
         )
     state = _state(learner)
     try:
@@ -182,19 +183,20 @@ def load(learner: Learner, folder: Path) -> Manifest:
     return manifest
 
 
-def go_back(learner: Learner, folder: Path) -> Manifest:
-    """Fills a learner that has trained from a checkpoint of the same run, its version aside: what it holds from now on is the policy
-    of the version that it is at, under weights of an earlier step. Every rank calls it alike.
+def roll_back(learner: Learner, folder: Path) -> Manifest:
+    """Fills a learner from an earlier checkpoint of its run and keeps its version; every rank calls it.
+
+    The learner's version then names the weights of an earlier step.
 
     Raises:
-        CommandError: of CheckpointError, where there is no such checkpoint; nothing has changed.
-        CheckpointError: loading failed half way; the learner is of no use any more.
+        CommandError: of CheckpointError: there is no such checkpoint; nothing has changed.
+        CheckpointError: loading failed half-way; the learner is unusable.
     """
     attempt(learner.ranks, lambda: Manifest.read(folder))
     version = learner.version
     networks = [learner.actor.network, *([learner.critic.network] if learner.critic is not None else [])]
     for network in networks:
-        # Loading writes into the shards; what is still gathered would shadow them.
+        # Loading writes into the shards; gathered parameters would hide them.
         as_fsdp(network).reshard()
     manifest = load(learner, folder)
     learner.version = version
@@ -202,7 +204,7 @@ def go_back(learner: Learner, folder: Path) -> Manifest:
 
 
 def _state(learner: Learner) -> dict[str, dict[str, Tensor]]:
-    """Everything that is saved; loading writes into these very tensors."""
+    """Everything that is saved; loading writes into these tensors."""
     trainables: dict[str, Trainable[Any]] = {POLICY: learner.actor}
     if learner.critic is not None:
         trainables["critic"] = learner.critic

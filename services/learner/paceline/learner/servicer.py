@@ -1,45 +1,34 @@
-"""LearnerService on rank 0: checks what comes in, hands it to the group, answers; a training step only once."""
+"""LearnerService on rank 0: checks requests and queues them for the command loop; trains each step once."""
 
 from __future__ import annotations
 
 import asyncio
-import enum
+import time
 from collections.abc import Callable
 from typing import Any
 
 from paceline.core.errors import DeadlineError, ProtocolError
-from paceline.core.guard import Adjustments
+from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainOrder, TrainResult
 from paceline.learner.distributed import commands
 from paceline.learner.distributed.command_loop import CommandQueue
-from paceline.learner.distributed.commands import Description, Loaded, Published, encode_order
-from paceline.learner.train.step import StepOrder, StepResult
+from paceline.learner.distributed.commands import Description
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
 from paceline.service import telemetry
 from paceline.weights.digest.agreement import format_digest, model_digest
+from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.rendezvous import abandon
-from paceline.wire.guard import adjustments_from_proto, reading_to_proto
-from paceline.wire.protobuf import batch_row_from_proto
+from paceline.wire.training import encode_order, order_from_proto, result_to_proto
 
 _STORE_TIMEOUT_S = 10.0
-
-
-class LearnerState(enum.Enum):
-    """What the learner says of itself in heartbeats."""
-
-    LOADING = "loading"
-    READY = "ready"
-    TRAINING = "training"
-    PUBLISHING = "publishing"
-    SAVING = "saving"
-    ROLLING_BACK = "rolling back"
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     """The service's methods.
 
     Args:
-        queue: of the group.
+        queue: of the command loop.
         on_change: called when the state changes.
     """
 
@@ -50,20 +39,20 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._policy: PolicyTag | None = None
         self._store: tuple[str, int] | None = None
         self._step: int | None = None
-        self._training: asyncio.Task[StepResult] | None = None
+        self._training: asyncio.Task[TrainResult] | None = None
 
     @property
     def state(self) -> LearnerState:
-        """What it is doing."""
+        """What the learner is doing."""
         return self._state
 
     @property
     def policy(self) -> PolicyTag | None:
-        """The policy that it holds; the digest is empty until it has been published."""
+        """The policy that the learner holds; its digest is empty until the weights are published."""
         return self._policy
 
     def ready(self, version: int, command_timeout_s: float) -> None:
-        """The group is loaded, at `version`."""
+        """Opens the service: every rank has loaded its part, at `version`."""
         self._policy = PolicyTag(version=version, digest="")
         self._command_timeout_s = command_timeout_s
         self._enter(LearnerState.READY)
@@ -71,21 +60,21 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def DescribeWeights(
         self, request: learner_pb2.DescribeLearnerWeightsRequest, context: Any
     ) -> learner_pb2.DescribeLearnerWeightsResponse:
-        """Layouts of the ranks and the rendezvous."""
-        found: Description = await self._run(commands.DESCRIBE, {})
-        self._store = found.store_host, found.store_port
+        """Reports the layouts of the ranks and where the weight group meets."""
+        description: Description = await self._run(commands.DESCRIBE, {})
+        self._store = description.store_host, description.store_port
         return learner_pb2.DescribeLearnerWeightsResponse(
-            rank_layouts=found.rank_layouts,
-            store_host=found.store_host,
-            store_port=found.store_port,
-            version=found.version,
-            device=found.device,
+            rank_layouts=description.rank_layouts,
+            store_host=description.store_host,
+            store_port=description.store_port,
+            version=description.version,
+            device=description.device,
         )
 
     async def JoinWeightGroup(
         self, request: learner_pb2.JoinLearnerGroupRequest, context: Any
     ) -> learner_pb2.JoinLearnerGroupResponse:
-        """Forms the weight group with the rollout servers."""
+        """Joins the weight group of the rollout servers."""
         await self._run(commands.JOIN, {"spec": request.spec})
         return learner_pb2.JoinLearnerGroupResponse()
 
@@ -93,34 +82,26 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self, request: learner_pb2.PublishWeightsRequest, context: Any
     ) -> learner_pb2.PublishWeightsResponse:
         """Sends the weights that the learner holds."""
-        pushed: Published = await self._run(
+        receipt: PushReceipt = await self._run(
             commands.PUBLISH, {"version": request.version}, LearnerState.PUBLISHING
         )
-        result = pushed.result
-        digest = format_digest(model_digest([result.digests]))
-        self._policy = PolicyTag(version=result.version, digest=digest)
-        return learner_pb2.PublishWeightsResponse(
-            digests=result.digests.to_bytes(),
-            digest=digest,
-            bytes_sent=pushed.bytes_sent,
-            transfer_ms=result.transfer_ms,
-            digest_ms=result.digest_ms,
-            peak_extra_bytes=pushed.peak_extra_bytes,
-        )
+        digest = format_digest(model_digest(receipt.reports))
+        self._policy = PolicyTag(version=receipt.version, digest=digest)
+        return learner_pb2.PublishWeightsResponse(receipt=receipt.to_bytes())
 
     async def LeaveWeightGroup(
         self, request: learner_pb2.LeaveLearnerGroupRequest, context: Any
     ) -> learner_pb2.LeaveLearnerGroupResponse:
-        """Cuts the weight group."""
+        """Leaves the weight group."""
         await self._run(commands.LEAVE, {})
         return learner_pb2.LeaveLearnerGroupResponse()
 
     async def AbandonPush(
         self, request: learner_pb2.AbandonPushRequest, context: Any
     ) -> learner_pb2.AbandonPushResponse:
-        """Frees who waits for a lost member. Goes past the queue, whose thread is one that waits."""
+        """Frees ranks that wait for a lost member; bypasses the queue, whose thread may wait itself."""
         if self._store is None:
-            raise ProtocolError("no weight group was ever described, so there is no join or push to call off")
+            raise ProtocolError("no weight group was ever described, so there is no join or push to abandon")
         host, port = self._store
         await asyncio.to_thread(
             abandon, host, port, epoch=request.epoch, lost=request.lost, timeout_s=_STORE_TIMEOUT_S
@@ -130,33 +111,21 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def TrainStep(
         self, request: learner_pb2.TrainStepRequest, context: Any
     ) -> learner_pb2.TrainStepResponse:
-        """One training step. The same step again gets the first call's result, finished or still under way."""
+        """Trains one step. A repeated call for the same step gets the first call's result."""
         self._require_ready()
         if self._training is not None and self._step == request.step:
             result = await asyncio.shield(self._training)
         else:
-            order = StepOrder(
-                step=request.step,
-                policy=PolicyTag(version=request.policy_version, digest=request.weights_digest),
-                rows=tuple(batch_row_from_proto(row) for row in request.rows),
-                adjustments=_adjustments(request),
-            )
+            order = order_from_proto(request)
             if self._training is not None and not self._training.done():
                 raise ProtocolError(
                     f"step {request.step} was asked for while step {self._step} is still training"
                 )
             self._step = request.step
-            # The step goes on when the caller gives up: it will ask again.
+            # The step continues when the caller gives up: it will ask again.
             self._training = asyncio.create_task(self._train(order), name=f"train step {request.step}")
             result = await asyncio.shield(self._training)
-        return learner_pb2.TrainStepResponse(
-            step=result.step,
-            policy_version=result.step,
-            metrics=result.metrics,
-            update_skipped=bool(result.skip_reasons),
-            skip_reason="; ".join(dict.fromkeys(result.skip_reasons)),
-            guard_readings=[reading_to_proto(reading) for reading in result.readings],
-        )
+        return result_to_proto(result)
 
     async def SaveCheckpoint(
         self, request: learner_pb2.SaveCheckpointRequest, context: Any
@@ -167,24 +136,26 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
             "folder": request.folder,
             "controller_state": request.controller_state,
         }
-        seconds = await self._run(commands.SAVE, arguments, LearnerState.SAVING)
-        return learner_pb2.SaveCheckpointResponse(seconds=seconds)
+        began = time.monotonic()
+        await self._run(commands.SAVE, arguments, LearnerState.SAVING)
+        return learner_pb2.SaveCheckpointResponse(seconds=time.monotonic() - began)
 
     async def LoadCheckpoint(
         self, request: learner_pb2.LoadCheckpointRequest, context: Any
     ) -> learner_pb2.LoadCheckpointResponse:
-        """Goes back to a checkpoint of this run."""
+        """Rolls back to a checkpoint of this run."""
+        began = time.monotonic()
         arguments = {"folder": request.folder, "version": request.version}
-        loaded: Loaded = await self._run(commands.LOAD, arguments, LearnerState.ROLLING_BACK)
-        return learner_pb2.LoadCheckpointResponse(step=loaded.step, seconds=loaded.seconds)
+        step: int = await self._run(commands.LOAD, arguments, LearnerState.ROLLING_BACK)
+        return learner_pb2.LoadCheckpointResponse(step=step, seconds=time.monotonic() - began)
 
-    async def _train(self, order: StepOrder) -> StepResult:
+    async def _train(self, order: TrainOrder) -> TrainResult:
         with telemetry.span(
             "learner.train_step", attributes={"step": order.step, "rows": len(order.rows)}
         ) as span:
             try:
-                result: StepResult = await self._run(
-                    commands.TRAIN, encode_order(order), LearnerState.TRAINING
+                result: TrainResult = await self._run(
+                    commands.TRAIN, {"order": encode_order(order)}, LearnerState.TRAINING
                 )
             except BaseException:
                 # Nothing was trained: the same step may be asked for again.
@@ -210,7 +181,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
                 raise
             raise DeadlineError(
                 phase=name.upper(),
-                peer="the learner's ranks",
+                peer=RankRef(MemberKind.LEARNER),
                 seconds=self._command_timeout_s,
                 hint="raise learner.command_timeout_s if the work is that large",
             ) from None
@@ -226,7 +197,3 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         if state is not self._state:
             self._state = state
             self._on_change()
-
-
-def _adjustments(request: learner_pb2.TrainStepRequest) -> Adjustments:
-    return adjustments_from_proto(request.adjustments) if request.HasField("adjustments") else Adjustments()

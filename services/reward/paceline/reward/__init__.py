@@ -1,1 +1,1 @@
-"""The reward service: scores trajectories in killable worker processes or through remote services."""
+"""The reward service: scores trajectories in killable child processes or through remote services."""

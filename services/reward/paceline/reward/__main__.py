@@ -1,10 +1,24 @@
-"""`python -m paceline.reward --controller HOST:PORT`."""
+"""`python -m paceline.reward --controller HOST:PORT --member-id reward-0`."""
 
 from __future__ import annotations
 
 import sys
 
-from paceline.reward.app import main
+from paceline.core.members import MemberKind
+from paceline.reward.app import RewardService
+from paceline.service.member import MemberOptions, run_member
+from paceline.service.process import REWARD_TOKEN
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Reads the command line and serves; returns the exit code."""
+    options = MemberOptions.parse(
+        arguments,
+        prog="python -m paceline.reward",
+        description=f"A reward service of a run. The token for remote reward services comes from {REWARD_TOKEN}.",
+    )
+    return run_member(lambda session: RewardService(session).run(), options, kind=MemberKind.REWARD)
+
 
 if __name__ == "__main__":
     sys.exit(main())

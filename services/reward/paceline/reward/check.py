@@ -1,6 +1,7 @@
-"""`python -m paceline.reward.check CONFIG`: whether the configured reward functions can be called, in a process of its own.
+"""`python -m paceline.reward.check CONFIG`: whether the configured reward functions can be called.
 
-Finding a function runs the module that it lives in, which is the user's: not in the launcher, and not first when everything else is up.
+Finding a function runs the user's module. This happens in a process of its own, not in the launcher, before
+the services start.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or the exit code of what is wrong, which is logged."""
+    """Returns 0, or logs the first error and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m paceline.reward.check", description=__doc__)
     parser.add_argument("config", type=Path, help="resolved configuration of the run (YAML)")
     path: Path = parser.parse_args(arguments).config

@@ -1,9 +1,9 @@
 """The reward service's mailbox work: trajectories in, scored headers out.
 
-    trajectories mailbox -> blobs -> response texts -> gateway -> scored mailbox -> ack
+    trajectories mailbox -> blobs -> response texts -> scorer -> scored mailbox -> ack
 
-Delivery is at least once: a batch is acknowledged after its scored headers are stored, and the barrier drops repeats. Unblocked
-by: an entry in the mailbox. Deadlines: those of the gateway on every item, those of the broker on every command.
+Delivery is at least once: a batch is acknowledged after its scored headers are stored, and the barrier drops
+repeats. Unblocked by: an entry in the mailbox. Deadlines: the scorer's per item, the broker's per command.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline.broker import Broker, Entry, Mailbox, Outgoing, append_when_room, names
 from paceline.core.errors import InvalidMessageError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import ScoredHeader, TrajectoryHeader
 from paceline.data.prompts import Decoder
-from paceline.reward.scoring import Verdict, failed
+from paceline.reward.scorer import Scorer
+from paceline.reward.scores import Score, failed
 from paceline.service.telemetry import current_traceparent, span
 from paceline.wire import DEFAULT_LIMITS, decode_trajectory, decode_trajectory_header, encode_scored_header
 
@@ -29,24 +29,16 @@ _log = logging.getLogger(__name__)
 _MAX_BATCHES = 8
 
 
-class Scorer(Protocol):
-    """Who gives the verdicts; `Gateway` in service."""
-
-    async def score(self, items: Sequence[ScoreItem], *, run_id: str, step: int) -> list[Verdict]:
-        """One verdict for each item, in the items' order."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConsumerOptions:
-    """How the mailbox is worked.
+    """How the consumer takes from one mailbox and writes to the other.
 
     Args:
-        run_id: whose trajectories.
-        member_id: the consumer's name in its group, and the scorer's in the verdicts.
-        lease_s: silence after which another reward service takes over what this one holds.
+        run_id: the run whose trajectories are scored.
+        member_id: the consumer's name in its group, and the scorer's name in the scored headers.
+        lease_s: silence after which another reward service takes over the entries that this one has taken.
         max_stream_length: the scored mailbox's bound; writing waits above it.
-        room_timeout_s: how long it may wait.
+        room_timeout_s: how long writing may wait.
         max_entries: largest batch.
     """
 
@@ -59,22 +51,20 @@ class ConsumerOptions:
 
 
 class Consumer:
-    """Scores what the trajectories mailbox brings, several batches at a time."""
+    """Scores the trajectories that the mailbox delivers, several batches at a time."""
 
     def __init__(
         self, *, broker: Broker, scorer: Scorer, tokenizer: Decoder, options: ConsumerOptions
     ) -> None:
         self._broker, self._scorer, self._tokenizer, self._options = broker, scorer, tokenizer, options
         self.num_in_flight = 0
-        self.num_scored = 0
-        self.num_errors = 0
 
     async def run(self) -> None:
-        """Works until cancelled; what is not done then goes back to the mailbox.
+        """Works until cancelled; unfinished entries then go back to the mailbox.
 
         Raises:
             BrokerError, DeadlineError: the broker is gone.
-            RewardError: UNAVAILABLE, when worker processes cannot be started any more.
+            RewardError: UNAVAILABLE, when child processes cannot be started any more.
         """
         options = self._options
         box = Mailbox(
@@ -115,34 +105,32 @@ class Consumer:
             self.num_in_flight -= len(entries)
 
     async def _score(self, entries: Sequence[Entry], started: float) -> list[bytes]:
-        """The scored headers of a batch, and the payloads that could not be read as they came."""
+        """The scored headers of a batch, and the payloads that could not be read, unchanged."""
         headers: list[TrajectoryHeader] = []
         payloads: list[bytes] = []
         for entry in entries:
             try:
                 headers.append(decode_trajectory_header(entry.payload))
             except InvalidMessageError as error:
-                # Passed on as it is: the controller, whose journal it belongs in, will reject it as well.
+                # Passed on unchanged: the controller will reject it as well, and notes it in the journal.
                 _log.error("entry %s of %s: %s", entry.entry_id, entry.stream, error)
                 payloads.append(entry.payload)
         blobs = await self._broker.get_blobs([header.blob_key for header in headers])
-        # Decoding holds no locks that matter and takes long for large batches: heartbeats and leases must go on.
+        # In a thread: decoding a large batch takes long, and heartbeats and leases must go on.
         texts = await asyncio.to_thread(self._read_responses, headers, blobs)
-        verdicts = await self._judge(headers, texts)
+        scores = await self._score_texts(headers, texts)
         seconds = time.monotonic() - started
-        for header, text, verdict in zip(headers, texts, verdicts, strict=True):
-            payloads.append(encode_scored_header(self._scored(header, text, verdict, seconds)))
-        self.num_scored += len(headers)
-        self.num_errors += sum(verdict.error is not None for verdict in verdicts)
+        for header, text, score in zip(headers, texts, scores, strict=True):
+            payloads.append(encode_scored_header(self._scored_header(header, text, score, seconds)))
         return payloads
 
     def _read_responses(
         self, headers: Sequence[TrajectoryHeader], blobs: Sequence[bytes | None]
-    ) -> list[str | Verdict]:
-        """Each response's text, or the verdict on a trajectory that cannot be read."""
+    ) -> list[str | Score]:
+        """The text of each response, or the error of a trajectory that cannot be read."""
         return [self._read_response(header, blob) for header, blob in zip(headers, blobs, strict=True)]
 
-    def _read_response(self, header: TrajectoryHeader, blob: bytes | None) -> str | Verdict:
+    def _read_response(self, header: TrajectoryHeader, blob: bytes | None) -> str | Score:
         trajectory_id = str(header.trajectory_id)
         if blob is None:
             message = f"the blob {header.blob_key} is gone: its step is over, or the broker lost it"
@@ -153,16 +141,14 @@ class Consumer:
                 raise InvalidMessageError(f"it holds {trajectory.trajectory_id}", reason="inconsistent")
             token_ids: list[int] = trajectory.response_token_ids.tolist()
             return self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        except (
-            InvalidMessageError,
-            OverflowError,
-        ) as error:  # the latter from an id that the tokenizer cannot hold
+        except (InvalidMessageError, OverflowError) as error:  # the latter: an id too large for the tokenizer
             message = f"the blob {header.blob_key} cannot be read: {error}"
             return failed(trajectory_id, RewardErrorKind.UNAVAILABLE, message)
 
-    async def _judge(
-        self, headers: Sequence[TrajectoryHeader], texts: Sequence[str | Verdict]
-    ) -> list[Verdict]:
+    async def _score_texts(
+        self, headers: Sequence[TrajectoryHeader], texts: Sequence[str | Score]
+    ) -> list[Score]:
+        """One score per trajectory; those whose text could not be read keep their error."""
         items = [
             ScoreItem(
                 trajectory_id=str(header.trajectory_id),
@@ -179,10 +165,10 @@ class Consumer:
         scored = iter(await self._scorer.score(items, run_id=self._options.run_id, step=step))
         return [next(scored) if isinstance(text, str) else text for text in texts]
 
-    def _scored(
-        self, header: TrajectoryHeader, text: str | Verdict, verdict: Verdict, seconds: float
+    def _scored_header(
+        self, header: TrajectoryHeader, text: str | Score, score: Score, seconds: float
     ) -> ScoredHeader:
-        error = None if verdict.error is None else (verdict.error[0].value, verdict.error[1])
+        error = None if score.error is None else (score.error[0].value, score.error[1])
         return ScoredHeader(
             run_id=header.run_id,
             trajectory_id=header.trajectory_id,
@@ -192,10 +178,9 @@ class Consumer:
             num_response_tokens=header.num_response_tokens,
             finish_reason=header.finish_reason,
             server_id=header.server_id,
-            attempt=header.attempt,
             generation_s=header.seconds,
-            reward=verdict.reward,
-            components=verdict.components,
+            reward=score.reward,
+            components=score.components,
             reward_error=error,
             scorer=self._options.member_id,
             reward_s=seconds,

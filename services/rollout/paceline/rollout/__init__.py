@@ -1,1 +1,1 @@
-"""The rollout service: a vLLM engine behind a mailbox."""
+"""The rollout service: draws samples with an inference engine."""

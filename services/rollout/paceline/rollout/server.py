@@ -1,4 +1,4 @@
-"""A rollout server: its standing, and the order in which weights come in and the sampler opens and closes."""
+"""A rollout server: its standing, and the order in which weights arrive and the sampler closes and opens."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.core.errors import ProtocolError, VersionMismatchError
+from paceline.core.members import RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rollout import states
 from paceline.rollout.engines.base import Engine
-from paceline.rollout.engines.vllm.weight_receiver import ReceiveResult, WeightReceiver
 from paceline.rollout.sampler import Sampler
-from paceline.rollout.states import RolloutState, Standing
+from paceline.rollout.states import Standing
 from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a server works with once its engine is up."""
+    """The parts of a server whose engine is up."""
 
     engine: Engine
-    receiver: WeightReceiver
     sampler: Sampler
     join_timeout_s: float
     push_timeout_s: float
 
 
 class RolloutServer:
-    """Does what the controller orders, one order at a time.
+    """Carries out the controller's orders, one at a time.
 
     Args:
         on_change: called after every change of the standing, say to send a heartbeat.
@@ -42,7 +43,7 @@ class RolloutServer:
         self._standing = Standing()
         self._parts: Parts | None = None
         self._epoch: int | None = None
-        self._one_at_a_time = asyncio.Lock()
+        self._order_lock = asyncio.Lock()
 
     @property
     def standing(self) -> Standing:
@@ -59,82 +60,73 @@ class RolloutServer:
         self._move(states.EngineReady())
         self._parts = parts
 
-    async def describe(self) -> list[RankLayout]:
-        """What each rank of the engine needs of the weights."""
-        async with self._one_at_a_time:
-            return await self._ready().receiver.describe()
+    async def describe(self) -> tuple[RankLayout, ...]:
+        """Which part of which checkpoint tensor each rank of the engine needs."""
+        async with self._order_lock:
+            return await self._ready().engine.describe()
 
-    async def join(self, epoch: int, spec: bytes, rank_offset: int) -> None:
-        """Takes part in forming the weight group of a membership epoch; every other rank must do so meanwhile."""
-        async with self._one_at_a_time:
+    async def join(self, epoch: int, spec: WeightGroupSpec, rank_offset: int) -> None:
+        """Joins the weight group of a membership epoch; every other rank must join meanwhile."""
+        async with self._order_lock:
             parts = self._ready()
             self._epoch = None
-            await parts.receiver.join(spec, rank_offset, parts.join_timeout_s)
+            await parts.engine.join(spec, rank_offset, parts.join_timeout_s)
             self._epoch = epoch
 
     async def leave(self, epoch: int) -> None:
-        """Lets go of an epoch's weight group; one that is over already is no error."""
-        async with self._one_at_a_time:
+        """Leaves an epoch's weight group; no error if this server is not in it."""
+        async with self._order_lock:
             if self._epoch == epoch:
                 self._epoch = None
-                await self._ready().receiver.leave()
+                await self._ready().engine.leave()
 
-    async def receive(self, epoch: int, version: int) -> ReceiveResult:
-        """Closes the gate, ends what is under way, receives a version. -> SYNCING, or STALE where it fails.
+    async def receive(self, epoch: int, version: int) -> PushReceipt:
+        """Closes the sampler, aborts what is under way, receives a version. -> SYNCING, or STALE if it fails.
 
         Raises:
             VersionMismatchError: this server is not in the group of `epoch`.
-            DeadlineError, PeerLostError, WeightSyncError: the push broke off; join a new group.
+            DeadlineError, PeerLostError, WeightSyncError: the receive failed; join a new group.
         """
-        async with self._one_at_a_time:
+        async with self._order_lock:
             parts = self._ready()
             if self._epoch != epoch:
                 raise VersionMismatchError(
-                    f"this server is in weight group {self._epoch}, the push is for group {epoch}: join that one first"
+                    f"this server is in weight group {self._epoch}, the push is for group {epoch}: "
+                    "join that one first"
                 )
             self._move(states.ReceiveBegan())
             try:
                 await parts.sampler.close()
-                result = await parts.receiver.receive(version, parts.push_timeout_s)
+                receipt = await parts.engine.receive(version, parts.push_timeout_s)
             except BaseException:
-                # Also when the caller hangs up: some ranks may hold the new version and others the old one.
+                # Also if the caller hangs up: some ranks may have the new version and others the old one.
                 self._epoch = None
                 self._move(states.ReceiveFailed())
                 raise
             self._move(states.ReceiveEnded(version))
-            return result
+            return receipt
 
     async def commit(self, policy: PolicyTag) -> None:
-        """Makes the received version the policy and begins to take its prompts. SYNCING -> SERVING; may be repeated.
+        """Makes the received version the policy and opens the sampler. SYNCING -> SERVING; may be repeated.
 
         Raises:
             VersionMismatchError: another version was received, or none.
         """
-        async with self._one_at_a_time:
+        async with self._order_lock:
             parts, before = self._ready(), self._standing
             after = states.advance(before, states.Committed(policy))
             if after is before:
                 return
-            # The receive reset the prefix cache, and the gate has been closed since: nothing can be in it.
+            # The receive reset the prefix cache, and the sampler has been closed since: the cache is empty.
             self._move(states.Committed(policy))
             parts.sampler.open(policy)
 
     async def forget(self) -> None:
-        """The controller does not know this server any more: its weights count for nothing until the next push."""
-        async with self._one_at_a_time:
+        """The controller has lost this server's registration: the server is stale until the next push."""
+        async with self._order_lock:
             if self._standing.state in (RolloutState.SYNCING, RolloutState.SERVING):
                 self._move(states.Forgotten())
                 await self._ready().sampler.close()
-
-    async def drain(self) -> None:
-        """Finishes what is under way and takes no more. -> DRAINING -> LEFT; may be repeated."""
-        async with self._one_at_a_time:
-            if self._standing.state is RolloutState.LEFT:
-                return
-            self._move(states.DrainBegan())
-            if self._parts is not None:
-                await self._parts.sampler.close(finish=True)
-            self._move(states.Left())
 
     def _ready(self) -> Parts:
         if self._parts is None:

@@ -1,13 +1,12 @@
-"""RolloutService over gRPC: protobuf in, an order to the server, protobuf out."""
+"""RolloutService over gRPC: translates each call into an order to the server."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgpack
-
 from paceline.rollout.server import RolloutServer
 from paceline.rpc.v1 import rollout_pb2, rollout_pb2_grpc
+from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.wire.protobuf import policy_tag_from_proto
 
 
@@ -20,7 +19,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def DescribeWeights(
         self, request: rollout_pb2.DescribeRolloutWeightsRequest, context: Any
     ) -> rollout_pb2.DescribeRolloutWeightsResponse:
-        """What each rank needs."""
+        """Which part of which checkpoint tensor each rank needs."""
         layouts = await self._server.describe()
         return rollout_pb2.DescribeRolloutWeightsResponse(
             rank_layouts=[layout.to_bytes() for layout in layouts]
@@ -29,37 +28,26 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinRolloutGroupRequest, context: Any
     ) -> rollout_pb2.JoinRolloutGroupResponse:
-        """Forms the weight group with the others."""
-        await self._server.join(request.epoch, request.spec, request.rank_offset)
+        """Joins the weight group."""
+        spec = WeightGroupSpec.from_bytes(request.spec)
+        await self._server.join(request.epoch, spec, request.rank_offset)
         return rollout_pb2.JoinRolloutGroupResponse()
 
     async def ReceiveWeights(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
     ) -> rollout_pb2.ReceiveWeightsResponse:
-        """Takes part in a push."""
-        result = await self._server.receive(request.epoch, request.version)
-        return rollout_pb2.ReceiveWeightsResponse(
-            digests=msgpack.packb([report.to_bytes() for report in result.digests]),
-            bytes_received=result.bytes,
-            transfer_ms=result.transfer_ms,
-            digest_ms=result.digest_ms,
-            peak_extra_bytes=result.peak_extra_bytes,
-            bytes_relayed=result.relayed_bytes,
-        )
+        """Receives a version."""
+        receipt = await self._server.receive(request.epoch, request.version)
+        return rollout_pb2.ReceiveWeightsResponse(receipt=receipt.to_bytes())
 
     async def Commit(self, request: rollout_pb2.CommitRequest, context: Any) -> rollout_pb2.CommitResponse:
-        """Serves what was received."""
+        """Makes the received version the policy."""
         await self._server.commit(policy_tag_from_proto(request.policy))
         return rollout_pb2.CommitResponse()
 
     async def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveRolloutGroupRequest, context: Any
     ) -> rollout_pb2.LeaveRolloutGroupResponse:
-        """Lets go of the weight group."""
+        """Leaves the weight group."""
         await self._server.leave(request.epoch)
         return rollout_pb2.LeaveRolloutGroupResponse()
-
-    async def Drain(self, request: rollout_pb2.DrainRequest, context: Any) -> rollout_pb2.DrainResponse:
-        """Finishes and leaves."""
-        await self._server.drain()
-        return rollout_pb2.DrainResponse()

@@ -4,37 +4,29 @@
                                ^                     |  ^                      |
                                +----ReceiveFailed----+  +-----ReceiveBegan-----+
     SYNCING, SERVING --Forgotten--> STALE
-    any but LEFT --DrainBegan--> DRAINING --Left--> LEFT
 
-SERVING is entered by `Committed` alone, `Committed` is legal in SYNCING alone, and there only for the version whose push has
-been received completely: tokens are never drawn from weights that did not arrive.
+Only `Committed` leads to SERVING. It is legal in SYNCING alone, and there only for the version that has been
+received
+completely: no token is ever drawn from weights that did not arrive.
 """
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Final
 
 from paceline.core.errors import IllegalTransitionError, VersionMismatchError
+from paceline.core.members import RECEIVABLE_STATES, RolloutState
 from paceline.core.policy import PolicyTag
-
-
-class RolloutState(enum.Enum):
-    """What a rollout server is doing; the value is the word in its heartbeats."""
-
-    JOINING = "joining"
-    STALE = "stale"
-    SYNCING = "syncing"
-    SERVING = "serving"
-    DRAINING = "draining"
-    LEFT = "left"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
     """A state with the weights that go with it.
 
-    `received` is the version whose push is complete but not committed; `policy` is what tokens are drawn from.
+    `received` is the version that has been received completely but not committed; `policy` is what tokens are
+    drawn from.
     """
 
     state: RolloutState = RolloutState.JOINING
@@ -54,7 +46,7 @@ class ReceiveBegan:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveEnded:
-    """Every rank holds all of `version`."""
+    """Every rank has received all of `version`."""
 
     version: int
 
@@ -73,57 +65,55 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """The controller registered this server anew: it may have missed a version."""
+    """The controller has registered this server a second time: the server may have missed a version."""
 
 
-@dataclass(frozen=True, slots=True)
-class DrainBegan:
-    """No more work is taken."""
+Event = EngineReady | ReceiveBegan | ReceiveEnded | ReceiveFailed | Committed | Forgotten
 
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """Nothing is under way any more."""
-
-
-Event = EngineReady | ReceiveBegan | ReceiveEnded | ReceiveFailed | Committed | Forgotten | DrainBegan | Left
-
-_RECEIVABLE = (RolloutState.STALE, RolloutState.SYNCING, RolloutState.SERVING)
+_LEGAL_IN: Final[dict[type[Event], Collection[RolloutState]]] = {
+    EngineReady: (RolloutState.JOINING,),
+    ReceiveBegan: RECEIVABLE_STATES,
+    ReceiveEnded: (RolloutState.SYNCING,),
+    ReceiveFailed: (RolloutState.SYNCING,),
+    Committed: (RolloutState.SYNCING,),
+    Forgotten: (RolloutState.SYNCING, RolloutState.SERVING),
+}
 
 
 def advance(standing: Standing, event: Event) -> Standing:
-    """The standing after `event`.
+    """The standing after `event`; a repeated commit returns the same object.
 
     Raises:
         IllegalTransitionError: the state does not have this move; names state and event.
         VersionMismatchError: a commit of a version that was not received.
     """
-    state = standing.state
+    if isinstance(event, Committed) and _is_repeated(standing, event):
+        return standing
+    if standing.state not in _LEGAL_IN[type(event)]:
+        raise IllegalTransitionError(
+            f"a rollout server that is {standing.state.value} has no move for {type(event).__name__}"
+        )
     match event:
-        case EngineReady() if state is RolloutState.JOINING:
-            return Standing(state=RolloutState.STALE)
-        case ReceiveBegan() if state in _RECEIVABLE:
+        case ReceiveBegan():
             return Standing(state=RolloutState.SYNCING)
-        case ReceiveEnded(version) if state is RolloutState.SYNCING:
+        case ReceiveEnded(version):
             return replace(standing, received=version)
-        case ReceiveFailed() if state is RolloutState.SYNCING:
-            return Standing(state=RolloutState.STALE)
-        case Committed(policy) if state is RolloutState.SERVING and policy == standing.policy:
-            return standing  # the answer to the first commit was lost
-        case Committed(policy) if state is RolloutState.SYNCING:
-            if standing.received != policy.version:
-                held = "no complete push" if standing.received is None else f"version {standing.received}"
-                raise VersionMismatchError(
-                    f"cannot commit {policy}: this server has received {held}; push version {policy.version} first"
-                )
+        case Committed(policy):
+            _check_received(standing, policy)
             return Standing(state=RolloutState.SERVING, policy=policy)
-        case Forgotten() if state in (RolloutState.SYNCING, RolloutState.SERVING):
+        case EngineReady() | ReceiveFailed() | Forgotten():
             return Standing(state=RolloutState.STALE)
-        case DrainBegan() if state is not RolloutState.LEFT:
-            return replace(standing, state=RolloutState.DRAINING)
-        case Left() if state is RolloutState.DRAINING:
-            return replace(standing, state=RolloutState.LEFT)
-        case _:
-            raise IllegalTransitionError(
-                f"a rollout server that is {state.value} has no move for {type(event).__name__}"
-            )
+
+
+def _is_repeated(standing: Standing, event: Committed) -> bool:
+    """Whether the controller commits a second time, because the answer to its first commit was lost."""
+    return standing.state is RolloutState.SERVING and event.policy == standing.policy
+
+
+def _check_received(standing: Standing, policy: PolicyTag) -> None:
+    if standing.received != policy.version:
+        received = "no complete push" if standing.received is None else f"version {standing.received}"
+        raise VersionMismatchError(
+            f"cannot commit {policy}: this server has received {received}; "
+            f"push version {policy.version} first"
+        )

@@ -1,178 +1,39 @@
-"""`paceline check`: everything that can be found wrong before anything is started."""
+"""`paceline check`: reports every fault of a configuration before anything is started."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-from paceline.cli.launch import plan
-from paceline.cli.launch.plan import Machine
+from paceline.cli.commands import arguments
+from paceline.cli.launch.preflight import PARTS, devices_line
 from paceline.config.load import load
 from paceline.config.run import RunConfig
-from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError, PacelineError
-
-_WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
+from paceline.core.errors import ModelError, PacelineError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("config", metavar="CONFIG.yaml", help="configuration of a run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="values in place of the file's"
-    )
+    arguments.add_config(parser, description="configuration of a run")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line per part; returns 2 where a part is at fault."""
+    """Prints a line per part; returns 2 if a part has a fault."""
     config = load(RunConfig, args.config, args.overrides)
     print(f"ok    configuration: {args.config}")
     num_faults, model_is_bad = 0, False
-    for name, part in PARTS:
+    for name, check in PARTS:
         try:
-            print(f"ok    {name}: {part(config)}")
+            print(f"ok    {name}: {check(config)}")
         except PacelineError as error:
             if isinstance(error, ModelError) and model_is_bad:
-                print(f"-     {name}: not looked at, as the model is at fault")
+                print(f"-     {name}: not checked, as the model has a fault")
                 continue
             model_is_bad |= isinstance(error, ModelError)
             num_faults += 1
             print(f"FAULT {name}: {error}")
-    print(_devices(config))
+    print(devices_line(config))
     if num_faults:
         print(f"{num_faults} fault(s); nothing was started")
         return 2
-    print("nothing stands in the way of `paceline train`")
+    print("no faults; `paceline train` can start")
     return 0
-
-
-def quick_check(config: RunConfig) -> None:
-    """What can be said at once, without loading a tokenizer: are the files and the model's folder there?
-
-    Raises:
-        DataError: a data file is missing.
-        ModelError: the model's folder is missing or lacks a part.
-        ConfigError: too few GPUs for what is asked.
-        EnvironmentLackError: a GPU that is named is not there.
-    """
-    for file in (*config.data.train_files, *config.data.val_files):
-        if not Path(file).is_file():
-            raise DataError(f"data file {file} does not exist; correct data.train_files or data.val_files")
-    model_config(config)
-    _require_gpus(config, Machine.here())
-
-
-def model_config(config: RunConfig) -> dict[str, Any]:
-    """The model's config.json.
-
-    Raises:
-        ModelError: no such folder, no readable config.json, or no weights.
-    """
-    folder = Path(config.model.path)
-    if not folder.is_dir():
-        raise ModelError(
-            f"model folder {folder} does not exist; set model.path to a folder in the Hugging Face layout"
-        )
-    try:
-        tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"model folder {folder} has no config.json; model.path must name a model") from error
-    except ValueError as error:
-        raise ModelError(f"{folder / 'config.json'} is not JSON: {error}") from error
-    if config.model.load_format == "auto" and not any(any(folder.glob(name)) for name in _WEIGHTS):
-        raise ModelError(
-            f"model folder {folder} has no weights (*.safetensors); save them there, or set model.load_format: random"
-        )
-    return tree
-
-
-def _model(config: RunConfig) -> str:
-    tree = model_config(config)
-    longest = tree.get("max_position_embeddings")
-    if isinstance(longest, int) and config.max_model_len > longest:
-        raise ModelError(
-            f"data.max_prompt_length + data.max_response_length = {config.max_model_len} exceed the model's "
-            f"max_position_embeddings={longest}; lower them"
-        )
-    heads, ranks = tree.get("num_attention_heads"), config.rollout.tensor_model_parallel_size
-    if isinstance(heads, int) and heads % ranks:
-        raise ConfigError(
-            f"rollout.tensor_model_parallel_size={ranks} must divide the model's {heads} attention heads"
-        )
-    architecture = ", ".join(tree.get("architectures") or [str(tree.get("model_type"))])
-    return f"{config.model.path}: {architecture}, up to {longest} tokens"
-
-
-def _tokenizer(config: RunConfig) -> str:
-    from paceline.data.prompts import load_tokenizer, stop_token_ids
-
-    folder = config.model.tokenizer_path or config.model.path
-    tokenizer = load_tokenizer(folder)
-    return f"{folder}: responses end at token {', '.join(map(str, stop_token_ids(config.model.path, tokenizer)))}"
-
-
-def _prompts(config: RunConfig, split: str) -> str:
-    from paceline.data.prompts import PromptSet, load_tokenizer
-    from paceline.data.rows import read_rows
-
-    data = config.data
-    files = data.train_files if split == "train" else data.val_files
-    if split == "val" and not files:
-        return "none (data.val_files is empty: no validation)"
-    # Before the tokenizer: a missing file or column is told also where the model is not there yet.
-    read_rows(files, [data.prompt_key, data.ground_truth_key, *data.extra_keys])
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
-    prompts = PromptSet.load(data, tokenizer, split=split)
-    kept, batch = len(prompts.prompts), data.train_batch_size
-    if split == "train" and kept < batch:
-        raise DataError(
-            f"{kept} training prompts do not fill one batch of data.train_batch_size={batch}; lower it or add prompts"
-        )
-    longest = max(len(prompt.token_ids) for prompt in prompts.prompts.values())
-    return f"{kept} kept, {prompts.num_filtered} left out as over-long, the longest has {longest} tokens"
-
-
-def _rewards(config: RunConfig) -> str:
-    from paceline.reward import scorer as gateway
-    from paceline.reward.functions import registry
-
-    for function in config.reward.functions:
-        registry.load(function.name, function.kwargs)
-    gateway.check_extra_keys(config.data.extra_keys)
-    names = [one.name for one in config.reward.functions]
-    names += [f"{one.name} at {one.address}" for one in config.reward.services]
-    return ", ".join(names)
-
-
-def _devices(config: RunConfig) -> str:
-    """A line on this machine's share in it; a configuration may well be checked on another than it runs on."""
-    machine = Machine.here()
-    try:
-        learner, rollout = plan.share_gpus(config, machine.gpus)
-        _require_gpus(config, machine)
-    except PacelineError as error:
-        return f"note  devices: not on this machine: {error}"
-    if not learner:
-        return f"ok    devices: CPU, {machine.num_cores} cores"
-    return f"ok    devices: learner on GPUs {list(learner)}, rollout on {[list(one) for one in rollout]}"
-
-
-def _require_gpus(config: RunConfig, machine: Machine) -> None:
-    learner, rollout = plan.share_gpus(config, machine.gpus)
-    absent = sorted({*learner, *(gpu for one in rollout for gpu in one)} - set(machine.gpus))
-    if absent:
-        raise EnvironmentLackError(
-            f"there are no GPUs {', '.join(map(str, absent))} here (found: {list(machine.gpus) or 'none'}); correct "
-            "learner.devices and rollout.devices, or set learner.device: cpu"
-        )
-
-
-PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
-    ("model", _model),
-    ("tokenizer", _tokenizer),
-    ("training prompts", lambda config: _prompts(config, "train")),
-    ("validation prompts", lambda config: _prompts(config, "val")),
-    ("reward", _rewards),
-)

@@ -1,4 +1,4 @@
-"""`paceline export`: a checkpoint as a folder that transformers and vLLM load."""
+"""`paceline export`: writes a checkpoint as a folder that transformers and vLLM can load."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.core.errors import CheckpointError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument("run_name", metavar="RUN", help="run directory, or its name under runs/")
-    parser.add_argument("step", metavar="STEP", help="step of the checkpoint, or: latest")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, new or empty")
+    parser.add_argument("step", metavar="STEP", help="step of the checkpoint, or `latest`")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; new or empty")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Hands over to the learner's exporter, in a process of its own: this one stays free of torch."""
+    """Runs the learner's exporter in another process, so that this one needs no torch."""
     folder = run_dirs.find(args.run_name)
-    steps = checkpoint_steps(folder)
+    steps = _checkpoint_steps(folder)
     step = steps[-1] if args.step == "latest" and steps else args.step
     if not str(step).isdigit() or int(step) not in steps:
         known = ", ".join(map(str, steps)) or "none"
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps with a complete checkpoint, ascending: the manifest is written last."""
-    found = (folder / "checkpoints").glob("step_*/manifest.json")
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in found)
+def _checkpoint_steps(folder: Path) -> list[int]:
+    """Steps with a complete checkpoint, ascending. A checkpoint's manifest is written last."""
+    manifests = (folder / "checkpoints").glob("step_*/manifest.json")
+    return sorted(int(path.parent.name.removeprefix("step_")) for path in manifests)

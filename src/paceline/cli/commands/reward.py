@@ -1,4 +1,4 @@
-"""`paceline reward`: scores one response as the reward service would, to try a function out."""
+"""`paceline reward`: scores one response with a reward function, as the reward service does."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from paceline.core.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument(
-        "function", metavar="FUNCTION", help="a built-in, module:function, or path/to/file.py:function"
+        "function", metavar="FUNCTION", help="a built-in, `module:function`, or `path/to/file.py:function`"
     )
     parser.add_argument("response", metavar="RESPONSE", help="the model's answer")
-    parser.add_argument("ground_truth", metavar="GROUND_TRUTH", help="what it is compared to")
-    parser.add_argument("extra", nargs="*", metavar="key=value", help="further arguments")
+    parser.add_argument("ground_truth", metavar="GROUND_TRUTH", help="the expected answer")
+    parser.add_argument("extra", nargs="*", metavar="key=value", help="further arguments of the function")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what the function returns, or why its answer would be refused."""
+    """Prints what the function returns."""
     from paceline.reward.functions import registry
 
     extra = dict(_pair(word) for word in args.extra)

@@ -1,10 +1,11 @@
-"""`paceline sft`: trains a starting model on prompt/answer pairs, with the learner's own ranks."""
+"""`paceline sft`: trains a starting model on prompt/answer pairs, in the learner's ranks."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from paceline.cli.commands import arguments
 from paceline.cli.launch.ranks import run_ranks
 from paceline.config.load import dump_yaml, load
 from paceline.config.run import SftRunConfig
@@ -14,17 +15,14 @@ from paceline.service.process import write_atomically
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("config", metavar="CONFIG.yaml", help="configuration with an sft: section")
+    arguments.add_config(parser, description="configuration with an sft: section")
     parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="values in place of the file's"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved configuration, start nothing"
+        "--dry-run", action="store_true", help="print the resolved configuration; start nothing"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains on all ranks; the model lies in sft.output afterwards."""
+    """Trains on all ranks and writes the model to sft.output."""
     config = load(SftRunConfig, args.config, args.overrides)
     if args.dry_run:
         print(dump_yaml(config), end="")
@@ -33,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         if not Path(file).is_file():
             raise DataError(f"data file {file} does not exist; correct sft.train_files")
     if not (Path(config.model.path) / "config.json").is_file():
-        raise ModelError(f"{config.model.path} is no model folder (no config.json); correct model.path")
+        raise ModelError(f"{config.model.path} is not a model folder (no config.json); correct model.path")
     output = Path(config.sft.output)
     logs = output.with_name(output.name + ".logs")
     resolved = logs / "config.resolved.yaml"

@@ -1,4 +1,4 @@
-"""`paceline status`: what a run is doing, asked of its controller."""
+"""`paceline status`: asks a run's controller what the run is doing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import asyncio
 from rich.console import Console
 from rich.table import Table
 
+from paceline.cli.commands import arguments
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.live.view import phase_words, step_line
 from paceline.core.errors import ConfigError
@@ -18,24 +19,25 @@ from paceline.service.process import env_token
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
+    arguments.add_run(parser)
     parser.add_argument(
-        "run", nargs="?", metavar="RUN", help="run directory, or its name under runs/; default: the latest"
-    )
-    parser.add_argument(
-        "--controller", metavar="HOST:PORT", help="ask this controller (token in PACELINE_TOKEN)"
+        "--controller",
+        metavar="HOST:PORT",
+        help="ask this controller instead; the token is read from PACELINE_TOKEN",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what the controller answers; 1 where the run has ended."""
+    """Prints what the controller answers; returns 1 if the run is not up."""
     if args.controller:
         address, token = args.controller, env_token()
     else:
-        folder = run_dirs.find(args.run)
+        folder = run_dirs.find(args.run_name)
         note = run_dirs.read_note(folder)
         if note is None:
             raise ConfigError(
-                f"{folder} was not started by `paceline train`; give --controller HOST:PORT and PACELINE_TOKEN"
+                f"{folder} was not started by `paceline train`; give --controller HOST:PORT and set "
+                "PACELINE_TOKEN"
             )
         if not note.alive or not note.controller:
             last = note.message or ("starting" if note.alive else "its launcher is gone")

@@ -1,4 +1,4 @@
-"""`paceline train`: a run as local processes, shown while it goes, reported at its end."""
+"""`paceline train`: runs a training run as local processes, shows it live and writes its report."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import logging
 import sys
 from pathlib import Path
 
-from paceline.cli.commands.check import quick_check
+from paceline.cli.commands import arguments
 from paceline.cli.launch import dry_run
-from paceline.cli.launch import run as launch
 from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.launch.launcher import launch
+from paceline.cli.launch.preflight import quick_check
 from paceline.cli.live.table import LiveView
 from paceline.cli.live.view import PlainView, View
 from paceline.cli.report.summary import closing_lines
@@ -20,21 +21,16 @@ from paceline.config.run import RunConfig
 from paceline.service.grpc_server import check_port
 from paceline.service.logs import LineFormatter
 
-log = logging.getLogger(__name__)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("config", metavar="CONFIG.yaml", help="configuration of the run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="values in place of the file's"
-    )
+    arguments.add_config(parser, description="configuration of the run")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print every service's resolved configuration and command, start nothing",
+        help="print the command and resolved configuration of every service; start nothing",
     )
-    parser.add_argument("--plain", action="store_true", help="plain lines also on a terminal")
+    parser.add_argument("--plain", action="store_true", help="print plain lines even on a terminal")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     _log_to(run_dir / "logs" / "launcher.log")
     view = _view(config, run_dir, plain=args.plain)
     try:
-        outcome = asyncio.run(launch.launch(config, run_dir, view))
+        outcome = asyncio.run(launch(config, run_dir, view))
     finally:
         view.close()
     if outcome.ok:
@@ -58,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     if not outcome.ok:
         print(f"paceline train: {outcome.message}", file=sys.stderr)
-        resume = "the same command goes on from the newest checkpoint" if _has_checkpoint(run_dir) else ""
-        if resume and config.trainer.resume == "auto":
-            print(f"with trainer.run_dir={run_dir}, {resume}", file=sys.stderr)
+        if config.trainer.resume == "auto" and _has_checkpoint(run_dir):
+            resumed = f"with trainer.run_dir={run_dir}, the same command goes on from the newest checkpoint"
+            print(resumed, file=sys.stderr)
     return outcome.exit_code
 
 
@@ -73,7 +69,7 @@ def _view(config: RunConfig, run_dir: Path, *, plain: bool) -> View:
 
 
 def _log_to(file: Path) -> None:
-    """The launcher's own records; the screen belongs to the view."""
+    """Sends the launcher's log to a file, as the view uses the screen."""
     handler = logging.FileHandler(file)
     handler.setFormatter(LineFormatter("launcher"))
     logging.basicConfig(handlers=[handler], force=True, level="WARNING")

@@ -1,1 +1,1 @@
-"""A run as local processes."""
+"""Starts and stops a run as local processes."""

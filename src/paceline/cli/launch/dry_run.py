@@ -1,4 +1,4 @@
-"""`paceline train --dry-run`: what every service would be started with and would read."""
+"""Describes a run without starting it: the command, environment and configuration of every service."""
 
 from __future__ import annotations
 
@@ -8,57 +8,47 @@ from pathlib import Path
 
 import yaml
 
+from paceline.broker.address import redact
 from paceline.cli.launch import plan
-from paceline.cli.launch.plan import Machine, ProcessSpec
+from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.plan import ProcessSpec
 from paceline.config.run import RunConfig
 from paceline.service.process import BROKER_URL, DIE_WITH_PARENT, TOKEN
 
 _SECRET = "(made at start)"
 
 
-def describe(config: RunConfig, resources: Machine | None = None) -> str:
-    """All services with command, environment and the sections that they read; secrets are left out."""
+def describe(config: RunConfig, machine: Machine | None = None) -> str:
+    """All services with command, environment and the sections that they read; without secrets."""
     run_dir = Path(config.trainer.run_dir or "runs/RUN_ID")
     specs = [
         plan.controller(config, run_dir, run_dir / "controller.address"),
         *plan.members(
             config,
-            resources or Machine.here(),
+            machine or Machine.here(),
             controller_address=plan.CONTROLLER_PLACE,
             master_port=0,
         ),
     ]
-    tree = masked(config)
+    tree = config.model_dump(mode="json")
     parts = [_broker(config)]
-    told: set[str] = set()
+    described: set[str] = set()
     for spec in specs:
         parts.append(_process(spec))
         role = spec.role.value
-        if role not in told:
-            told.add(role)
+        if role not in described:
+            described.add(role)
             sections = {name: tree[name] for name in plan.SECTIONS[role]}
-            parts.append(_indent(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)))
+            parts.append(_indent(redact(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True))))
         else:
             parts.append(f"  (configuration as {role} above)\n")
     return "\n".join(parts)
 
 
-def masked(config: RunConfig) -> dict[str, object]:
-    """The resolved tree with the password in broker.url left out."""
-    tree: dict[str, object] = config.model_dump(mode="json")
-    url = config.broker.url
-    if url and "@" in url:
-        scheme, _, rest = url.partition("://")
-        tree["broker"] = config.broker.model_dump(mode="json") | {
-            "url": f"{scheme}://***@{rest.rpartition('@')[2]}"
-        }
-    return tree
-
-
 def _broker(config: RunConfig) -> str:
     if config.broker.url:
         return "== redis: a running server, broker.url\n"
-    return "== redis: a server of the run's own on 127.0.0.1, any free port, password made at start\n"
+    return "== redis: the run's own server on a free port of 127.0.0.1, password made at start\n"
 
 
 def _process(spec: ProcessSpec) -> str:

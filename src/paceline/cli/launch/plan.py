@@ -1,4 +1,4 @@
-"""Which processes a run consists of on this machine: commands, environments and who gets which cores and GPUs."""
+"""Plans the processes of a run on this machine: commands, environments, and the cores and GPUs of each."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.cli.launch import machine
+from paceline.cli.launch.machine import Machine
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 
-# Shown by --dry-run; secrets and what is only known later go in at the start.
+# --dry-run shows this in place of an address that is known only after the start.
 CONTROLLER_PLACE = "CONTROLLER_HOST:PORT"
 
+# The sections of the configuration that each service reads.
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "controller": (
-        "trainer", "data", "model", "algorithm", "guard", "rollout", "reward", "barrier", "broker", "weights", "service",
-        "telemetry",
+        "trainer", "data", "model", "algorithm", "guard", "rollout", "reward", "barrier", "broker", "weights",
+        "service", "telemetry",
     ),
     "rollout": ("rollout", "model", "data", "broker", "weights", "service", "telemetry"),
     "learner": (
-        "learner", "actor", "critic", "algorithm", "guard", "model", "data", "rollout", "trainer", "broker", "weights",
-        "service", "telemetry",
+        "learner", "actor", "critic", "algorithm", "guard", "model", "data", "rollout", "trainer", "broker",
+        "weights", "service", "telemetry",
     ),
     "reward": ("reward", "model", "broker", "service", "telemetry"),
 }  # fmt: skip
 
 
 class Role(enum.Enum):
-    """What a process does; its loss means different things."""
+    """What a process does in the run."""
 
     CONTROLLER = "controller"
     ROLLOUT = "rollout"
@@ -40,7 +41,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSpec:
-    """One process to start. `env` is what it gets beside the launcher's own environment."""
+    """One process to start. `env` is added to the launcher's own environment."""
 
     name: str
     role: Role
@@ -48,21 +49,8 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """The resources to share out."""
-
-    num_cores: int
-    gpus: tuple[int, ...]
-
-    @classmethod
-    def here(cls) -> Machine:
-        """This machine."""
-        return cls(num_cores=machine.num_cores(), gpus=tuple(machine.gpu_indices()))
-
-
 def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessSpec:
-    """The controller, which comes first."""
+    """The controller, which is started first."""
     command = [
         *_module("controller"),
         "--config", str(run_dir / "config.resolved.yaml"),
@@ -76,26 +64,34 @@ def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessS
     )
 
 
-def checks(run_dir: Path) -> list[ProcessSpec]:
-    """What looks for faults beside the starting controller, which itself checks data and model; each ends by itself."""
-    command = (*_module("reward.check"), str(run_dir / "config.resolved.yaml"))
+def checks(config: RunConfig, run_dir: Path) -> list[ProcessSpec]:
+    """Checks that run while the controller starts; the controller itself checks data and model."""
+    roles = [Role.REWARD]
+    if config.actor.policy_loss.type == "custom":
+        roles.append(Role.LEARNER)
     return [
-        ProcessSpec(name="reward-check", role=Role.REWARD, command=command, env=_common(num_threads=1)),
+        ProcessSpec(
+            name=f"{role.value}-check",
+            role=role,
+            command=(*_module(f"{role.value}.check"), str(run_dir / "config.resolved.yaml")),
+            env=_common(num_threads=1),
+        )
+        for role in roles
     ]
 
 
 def members(
-    config: RunConfig, resources: Machine, *, controller_address: str, master_port: int
+    config: RunConfig, machine: Machine, *, controller_address: str, master_port: int
 ) -> list[ProcessSpec]:
-    """Rollout servers, learner ranks and the reward service, in the order in which they are started.
+    """Rollout servers, learner ranks and the reward service, in the order of their start.
 
     Raises:
-        ConfigError: the GPUs do not suffice for what the configuration asks.
+        ConfigError: the configuration asks for more GPUs than there are.
     """
-    learner_gpus, rollout_gpus = share_gpus(config, resources.gpus)
+    learner_gpus, rollout_gpus = share_gpus(config, machine.gpus)
     return [
-        *_rollouts(config, resources, rollout_gpus, controller_address),
-        *_learners(config, resources, learner_gpus, controller_address, master_port),
+        *_rollouts(config, machine, rollout_gpus, controller_address),
+        *_learners(config, machine, learner_gpus, controller_address, master_port),
         ProcessSpec(
             name="reward",
             role=Role.REWARD,
@@ -106,7 +102,7 @@ def members(
 
 
 def share_gpus(config: RunConfig, gpus: Sequence[int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The learner's GPUs and each rollout server's; empty tuples on a CPU.
+    """The learner's GPUs and those of each rollout server; empty tuples on a CPU.
 
     Raises:
         ConfigError: too few GPUs, or lists of devices of the wrong length.
@@ -116,45 +112,46 @@ def share_gpus(config: RunConfig, gpus: Sequence[int]) -> tuple[tuple[int, ...],
     on_cpu: list[tuple[int, ...]] = [()] * replicas
     if learner.device == "cpu" or (learner.device == "auto" and not gpus):
         return (), on_cpu
-    mine = learner.devices if learner.devices is not None else tuple(gpus[: learner.world_size])
-    if len(mine) != learner.world_size:
+    learner_gpus = learner.devices if learner.devices is not None else tuple(gpus[: learner.world_size])
+    if len(learner_gpus) != learner.world_size:
         raise ConfigError(
-            f"learner.world_size={learner.world_size} needs as many GPUs, there are {len(mine)} ({_list(mine)}); lower it, name "
-            "learner.devices, or set learner.device: cpu"
+            f"learner.world_size={learner.world_size} needs as many GPUs, there are {len(learner_gpus)} "
+            f"({_list(learner_gpus)}); lower it, name learner.devices, or set learner.device: cpu"
         )
-    theirs = rollout.devices if rollout.devices is not None else tuple(g for g in gpus if g not in mine)
+    free = rollout.devices if rollout.devices is not None else tuple(g for g in gpus if g not in learner_gpus)
     needed = replicas * per_engine
-    if len(theirs) < needed:
+    if len(free) < needed:
         raise ConfigError(
-            f"rollout.replicas={replicas} x rollout.tensor_model_parallel_size={per_engine} need {needed} GPUs, {len(theirs)} are left "
-            f"beside the learner's ({_list(mine)}); lower them, or name rollout.devices"
+            f"rollout.replicas={replicas} x rollout.tensor_model_parallel_size={per_engine} need "
+            f"{needed} GPUs, {len(free)} are left beside the learner's ({_list(learner_gpus)}); lower them, "
+            "or name rollout.devices"
         )
-    return mine, [theirs[i * per_engine : (i + 1) * per_engine] for i in range(replicas)]
+    return learner_gpus, [free[i * per_engine : (i + 1) * per_engine] for i in range(replicas)]
 
 
 def _rollouts(
-    config: RunConfig, resources: Machine, gpus: list[tuple[int, ...]], controller_address: str
+    config: RunConfig, machine: Machine, gpus: list[tuple[int, ...]], controller_address: str
 ) -> list[ProcessSpec]:
     specs = []
-    for index, mine in enumerate(gpus):
+    for index, server_gpus in enumerate(gpus):
         name = f"rollout-{index}"
         specs.append(
             ProcessSpec(
                 name=name,
                 role=Role.ROLLOUT,
                 command=(*_module("rollout"), *_member(config, controller_address, name)),
-                # Threads and all of vLLM's variables are the rollout service's own affair: it also starts alone.
-                env=_common() | _devices(mine, resources),
+                # The rollout service sets its threads and vLLM's variables itself: it can also start alone.
+                env=_common() | _devices(server_gpus, machine),
             )
         )
     return specs
 
 
 def _learners(
-    config: RunConfig, resources: Machine, gpus: tuple[int, ...], controller_address: str, master_port: int
+    config: RunConfig, machine: Machine, gpus: tuple[int, ...], controller_address: str, master_port: int
 ) -> list[ProcessSpec]:
     size = config.learner.world_size
-    num_threads = config.learner.threads or max(1, resources.num_cores // size)
+    num_threads = config.learner.threads or max(1, machine.num_cores // size)
     specs = []
     for rank in range(size):
         ranks = torchrun_env(rank=rank, world_size=size, master_port=master_port)
@@ -163,19 +160,20 @@ def _learners(
                 name=f"learner-{rank}",
                 role=Role.LEARNER,
                 command=(*_module("learner"), *_member(config, controller_address, "learner-0")),
-                env=_common(num_threads=num_threads) | KEEP_MEMORY | ranks | _devices(gpus, resources),
+                env=_common(num_threads=num_threads) | KEEP_MEMORY | ranks | _devices(gpus, machine),
             )
         )
     return specs
 
 
-# glibc hands a large tensor's pages back to the kernel when it is freed and faults them in again for the next one; a learner makes the same
-# tensors over and over. Keeping them was worth a tenth of a training step on a CPU.
+# glibc returns a large tensor's pages to the kernel when the tensor is freed and faults them in again for the
+# next one; a learner allocates the same tensors in every step. Keeping the pages saved a tenth of a training
+# step on a CPU.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
 
 
 def torchrun_env(*, rank: int, world_size: int, master_port: int) -> dict[str, str]:
-    """The environment that torchrun gives a rank, of a group on one machine."""
+    """The environment that torchrun gives to a rank on one machine."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -198,16 +196,16 @@ def _common(*, num_threads: int | None = None) -> dict[str, str]:
     threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
     return threads | {
         "TOKENIZERS_PARALLELISM": "false",
-        # A run uses what lies on disk; a hub that is asked in passing makes starts slow and results change.
+        # A run reads local files only; asking the model hub would slow the start and could change results.
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
-        # Services share the cores: a thread that spins while it waits takes the time of another service's thread that works.
+        # Services share the cores: a thread that spins while it waits takes time from a thread that works.
         "OMP_WAIT_POLICY": "passive",
     }
 
 
-def _devices(gpus: Sequence[int], resources: Machine) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": _list(gpus)} if gpus or resources.gpus else {}
+def _devices(gpus: Sequence[int], machine: Machine) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": _list(gpus)} if gpus or machine.gpus else {}
 
 
 def _list(gpus: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Local processes: each a session of its own with a log file, ended as a whole tree."""
+"""A local process: started in its own session with a log file, signalled as a group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ERROR = re.compile(r"\s(ERROR|CRITICAL)\s\S+\s\S+: (?P<text>.*)")
 
 @dataclass(slots=True)
 class ManagedProcess:
-    """A started process. `exited` is done when it has ended, with its return code (negative: the signal's number)."""
+    """A started process. `exited` gives its return code; a negative one is the number of a signal."""
 
     spec: ProcessSpec
     log_path: Path
@@ -38,7 +38,7 @@ class ManagedProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is also its group's and its session's."""
+        """Its process id, which is also the id of its group and session."""
         return self._process.pid
 
     @property
@@ -47,12 +47,12 @@ class ManagedProcess:
         return not self.exited.done()
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Signals the whole process group, also when its leader has ended."""
+        """Signals the process group, even if its leader has ended."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def terminate(self) -> None:
-        """Asks the process itself to end; its children are its own to end."""
+        """Asks the process to end; it has to end its children itself."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -65,20 +65,26 @@ class ManagedProcess:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def last_error(self) -> str:
-        """The last error that it logged since it was started, else its last line, else "".
+        """The last error that it logged since its start, else its last line, else "".
 
-        A process that was killed had no last words: its last line tells nothing then.
+        A killed process had no time to log a reason, so its last line does not count.
         """
         lines = self.tail(200)
         for line in reversed(lines):
-            found = _ERROR.search(line)
-            if found:
-                return found["text"].removeprefix("fatal: ")
+            error = _ERROR.search(line)
+            if error:
+                return error["text"].removeprefix("fatal: ")
         killed = not self.running and self.exited.result() < 0
         return lines[-1] if lines and not killed else ""
 
+    def describe_end(self, verb: str) -> str:
+        """A sentence on its end for people: how it ended, its last error, and where its log is."""
+        error = self.last_error()
+        reason = f": {error}" if error else ""
+        return f"{self.name} {verb} ({self.outcome()}){reason} [log: {self.log_path}]"
+
     def tail(self, num_lines: int) -> list[str]:
-        """The last lines of its log, of this start only."""
+        """The last lines that it logged since its start."""
         with self.log_path.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(self.log_start, file.tell() - 200_000))
@@ -87,9 +93,9 @@ class ManagedProcess:
 
 
 async def start(spec: ProcessSpec, log_path: Path, secrets: Mapping[str, str]) -> ManagedProcess:
-    """Starts a process in its own session, its output appended to `log_path`.
+    """Starts a process in its own session and appends its output to `log_path`.
 
-    It must be called from the main thread: PR_SET_PDEATHSIG looks at the thread that forked.
+    Must be called from the main thread: PR_SET_PDEATHSIG follows the thread that forked.
 
     Raises:
         EnvironmentLackError: the program cannot be run.
@@ -117,19 +123,41 @@ async def start(spec: ProcessSpec, log_path: Path, secrets: Mapping[str, str]) -
 
 
 def descendants() -> dict[int, psutil.Process]:
-    """Everything below this process, by pid; with `adopt_orphans` also what lost its parent."""
+    """All processes below this one, by pid; after `adopt_orphans` also those that lost their parent."""
     return {child.pid: child for child in psutil.Process().children(recursive=True)}
 
 
 def kill_all(processes: Iterable[psutil.Process], *, timeout_s: float = 5.0) -> list[str]:
-    """SIGKILL by pid, and waits; returns what they were, in words."""
-    killed, left = [], []
+    """Kills processes by pid and waits for their end; returns a description of each."""
+    killed, ending = [], []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             is_zombie = process.status() == psutil.STATUS_ZOMBIE
             if not is_zombie:
                 killed.append(f"{process.pid} ({' '.join(process.cmdline()[:4])[:80]})")
                 process.kill()
-            left.append(process)
-    psutil.wait_procs(left, timeout=timeout_s)
+            ending.append(process)
+    psutil.wait_procs(ending, timeout=timeout_s)
     return killed
+
+
+async def wait_for_exit(pid: int | None) -> None:
+    """Returns when the process has ended, which need not be a child of this one; never, if `pid` is None."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    if pid is None:
+        await ended
+        return
+    descriptor = os.pidfd_open(pid)
+
+    def on_end() -> None:
+        loop.remove_reader(descriptor)
+        if not ended.done():
+            ended.set_result(None)
+
+    loop.add_reader(descriptor, on_end)
+    try:
+        await ended
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Runs a module once per rank, as torchrun would on one machine, to its end."""
+"""Runs a module once per rank until all ranks have ended, as torchrun does on one machine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.cli.launch import machine
+from paceline.cli.launch.machine import free_port, num_cores
 from paceline.cli.launch.plan import KEEP_MEMORY, ProcessSpec, Role, torchrun_env
+from paceline.cli.launch.process_tree import ProcessTree
 from paceline.cli.launch.processes import ManagedProcess
-from paceline.cli.launch.supervise import Supervisor
 from paceline.core.errors import PeerLostError
 from paceline.service.process import adopt_orphans
 
@@ -19,7 +19,7 @@ from paceline.service.process import adopt_orphans
 def run_ranks(
     module: str, arguments: Sequence[str], *, world_size: int, num_threads: int | None, log_dir: Path
 ) -> None:
-    """Runs `python -m module` on every rank; rank 0's output comes here, too.
+    """Runs `python -m module` on every rank; prints the output of rank 0.
 
     Raises:
         PeerLostError: a rank failed; its last error is in the message.
@@ -31,9 +31,9 @@ async def _run(
     module: str, arguments: Sequence[str], world_size: int, num_threads: int | None, log_dir: Path
 ) -> None:
     adopt_orphans()
-    supervisor = Supervisor(log_dir)
-    port = machine.free_port()
-    threads = num_threads or max(1, machine.num_cores() // world_size)
+    tree = ProcessTree(log_dir)
+    port = free_port()
+    threads = num_threads or max(1, num_cores() // world_size)
     command = (sys.executable, "-m", module, *arguments)
     started: list[ManagedProcess] = []
     echo: asyncio.Task[None] | None = None
@@ -42,24 +42,21 @@ async def _run(
             env = KEEP_MEMORY | torchrun_env(rank=rank, world_size=world_size, master_port=port)
             env |= {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
             spec = ProcessSpec(name=f"rank-{rank}", role=Role.LEARNER, command=command, env=env)
-            started.append(await supervisor.start(spec, {}))
+            started.append(await tree.start(spec, {}))
         echo = asyncio.create_task(_echo(started[0]), name="echo of rank 0")
         for _ in started:
-            process = await supervisor.next_exit()
+            process = await tree.next_exit()
             if process.exited.result() != 0:
-                raise PeerLostError(
-                    f"{process.name} failed ({process.outcome()}): {process.last_error()} [log: {process.log_path}]",
-                    peer=process.name,
-                )
+                raise PeerLostError(process.describe_end("failed"), peer=process.name)
     finally:
-        await supervisor.stop(budget_s=5.0)
-        supervisor.sweep()
+        await tree.stop(budget_s=5.0)
+        tree.sweep()
         if echo is not None:
             await echo
 
 
 async def _echo(process: ManagedProcess) -> None:
-    """Copies what is appended to the log; a file tells nobody that it grew, hence the looking."""
+    """Prints what is appended to the log. It polls, as a file does not report that it grew."""
     with process.log_path.open("rb") as log:
         log.seek(process.log_start)
         while True:

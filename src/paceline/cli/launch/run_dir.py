@@ -1,4 +1,4 @@
-"""A run's folder: its configuration, logs, and the note by which `paceline status` finds the controller."""
+"""A run's folder: its configuration, its logs, and the note that tells where its controller is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTE = "run.json"
 
 @dataclass(kw_only=True, slots=True)
 class RunNote:
-    """run.json: who runs here. The token is gone once the run has ended; the file is its owner's alone."""
+    """run.json: the processes of the run in this folder. The token is removed once the run has ended."""
 
     run_dir: str
     launcher_pid: int
@@ -36,7 +36,7 @@ class RunNote:
 
     @property
     def alive(self) -> bool:
-        """Whether the launcher that wrote this still runs; its start time tells it from a later process of the same pid."""
+        """Whether the launcher that wrote this still runs; a later process with its pid does not count."""
         if self.state == "ended":
             return False
         try:
@@ -46,7 +46,7 @@ class RunNote:
 
 
 def prepare(config: RunConfig) -> tuple[RunConfig, Path]:
-    """Makes the run directory with config.resolved.yaml; returns the configuration with trainer.run_dir in force, and the folder.
+    """Makes the run directory with config.resolved.yaml; returns the configuration with trainer.run_dir set.
 
     Raises:
         EnvironmentLackError: the folder cannot be written, or another launcher runs in it.
@@ -64,7 +64,8 @@ def prepare(config: RunConfig) -> tuple[RunConfig, Path]:
     note = read_note(run_dir)
     if note is not None and note.alive:
         raise EnvironmentLackError(
-            f"{run_dir} belongs to a run that is under way (process {note.launcher_pid}); stop it, or set another trainer.run_dir"
+            f"{run_dir} belongs to a run that is under way (process {note.launcher_pid}); stop it, or set "
+            "another trainer.run_dir"
         )
     trainer = config.trainer.model_copy(update={"run_dir": str(run_dir)})
     resolved = config.model_copy(update={"trainer": trainer})
@@ -76,8 +77,13 @@ def prepare(config: RunConfig) -> tuple[RunConfig, Path]:
 
 def new_note(run_dir: Path, token: str) -> RunNote:
     """A note for a run that this process launches."""
-    me = psutil.Process()
-    return RunNote(run_dir=str(run_dir), launcher_pid=me.pid, launcher_started=me.create_time(), token=token)
+    launcher = psutil.Process()
+    return RunNote(
+        run_dir=str(run_dir),
+        launcher_pid=launcher.pid,
+        launcher_started=launcher.create_time(),
+        token=token,
+    )
 
 
 def write_note(run_dir: Path, note: RunNote) -> None:
@@ -86,13 +92,13 @@ def write_note(run_dir: Path, note: RunNote) -> None:
 
 
 def end_note(run_dir: Path, note: RunNote, message: str) -> None:
-    """Marks the run as ended and takes the token out."""
+    """Marks the run as ended and removes the token."""
     note.state, note.message, note.token, note.pids = "ended", message, "", {}
     write_note(run_dir, note)
 
 
 def read_note(run_dir: Path) -> RunNote | None:
-    """The note in a run directory, or None where there is none that can be read."""
+    """The note in a run directory; None if there is none or it cannot be read."""
     try:
         return RunNote(**json.loads((run_dir / NOTE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -105,8 +111,8 @@ def find(run: str | None) -> Path:
     Raises:
         ConfigError: there is no such run.
     """
-    wanted = [RUNS / LATEST] if run is None else [Path(run), RUNS / run]
-    for folder in wanted:
+    candidates = [RUNS / LATEST] if run is None else [Path(run), RUNS / run]
+    for folder in candidates:
         if folder.is_dir():
             return folder.resolve()
     known = sorted(path.name for path in RUNS.iterdir() if path.is_dir()) if RUNS.is_dir() else []
@@ -117,7 +123,7 @@ def find(run: str | None) -> Path:
 
 
 def _link_latest(run_dir: Path) -> None:
-    """runs/latest points to the newest run; a file system without symlinks does without."""
+    """Points runs/latest to the newest run, if the file system has symlinks."""
     link = run_dir.parent / LATEST
     if link.exists() and not link.is_symlink():
         return

@@ -1,4 +1,4 @@
-"""Follows a run through the controller's event stream, over lost connections, to its end."""
+"""Follows a run through the controller's event stream to its end; reconnects after a lost connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd:
-    """The controller's last word."""
+    """The controller's last event."""
 
     ok: bool
     message: str
@@ -48,7 +48,7 @@ async def follow(address: str, token: str, view: View, *, patience_s: float = 15
                 silent_since = loop.time() if silent_since is None else silent_since
                 if loop.time() - silent_since > patience_s:
                     raise
-            # The stream was cut: the connection was lost, or this watcher was too slow.
+            # The stream ended early: the connection was lost, or this client read too slowly.
             await asyncio.sleep(_RETRY_S)
     finally:
         await channel.close()
@@ -64,4 +64,4 @@ def _show(event: controller_pb2.WatchEvent, view: View) -> None:
         case "notice":
             view.notice(event.notice.message)
         case _:
-            pass  # a newer controller's event
+            pass  # an event of a newer controller

@@ -13,34 +13,20 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.live.view import Metrics, StepNumbers, numbers, phase_words
+from paceline.cli.live.view import Metrics, phase_words
+from paceline.cli.metrics import columns
 
 _NUM_ROWS = 14
 _NUM_NOTICES = 4
 
-_COLUMNS: tuple[tuple[str, str, str], ...] = (
-    ("reward", "reward", ".3f"),
-    ("val", "val_reward", ".3f"),
-    ("KL", "kl", ".4f"),
-    ("clip", "clip_frac", ".3f"),
-    ("entropy", "entropy", ".3f"),
-    ("tokens/s", "tokens_per_s", ",.0f"),
-    ("gen s", "gen_s", ".2f"),
-    ("score s", "reward_s", ".2f"),
-    ("learn s", "learn_s", ".2f"),
-    ("push s", "weights_s", ".2f"),
-    ("step s", "step_s", ".2f"),
-    ("wait s", "wait_s", ".2f"),
-)
-
 
 class LiveView:
-    """Redraws a few times a second, so that something always moves: seconds, counts, a spinner."""
+    """A table with a row per step and a status line, redrawn several times a second."""
 
     def __init__(self, title: str, total_steps: int, *, console: Console | None = None) -> None:
         self._title, self._total_steps = title, total_steps
         self._began = self._phase_began = time.monotonic()
-        self._rows: deque[tuple[int, StepNumbers]] = deque(maxlen=_NUM_ROWS)
+        self._rows: deque[tuple[int, Metrics]] = deque(maxlen=_NUM_ROWS)
         self._notices: deque[str] = deque(maxlen=_NUM_NOTICES)
         self._milestones: list[tuple[float, str]] = []
         self._step, self._phase, self._admitted, self._wanted = 0, "starting", 0, 0
@@ -52,7 +38,7 @@ class LiveView:
         self._live.start()
 
     def milestone(self, text: str) -> None:
-        """Adds a line to the start-up's list; once there are rows, takes the status line."""
+        """Adds a line to the list of the start-up; once there are rows, changes the status line."""
         self._milestones.append((time.monotonic() - self._began, text))
         if self._rows:
             self.phase(step=self._step, phase=text, admitted=0, wanted=0)
@@ -65,17 +51,17 @@ class LiveView:
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Adds a row."""
-        self._rows.append((step, numbers(metrics)))
+        self._rows.append((step, metrics))
 
     def notice(self, text: str) -> None:
         """Adds a line under the table."""
         self._notices.append(text)
 
     def pulse(self) -> None:
-        """Nothing to do: it redraws by itself."""
+        """Does nothing: the table redraws itself."""
 
     def close(self) -> None:
-        """Draws once more and leaves the table standing."""
+        """Draws the final table and leaves it on the screen."""
         if not self._closed:
             self._closed = True
             self._live.stop()
@@ -94,11 +80,11 @@ class LiveView:
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, header_style="bold cyan", padding=(0, 2, 0, 0))
         table.add_column("step", justify="right")
-        for title, _, _ in _COLUMNS:
-            table.add_column(title, justify="right", no_wrap=True)
-        for step, row in self._rows:
-            cells = [_cell(row, field, form) for _, field, form in _COLUMNS]
-            table.add_row(f"{step}/{self._total_steps}", *cells)
+        shown = columns()
+        for column in shown:
+            table.add_column(f"{column.title} {column.unit}".rstrip(), justify="right", no_wrap=True)
+        for step, metrics in self._rows:
+            table.add_row(f"{step}/{self._total_steps}", *(column.cell(metrics) for column in shown))
         return table
 
     def _status(self) -> RenderableType:
@@ -113,11 +99,6 @@ class LiveView:
         line = Table.grid(padding=(0, 1))
         line.add_row(self._spinner, text, _bar(self._admitted, self._wanted))
         return line
-
-
-def _cell(row: StepNumbers, field: str, form: str) -> str:
-    value: float | None = getattr(row, field)
-    return "" if value is None else f"{value:{form}}"
 
 
 def _bar(done: int, total: int) -> Any:

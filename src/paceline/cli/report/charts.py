@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines over steps and stacked bars, drawn without any library."""
+"""Draws charts as inline SVG without a library: lines over steps, and stacked bars."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from html import escape
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 12, 12, 26
 _MAX_BARS = 120
-_SMOOTH_FROM = 40  # points from which on a trend line is drawn over the raw one
+_SMOOTH_FROM = 40  # points; a longer line gets a trend line drawn over it
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One line. `dots` marks every point, for values that are measured now and then."""
+    """One line. `dots` marks every point, for values that only some steps have."""
 
     label: str
     points: Points
@@ -25,19 +25,19 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canvas:
-    """Size of a chart in its own units; text keeps its size, so a wide chart wants a wide canvas."""
+    """Size of a chart in its own units. Text has a fixed size in them, so a wide chart needs a wide one."""
 
     width: int
     height: int
 
     @property
     def plot_width(self) -> int:
-        """Between the axes."""
+        """Width of the area between the axes."""
         return self.width - _LEFT - _RIGHT
 
     @property
     def plot_height(self) -> int:
-        """Between the axes."""
+        """Height of the area between the axes."""
         return self.height - _TOP - _BOTTOM
 
 
@@ -56,25 +56,25 @@ class _Scale:
 
 
 def line_chart(series: Sequence[Series], canvas: Canvas = CARD) -> str:
-    """Lines over steps with axes, a legend where there are several, and each value as a tooltip."""
-    drawn = [one for one in series if one.points]
-    xs = [x for one in drawn for x, _ in one.points]
-    ys = [y for one in drawn for _, y in one.points]
+    """Lines over steps with axes, a tooltip for each value, and a legend if there are several lines."""
+    drawn = [line for line in series if line.points]
+    xs = [x for line in drawn for x, _ in line.points]
+    ys = [y for line in drawn for _, y in line.points]
     x_scale = _x_scale(xs, canvas)
     y_scale, ticks = _y_scale(ys, canvas, from_zero=False)
     parts = [_axes(canvas, x_scale, y_scale, ticks)]
-    parts += [_line(canvas, one, number, x_scale, y_scale) for number, one in enumerate(drawn)]
-    return _figure(canvas, parts, [one.label for one in drawn])
+    parts += [_line(canvas, line, number, x_scale, y_scale) for number, line in enumerate(drawn)]
+    return _figure(canvas, parts, [line.label for line in drawn])
 
 
 def stacked_bars(
     columns: Sequence[float], layers: Mapping[str, Sequence[float]], canvas: Canvas = WIDE
 ) -> str:
-    """One bar a column, its layers on top of each other; many columns are averaged into fewer bars.
+    """One bar per column with its layers stacked; many columns are averaged into fewer bars.
 
     Args:
         columns: x of every bar, ascending.
-        layers: per layer one value (0 or more) a column, from the bottom up.
+        layers: one value (0 or more) per column for each layer, from the bottom up.
     """
     columns, layers = _thin(columns, layers)
     totals = [sum(values[i] for values in layers.values()) for i in range(len(columns))]
@@ -90,10 +90,10 @@ def stacked_bars(
             if value <= 0:
                 continue
             top, height = y_scale(bases[i] + value), y_scale(value)
-            x = _LEFT + x_scale(columns[i]) - width / 2
+            x, y = _LEFT + x_scale(columns[i]) - width / 2, _TOP + canvas.plot_height - top
             tip = f"step {columns[i]:g}: {name} {value:.3g} s of {totals[i]:.3g} s"
             rects.append(
-                f'<rect x="{x:.1f}" y="{_TOP + canvas.plot_height - top:.1f}" width="{width:.1f}" height="{height:.2f}">'
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.2f}">'
                 f"<title>{escape(tip)}</title></rect>"
             )
             bases[i] += value
@@ -152,9 +152,8 @@ def _axes(canvas: Canvas, x_scale: _Scale, y_scale: _Scale, y_ticks: Sequence[fl
             continue
         x = _LEFT + x_scale(tick)
         parts.append(f'<text x="{x:.1f}" y="{canvas.height - 8}" text-anchor="middle">{int(tick)}</text>')
-    parts.append(
-        f'<line class="axis" x1="{_LEFT}" x2="{canvas.width - _RIGHT}" y1="{_TOP + canvas.plot_height}" y2="{_TOP + canvas.plot_height}"/>'
-    )
+    y = _TOP + canvas.plot_height
+    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{canvas.width - _RIGHT}" y1="{y}" y2="{y}"/>')
     return "".join(parts)
 
 
@@ -181,8 +180,10 @@ def _path(places: Points, kind: str) -> str:
 
 
 def _smooth(places: Points) -> list[tuple[float, float]]:
-    """At each point a straight line through its neighbours, the near ones counting most: it neither lags as a running
-    mean does nor bends at the ends."""
+    """Fits a straight line to each point's neighbours, the nearest with the most weight.
+
+    Unlike a running mean it does not lag, and it does not bend at the ends.
+    """
     reach = max(3, len(places) // 10)
     smooth = []
     for i, (x, _) in enumerate(places):
@@ -204,9 +205,10 @@ def _thin(
     size = -(-len(columns) // _MAX_BARS)
     bins = [range(i, min(i + size, len(columns))) for i in range(0, len(columns), size)]
     means = {
-        name: [sum(values[i] for i in one) / len(one) for one in bins] for name, values in layers.items()
+        name: [sum(values[i] for i in group) / len(group) for group in bins]
+        for name, values in layers.items()
     }
-    return [columns[one[0]] for one in bins], means
+    return [columns[group[0]] for group in bins], means
 
 
 def _figure(canvas: Canvas, parts: Sequence[str], labels: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a report is made of, read from a run directory."""
+"""Reads what a report shows from a run directory."""
 
 from __future__ import annotations
 
@@ -9,27 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.report.guard import Fired, fired_rules, is_routine
-from paceline.cli.report.summary import read_lines
+from paceline.broker.address import redact
+from paceline.cli.metrics import PHASES, STEP_SECONDS, charts
+from paceline.cli.report.guard import FiredRule, fired_rules, is_routine
 
 Row = Mapping[str, Any]
 
-# From the bottom of the stack up.
-PHASES = (
-    "gen",
-    "reward",
-    "fetch",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "update_critic",
-    "update_actor",
-    "update_weights",
-)
 _ROUTINE = {"phase", "dispatch", "commit", "trajectory", "refill"}
 _MAX_EVENTS = 80
-_ADMITTED = "admitted"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +39,12 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """All of it. `metrics` are the lines of metrics.jsonl, by step."""
+    """A run's numbers, events and samples. `metrics` are the lines of metrics.jsonl, by step."""
 
     name: str
     metrics: Sequence[Row]
     events: Sequence[Event]
-    fired: Sequence[Fired]
+    fired: Sequence[FiredRule]
     num_events_left_out: int
     verdicts: Mapping[str, int]
     samples: Sequence[Samples]
@@ -73,9 +60,9 @@ class RunData:
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Reads a run that has ended or is under way; what is not there is left out."""
-    metrics = [line for line in read_lines(run_dir / "metrics.jsonl") if isinstance(line.get("step"), int)]
-    journal = read_lines(run_dir / "events.jsonl")
+    """Reads a run that has ended or is under way; a file that is missing counts as empty."""
+    metrics = [line for line in read_jsonl(run_dir / "metrics.jsonl") if isinstance(line.get("step"), int)]
+    journal = read_jsonl(run_dir / "events.jsonl")
     events = _events(journal)
     config = run_dir / "config.resolved.yaml"
     return RunData(
@@ -86,18 +73,34 @@ def read_run(run_dir: Path) -> RunData:
         num_events_left_out=max(0, len(events) - _MAX_EVENTS),
         verdicts=_verdicts(journal),
         samples=_samples(run_dir / "trajectories"),
-        config_text=_without_secrets(config.read_text(encoding="utf-8")) if config.is_file() else "",
+        config_text=redact(config.read_text(encoding="utf-8")) if config.is_file() else "",
     )
 
 
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file, [] if it is missing; skips a last line that was cut off in writing."""
+    if not path.is_file():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            lines.append(value)
+    return lines
+
+
 def phase_seconds(data: RunData) -> tuple[list[float], dict[str, list[float]]]:
-    """Steps, and per phase its seconds in each; what no phase claims is "other"."""
-    lines = [line for line in data.metrics if isinstance(line.get("timing_s/step"), int | float)]
-    names = [name for name in PHASES if any(line.get(f"timing_s/{name}") for line in lines)]
+    """Steps, and the seconds of each phase in each step; what no phase claims is "other"."""
+    lines = [line for line in data.metrics if isinstance(line.get(STEP_SECONDS), int | float)]
     layers: dict[str, list[float]] = {
-        name: [float(line.get(f"timing_s/{name}") or 0.0) for line in lines] for name in names
+        metric.label: [float(line.get(metric.name) or 0.0) for line in lines]
+        for metric in charts()[PHASES]
+        if any(line.get(metric.name) for line in lines)
     }
-    totals = [float(line["timing_s/step"]) for line in lines]
+    totals = [float(line[STEP_SECONDS]) for line in lines]
     claimed = [sum(values[i] for values in layers.values()) for i in range(len(lines))]
     layers["other"] = [max(0.0, total - known) for total, known in zip(totals, claimed, strict=True)]
     return [float(line["step"]) for line in lines], layers
@@ -105,23 +108,22 @@ def phase_seconds(data: RunData) -> tuple[list[float], dict[str, list[float]]]:
 
 def _events(journal: Sequence[Row]) -> list[Event]:
     began = next((float(e["time"]) for e in journal if isinstance(e.get("time"), int | float)), 0.0)
-    found = []
-    for event in journal:
-        name = str(event.get("event", ""))
-        if (
-            not name
-            or name in _ROUTINE
-            or is_routine(event)
-            or str(event.get("what", "")).startswith("state:")
-        ):
+    events = []
+    for entry in journal:
+        if not _is_of_note(entry):
             continue
-        details = {k: v for k, v in event.items() if k not in ("n", "time", "event") and v not in (None, "")}
+        details = {k: v for k, v in entry.items() if k not in ("n", "time", "event") and v not in (None, "")}
         text = ", ".join(f"{key} {_word(value)}" for key, value in details.items())
-        at = event.get("time")
-        found.append(
-            Event(at_s=float(at) - began if isinstance(at, int | float) else 0.0, name=name, text=text)
-        )
-    return found
+        time = entry.get("time")
+        at_s = float(time) - began if isinstance(time, int | float) else 0.0
+        events.append(Event(at_s=at_s, name=str(entry["event"]), text=text))
+    return events
+
+
+def _is_of_note(entry: Row) -> bool:
+    name = str(entry.get("event", ""))
+    is_state = str(entry.get("what", "")).startswith("state:")
+    return bool(name) and name not in _ROUTINE and not is_state and not is_routine(entry)
 
 
 def _word(value: object) -> str:
@@ -156,7 +158,7 @@ def _samples(folder: Path) -> list[Samples]:
 
 
 def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most six rows from the highest to the lowest reward, evenly apart, of different prompts where possible."""
+    """At most six rows from the highest to the lowest reward, evenly apart."""
     ranked = sorted(
         rows,
         key=lambda row: (-(row.get("reward") or 0.0), row.get("prompt_id", 0), row.get("sample_index", 0)),
@@ -167,12 +169,3 @@ def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _step(path: Path) -> int:
     return int(path.stem.rpartition("_")[2])
-
-
-def _without_secrets(text: str) -> str:
-    lines = []
-    for line in text.splitlines():
-        head, at, tail = line.rpartition("@")
-        scheme, slashes, _ = head.partition("://")
-        lines.append(f"{scheme}://***@{tail}" if at and slashes else line)
-    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The report's section on the guard: which rules fired, when, how badly, and what was done."""
+"""The report's section on the guard: which rules fired, when, how badly, and with what action."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ _QUIET = (Action.WARN.value, Action.SKIP.value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fired:
-    """A rule and network over the run; `worst` and `bound` are of the worst step, `actions` by how often each was the strongest taken."""
+class FiredRule:
+    """How one rule fired for one network during the run.
+
+    `worst` and `threshold` are those of the worst step; `actions` counts how often each was the strongest
+    action of a step.
+    """
 
     name: str
     steps: Sequence[int]
@@ -29,13 +33,13 @@ class Fired:
 
 
 def is_routine(event: Row) -> bool:
-    """Whether an event belongs in this section alone, and not among the run's events of note."""
+    """Whether an event belongs only in this section and not among the run's events of note."""
     quiet = event.get("event") == "guard" and event.get("action") in _QUIET
     return quiet or event.get("event") == "guard_summary"
 
 
-def fired_rules(journal: Sequence[Row]) -> list[Fired]:
-    """Of a journal, the rule that fired most often first; a step that was repeated after a crash counts once."""
+def fired_rules(journal: Sequence[Row]) -> list[FiredRule]:
+    """The rules that fired, most often first; a step that was repeated after a crash counts once."""
     last: dict[tuple[str, str, int], Row] = {}
     for event in journal:
         if event.get("event") == "guard" and event.get("rule") in RULES:
@@ -43,20 +47,15 @@ def fired_rules(journal: Sequence[Row]) -> list[Fired]:
     by_rule: dict[tuple[str, str], list[Row]] = {}
     for (rule, network, _), event in sorted(last.items()):
         by_rule.setdefault((rule, network), []).append(event)
-    found = [_summary(rule, network, events) for (rule, network), events in by_rule.items()]
-    return sorted(found, key=lambda one: (-len(one.steps), one.name))
+    fired = [_summary(rule, network, events) for (rule, network), events in by_rule.items()]
+    return sorted(fired, key=lambda rule: (-len(rule.steps), rule.name))
 
 
-def guard_section(rules: Sequence[Fired]) -> str:
-    """HTML; "" where nothing fired."""
+def guard_section(rules: Sequence[FiredRule]) -> str:
+    """The section as HTML; "" if nothing fired."""
     if not rules:
         return ""
-    rows = "".join(
-        f"<tr><td><b>{escape(one.name)}</b></td><td>{escape(_ranges(one.steps))}</td><td>{escape(_times(one.actions))}</td>"
-        f"<td>{one.skipped or ''}</td><td>{one.worst:.4g} in step {one.worst_step}</td>"
-        f"<td>{escape(one.sense)} {one.threshold:.4g}</td></tr>"
-        for one in rules
-    )
+    rows = "".join(_row(rule) for rule in rules)
     head = "".join(
         f"<th>{title}</th>" for title in ("rule", "steps", "done", "updates skipped", "worst", "fires")
     )
@@ -66,7 +65,19 @@ def guard_section(rules: Sequence[Fired]) -> str:
     )
 
 
-def _summary(rule: str, network: str, events: Sequence[Row]) -> Fired:
+def _row(rule: FiredRule) -> str:
+    cells = (
+        f"<b>{escape(rule.name)}</b>",
+        escape(_ranges(rule.steps)),
+        escape(_times(rule.actions)),
+        str(rule.skipped or ""),
+        f"{rule.worst:.4g} in step {rule.worst_step}",
+        f"{escape(rule.sense)} {rule.threshold:.4g}",
+    )
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _summary(rule: str, network: str, events: Sequence[Row]) -> FiredRule:
     def badness(event: Row) -> float:
         return _reading(rule, event).badness
 
@@ -75,7 +86,7 @@ def _summary(rule: str, network: str, events: Sequence[Row]) -> Fired:
     for event in events:
         action = str(event.get("action", ""))
         actions[action] = actions.get(action, 0) + 1
-    return Fired(
+    return FiredRule(
         name=f"{rule} ({network})" if network else rule,
         steps=[int(event["step"]) for event in events],
         skipped=sum(int(event.get("skipped", 0)) for event in events),
@@ -96,7 +107,7 @@ def _times(actions: Mapping[str, int]) -> str:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """1, 2, 3, 7 as "1-3, 7"; a long list is cut."""
+    """Writes 1, 2, 3, 7 as "1-3, 7"; shortens a long list."""
     parts: list[list[int]] = []
     for step in steps:
         if parts and step == parts[-1][1] + 1:

@@ -1,48 +1,32 @@
-"""What a run is summed up with: reward before and after, where things lie."""
+"""The lines that a run ends with: reward before and after, and where the run directory and the report are."""
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from paceline.cli.metrics import HEADLINES
+from paceline.cli.report.data import read_jsonl
+from paceline.cli.report.write import write_report
 
 log = logging.getLogger(__name__)
-
-VAL_REWARD = "val/reward/mean"
-TRAIN_REWARD = "critic/score/mean"
-
-
-def read_lines(path: Path) -> list[dict[str, object]]:
-    """The objects of a JSONL file; [] where there is none. A last line that was cut off in writing is left out."""
-    if not path.is_file():
-        return []
-    lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            lines.append(value)
-    return lines
 
 
 def closing_lines(run_dir: Path) -> list[str]:
     """Writes the report and returns the lines that a run ends with."""
-    metrics = read_lines(run_dir / "metrics.jsonl")
-    lines = []
-    for name, key in (("validation reward", VAL_REWARD), ("training reward", TRAIN_REWARD)):
-        words = _before_and_after(metrics, key)
-        if words:
-            lines.append(f"{name}: {words}")
+    metrics = read_jsonl(run_dir / "metrics.jsonl")
+    changes = {title: _before_and_after(metrics, name) for title, name in HEADLINES.items()}
+    lines = [f"{title.lower()}: {change}" for title, change in changes.items() if change]
     lines.append(f"run directory: {run_dir}")
     if metrics:
         lines.append(_report(run_dir))
     return lines
 
 
-def _before_and_after(metrics: list[dict[str, object]], key: str) -> str:
-    seen = [(line.get("step"), line[key]) for line in metrics if isinstance(line.get(key), int | float)]
+def _before_and_after(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
+    seen = [(line.get("step"), line[name]) for line in metrics if isinstance(line.get(name), int | float)]
     if not seen:
         return ""
     (first_step, first), (last_step, last) = seen[0], seen[-1]
@@ -52,11 +36,9 @@ def _before_and_after(metrics: list[dict[str, object]], key: str) -> str:
 
 
 def _report(run_dir: Path) -> str:
-    from paceline.cli.commands.report import write_report
-
     try:
         return f"report: {write_report(run_dir)}"
     except Exception as error:
-        # The run is over and its numbers are on disk: a page that cannot be drawn must not look like a failed run.
+        # The run is over and its numbers are on disk: an error in drawing must not look like a failed run.
         log.exception("the report was not written")
         return f"report: not written ({error})"

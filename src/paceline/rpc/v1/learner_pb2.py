@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from paceline.rpc.v1 import common_pb2 as paceline_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/learner.proto\x12\x0fpaceline.rpc.v1\"\x1f\n\x1d\x44\x65scribeLearnerWeightsRequest\"\x7f\n\x1e\x44\x65scribeLearnerWeightsResponse\x12\x14\n\x0crank_layouts\x18\x01 \x03(\x0c\x12\x12\n\nstore_host\x18\x02 \x01(\t\x12\x12\n\nstore_port\x18\x03 \x01(\x05\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\"6\n\x17JoinLearnerGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04spec\x18\x02 \x01(\x0c\"\x1a\n\x18JoinLearnerGroupResponse\"7\n\x15PublishWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\x8f\x01\n\x16PublishWeightsResponse\x12\x0f\n\x07\x64igests\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x12\n\nbytes_sent\x18\x03 \x01(\x03\x12\x13\n\x0btransfer_ms\x18\x04 \x01(\x01\x12\x11\n\tdigest_ms\x18\x05 \x01(\x01\x12\x18\n\x10peak_extra_bytes\x18\x06 \x01(\x03\")\n\x18LeaveLearnerGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x1b\n\x19LeaveLearnerGroupResponse\"1\n\x12\x41\x62\x61ndonPushRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04lost\x18\x02 \x01(\t\"\x15\n\x13\x41\x62\x61ndonPushResponse\"\xba\x01\n\x08\x42\x61tchRow\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x10\n\x08\x62lob_key\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x05\x12\x1b\n\x13num_response_tokens\x18\x05 \x01(\x05\x12\x11\n\tprompt_id\x18\x06 \x01(\x03\x12\x19\n\x0cgreedy_score\x18\x07 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_greedy_score\"d\n\x10GuardAdjustments\x12\x10\n\x08lr_scale\x18\x01 \x01(\x01\x12\x10\n\x08kl_scale\x18\x02 \x01(\x01\x12\x1a\n\rfixed_kl_coef\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_fixed_kl_coef\"d\n\x0cGuardReading\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0f\n\x07network\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\x01\x12\x13\n\x0bnum_skipped\x18\x05 \x01(\x05\"\xb1\x01\n\x10TrainStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x16\n\x0eweights_digest\x18\x03 \x01(\t\x12\'\n\x04rows\x18\x04 \x03(\x0b\x32\x19.paceline.rpc.v1.BatchRow\x12\x36\n\x0b\x61\x64justments\x18\x05 \x01(\x0b\x32!.paceline.rpc.v1.GuardAdjustments\"\x8f\x02\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12@\n\x07metrics\x18\x03 \x03(\x0b\x32/.paceline.rpc.v1.TrainStepResponse.MetricsEntry\x12\x16\n\x0eupdate_skipped\x18\x04 \x01(\x08\x12\x13\n\x0bskip_reason\x18\x05 \x01(\t\x12\x35\n\x0eguard_readings\x18\x06 \x03(\x0b\x32\x1d.paceline.rpc.v1.GuardReading\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"O\n\x15SaveCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x18\n\x10\x63ontroller_state\x18\x03 \x01(\x0c\")\n\x16SaveCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"8\n\x15LoadCheckpointRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\"7\n\x16LoadCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x32\xae\x06\n\x0eLearnerService\x12r\n\x0f\x44\x65scribeWeights\x12..paceline.rpc.v1.DescribeLearnerWeightsRequest\x1a/.paceline.rpc.v1.DescribeLearnerWeightsResponse\x12\x66\n\x0fJoinWeightGroup\x12(.paceline.rpc.v1.JoinLearnerGroupRequest\x1a).paceline.rpc.v1.JoinLearnerGroupResponse\x12\x61\n\x0ePublishWeights\x12&.paceline.rpc.v1.PublishWeightsRequest\x1a\'.paceline.rpc.v1.PublishWeightsResponse\x12i\n\x10LeaveWeightGroup\x12).paceline.rpc.v1.LeaveLearnerGroupRequest\x1a*.paceline.rpc.v1.LeaveLearnerGroupResponse\x12X\n\x0b\x41\x62\x61ndonPush\x12#.paceline.rpc.v1.AbandonPushRequest\x1a$.paceline.rpc.v1.AbandonPushResponse\x12R\n\tTrainStep\x12!.paceline.rpc.v1.TrainStepRequest\x1a\".paceline.rpc.v1.TrainStepResponse\x12\x61\n\x0eSaveCheckpoint\x12&.paceline.rpc.v1.SaveCheckpointRequest\x1a\'.paceline.rpc.v1.SaveCheckpointResponse\x12\x61\n\x0eLoadCheckpoint\x12&.paceline.rpc.v1.LoadCheckpointRequest\x1a\'.paceline.rpc.v1.LoadCheckpointResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/learner.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"\x1f\n\x1d\x44\x65scribeLearnerWeightsRequest\"\x7f\n\x1e\x44\x65scribeLearnerWeightsResponse\x12\x14\n\x0crank_layouts\x18\x01 \x03(\x0c\x12\x12\n\nstore_host\x18\x02 \x01(\t\x12\x12\n\nstore_port\x18\x03 \x01(\x05\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\"6\n\x17JoinLearnerGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04spec\x18\x02 \x01(\x0c\"\x1a\n\x18JoinLearnerGroupResponse\"7\n\x15PublishWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\")\n\x16PublishWeightsResponse\x12\x0f\n\x07receipt\x18\x01 \x01(\x0c\")\n\x18LeaveLearnerGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x1b\n\x19LeaveLearnerGroupResponse\"1\n\x12\x41\x62\x61ndonPushRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04lost\x18\x02 \x01(\t\"\x15\n\x13\x41\x62\x61ndonPushResponse\"\xa7\x01\n\x08\x42\x61tchRow\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x10\n\x08\x62lob_key\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x05\x12\x1b\n\x13num_response_tokens\x18\x05 \x01(\x05\x12\x19\n\x0cgreedy_score\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_greedy_score\"d\n\x10GuardAdjustments\x12\x10\n\x08lr_scale\x18\x01 \x01(\x01\x12\x10\n\x08kl_scale\x18\x02 \x01(\x01\x12\x1a\n\rfixed_kl_coef\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_fixed_kl_coef\"d\n\x0cGuardReading\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0f\n\x07network\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\x01\x12\x13\n\x0bnum_skipped\x18\x05 \x01(\x05\"\xad\x01\n\x10TrainStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12*\n\x06policy\x18\x02 \x01(\x0b\x32\x1a.paceline.rpc.v1.PolicyTag\x12\'\n\x04rows\x18\x03 \x03(\x0b\x32\x19.paceline.rpc.v1.BatchRow\x12\x36\n\x0b\x61\x64justments\x18\x04 \x01(\x0b\x32!.paceline.rpc.v1.GuardAdjustments\"\xe0\x01\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12@\n\x07metrics\x18\x02 \x03(\x0b\x32/.paceline.rpc.v1.TrainStepResponse.MetricsEntry\x12\x14\n\x0cskip_reasons\x18\x03 \x03(\t\x12\x35\n\x0eguard_readings\x18\x04 \x03(\x0b\x32\x1d.paceline.rpc.v1.GuardReading\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"O\n\x15SaveCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x18\n\x10\x63ontroller_state\x18\x03 \x01(\x0c\")\n\x16SaveCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"8\n\x15LoadCheckpointRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\"7\n\x16LoadCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x32\xae\x06\n\x0eLearnerService\x12r\n\x0f\x44\x65scribeWeights\x12..paceline.rpc.v1.DescribeLearnerWeightsRequest\x1a/.paceline.rpc.v1.DescribeLearnerWeightsResponse\x12\x66\n\x0fJoinWeightGroup\x12(.paceline.rpc.v1.JoinLearnerGroupRequest\x1a).paceline.rpc.v1.JoinLearnerGroupResponse\x12\x61\n\x0ePublishWeights\x12&.paceline.rpc.v1.PublishWeightsRequest\x1a\'.paceline.rpc.v1.PublishWeightsResponse\x12i\n\x10LeaveWeightGroup\x12).paceline.rpc.v1.LeaveLearnerGroupRequest\x1a*.paceline.rpc.v1.LeaveLearnerGroupResponse\x12X\n\x0b\x41\x62\x61ndonPush\x12#.paceline.rpc.v1.AbandonPushRequest\x1a$.paceline.rpc.v1.AbandonPushResponse\x12R\n\tTrainStep\x12!.paceline.rpc.v1.TrainStepRequest\x1a\".paceline.rpc.v1.TrainStepResponse\x12\x61\n\x0eSaveCheckpoint\x12&.paceline.rpc.v1.SaveCheckpointRequest\x1a\'.paceline.rpc.v1.SaveCheckpointResponse\x12\x61\n\x0eLoadCheckpoint\x12&.paceline.rpc.v1.LoadCheckpointRequest\x1a\'.paceline.rpc.v1.LoadCheckpointResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,46 +34,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_DESCRIBELEARNERWEIGHTSREQUEST']._serialized_start=50
-  _globals['_DESCRIBELEARNERWEIGHTSREQUEST']._serialized_end=81
-  _globals['_DESCRIBELEARNERWEIGHTSRESPONSE']._serialized_start=83
-  _globals['_DESCRIBELEARNERWEIGHTSRESPONSE']._serialized_end=210
-  _globals['_JOINLEARNERGROUPREQUEST']._serialized_start=212
-  _globals['_JOINLEARNERGROUPREQUEST']._serialized_end=266
-  _globals['_JOINLEARNERGROUPRESPONSE']._serialized_start=268
-  _globals['_JOINLEARNERGROUPRESPONSE']._serialized_end=294
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=296
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=351
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=354
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=497
-  _globals['_LEAVELEARNERGROUPREQUEST']._serialized_start=499
-  _globals['_LEAVELEARNERGROUPREQUEST']._serialized_end=540
-  _globals['_LEAVELEARNERGROUPRESPONSE']._serialized_start=542
-  _globals['_LEAVELEARNERGROUPRESPONSE']._serialized_end=569
-  _globals['_ABANDONPUSHREQUEST']._serialized_start=571
-  _globals['_ABANDONPUSHREQUEST']._serialized_end=620
-  _globals['_ABANDONPUSHRESPONSE']._serialized_start=622
-  _globals['_ABANDONPUSHRESPONSE']._serialized_end=643
-  _globals['_BATCHROW']._serialized_start=646
-  _globals['_BATCHROW']._serialized_end=832
-  _globals['_GUARDADJUSTMENTS']._serialized_start=834
-  _globals['_GUARDADJUSTMENTS']._serialized_end=934
-  _globals['_GUARDREADING']._serialized_start=936
-  _globals['_GUARDREADING']._serialized_end=1036
-  _globals['_TRAINSTEPREQUEST']._serialized_start=1039
-  _globals['_TRAINSTEPREQUEST']._serialized_end=1216
-  _globals['_TRAINSTEPRESPONSE']._serialized_start=1219
-  _globals['_TRAINSTEPRESPONSE']._serialized_end=1490
-  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_start=1444
-  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_end=1490
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1492
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1571
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1573
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1614
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=1616
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=1672
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=1674
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=1729
-  _globals['_LEARNERSERVICE']._serialized_start=1732
-  _globals['_LEARNERSERVICE']._serialized_end=2546
+  _globals['_DESCRIBELEARNERWEIGHTSREQUEST']._serialized_start=80
+  _globals['_DESCRIBELEARNERWEIGHTSREQUEST']._serialized_end=111
+  _globals['_DESCRIBELEARNERWEIGHTSRESPONSE']._serialized_start=113
+  _globals['_DESCRIBELEARNERWEIGHTSRESPONSE']._serialized_end=240
+  _globals['_JOINLEARNERGROUPREQUEST']._serialized_start=242
+  _globals['_JOINLEARNERGROUPREQUEST']._serialized_end=296
+  _globals['_JOINLEARNERGROUPRESPONSE']._serialized_start=298
+  _globals['_JOINLEARNERGROUPRESPONSE']._serialized_end=324
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=326
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=381
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=383
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=424
+  _globals['_LEAVELEARNERGROUPREQUEST']._serialized_start=426
+  _globals['_LEAVELEARNERGROUPREQUEST']._serialized_end=467
+  _globals['_LEAVELEARNERGROUPRESPONSE']._serialized_start=469
+  _globals['_LEAVELEARNERGROUPRESPONSE']._serialized_end=496
+  _globals['_ABANDONPUSHREQUEST']._serialized_start=498
+  _globals['_ABANDONPUSHREQUEST']._serialized_end=547
+  _globals['_ABANDONPUSHRESPONSE']._serialized_start=549
+  _globals['_ABANDONPUSHRESPONSE']._serialized_end=570
+  _globals['_BATCHROW']._serialized_start=573
+  _globals['_BATCHROW']._serialized_end=740
+  _globals['_GUARDADJUSTMENTS']._serialized_start=742
+  _globals['_GUARDADJUSTMENTS']._serialized_end=842
+  _globals['_GUARDREADING']._serialized_start=844
+  _globals['_GUARDREADING']._serialized_end=944
+  _globals['_TRAINSTEPREQUEST']._serialized_start=947
+  _globals['_TRAINSTEPREQUEST']._serialized_end=1120
+  _globals['_TRAINSTEPRESPONSE']._serialized_start=1123
+  _globals['_TRAINSTEPRESPONSE']._serialized_end=1347
+  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_start=1301
+  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_end=1347
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1349
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1428
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1430
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1471
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=1473
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=1529
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=1531
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=1586
+  _globals['_LEARNERSERVICE']._serialized_start=1589
+  _globals['_LEARNERSERVICE']._serialized_end=2403
 # @@protoc_insertion_point(module_scope)

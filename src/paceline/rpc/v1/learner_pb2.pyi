@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from paceline.rpc.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -132,34 +133,17 @@ Global___PublishWeightsRequest: _TypeAlias = PublishWeightsRequest  # noqa: Y015
 class PublishWeightsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    DIGESTS_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    BYTES_SENT_FIELD_NUMBER: _builtins.int
-    TRANSFER_MS_FIELD_NUMBER: _builtins.int
-    DIGEST_MS_FIELD_NUMBER: _builtins.int
-    PEAK_EXTRA_BYTES_FIELD_NUMBER: _builtins.int
-    digests: _builtins.bytes
-    """msgpack, per learner rank"""
-    digest: _builtins.str
-    """of the whole policy: 16 hexadecimal digits"""
-    bytes_sent: _builtins.int
-    transfer_ms: _builtins.float
-    digest_ms: _builtins.float
-    peak_extra_bytes: _builtins.int
-    """staging, of the rank with most"""
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    receipt: _builtins.bytes
+    """msgpack of a PushReceipt for all learner ranks"""
     def __init__(
         self,
         *,
-        digests: _builtins.bytes = ...,
-        digest: _builtins.str = ...,
-        bytes_sent: _builtins.int = ...,
-        transfer_ms: _builtins.float = ...,
-        digest_ms: _builtins.float = ...,
-        peak_extra_bytes: _builtins.int = ...,
+        receipt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_sent", b"bytes_sent", "digest", b"digest", "digest_ms", b"digest_ms", "digests", b"digests", "peak_extra_bytes", b"peak_extra_bytes", "transfer_ms", b"transfer_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -248,14 +232,12 @@ class BatchRow(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
-    PROMPT_ID_FIELD_NUMBER: _builtins.int
     GREEDY_SCORE_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     blob_key: _builtins.str
     reward: _builtins.float
     num_prompt_tokens: _builtins.int
     num_response_tokens: _builtins.int
-    prompt_id: _builtins.int
     greedy_score: _builtins.float
     """of the greedy answer to the same prompt, for estimators that take it as a baseline"""
     def __init__(
@@ -266,12 +248,11 @@ class BatchRow(_message.Message):
         reward: _builtins.float = ...,
         num_prompt_tokens: _builtins.int = ...,
         num_response_tokens: _builtins.int = ...,
-        prompt_id: _builtins.int = ...,
         greedy_score: _builtins.float | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "greedy_score", b"greedy_score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "blob_key", b"blob_key", "greedy_score", b"greedy_score", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "prompt_id", b"prompt_id", "reward", b"reward", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "blob_key", b"blob_key", "greedy_score", b"greedy_score", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "reward", b"reward", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__greedy_score: _TypeAlias = _typing.Literal["greedy_score"]  # noqa: Y015
     _WhichOneofArgType__greedy_score: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score"]  # noqa: Y015
@@ -352,16 +333,15 @@ class TrainStepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     ADJUSTMENTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """1-based; trains version step-1 into version step"""
-    policy_version: _builtins.int
-    """of every row"""
-    weights_digest: _builtins.str
-    """of every row"""
+    @_builtins.property
+    def policy(self) -> _common_pb2.PolicyTag:
+        """of every row"""
+
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchRow]:
         """ordered by (prompt id, sample index)"""
@@ -372,14 +352,13 @@ class TrainStepRequest(_message.Message):
         self,
         *,
         step: _builtins.int = ...,
-        policy_version: _builtins.int = ...,
-        weights_digest: _builtins.str = ...,
+        policy: _common_pb2.PolicyTag | None = ...,
         rows: _abc.Iterable[Global___BatchRow] | None = ...,
         adjustments: Global___GuardAdjustments | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "policy_version", b"policy_version", "rows", b"rows", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "policy", b"policy", "rows", b"rows", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -410,34 +389,29 @@ class TrainStepResponse(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     STEP_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
-    UPDATE_SKIPPED_FIELD_NUMBER: _builtins.int
-    SKIP_REASON_FIELD_NUMBER: _builtins.int
+    SKIP_REASONS_FIELD_NUMBER: _builtins.int
     GUARD_READINGS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    policy_version: _builtins.int
-    """after the step"""
-    update_skipped: _builtins.bool
-    """some optimizer step was not taken"""
-    skip_reason: _builtins.str
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def skip_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """one per optimizer step that was not taken"""
+
     @_builtins.property
     def guard_readings(self) -> _containers.RepeatedCompositeFieldContainer[Global___GuardReading]: ...
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
-        policy_version: _builtins.int = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-        update_skipped: _builtins.bool = ...,
-        skip_reason: _builtins.str = ...,
+        skip_reasons: _abc.Iterable[_builtins.str] | None = ...,
         guard_readings: _abc.Iterable[Global___GuardReading] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["guard_readings", b"guard_readings", "metrics", b"metrics", "policy_version", b"policy_version", "skip_reason", b"skip_reason", "step", b"step", "update_skipped", b"update_skipped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guard_readings", b"guard_readings", "metrics", b"metrics", "skip_reasons", b"skip_reasons", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

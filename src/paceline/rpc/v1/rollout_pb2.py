@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.rpc.v1 import common_pb2 as paceline_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/rollout.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"\x1f\n\x1d\x44\x65scribeRolloutWeightsRequest\"6\n\x1e\x44\x65scribeRolloutWeightsResponse\x12\x14\n\x0crank_layouts\x18\x01 \x03(\x0c\"K\n\x17JoinRolloutGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04spec\x18\x02 \x01(\x0c\x12\x13\n\x0brank_offset\x18\x03 \x01(\x05\"\x1a\n\x18JoinRolloutGroupResponse\"7\n\x15ReceiveWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\x9a\x01\n\x16ReceiveWeightsResponse\x12\x0f\n\x07\x64igests\x18\x01 \x01(\x0c\x12\x16\n\x0e\x62ytes_received\x18\x02 \x01(\x03\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x11\n\tdigest_ms\x18\x04 \x01(\x01\x12\x18\n\x10peak_extra_bytes\x18\x05 \x01(\x03\x12\x15\n\rbytes_relayed\x18\x06 \x01(\x03\";\n\rCommitRequest\x12*\n\x06policy\x18\x01 \x01(\x0b\x32\x1a.paceline.rpc.v1.PolicyTag\"\x10\n\x0e\x43ommitResponse\")\n\x18LeaveRolloutGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x1b\n\x19LeaveRolloutGroupResponse\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse2\xcd\x04\n\x0eRolloutService\x12r\n\x0f\x44\x65scribeWeights\x12..paceline.rpc.v1.DescribeRolloutWeightsRequest\x1a/.paceline.rpc.v1.DescribeRolloutWeightsResponse\x12\x66\n\x0fJoinWeightGroup\x12(.paceline.rpc.v1.JoinRolloutGroupRequest\x1a).paceline.rpc.v1.JoinRolloutGroupResponse\x12\x61\n\x0eReceiveWeights\x12&.paceline.rpc.v1.ReceiveWeightsRequest\x1a\'.paceline.rpc.v1.ReceiveWeightsResponse\x12I\n\x06\x43ommit\x12\x1e.paceline.rpc.v1.CommitRequest\x1a\x1f.paceline.rpc.v1.CommitResponse\x12i\n\x10LeaveWeightGroup\x12).paceline.rpc.v1.LeaveRolloutGroupRequest\x1a*.paceline.rpc.v1.LeaveRolloutGroupResponse\x12\x46\n\x05\x44rain\x12\x1d.paceline.rpc.v1.DrainRequest\x1a\x1e.paceline.rpc.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/rollout.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"\x1f\n\x1d\x44\x65scribeRolloutWeightsRequest\"6\n\x1e\x44\x65scribeRolloutWeightsResponse\x12\x14\n\x0crank_layouts\x18\x01 \x03(\x0c\"K\n\x17JoinRolloutGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04spec\x18\x02 \x01(\x0c\x12\x13\n\x0brank_offset\x18\x03 \x01(\x05\"\x1a\n\x18JoinRolloutGroupResponse\"7\n\x15ReceiveWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\")\n\x16ReceiveWeightsResponse\x12\x0f\n\x07receipt\x18\x01 \x01(\x0c\";\n\rCommitRequest\x12*\n\x06policy\x18\x01 \x01(\x0b\x32\x1a.paceline.rpc.v1.PolicyTag\"\x10\n\x0e\x43ommitResponse\")\n\x18LeaveRolloutGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x1b\n\x19LeaveRolloutGroupResponse2\x85\x04\n\x0eRolloutService\x12r\n\x0f\x44\x65scribeWeights\x12..paceline.rpc.v1.DescribeRolloutWeightsRequest\x1a/.paceline.rpc.v1.DescribeRolloutWeightsResponse\x12\x66\n\x0fJoinWeightGroup\x12(.paceline.rpc.v1.JoinRolloutGroupRequest\x1a).paceline.rpc.v1.JoinRolloutGroupResponse\x12\x61\n\x0eReceiveWeights\x12&.paceline.rpc.v1.ReceiveWeightsRequest\x1a\'.paceline.rpc.v1.ReceiveWeightsResponse\x12I\n\x06\x43ommit\x12\x1e.paceline.rpc.v1.CommitRequest\x1a\x1f.paceline.rpc.v1.CommitResponse\x12i\n\x10LeaveWeightGroup\x12).paceline.rpc.v1.LeaveRolloutGroupRequest\x1a*.paceline.rpc.v1.LeaveRolloutGroupResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,20 +42,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINROLLOUTGROUPRESPONSE']._serialized_end=272
   _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=274
   _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=329
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=332
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=486
-  _globals['_COMMITREQUEST']._serialized_start=488
-  _globals['_COMMITREQUEST']._serialized_end=547
-  _globals['_COMMITRESPONSE']._serialized_start=549
-  _globals['_COMMITRESPONSE']._serialized_end=565
-  _globals['_LEAVEROLLOUTGROUPREQUEST']._serialized_start=567
-  _globals['_LEAVEROLLOUTGROUPREQUEST']._serialized_end=608
-  _globals['_LEAVEROLLOUTGROUPRESPONSE']._serialized_start=610
-  _globals['_LEAVEROLLOUTGROUPRESPONSE']._serialized_end=637
-  _globals['_DRAINREQUEST']._serialized_start=639
-  _globals['_DRAINREQUEST']._serialized_end=653
-  _globals['_DRAINRESPONSE']._serialized_start=655
-  _globals['_DRAINRESPONSE']._serialized_end=670
-  _globals['_ROLLOUTSERVICE']._serialized_start=673
-  _globals['_ROLLOUTSERVICE']._serialized_end=1262
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=331
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=372
+  _globals['_COMMITREQUEST']._serialized_start=374
+  _globals['_COMMITREQUEST']._serialized_end=433
+  _globals['_COMMITRESPONSE']._serialized_start=435
+  _globals['_COMMITRESPONSE']._serialized_end=451
+  _globals['_LEAVEROLLOUTGROUPREQUEST']._serialized_start=453
+  _globals['_LEAVEROLLOUTGROUPREQUEST']._serialized_end=494
+  _globals['_LEAVEROLLOUTGROUPRESPONSE']._serialized_start=496
+  _globals['_LEAVEROLLOUTGROUPRESPONSE']._serialized_end=523
+  _globals['_ROLLOUTSERVICE']._serialized_start=526
+  _globals['_ROLLOUTSERVICE']._serialized_end=1043
 # @@protoc_insertion_point(module_scope)

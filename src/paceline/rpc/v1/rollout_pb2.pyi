@@ -124,34 +124,17 @@ Global___ReceiveWeightsRequest: _TypeAlias = ReceiveWeightsRequest  # noqa: Y015
 class ReceiveWeightsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    DIGESTS_FIELD_NUMBER: _builtins.int
-    BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
-    TRANSFER_MS_FIELD_NUMBER: _builtins.int
-    DIGEST_MS_FIELD_NUMBER: _builtins.int
-    PEAK_EXTRA_BYTES_FIELD_NUMBER: _builtins.int
-    BYTES_RELAYED_FIELD_NUMBER: _builtins.int
-    digests: _builtins.bytes
-    """msgpack, per rank"""
-    bytes_received: _builtins.int
-    transfer_ms: _builtins.float
-    digest_ms: _builtins.float
-    peak_extra_bytes: _builtins.int
-    """staging, of the rank with most"""
-    bytes_relayed: _builtins.int
-    """passed on to other rollout ranks"""
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    receipt: _builtins.bytes
+    """msgpack of a PushReceipt for all ranks of the server"""
     def __init__(
         self,
         *,
-        digests: _builtins.bytes = ...,
-        bytes_received: _builtins.int = ...,
-        transfer_ms: _builtins.float = ...,
-        digest_ms: _builtins.float = ...,
-        peak_extra_bytes: _builtins.int = ...,
-        bytes_relayed: _builtins.int = ...,
+        receipt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_relayed", b"bytes_relayed", "digest_ms", b"digest_ms", "digests", b"digests", "peak_extra_bytes", b"peak_extra_bytes", "transfer_ms", b"transfer_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -225,33 +208,3 @@ class LeaveRolloutGroupResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaveRolloutGroupResponse: _TypeAlias = LeaveRolloutGroupResponse  # noqa: Y015
-
-@_typing.final
-class DrainRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
-
-@_typing.final
-class DrainResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RolloutServiceStub(object):
-    """Served by every rollout server; called by the controller. Prompts do not come this way: they come from the mailbox.
+    """Served by every rollout server; called by the controller. Prompts come from the mailbox instead.
     """
 
     def __init__(self, channel):
@@ -60,40 +60,35 @@ class RolloutServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.LeaveRolloutGroupRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.LeaveRolloutGroupResponse.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/paceline.rpc.v1.RolloutService/Drain',
-                request_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.DrainRequest.SerializeToString,
-                response_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.DrainResponse.FromString,
-                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
-    """Served by every rollout server; called by the controller. Prompts do not come this way: they come from the mailbox.
+    """Served by every rollout server; called by the controller. Prompts come from the mailbox instead.
     """
 
     def DescribeWeights(self, request, context):
-        """What slice of which tensor each rank of the engine needs.
+        """Which slice of which tensor each rank of the engine needs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def JoinWeightGroup(self, request, context):
-        """Takes part in forming the weight group of a membership epoch. Must run while every other rank joins.
+        """Joins the weight group of a membership epoch. Every other rank must join at the same time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """Stops taking prompts, ends what is in flight, receives a version, resets caches. SERVING or STALE -> SYNCING.
+        """Stops taking prompts, aborts what is in flight, receives a version, resets caches. -> SYNCING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """The received version is the policy from now on: prompts of that version are taken. SYNCING -> SERVING.
+        """Makes the received version the policy: the server takes prompts of that version. SYNCING -> SERVING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,13 +96,6 @@ class RolloutServiceServicer(object):
 
     def LeaveWeightGroup(self, request, context):
         """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Drain(self, request, context):
-        """Finishes what is in flight, takes no more, leaves. -> DRAINING.
-        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -140,11 +128,6 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.LeaveRolloutGroupRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.LeaveRolloutGroupResponse.SerializeToString,
             ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.DrainRequest.FromString,
-                    response_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.DrainResponse.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'paceline.rpc.v1.RolloutService', rpc_method_handlers)
@@ -154,7 +137,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService(object):
-    """Served by every rollout server; called by the controller. Prompts do not come this way: they come from the mailbox.
+    """Served by every rollout server; called by the controller. Prompts come from the mailbox instead.
     """
 
     @staticmethod
@@ -282,33 +265,6 @@ class RolloutService(object):
             '/paceline.rpc.v1.RolloutService/LeaveWeightGroup',
             paceline_dot_rpc_dot_v1_dot_rollout__pb2.LeaveRolloutGroupRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_rollout__pb2.LeaveRolloutGroupResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.rpc.v1.RolloutService/Drain',
-            paceline_dot_rpc_dot_v1_dot_rollout__pb2.DrainRequest.SerializeToString,
-            paceline_dot_rpc_dot_v1_dot_rollout__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

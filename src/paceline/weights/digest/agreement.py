@@ -1,4 +1,4 @@
-"""Digest reports of the two sides of a push, the verdict over them, and the digest of a whole policy."""
+"""Digest reports of the two sides of a push, their comparison, and the digest of a complete policy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SliceDigest:
 
 
 class Placed(Protocol):
-    """Whatever says which box of which tensor it is."""
+    """A box of a tensor."""
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class Placed(Protocol):
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """The whole tensor's shape."""
+        """Shape of the unsharded tensor."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class Placed(Protocol):
 
 
 def pack_places(parts: Iterable[Placed]) -> bytes:
-    """Everything of a report's slices but the values: the same in every push of a weight group."""
+    """Packs names, shapes and boxes of a report's slices: the same in every push of a weight group."""
     packed: bytes = msgpack.packb(
         [[part.name, part.global_shape, part.box.start, part.box.stop] for part in parts]
     )
@@ -64,12 +64,12 @@ def pack_places(parts: Iterable[Placed]) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DigestReport:
-    """What one party holds after the push of `version`.
+    """The digests of what one rank holds after the push of `version`, or of what the learner sent.
 
     Attributes:
-        rank: names it in errors ("rollout rank 1").
+        rank: the rank's name in errors ("rollout rank 1").
         places: `pack_places` of the slices.
-        values: (number of slices,) uint64, their digests.
+        values: (number of slices,) uint64, the slices' digests.
     """
 
     rank: str
@@ -92,14 +92,14 @@ class DigestReport:
         )
 
     def to_bytes(self) -> bytes:
-        """The report as one msgpack message; the values as packed little-endian numbers of 64 bits."""
+        """The report as one msgpack message, the values in it as packed little-endian 64-bit integers."""
         values = self.values.astype("<u8").tobytes()
         packed: bytes = msgpack.packb([REPORT_SCHEMA, self.rank, self.version, self.places, values])
         return packed
 
     @classmethod
     def from_bytes(cls, data: bytes) -> DigestReport:
-        """Reads what `to_bytes` wrote; raises InvalidMessageError where anything is off."""
+        """Reads what `to_bytes` wrote; raises InvalidMessageError if anything is malformed."""
         try:
             schema, rank, version, packed, raw = msgpack.unpackb(data)
             if schema != REPORT_SCHEMA or type(rank) is not str or type(version) is not int:
@@ -114,7 +114,7 @@ class DigestReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Atom:
-    """A part of a tensor that every rollout rank holds in full or not at all."""
+    """A part of a tensor that every rollout rank holds completely or not at all."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -122,9 +122,9 @@ class Atom:
 
 
 def digest_atoms(destinations: Iterable[RankLayout]) -> list[Atom]:
-    """Every needed tensor, cut along all borders of all rollout ranks' boxes; in order of first mention.
+    """Cuts every needed tensor along all borders of all rollout ranks' boxes, in order of first mention.
 
-    `whole` layouts must have been expanded before. The atoms of a tensor are disjoint and cover it.
+    Layouts of the general path must have been expanded. The atoms of a tensor are disjoint and cover it.
     """
     cuts: dict[str, list[set[int]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -143,65 +143,74 @@ def digest_atoms(destinations: Iterable[RankLayout]) -> list[Atom]:
     return atoms
 
 
-def digests_agree(learner: DigestReport, rollout: Sequence[DigestReport]) -> None:
-    """Checks every box of every rollout rank against the learner's atoms.
+def disagreement(learner: DigestReport, reports: Sequence[DigestReport]) -> str | None:
+    """Checks every box that a rollout server's ranks report against the learner's atoms.
 
-    Raises:
-        WeightSyncError: naming tensor and rank, where a version differs, a digest differs, or the learner
-            has not reported all of a box.
+    Args:
+        learner: the digests of all atoms, as they were sent.
+        reports: one server's, a report per TP rank.
+
+    Returns:
+        None if the server has what the learner sent; otherwise a sentence that says what differs: the
+        version, a digest, or a box that the learner has not reported in full.
     """
-    for report in rollout:
-        if report.version != learner.version:
-            raise WeightSyncError(
-                f"{report.rank} received version {report.version}, the learner sent {learner.version}"
-            )
-        inside = _atoms_inside(learner.places, report.places)
-        if inside.uncovered is not None:
-            name, _, box = inside.uncovered
-            raise WeightSyncError(
-                f"{name}: the learner reported no digest for all of {box.start}..{box.stop}, which {report.rank} holds"
-            )
-        expected = (
-            np.add.reduceat(learner.values[inside.atoms], inside.begins) if len(inside.begins) else _NONE
+    if not reports:
+        return f"the server reported no digests of version {learner.version}"
+    return next(filter(None, (_difference(learner, report) for report in reports)), None)
+
+
+def _difference(learner: DigestReport, report: DigestReport) -> str | None:
+    if report.version != learner.version:
+        return f"{report.rank} received version {report.version}, the learner sent {learner.version}"
+    inside = _atoms_inside(learner.places, report.places)
+    if inside.uncovered is not None:
+        name, _, box = inside.uncovered
+        return (
+            f"{name}: the learner reported no digest for all of {box.start}..{box.stop}, "
+            f"which {report.rank} holds"
         )
-        wrong = np.flatnonzero(expected != report.values)
-        if len(wrong):
-            name, _, box = _read_places(report.places)[wrong[0]]
-            held, sent = (format_digest(int(values[wrong[0]])) for values in (report.values, expected))
-            raise WeightSyncError(
-                f"{name}: {report.rank} holds {box.start}..{box.stop} with digest {held}, the learner sent {sent} "
-                f"(version {learner.version}); the server must not serve it"
-            )
+    expected = np.add.reduceat(learner.values[inside.atoms], inside.begins) if len(inside.begins) else _NONE
+    wrong = np.flatnonzero(expected != report.values)
+    if not len(wrong):
+        return None
+    name, _, box = _read_places(report.places)[wrong[0]]
+    received, sent = (format_digest(int(values[wrong[0]])) for values in (report.values, expected))
+    return (
+        f"{name}: {report.rank} holds {box.start}..{box.stop} with digest {received}, "
+        f"the learner sent {sent} (version {learner.version}); the server must not serve it"
+    )
 
 
 def model_digest(reports: Iterable[DigestReport]) -> int:
-    """The 64-bit digest of a whole policy, from the learner's report or from those of one server's TP ranks.
+    """The 64-bit digest of a complete policy, from the learner's report or those of one server's TP ranks.
 
-    A box that several ranks hold enters once.
+    A box that several ranks hold counts once.
 
     Raises:
-        WeightSyncError: two ranks differ on the same box, boxes overlap in part, or a tensor is incomplete.
+        WeightSyncError: two ranks report different digests of a box, boxes overlap, or a tensor is
+            incomplete.
     """
     reports = list(reports)
-    whole = _whole(tuple(report.places for report in reports))
+    union = _unite(tuple(report.places for report in reports))
     values = np.concatenate([_NONE, *(report.values for report in reports)])
-    wrong = np.flatnonzero(values != values[whole.first])
+    wrong = np.flatnonzero(values != values[union.first])
     if len(wrong):
         borders = np.cumsum([len(report.values) for report in reports])
         report = reports[int(np.searchsorted(borders, wrong[0], side="right"))]
-        name, _, box = whole.places[wrong[0]]
+        name, _, box = union.places[wrong[0]]
         raise WeightSyncError(
             f"{name}: {report.rank} and another rank hold different values of {box.start}..{box.stop}"
         )
-    return int(values[whole.unique].sum(dtype=np.uint64))
+    return int(values[union.unique].sum(dtype=np.uint64))
 
 
 def format_digest(value: int) -> str:
-    """The form that is stamped on trajectories: 16 hexadecimal digits."""
+    """The digest as trajectories carry it: 16 hexadecimal digits."""
     return f"{value & MASK:016x}"
 
 
-# Places stay the same from push to push, while every push waits for its verdict: what depends on them alone is kept.
+# A server serves nothing until digests have been compared, and places stay the same from push to push: what
+# depends on places alone is cached.
 
 
 @lru_cache(maxsize=64)
@@ -223,7 +232,13 @@ def _read_place(fields: object) -> Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Inside:
-    """The atoms of all parts, part after part; where each part's begin; the first part that they do not cover."""
+    """Which atoms lie in which part.
+
+    Attributes:
+        atoms: the atoms' indices, part after part.
+        begins: index in `atoms` at which each part's atoms begin.
+        uncovered: the first part that its atoms do not cover; None if there is none.
+    """
 
     atoms: npt.NDArray[np.int64]
     begins: npt.NDArray[np.int64]
@@ -235,21 +250,27 @@ def _atoms_inside(atoms: bytes, parts: bytes) -> _Inside:
     by_name: dict[str, list[tuple[int, Box]]] = {}
     for index, (name, _, box) in enumerate(_read_places(atoms)):
         by_name.setdefault(name, []).append((index, box))
-    found, begins = list[int](), list[int]()
+    indices, begins = list[int](), list[int]()
     uncovered = None
     for place in _read_places(parts):
-        name, _, whole = place
-        inside = [(index, box) for index, box in by_name.get(name, []) if whole.contains(box)]
-        if uncovered is None and (not inside or sum(box.volume for _, box in inside) != whole.volume):
+        name, _, part = place
+        inside = [(index, box) for index, box in by_name.get(name, []) if part.contains(box)]
+        if uncovered is None and (not inside or sum(box.volume for _, box in inside) != part.volume):
             uncovered = place
-        begins.append(len(found))
-        found += [index for index, _ in inside]
-    return _Inside(np.array(found, dtype=np.int64), np.array(begins, dtype=np.int64), uncovered)
+        begins.append(len(indices))
+        indices += [index for index, _ in inside]
+    return _Inside(np.array(indices, dtype=np.int64), np.array(begins, dtype=np.int64), uncovered)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Whole:
-    """All reports' places in a row; for each the first that is equal to it; those that are their own first."""
+class _Union:
+    """The places of several reports together.
+
+    Attributes:
+        places: of all reports, one after another.
+        first: for each place the index of the first that is equal to it.
+        unique: indices of the places that are equal to none before them.
+    """
 
     places: tuple[Place, ...]
     first: npt.NDArray[np.int64]
@@ -257,9 +278,9 @@ class _Whole:
 
 
 @lru_cache(maxsize=16)
-def _whole(packed: tuple[bytes, ...]) -> _Whole:
-    """Checks that the unique places are disjoint and that they cover every tensor; raises WeightSyncError otherwise."""
-    places = tuple(place for one in packed for place in _read_places(one))
+def _unite(packed: tuple[bytes, ...]) -> _Union:
+    """Raises WeightSyncError unless the unique places are disjoint and cover every tensor."""
+    places = tuple(place for report in packed for place in _read_places(report))
     known: dict[tuple[str, Box], int] = {}
     first = [known.setdefault((name, box), index) for index, (name, _, box) in enumerate(places)]
     covered: dict[str, list[Box]] = {}
@@ -275,4 +296,4 @@ def _whole(packed: tuple[bytes, ...]) -> _Whole:
         if number:
             raise WeightSyncError(f"{name}: {number} elements are on no rank, so the policy has no digest")
     unique = np.array(list(known.values()), dtype=np.int64)
-    return _Whole(places, np.array(first, dtype=np.int64), unique)
+    return _Union(places, np.array(first, dtype=np.int64), unique)

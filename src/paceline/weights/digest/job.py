@@ -5,17 +5,88 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from paceline.weights.digest.definition import TensorDigester, name_factor, signed
+from paceline.weights.digest.definition import MASK, column_factors, name_factor, row_factors, signed
 from paceline.weights.geometry.boxes import Box
+
+_CHUNK: Final = 1 << 17
+"""Elements handled at a time on the CPU: their 64-bit copies stay in cache"""
+
+
+class TensorDigester:
+    """`digest_array` for torch tensors on any device, bit for bit; keeps the factor tables on the device.
+
+    Integer arithmetic in torch wraps around, so int64 represents the integers modulo 2^64. Nothing is copied
+    to the host: `add` returns a zero-dimensional int64 tensor, `finish` reads many of them at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._tables: dict[object, torch.Tensor] = {}
+
+    def factors(self, global_shape: tuple[int, ...], box: Box) -> tuple[torch.Tensor, torch.Tensor]:
+        """R of the box's rows and K of its columns, int64 on the device."""
+        return self._row_table(box.stop[0])[box.start[0] : box.stop[0]], self._column_table(global_shape, box)
+
+    def add(
+        self, name: str, global_shape: tuple[int, ...], box: Box, values: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Digest of `values` (of the box's shape, any strides) after a cast to `dtype`.
+
+        The cast happens chunk by chunk, as in packing, so that no copy of the whole is made.
+        """
+        if tuple(values.shape) != box.shape:
+            raise ValueError(f"{name}: values of shape {tuple(values.shape)} for a box of shape {box.shape}")
+        pattern = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        rows, columns = self.factors(global_shape, box)
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        chunk = _CHUNK if self.device.type == "cpu" else _CHUNK << 9
+        step = max(1, chunk // max(1, columns.numel()))
+        for first in range(0, box.shape[0], step):
+            part = values[first : first + step].to(dtype).view(pattern)
+            bits = part.reshape(part.shape[0], -1).to(torch.int64)
+            total += (bits.mul_(columns).sum(dim=1) * rows[first : first + step]).sum()
+        return total * (signed(name_factor(name)))
+
+    def finish(self, totals: list[torch.Tensor]) -> list[int]:
+        """The digests as integers in 0..2^64-1, in one transfer to the host."""
+        return self.read(torch.stack(totals)) if totals else []
+
+    @staticmethod
+    def read(totals: torch.Tensor) -> list[int]:
+        """The digests in an int64 vector, as integers in 0..2^64-1."""
+        return [value & MASK for value in totals.tolist()]
+
+    @staticmethod
+    def read_array(totals: torch.Tensor) -> npt.NDArray[np.uint64]:
+        """The digests in an int64 vector, as an array of uint64."""
+        array: npt.NDArray[np.uint64] = totals.cpu().numpy().view(np.uint64)
+        return array
+
+    def _column_table(self, global_shape: tuple[int, ...], box: Box) -> torch.Tensor:
+        key = (global_shape[1:], box.start[1:], box.stop[1:])
+        if key not in self._tables:
+            self._tables[key] = self._upload(column_factors(global_shape, box))
+        return self._tables[key]
+
+    def _row_table(self, num_rows: int) -> torch.Tensor:
+        table = self._tables.get("rows")
+        if table is None or table.numel() < num_rows:
+            table = self._tables["rows"] = self._upload(row_factors(0, num_rows))
+        return table
+
+    def _upload(self, table: npt.NDArray[np.uint64]) -> torch.Tensor:
+        return torch.from_numpy(table.view(np.int64).copy()).to(self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DigestPart:
-    """A part of a tensor whose digest enters sum number `output`; all parts of one sum are of one tensor.
+    """A part of a tensor whose digest is added to sum number `output`; all parts of a sum are of one tensor.
 
     `values` is a view of the live storage, of the box's shape.
     """
@@ -30,7 +101,12 @@ class DigestPart:
 class DigestJob:
     """Digests the same parts again and again: on CUDA in one kernel launch, elsewhere part by part.
 
-    It keeps addresses, so it is only good as long as the parts' storage stays where it is.
+    A job keeps addresses, so it is valid only as long as the parts' storage stays where it is.
+
+    Args:
+        parts: what to digest.
+        num_outputs: number of sums.
+        dtype: element type on the wire, to which values are cast first.
     """
 
     def __init__(
@@ -46,15 +122,23 @@ class DigestJob:
         self._kernel: Any = None
         self._rest = list(parts)
         if digester.device.type == "cuda":
-            from paceline.weights.digest.kernel import DigestKernel, fits
+            # Triton exists only where CUDA does.
+            from paceline.weights.kernels import DigestKernel
 
-            self._kernel = DigestKernel(digester, [part for part in parts if fits(part)], dtype)
-            self._rest = [part for part in parts if not fits(part)]
+            self._kernel = DigestKernel(
+                [
+                    (part.values, *digester.factors(part.global_shape, part.box), part.output)
+                    for part in parts
+                ],
+                dtype,
+                digester.device,
+            )
+            self._rest = [parts[index] for index in self._kernel.skipped]
             make: Any = torch.cuda.Event
             self._events = make(enable_timing=True), make(enable_timing=True)
 
     def run(self) -> torch.Tensor:
-        """(num_outputs,) int64 on the device: every sum, modulo 2^64. Nothing waits for the device."""
+        """(num_outputs,) int64 on the device: every sum, modulo 2^64. Does not wait for the device."""
         self._began = time.perf_counter()
         device = self._digester.device
         sums = torch.zeros(self._num_outputs, dtype=torch.int64, device=device)
@@ -72,13 +156,13 @@ class DigestJob:
         return sums
 
     def warm_up(self) -> None:
-        """Compiles the kernel, which takes a part of a second, before the first push needs it."""
+        """Compiles the kernel before the first push needs it; that takes a fraction of a second."""
         if self._kernel is not None:
             self.run()
 
     @property
     def last_ms(self) -> float:
-        """Milliseconds that the last `run` took, on the device where there is one; it must have ended."""
+        """Milliseconds of the last `run`, which must have finished; on the device if there is one."""
         if self._events is None:
             return 1e3 * (self._ended - self._began)
         return float(self._events[0].elapsed_time(self._events[1]))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 class Box:
     """The elements with start[d] <= index[d] < stop[d] in every dimension d.
 
-    Two boxes that are compared or combined must have the same number of dimensions; anything else is a
-    mistake of the caller and raises ValueError.
+    Two boxes that are compared or combined must have the same number of dimensions; otherwise ValueError is
+    raised, since the caller made a mistake.
     """
 
     start: tuple[int, ...]
@@ -27,8 +27,8 @@ class Box:
             )
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
-        """The box that covers a tensor of this shape."""
+    def full(cls, shape: Sequence[int]) -> Box:
+        """The box of all elements of a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -51,9 +51,11 @@ class Box:
         return other.volume == 0 or self.intersect(other) == other
 
     def intersect(self, other: Box) -> Box | None:
-        """The common box, or None where nothing is common."""
+        """The box of the common elements, or None if there are none."""
         if len(self.start) != len(other.start):
-            raise ValueError(f"boxes of {len(self.start)} and {len(other.start)} dimensions do not meet")
+            raise ValueError(
+                f"boxes of {len(self.start)} and {len(other.start)} dimensions cannot be intersected"
+            )
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(low >= high for low, high in zip(start, stop, strict=True)):
@@ -61,18 +63,18 @@ class Box:
         return Box(start, stop)
 
     def translate(self, by: Sequence[int]) -> Box:
-        """The box moved by one offset per dimension."""
+        """The box, moved by one offset per dimension."""
         return Box(
             tuple(low + step for low, step in zip(self.start, by, strict=True)),
             tuple(high + step for high, step in zip(self.stop, by, strict=True)),
         )
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The box in coordinates that count from `origin`."""
+        """The same box in coordinates relative to `origin`."""
         return self.translate([-step for step in origin])
 
     def subtract(self, other: Box) -> list[Box]:
-        """This box without `other`, as disjoint boxes in a fixed order (at most two per dimension)."""
+        """This box without `other`: disjoint boxes in a fixed order, at most two per dimension."""
         common = self.intersect(other)
         if common is None:
             return [self] if self.volume else []
@@ -91,7 +93,7 @@ class Box:
         return rest
 
     def split(self, dim: int, at: int) -> tuple[Box, Box]:
-        """The parts below and from index `at` (absolute) on along one dimension."""
+        """The two parts along one dimension: below the absolute index `at`, and from it on."""
         low = Box(self.start, (*self.stop[:dim], at, *self.stop[dim + 1 :]))
         high = Box((*self.start[:dim], at, *self.start[dim + 1 :]), self.stop)
         return low, high

@@ -1,4 +1,4 @@
-"""Layouts: which box of which global tensor a rank holds or needs, and where it lies in its memory."""
+"""Layouts: which box of which global tensor a rank holds or needs, and where it lies in the rank's memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import msgpack
 
 from paceline.core.errors import InvalidMessageError, WeightSyncError
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.transport.dtypes import ITEM_SIZES
 
-LAYOUT_SCHEMA: Final = 1
+LAYOUT_SCHEMA: Final = 2
+ITEM_SIZES: Final[dict[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element of the types that can be sent, by the name that torch uses after `torch.`"""
+
 _MAX_DIMS: Final = 8
 
 
@@ -23,10 +25,10 @@ class TensorSlice:
 
     Attributes:
         name: the tensor's name in the Hugging Face state dict.
-        global_shape: the whole tensor's shape.
-        box: the part that this rank holds (a learner) or needs (a rollout rank), in global indices.
-        param: the rank's own name of the parameter that carries the part (`...qkv_proj.weight`).
-        offset: index in that parameter at which the box begins; as many dimensions as the tensor has.
+        global_shape: shape of the unsharded tensor.
+        box: the part that a learner rank holds or a rollout rank needs, in global indices.
+        param: the rank's own name of the parameter that contains the part (`...qkv_proj.weight`).
+        offset: index in that parameter at which the box begins; it has as many dimensions as the tensor.
     """
 
     name: str
@@ -39,10 +41,10 @@ class TensorSlice:
         dims = len(self.global_shape)
         if not 1 <= dims <= _MAX_DIMS or len(self.box.start) != dims or len(self.offset) != dims:
             raise ValueError(
-                f"{self.name}: shape {self.global_shape}, box {self.box} and offset {self.offset} must have the "
-                f"same number of dimensions, 1 to {_MAX_DIMS}"
+                f"{self.name}: shape {self.global_shape}, box {self.box} and offset {self.offset} must have "
+                f"the same number of dimensions, 1 to {_MAX_DIMS}"
             )
-        if not Box.whole(self.global_shape).contains(self.box) or min(self.offset) < 0:
+        if not Box.full(self.global_shape).contains(self.box) or min(self.offset) < 0:
             raise ValueError(
                 f"{self.name}: box {self.box} must lie within shape {self.global_shape} and offset "
                 f"{self.offset} must not be negative"
@@ -60,25 +62,25 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """All that one rank holds or needs.
+    """All slices that one rank holds or needs.
 
     Attributes:
         dtype: element type of the rank's parameters, as torch names it ("float32").
-        slices: its parts; at most one rank-local place per element.
-        whole: the rank takes the general path: it needs every tensor in full, in checkpoint form, and
-            loads it through the inference engine. `slices` is then empty; `expand_whole` fills it.
+        slices: the slices; no two of them overlap in the rank's memory.
+        full_tensors: the rank takes the general path: it needs every tensor in full, in checkpoint form, and
+            loads it through the inference engine. `slices` is then empty; `expand_full` fills it.
     """
 
     dtype: str
     slices: tuple[TensorSlice, ...]
-    whole: bool = False
+    full_tensors: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, numbers and strings, fit for msgpack."""
+        """The layout as plain lists, numbers and strings, for msgpack."""
         return {
             "schema": LAYOUT_SCHEMA,
             "dtype": self.dtype,
-            "whole": self.whole,
+            "full_tensors": self.full_tensors,
             "slices": [
                 [s.name, list(s.global_shape), list(s.box.start), list(s.box.stop), s.param, list(s.offset)]
                 for s in self.slices
@@ -87,7 +89,7 @@ class RankLayout:
 
     @classmethod
     def from_dict(cls, data: object) -> RankLayout:
-        """Reads what `to_dict` wrote; raises InvalidMessageError where anything is off."""
+        """Reads what `to_dict` wrote; raises InvalidMessageError if anything is malformed."""
         try:
             return _read_layout(data)
         except (KeyError, TypeError, ValueError) as error:
@@ -100,7 +102,7 @@ class RankLayout:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankLayout:
-        """Reads what `to_bytes` wrote; raises InvalidMessageError where anything is off."""
+        """Reads what `to_bytes` wrote; raises InvalidMessageError if anything is malformed."""
         try:
             plain = msgpack.unpackb(data)
         except (ValueError, msgpack.UnpackException) as error:
@@ -109,7 +111,7 @@ class RankLayout:
 
 
 def chunk_rows(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First and one-past-last row of `rank` under `torch.chunk`: equal chunks, the last ones short or empty."""
+    """First row of `rank` and the row after its last, as in `torch.chunk`: last chunks are short or empty."""
     size = math.ceil(num_rows / world_size)
     return min(rank * size, num_rows), min((rank + 1) * size, num_rows)
 
@@ -126,7 +128,7 @@ def fsdp_layout(
         dtype: element type of the shards.
 
     Raises:
-        WeightSyncError: a tensor has no dimension to shard.
+        WeightSyncError: a tensor has no dimensions, so it cannot be sharded.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in 0..{world_size - 1}")
@@ -143,7 +145,7 @@ def fsdp_layout(
 
 
 def tensor_shapes(layouts: Iterable[RankLayout]) -> dict[str, tuple[int, ...]]:
-    """Global shape by tensor name, in order of first mention; raises WeightSyncError where ranks disagree."""
+    """Global shape by tensor name, in order of first mention; raises WeightSyncError if ranks disagree."""
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, layout in enumerate(layouts):
         for part in layout.slices:
@@ -156,15 +158,15 @@ def tensor_shapes(layouts: Iterable[RankLayout]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def expand_whole(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> RankLayout:
-    """The layout with every tensor in full where it asks for the general path, else the layout itself."""
-    if not layout.whole:
+def expand_full(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> RankLayout:
+    """The layout itself, or one of every tensor in full if the rank takes the general path."""
+    if not layout.full_tensors:
         return layout
     slices = tuple(
-        TensorSlice(name=name, global_shape=shape, box=Box.whole(shape), param=name, offset=(0,) * len(shape))
+        TensorSlice(name=name, global_shape=shape, box=Box.full(shape), param=name, offset=(0,) * len(shape))
         for name, shape in shapes.items()
     )
-    return RankLayout(dtype=layout.dtype, slices=slices, whole=True)
+    return RankLayout(dtype=layout.dtype, slices=slices, full_tensors=True)
 
 
 def _read_layout(data: object) -> RankLayout:
@@ -172,10 +174,12 @@ def _read_layout(data: object) -> RankLayout:
         raise ValueError(f"need a map of schema {LAYOUT_SCHEMA}")
     if data["dtype"] not in ITEM_SIZES:
         raise ValueError(f"dtype {data['dtype']!r} is none of {', '.join(ITEM_SIZES)}")
-    if not isinstance(data["whole"], bool) or not isinstance(data["slices"], list):
-        raise TypeError("`whole` must be a bool and `slices` a list")
+    if not isinstance(data["full_tensors"], bool) or not isinstance(data["slices"], list):
+        raise TypeError("`full_tensors` must be a bool and `slices` a list")
     return RankLayout(
-        dtype=data["dtype"], slices=tuple(map(_read_slice, data["slices"])), whole=data["whole"]
+        dtype=data["dtype"],
+        slices=tuple(map(_read_slice, data["slices"])),
+        full_tensors=data["full_tensors"],
     )
 
 
@@ -195,7 +199,7 @@ def _read_slice(fields: object) -> TensorSlice:
 
 
 def read_ints(values: object) -> tuple[int, ...]:
-    """A tuple of plain integers out of an untrusted list; raises TypeError otherwise."""
+    """Reads an untrusted list of plain integers; raises TypeError if it is anything else."""
     if not isinstance(values, list) or any(type(value) is not int for value in values):
         raise TypeError(f"need a list of integers, got {values!r}")
     return tuple(values)

@@ -1,4 +1,4 @@
-"""A model's parameters in every push anew: where they are kept, and what was prepared for where they lie."""
+"""A model's parameters, found quickly in every push, and caches that notice when a parameter has moved."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ T = TypeVar("T")
 
 
 class ParameterIndex:
-    """The parameters by name, each once, as `named_parameters` gives them; that walks all modules, which takes milliseconds.
+    """The parameters by name, each once, as `named_parameters` gives them.
+
+    It avoids that function's walk over all modules, which takes milliseconds.
 
     Args:
-        model: no modules may be added to it or taken away while the index is used; parameters may be replaced by others.
+        model: while the index is in use, no modules may be added or removed; parameters may be replaced.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,29 +32,32 @@ class ParameterIndex:
                     self._places[f"{path}.{kind}" if path else kind] = module._parameters, kind
 
     def current(self) -> dict[str, nn.Parameter]:
-        """The parameters as they are now; ModelError where one was taken away."""
-        found = {name: held.get(kind) for name, (held, kind) in self._places.items()}
-        gone = [name for name, parameter in found.items() if parameter is None]
-        if gone:
-            raise ModelError(
-                f"{gone[0]}: the model has lost this parameter since it was described; form the weight group anew"
-            )
-        return {name: parameter for name, parameter in found.items() if parameter is not None}
+        """The parameters as they are now; raises ModelError if one has been removed."""
+        parameters: dict[str, nn.Parameter] = {}
+        for name, (owner, kind) in self._places.items():
+            parameter = owner.get(kind)
+            if parameter is None:
+                raise ModelError(
+                    f"{name}: the model has lost this parameter since it was described; "
+                    "form a new weight group"
+                )
+            parameters[name] = parameter
+        return parameters
 
 
-class Prepared(Generic[T]):
-    """Something that was made for certain addresses in memory, and is made anew where tensors have moved."""
+class AddressCache(Generic[T]):
+    """Caches a value that holds tensors' addresses, such as a copy table; rebuilt when a tensor moves."""
 
     def __init__(self) -> None:
-        self._kept: tuple[tuple[int, ...], T] | None = None
+        self._entry: tuple[tuple[int, ...], T] | None = None
 
     def get(self, tensors: Iterable[torch.Tensor], make: Callable[[], T]) -> T:
-        """What was made for these tensors, now or before."""
-        places = tuple(tensor.data_ptr() for tensor in tensors)
-        if self._kept is None or self._kept[0] != places:
-            self._kept = places, make()
-        return self._kept[1]
+        """The cached value, or a new one if it was made for other addresses than those of `tensors`."""
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        if self._entry is None or self._entry[0] != addresses:
+            self._entry = addresses, make()
+        return self._entry[1]
 
-    def forget(self) -> None:
-        """Next time it is made anew."""
-        self._kept = None
+    def clear(self) -> None:
+        """Drops the cached value."""
+        self._entry = None

@@ -1,7 +1,7 @@
-"""The transfer plan: every piece that moves in a weight push, from whom, by way of whom, to whom, in which round.
+"""The transfer plan: every piece that moves in a weight push, with its source, relay, destination and round.
 
-The plan is a pure function of the layouts, the element size, the round's size and the relay mode. Every rank computes it for
-itself from the same bytes; the fingerprints are compared when the group forms.
+The plan is a pure function of the layouts, the element size, the size of a round and the relay mode. Every
+rank computes it from the same bytes; the fingerprints are compared when the group forms.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import msgpack
 
 from paceline.core.errors import WeightSyncError
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, expand_whole, tensor_shapes
+from paceline.weights.geometry.layout import RankLayout, expand_full, tensor_shapes
 from paceline.weights.plan.flows import SMALLEST_SHARE, Flow, deal, gather_flows
 from paceline.weights.plan.rounds import chunk_sizes
 
 RELAY_MODES: Final = ("auto", "never", "always")
 
 _ROUND_COST_BYTES: Final = 64 << 20
-"""What a link carries in the time that it takes to start and end a round (0.2 ms at 350 GB/s)"""
+"""Bytes that a link carries in the time it takes to start and end a round (0.2 ms at 350 GB/s)"""
 
 
 class MessageKey(NamedTuple):
-    """One message. `sender` and `receiver` are ranks of the group (learners first); `channel` 0 holds what nobody passes on,
-    any other what a certain set of rollout ranks has in common."""
+    """One message between two ranks of the group (learners come first).
+
+    Channel 0 carries what nobody relays; each other channel what one set of rollout ranks has in common.
+    """
 
     sender: int
     receiver: int
@@ -42,11 +44,13 @@ class Piece:
 
     Attributes:
         source, destination: index among the learner ranks, index among the rollout ranks.
-        relay: the rollout rank that got it the round before and passes it on; None where it comes from the source itself.
-        round, channel: of the message that brings it.
+        relay: the rollout rank that received it one round earlier and relays it; None if the source sends it
+            itself.
+        round, channel: of the message that carries it.
         offset: its first element in that message.
-        name: the tensor; box: the part, in global indices.
-        source_param, source_box: where the learner finds it; destination_param, destination_box: where it lands.
+        name, box: the tensor, and the part of it in global indices.
+        source_param, source_box: where the learner reads it.
+        destination_param, destination_box: where the rollout rank writes it.
     """
 
     source: int
@@ -65,9 +69,10 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """All pieces of a push: those that leave learners, by (source, members that need them), then those that are passed on.
+    """All pieces of a push: those that learners send, by (source, members), then those that are relayed.
 
-    A relay passes on all that one channel brought it in a round, as it lies there: learner after learner.
+    A relay passes on everything that it received over one channel in a round, in the same order: learner by
+    learner.
     """
 
     num_sources: int
@@ -79,7 +84,7 @@ class TransferPlan:
 
     @cached_property
     def message_sizes(self) -> dict[MessageKey, int]:
-        """Elements of every message that is not empty."""
+        """Number of elements of every message; there are no empty ones."""
         sizes: dict[MessageKey, int] = {}
         for piece in self.pieces:
             key = self.message_of(piece)
@@ -87,19 +92,19 @@ class TransferPlan:
         return sizes
 
     def message_of(self, piece: Piece) -> MessageKey:
-        """The message that brings a piece."""
+        """The message that carries a piece."""
         sender = piece.source if piece.relay is None else self.num_sources + piece.relay
         return MessageKey(sender, self.num_sources + piece.destination, piece.round, piece.channel)
 
     @cached_property
     def relay_pairs(self) -> tuple[tuple[int, int], ...]:
-        """Group ranks of the rollout ranks that pass something on, each with whom it goes to, ascending."""
+        """Group ranks of every rollout rank that relays and of each that it relays to, ascending."""
         pairs = {(key.sender, key.receiver) for key in self.message_sizes if key.sender >= self.num_sources}
         return tuple(sorted(pairs))
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """32 bytes that are equal exactly if the plans are."""
+        """32 bytes that are equal exactly if the plans are equal."""
         hasher = hashlib.sha256()
         head = [self.num_sources, self.num_destinations, self.num_rounds, self.num_channels, self.item_bytes]
         hasher.update(msgpack.packb(head))
@@ -111,11 +116,11 @@ class TransferPlan:
         return hasher.digest()
 
     def of_source(self, source: int) -> list[Piece]:
-        """What this learner rank sends."""
+        """The pieces that this learner rank sends."""
         return [piece for piece in self.pieces if piece.source == source and piece.relay is None]
 
     def of_destination(self, destination: int) -> list[Piece]:
-        """What this rollout rank receives, from learners and from others."""
+        """The pieces that this rollout rank receives, from learners and from relays."""
         return [piece for piece in self.pieces if piece.destination == destination]
 
     def sent_bytes(self, source: int) -> int:
@@ -128,13 +133,16 @@ class TransferPlan:
         return self._bytes(key for key in self.message_sizes if key.receiver == rank)
 
     def relayed_bytes(self, destination: int) -> int:
-        """Bytes that this rollout rank passes on in a push."""
+        """Bytes that this rollout rank relays in a push."""
         rank = self.num_sources + destination
         return self._bytes(key for key in self.message_sizes if key.sender == rank)
 
     @cached_property
     def cost_bytes(self) -> int:
-        """How long a push takes, in bytes over one link: each round lasts as long as the rank that sends or receives most in it."""
+        """How long a push takes, in bytes over one link.
+
+        A round lasts as long as its busiest rank sends or receives.
+        """
         loads: dict[tuple[int, int, bool], int] = {}
         for key, size in self.message_sizes.items():
             for end in ((key.round, key.sender, True), (key.round, key.receiver, False)):
@@ -160,15 +168,15 @@ def build_plan(
 
     Args:
         sources: one layout per learner rank.
-        destinations: one layout per rollout rank; `whole` ones are expanded to every tensor.
+        destinations: one layout per rollout rank; those of the general path are expanded to every tensor.
         item_bytes: bytes per element on the wire.
-        round_bytes: most bytes that any rank receives in one round, at first or second hand, or packs for one.
-        relay: whether rollout ranks that need the same pass it on among themselves. "auto": where that is faster, by
-            `cost_bytes`; "always": wherever two need the same, for tests.
+        round_bytes: most bytes that any rank packs in one round, or receives in one from learners and relays.
+        relay: whether rollout ranks that need the same box relay it to each other. "auto": if that is faster,
+            by `cost_bytes`; "always": whenever two need the same box, for tests.
 
     Raises:
-        WeightSyncError: a needed part is held by nobody, a held tensor is needed by nobody, two slices
-            land in the same place, or a round is too small for one element.
+        WeightSyncError: no source holds a needed part, no destination needs a tensor, two slices are written
+            to the same place, or a round is too small for one element.
     """
     if relay not in RELAY_MODES:
         raise ValueError(f"relay {relay!r} is none of {', '.join(RELAY_MODES)}")
@@ -177,7 +185,7 @@ def build_plan(
         raise WeightSyncError(f"round_bytes is {round_bytes}; it must hold at least one element")
     shapes = tensor_shapes([*sources, *destinations])
     learner_shapes = tensor_shapes(sources)
-    destinations = [expand_whole(layout, learner_shapes) for layout in destinations]
+    destinations = [expand_full(layout, learner_shapes) for layout in destinations]
     _check_all_used(learner_shapes, destinations)
     for rank, layout in enumerate(destinations):
         _check_disjoint(rank, layout)
@@ -197,7 +205,7 @@ def build_plan(
 
 
 def _egress_binds(plan: TransferPlan) -> bool:
-    """Whether some learner rank sends more than any rollout rank receives: only then can relaying help."""
+    """Whether some learner rank sends more than any rollout rank receives: relaying helps only then."""
     sent = max((plan.sent_bytes(source) for source in range(plan.num_sources)), default=0)
     return sent > max((plan.received_bytes(rank) for rank in range(plan.num_destinations)), default=0)
 
@@ -205,40 +213,40 @@ def _egress_binds(plan: TransferPlan) -> bool:
 def _plan_flows(
     flows: Sequence[Flow], num_sources: int, num_destinations: int, item_bytes: int, capacity: int
 ) -> TransferPlan:
-    """Gives every chunk its message, and every chunk of a larger set the messages that pass it on."""
+    """Assigns its message to every chunk, and to chunks of larger sets also the messages that relay them."""
     sets = sorted({flow.members for flow in flows if len(flow.members) > 1})
     channels = {members: 1 + index for index, members in enumerate(sets)}
-    first: list[Piece] = []
-    copies: list[Piece] = []
-    # Elements that earlier sources put before this one's, in what a relay passes on.
+    sent: list[Piece] = []
+    relayed: list[Piece] = []
+    # Elements of earlier sources that come first in what a relay passes on.
     before: dict[tuple[int, int, int], int] = {}
     for flow, size in zip(flows, chunk_sizes(flows, capacity), strict=True):
         channel = channels.get(flow.members, 0)
         filled: dict[tuple[int, int, int], int] = {}
         for chunk in deal(flow, size):
-            head = flow.members[chunk.member]
-            place = (head, chunk.round, channel)
+            first_member = flow.members[chunk.member]
+            place = (first_member, chunk.round, channel)
             for index, rank in enumerate(flow.members):
-                part, direct = chunk.cargo.wanted[index], rank == head
+                part, direct = chunk.cargo.targets[index], rank == first_member
                 piece = Piece(
                     source=flow.source,
-                    relay=None if direct else head,
+                    relay=None if direct else first_member,
                     destination=rank,
                     round=chunk.round + (not direct),
                     channel=channel,
                     offset=chunk.offset + (0 if direct else before.get(place, 0)),
                     name=part.name,
                     box=chunk.box,
-                    source_param=chunk.cargo.held.param,
-                    source_box=chunk.cargo.held.to_local(chunk.box),
+                    source_param=chunk.cargo.source_slice.param,
+                    source_box=chunk.cargo.source_slice.to_local(chunk.box),
                     destination_param=part.param,
                     destination_box=part.to_local(chunk.box),
                 )
-                (first if direct else copies).append(piece)
+                (sent if direct else relayed).append(piece)
             filled[place] = filled.get(place, 0) + chunk.box.volume
         for place, size in filled.items():
             before[place] = before.get(place, 0) + size
-    pieces = (*first, *copies)
+    pieces = (*sent, *relayed)
     return TransferPlan(
         num_sources=num_sources,
         num_destinations=num_destinations,
@@ -255,7 +263,7 @@ def _check_all_used(shapes: dict[str, tuple[int, ...]], destinations: Sequence[R
     if destinations and unused:
         raise WeightSyncError(
             f"{unused[0]}: the learner holds it but no rollout rank takes it ({len(unused)} such tensors); "
-            "it would be trained and never sampled from. Exclude it on the learner if that is meant"
+            "it would be trained and never sampled from. If that is intended, exclude it on the learner"
         )
 
 

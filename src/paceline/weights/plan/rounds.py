@@ -1,4 +1,4 @@
-"""How large the chunks of each flow are: as many rounds as staging asks for, and every round as full as any other."""
+"""Chunk sizes: as many rounds as staging requires, and every round about as full as any other."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Final
 from paceline.weights.plan.flows import Flow
 
 _LEAST_ROUNDS: Final = 4
-"""In a single one, packing, sending and scattering could not overlap"""
+"""In a single round, packing, sending and scattering could not overlap"""
 
 _WORTH_A_ROUND: Final = 16 << 20
-"""Elements of the busiest rank for which another round costs less than it hides"""
+"""Elements of the busiest rank from which on another round costs less than it hides"""
 
 _ALIGNED: Final = 8
-"""A chunk's size is a multiple of so many elements: what is cut then begins at an address that kernels can copy from at full speed"""
+"""A chunk's size is a multiple of this: parts then begin at addresses that kernels copy at full speed"""
 
 _End = tuple[str, int]
 """A rank's part in flows: ("source" or "member", its index)"""
@@ -23,8 +23,14 @@ _End = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """What one member takes of a flow, in elements: `volume` in all, at most `limit` a round, and so much as `least` at once even where
-    fewer would do. A chunk ends at a row's end and at an aligned size, so it may come out short by `slack`."""
+    """What one member takes of a flow, in elements.
+
+    Attributes:
+        volume: in all.
+        limit: at most this much per round.
+        least: at least this much at a time, even if less would be enough.
+        slack: by so much a chunk may fall short, since it ends at a row's end and at an aligned size.
+    """
 
     volume: int
     limit: int
@@ -33,12 +39,12 @@ class _Share:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds that surely suffice."""
+        """Number of rounds that is certainly enough."""
         sure = self.limit - self.slack if self.limit > 2 * self.slack else self.limit
         return -(-self.volume // sure)
 
     def chunk_size(self, num_rounds: int) -> int:
-        """Largest chunk, so that the flow is over after about so many rounds."""
+        """Largest chunk with which the flow ends after about this many rounds."""
         size = min(self.limit, max(self.least, -(-self.volume // num_rounds) + self.slack))
         return max(size // _ALIGNED * _ALIGNED, min(size, _ALIGNED))
 
@@ -46,9 +52,11 @@ class _Share:
 def chunk_sizes(flows: Sequence[Flow], capacity: int) -> list[int]:
     """Largest chunk of each flow, in elements.
 
-    Every flow is spread over all rounds, so that each moves about as much as any other and keeps all links busy. What a rank
-    receives in a round, at first or second hand, or packs for one, is at most `capacity`: its flows share a sixteenth of that evenly, so
-    that small ones are not cut to bits, and the rest as they share its bytes. Of a shared flow every member takes a chunk a round.
+    Every flow is spread over all rounds, so that each round moves about as much as any other and keeps all
+    links busy. In a round a rank packs at most `capacity` elements, and receives at most as many from
+    learners and relays together. Its flows share a sixteenth of that equally, so that small flows are not cut
+    to bits, and the rest in proportion to their volumes. Of a shared flow every member takes one chunk per
+    round.
     """
     loads = _loads(flows)
     shares = [_share(flow, [loads[end] for end in _ends(flow)], capacity) for flow in flows]
@@ -76,7 +84,10 @@ def _ends(flow: Flow) -> list[_End]:
 
 
 def _loads(flows: Sequence[Flow]) -> dict[_End, dict[object, int]]:
-    """What each rank packs or receives: elements by flow. Flows of the same cargo, to replicas that are served one by one, are packed once."""
+    """What each rank packs or receives: elements by flow.
+
+    Flows of the same cargo, to replicas that are served one by one, are packed once.
+    """
     loads: dict[_End, dict[object, int]] = {}
     for number, flow in enumerate(flows):
         cargo = tuple((item.order, item.box) for item in flow.cargo)

@@ -1,4 +1,4 @@
-"""What a rank must know to join the group that carries weights: one message for all members of an epoch."""
+"""The specification of a weight group: one message that tells every member of an epoch how to join."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Final
 import msgpack
 
 from paceline.core.errors import InvalidMessageError
-from paceline.weights.geometry.layout import RankLayout, expand_whole, tensor_shapes
-from paceline.weights.plan.plan import RELAY_MODES
-from paceline.weights.transport.dtypes import ITEM_SIZES
+from paceline.core.members import MemberKind, RankRef
+from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout, expand_full, tensor_shapes
+from paceline.weights.plan.plan import RELAY_MODES, TransferPlan, build_plan
 
 SPEC_SCHEMA: Final = 1
 BACKENDS: Final = ("gloo", "nccl")
@@ -20,7 +20,7 @@ BACKENDS: Final = ("gloo", "nccl")
 class WeightGroupSpec:
     """The weight group of one membership epoch.
 
-    Ranks 0..L-1 are the learner's, then follow the rollout servers' TP ranks, server by server.
+    Ranks 0..L-1 are the learner's; the rollout servers' TP ranks follow, server by server.
 
     Attributes:
         epoch: membership epoch; never used twice with one store.
@@ -28,9 +28,10 @@ class WeightGroupSpec:
         store_host, store_port: where learner rank 0 listens for the rendezvous.
         learner_layouts, rollout_layouts: what each rank holds or needs, by rank.
         wire_dtype: element type on the wire; equal to that of the rollout ranks' parameters.
-        round_bytes: most bytes that any rank receives in a round or packs for one; staging is two rounds on either side.
-        relay: whether rollout ranks pass on to each other what several need; see `build_plan`.
-        timeout_s: deadline of forming, and of each push that is given none of its own.
+        round_bytes: most bytes that any rank packs or receives in a round; staging on each side is two
+            rounds.
+        relay: whether rollout ranks relay to each other what several need; see `build_plan`.
+        timeout_s: deadline of forming the group, and of each push that has no deadline of its own.
     """
 
     epoch: int
@@ -55,14 +56,14 @@ class WeightGroupSpec:
             raise ValueError("a weight group needs at least one learner and one rollout rank")
         if not 0 < self.store_port < 1 << 16 or self.round_bytes < 1 or not self.timeout_s > 0:
             raise ValueError(
-                f"store port {self.store_port}, round_bytes {self.round_bytes} and timeout_s {self.timeout_s} "
-                "must be positive"
+                f"store port {self.store_port}, round_bytes {self.round_bytes} and "
+                f"timeout_s {self.timeout_s} must be positive"
             )
         for rank, layout in enumerate(self.rollout_layouts):
             if layout.dtype != self.wire_dtype:
                 raise ValueError(
-                    f"rollout rank {rank} keeps {layout.dtype} parameters, the wire carries {self.wire_dtype}; "
-                    "they must be equal, or digests could not be"
+                    f"rollout rank {rank} keeps {layout.dtype} parameters, the wire carries "
+                    f"{self.wire_dtype}; they must be equal, since digests are compared"
                 )
 
     @property
@@ -76,14 +77,26 @@ class WeightGroupSpec:
         return len(self.learner_layouts) + len(self.rollout_layouts)
 
     def expanded_rollout_layouts(self) -> tuple[RankLayout, ...]:
-        """The rollout ranks' layouts, those that take the general path filled with every learner tensor."""
+        """The rollout ranks' layouts; those of the general path are expanded to every learner tensor."""
         shapes = tensor_shapes(self.learner_layouts)
-        return tuple(expand_whole(layout, shapes) for layout in self.rollout_layouts)
+        return tuple(expand_full(layout, shapes) for layout in self.rollout_layouts)
 
-    def rank_name(self, rank: int) -> str:
-        """How a group rank is called in messages."""
+    def build_plan(self) -> TransferPlan:
+        """The plan by which every rank of the group works; raises WeightSyncError as `build_plan` does."""
+        return build_plan(
+            self.learner_layouts,
+            self.rollout_layouts,
+            item_bytes=ITEM_SIZES[self.wire_dtype],
+            round_bytes=self.round_bytes,
+            relay=self.relay,
+        )
+
+    def rank_ref(self, rank: int) -> RankRef:
+        """A group rank by its kind and its number among that kind."""
         first = self.num_learners
-        return f"learner rank {rank}" if rank < first else f"rollout rank {rank - first}"
+        if rank < first:
+            return RankRef(MemberKind.LEARNER, rank)
+        return RankRef(MemberKind.ROLLOUT, rank - first)
 
     def to_bytes(self) -> bytes:
         """The spec as one msgpack message."""
@@ -105,7 +118,7 @@ class WeightGroupSpec:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WeightGroupSpec:
-        """Reads what `to_bytes` wrote; raises InvalidMessageError where anything is off."""
+        """Reads what `to_bytes` wrote; raises InvalidMessageError if anything is malformed."""
         try:
             plain = msgpack.unpackb(data)
             if not isinstance(plain, dict) or plain.pop("schema", None) != SPEC_SCHEMA:

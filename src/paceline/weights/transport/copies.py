@@ -1,4 +1,4 @@
-"""A round's copies between parameters and staging, prepared when a group forms and done in every push."""
+"""A round's copies between parameters and staging, prepared when a group forms and run in every push."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from typing import Any
 
 import torch
 
-Move = tuple[torch.Tensor, torch.Tensor]
-"""From where, to where: views of one shape, cast on the way"""
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""Source and target: views of one shape; the copy casts to the target's type"""
 
 
-class Moves:
-    """Copies the same views again and again: within a GPU by one kernel launch, else one after the other.
+class CopyJob:
+    """Copies the same views again and again: within a GPU in one kernel launch, otherwise one by one.
 
-    It keeps addresses, so it is only good as long as the views' storage stays where it is.
+    A job keeps addresses, so it is valid only as long as the views' storage stays where it is.
     """
 
-    def __init__(self, moves: Sequence[Move]) -> None:
-        on_device = [all(view.is_cuda for view in move) for move in moves]
-        self._rest = [move for move, fast in zip(moves, on_device, strict=True) if not fast]
+    def __init__(self, copies: Sequence[Copy]) -> None:
         self._kernel: Any = None
-        if any(on_device):
-            from paceline.weights.transport.copies_kernel import MoveKernel
+        self._rest = list(copies)
+        on_device = [copy for copy in copies if all(view.is_cuda for view in copy)]
+        if on_device:
+            # Triton exists only where CUDA does.
+            from paceline.weights.kernels import CopyKernel
 
-            fast = [move for move, fast in zip(moves, on_device, strict=True) if fast]
-            self._kernel = MoveKernel(fast, fast[0][0].device)
-            self._rest += self._kernel.rest
+            self._kernel = CopyKernel(on_device, on_device[0][0].device)
+            self._rest = [copy for copy in copies if not all(view.is_cuda for view in copy)]
+            self._rest += [on_device[index] for index in self._kernel.skipped]
 
     def run(self) -> None:
-        """Copies everything; on a GPU it is queued."""
+        """Copies everything; on a GPU the copies are queued."""
         if self._kernel is not None:
             self._kernel.launch()
         for source, target in self._rest:
             target.copy_(source)
 
     def warm_up(self) -> None:
-        """Compiles the kernel, which takes a part of a second, before the first push needs it."""
+        """Compiles the kernel before the first push needs it; that takes a fraction of a second."""
         if self._kernel is not None:
             self._kernel.warm_up()

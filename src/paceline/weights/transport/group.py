@@ -1,14 +1,15 @@
 """The group that carries weights: forming it, one push over it, taking it down.
 
-The group lives outside torch's default one, so that the learner needs nothing of the inference engine and the
-engine nothing of the learner. A push goes round by round, with two staging slots on either side:
+The group is separate from torch's default one, so that the learner needs nothing of the inference engine and
+the engine nothing of the learner. A push goes round by round, with two staging slots on each side:
 
-    learner     pack round k into slot k % 2 (once the send of k - 2 is done), send it, do not wait
-    rollout     post round k + 1: receive it, and send on what of k the plan says; wait for round k; scatter it into the parameters
+    learner     pack round k into slot k % 2 (once the send of k - 2 is done); send it; do not wait
+    rollout     post the receive of round k + 1 and the relaying of round k; wait for round k; scatter it
 
-On CUDA the caller's stream packs and scatters, NCCL's own stream transfers, round after round without a gap, and a `wait` makes one
-stream wait for the other: the same order of calls overlaps all three. With gloo a `wait` blocks the thread; staging is then in
-host memory, also for parameters on a GPU, which is the way for two sides that share one (NCCL refuses them).
+On CUDA the caller's stream packs and scatters, NCCL's own stream transfers, round after round without a gap,
+and a `wait` makes one stream wait for the other: the same order of calls overlaps all three. With gloo a
+`wait` blocks the thread, and staging is in host memory even if the parameters are on a GPU; two sides that
+share a GPU work this way, since NCCL refuses them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.core.errors import WeightSyncError
+from paceline.core.members import MemberKind, Peer, RankRef
 from paceline.weights.geometry.layout import RankLayout
-from paceline.weights.geometry.parameters import Prepared
-from paceline.weights.plan.plan import MessageKey, Piece, TransferPlan, build_plan
+from paceline.weights.geometry.parameters import AddressCache
+from paceline.weights.plan.plan import MessageKey, Piece, TransferPlan
 from paceline.weights.plan.spec import WeightGroupSpec
-from paceline.weights.transport.copies import Moves
+from paceline.weights.transport.copies import CopyJob
 from paceline.weights.transport.rendezvous import Abandonment, Deadline, make_process_group
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,26 +37,15 @@ _GREETING_BYTES: Final = 128
 _TAG_GREETING, _TAG_DIGESTS, _TAG_ROUND = 1, 2, 16
 
 Message = tuple[torch.Tensor, int, int]
-"""A contiguous tensor, the group rank that it goes to or comes from, and a tag that this pair uses for nothing else meanwhile"""
+"""A contiguous tensor, the peer's group rank, and a tag unique among the pair's messages under way"""
 
 Round = tuple[tuple[Piece, torch.Tensor], ...]
-"""Pieces of a round with their elements in staging, in the piece's shape"""
-
-
-def plan_of(spec: WeightGroupSpec) -> TransferPlan:
-    """The plan that every rank of the group works by."""
-    return build_plan(
-        spec.learner_layouts,
-        spec.rollout_layouts,
-        item_bytes=DTYPES[spec.wire_dtype].itemsize,
-        round_bytes=spec.round_bytes,
-        relay=spec.relay,
-    )
+"""Pieces of a round, each with its elements in staging, in the piece's shape"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slice:
-    """A message's place in staging: `slot` is the parity of the round that filled it."""
+    """A message's place in staging; `slot` is the parity of the round that fills it."""
 
     key: MessageKey
     slot: int
@@ -63,9 +54,9 @@ class _Slice:
 
 
 class WeightGroup:
-    """One member's end of the group of one membership epoch.
+    """One rank's end of the weight group of one membership epoch.
 
-    Every method that waits takes a Deadline. After any error the group is aborted and only fit to be dropped.
+    Every method that waits takes a Deadline. Any error aborts the group; it cannot be used again.
     """
 
     def __init__(
@@ -82,7 +73,7 @@ class WeightGroup:
         self._pending: list[_Pending] = []
         placed = self._layout_rounds()
         sizes = [0] * _NUM_SLOTS
-        for message in (message for ours in (*self._sends, *self._receives) for message in ours):
+        for message in (message for messages in (*self._sends, *self._receives) for message in messages):
             sizes[message.slot] = max(sizes[message.slot], message.begin + message.size)
         self._wire_device = device if spec.backend == "nccl" else torch.device("cpu")
         pinned = device.type == "cuda" and self._wire_device.type == "cpu"
@@ -97,7 +88,7 @@ class WeightGroup:
             )
             for number, pieces in enumerate(placed)
         )
-        self._packing = Prepared[list[Moves]]()
+        self._packing = AddressCache[list[CopyJob]]()
 
     @classmethod
     def form(
@@ -114,27 +105,27 @@ class WeightGroup:
 
         Args:
             rank: rank in the group: learners first.
-            layout: what this rank holds or needs right now; must be what the spec says of it.
-            store: learner rank 0's own store; the others connect to it.
+            layout: what this rank holds or needs now; must be equal to its layout in the spec.
+            store: learner rank 0's own store; the other ranks connect to it.
 
         Raises:
-            WeightSyncError: the spec describes another model or another plan than this rank's.
-            DeadlineError, PeerLostError: a member did not come or went away.
+            WeightSyncError: the spec describes another model, or a peer computed another plan.
+            DeadlineError, PeerLostError: a member did not join in time or went away.
         """
         known = (*spec.learner_layouts, *spec.rollout_layouts)[rank]
         if known != layout:
             raise WeightSyncError(
-                f"{spec.rank_name(rank)}: the group spec describes other slices than this rank has; it was made "
-                "from an older description or for another rank"
+                f"{spec.rank_ref(rank)}: the group spec describes other slices than this rank has; "
+                "it was made from an older description or for another rank"
             )
-        plan = plan_of(spec)
+        plan = spec.build_plan()
         deadline = Deadline("weight group join", timeout_s)
         try:
             if store is None:
                 store = TCPStore(
                     spec.store_host,
                     spec.store_port,
-                    timeout=deadline.remaining("learner rank 0"),
+                    timeout=deadline.remaining(RankRef(MemberKind.LEARNER, 0)),
                     wait_for_workers=False,
                 )
             process_group = make_process_group(spec, rank, store, deadline)
@@ -146,15 +137,17 @@ class WeightGroup:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory held beside the parameters, from forming to abort."""
+        """Memory used beside the parameters, from forming to abort."""
         return sum(slot.nbytes for slot in self._slots)
 
-    def prepare(self, shards: Mapping[str, torch.Tensor]) -> list[Moves]:
-        """How a learner packs each round; worked out once, and again where a shard's storage has moved."""
+    def prepare(self, shards: Mapping[str, torch.Tensor]) -> list[CopyJob]:
+        """The copies that pack each round on a learner; made once, and again when a shard has moved."""
         return self._packing.get(
             shards.values(),
             lambda: [
-                Moves([(shards[piece.source_param][piece.source_box.slices], view) for piece, view in pieces])
+                CopyJob(
+                    [(shards[piece.source_param][piece.source_box.slices], view) for piece, view in pieces]
+                )
                 for pieces in self.rounds
             ],
         )
@@ -165,11 +158,11 @@ class WeightGroup:
         deadline: Deadline,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """A learner's part of a push: casts, packs and sends every round.
+        """A learner rank's part of a push: casts, packs and sends every round.
 
         Args:
             shards: this rank's shards by name, as its layout describes them.
-            meanwhile: called once while the last rounds are under way.
+            meanwhile: called once while the last rounds are being transferred.
         """
         pending: list[_Pending] = []
         with self._aborting():
@@ -187,22 +180,23 @@ class WeightGroup:
     def receive(self, deadline: Deadline) -> Iterator[Round]:
         """A rollout rank's part of a push: yields each of `rounds` when its elements are in staging.
 
-        They stay there until the next item is asked for. What other rollout ranks are to get of a round goes out meanwhile.
+        They stay there until the next round is requested. What this rank relays of a round is sent meanwhile.
         """
         with self._aborting():
             following = self._post_round(0, deadline)
             for number, pieces in enumerate(self.rounds):
-                arriving = following
-                if not arriving.on_stream:
-                    # What is sent on must have come, and the slot that was sent from be free. NCCL goes in order by itself.
-                    arriving.wait(deadline)
+                current = following
+                if not current.on_stream:
+                    # What is relayed must have arrived, and the slot that was sent from must be free. NCCL
+                    # keeps the order by itself.
+                    current.wait(deadline)
                 following = self._post_round(number + 1, deadline)
-                arriving.wait(deadline)
+                current.wait(deadline)
                 yield pieces
             self._finish(deadline)
 
     def sum_at_first(self, values: torch.Tensor, deadline: Deadline) -> torch.Tensor:
-        """Adds up int64 vectors of the learner ranks; learner rank 0 gets the sum, the others their own back."""
+        """Adds up int64 vectors of the learner ranks; rank 0 gets the sum, the others get their own back."""
         learners = range(1, self.spec.num_learners)
         values = values.to(self._wire_device)
         with self._aborting():
@@ -217,7 +211,7 @@ class WeightGroup:
         return torch.stack([values, *shares]).sum(dim=0)
 
     def abort(self) -> None:
-        """Cuts all connections and frees staging; whoever waits for this rank gets an error. May be repeated."""
+        """Cuts all connections and frees staging; peers that wait get an error. May be repeated."""
         for pending in self._pending:
             pending.drop()
         self._pending = []
@@ -225,13 +219,13 @@ class WeightGroup:
             self._process_group.abort()
         self._process_group = None
         self._slots, self.rounds = [], ()
-        self._packing.forget()
+        self._packing.clear()
 
     def _layout_rounds(self) -> list[list[tuple[Piece, int]]]:
-        """Per round, the pieces that this rank packs or scatters, with their place in the staging slot; and its messages.
+        """Lays out this rank's messages in staging; returns its pieces by round, with offsets in the slot.
 
-        What a learner sends to several replicas alike is packed once. What a rollout rank passes on lies in one stretch, channel
-        by channel and learner after learner, so that it goes out as one message.
+        What a learner sends equally to several replicas is packed once. What a rollout rank relays lies in
+        one stretch, channel by channel and learner after learner, so that it is sent as one message.
         """
         plan, first = self.plan, self.spec.num_learners
         sending = self.rank < first
@@ -254,11 +248,11 @@ class WeightGroup:
                 filled[number] += size
         if not sending:
             for key in sorted(key for key in plan.message_sizes if key.sender == self.rank):
-                self._sends[key.round].append(self._passed_on(key))
+                self._sends[key.round].append(self._relayed(key))
         return rounds
 
-    def _passed_on(self, key: MessageKey) -> _Slice:
-        """Where that which a rollout rank passes on in this message arrived the round before."""
+    def _relayed(self, key: MessageKey) -> _Slice:
+        """The place in staging at which the content of a relayed message arrived, one round earlier."""
         parts = [
             part
             for part in self._receives[key.round - 1]
@@ -266,11 +260,11 @@ class WeightGroup:
         ]
         size = self.plan.message_sizes[key]
         begin = min(part.begin for part in parts)
-        assert sum(part.size for part in parts) == size, "a relay passes on what it got, no more and no less"
+        assert sum(part.size for part in parts) == size, "a relay passes on exactly what it received"
         return _Slice(key=key, slot=(key.round - 1) % _NUM_SLOTS, begin=begin, size=size)
 
     def _post_round(self, number: int, deadline: Deadline) -> _Pending:
-        """Starts this rank's part of a round; of one that does not exist, nothing."""
+        """Starts this rank's sends and receives of a round; none if there is no such round."""
         if number >= self.plan.num_rounds:
             return self._post([], [], deadline)
         sends = [self._message(part, part.key.receiver) for part in self._sends[number]]
@@ -288,13 +282,13 @@ class WeightGroup:
         if not calls:
             return pending
         if pending.on_stream:
-            # One NCCL group per round. Outside of a group each pair would get a communicator of its own.
+            # One NCCL group per round. Outside a group each pair would get a communicator of its own.
             self._live_group()._start_coalescing()
         for call, tensor, peer, tag in calls:
             try:
-                pending.add(getattr(self._live_group(), call)([tensor], peer, tag), self.spec.rank_name(peer))
+                pending.add(getattr(self._live_group(), call)([tensor], peer, tag), self.spec.rank_ref(peer))
             except RuntimeError as error:
-                raise deadline.translate(error, self.spec.rank_name(peer)) from error
+                raise deadline.translate(error, self.spec.rank_ref(peer)) from error
         if pending.on_stream:
             pending.drop()
             pending.add(self._live_group()._end_coalescing(), "some member of the weight group")
@@ -303,40 +297,41 @@ class WeightGroup:
     def _live_group(self) -> Any:
         if self._process_group is None:
             raise WeightSyncError(
-                f"{self.spec.rank_name(self.rank)}: the weight group was aborted; form a new one"
+                f"{self.spec.rank_ref(self.rank)}: the weight group was aborted; form a new one"
             )
         return self._process_group
 
     def _greet(self, deadline: Deadline) -> None:
-        """One small message per pair that will ever talk: makes the connections, compares the plans."""
+        """Exchanges a small message per pair that will communicate: connects them and compares plans."""
         num_learners, world = self.spec.num_learners, self.spec.world_size
         learner = self.rank < num_learners
-        mine = torch.zeros(_GREETING_BYTES, dtype=torch.uint8)
-        mine[:32] = torch.frombuffer(bytearray(self.plan.fingerprint), dtype=torch.uint8)
-        mine = mine.to(self._wire_device)
+        own = torch.zeros(_GREETING_BYTES, dtype=torch.uint8)
+        own[:32] = torch.frombuffer(bytearray(self.plan.fingerprint), dtype=torch.uint8)
+        own = own.to(self._wire_device)
         targets = [*range(num_learners, world), *([0] if self.rank else [])] if learner else []
         targets += [to for origin, to in self.plan.relay_pairs if origin == self.rank]
         origins = [*(range(1, num_learners) if self.rank == 0 else range(0 if learner else num_learners))]
         origins += [origin for origin, to in self.plan.relay_pairs if to == self.rank]
-        received = [(torch.empty_like(mine), origin, _TAG_GREETING) for origin in origins]
+        received = [(torch.empty_like(own), origin, _TAG_GREETING) for origin in origins]
         with self._aborting():
-            sends = [(mine, to, _TAG_GREETING) for to in targets]
+            sends = [(own, to, _TAG_GREETING) for to in targets]
             self._post(sends, received, deadline).wait(deadline)
             self._finish(deadline)
             for greeting, origin, _ in received:
-                if not torch.equal(greeting, mine):
+                if not torch.equal(greeting, own):
                     raise WeightSyncError(
-                        f"{self.spec.rank_name(self.rank)} and {self.spec.rank_name(origin)} computed different "
-                        "transfer plans; both must run the same version of Paceline and get the same spec"
+                        f"{self.spec.rank_ref(self.rank)} and {self.spec.rank_ref(origin)} computed "
+                        "different transfer plans; both must run the same version of Paceline and get the "
+                        "same spec"
                     )
 
     def _finish(self, deadline: Deadline) -> None:
-        """Waits until the device has done all that was queued; nothing to do without a stream."""
+        """Waits until the device has finished everything that was queued; returns at once on the CPU."""
         if self.device.type != "cuda":
             return
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        # CUDA has no wait with a deadline, so this asks again and again.
+        # CUDA has no wait with a deadline, hence the polling.
         self._abandonment.rest()
         while not done.query():
             deadline.remaining("the device's queue")
@@ -348,7 +343,7 @@ class WeightGroup:
 
 
 class _AbortOnError:
-    """Aborts the group where its body fails, so that no peer waits for a rank that has given up."""
+    """Aborts the group if its body fails, so that no peer waits for a rank that has given up."""
 
     def __init__(self, group: WeightGroup) -> None:
         self._group = group
@@ -362,13 +357,13 @@ class _AbortOnError:
 
 
 class _Pending:
-    """Transfers under way, each with its peer's name; waits for each exactly once (gloo hangs on a second)."""
+    """Transfers under way, each with its peer. Waits for each once only: gloo hangs on a second wait."""
 
     def __init__(self, *, on_stream: bool) -> None:
-        self._works: list[tuple[Any, str]] = []
+        self._works: list[tuple[Any, Peer]] = []
         self.on_stream = on_stream
 
-    def add(self, work: Any, peer: str) -> None:
+    def add(self, work: Any, peer: Peer) -> None:
         self._works.append((work, peer))
 
     def wait(self, deadline: Deadline) -> None:
@@ -382,7 +377,7 @@ class _Pending:
             except RuntimeError as error:
                 raise deadline.translate(error, peer) from error
             finally:
-                # The traceback of an error would keep it, and with it the connections, alive.
+                # The traceback of an error would keep the transfer, and so the connections, alive.
                 del work
 
     @property

@@ -1,4 +1,4 @@
-"""How the ranks of a weight group find each other, and hear that one is lost: deadlines, the rendezvous store, the process group."""
+"""The rendezvous of a weight group: deadlines, store, process group, and calling off a join or push."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.core.errors import DeadlineError, PeerLostError
+from paceline.core.members import MemberKind, Peer, RankRef
 from paceline.weights.plan.spec import WeightGroupSpec
 
 _ABANDONED = "abandoned"
@@ -19,26 +20,26 @@ _LOOK_EVERY_S = 0.005
 
 
 class Deadline:
-    """A moment by which a phase must be over, and the words for when it is not."""
+    """The time by which a phase must end, and the errors to raise if it does not."""
 
     def __init__(self, phase: str, seconds: float) -> None:
         self.phase, self.seconds = phase, seconds
         self._end = time.monotonic() + seconds
 
-    def remaining(self, peer: str) -> timedelta:
-        """Time left; raises DeadlineError naming `peer` where none is."""
+    def remaining(self, peer: Peer) -> timedelta:
+        """The time left; raises DeadlineError naming `peer` if there is none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise self.error(peer)
         return timedelta(seconds=max(left, 0.001))
 
-    def error(self, peer: str) -> DeadlineError:
-        """What to raise when `peer` did not come in time."""
-        hint = "see the peer's log; the weight group must be formed anew"
+    def error(self, peer: Peer) -> DeadlineError:
+        """The error to raise if `peer` did not answer in time."""
+        hint = "see the peer's log, then form a new weight group"
         return DeadlineError(phase=self.phase, peer=peer, seconds=self.seconds, hint=hint)
 
-    def translate(self, error: RuntimeError, peer: str) -> DeadlineError | PeerLostError:
-        """torch reports time-outs and broken connections as RuntimeErrors that only their text tells apart."""
+    def translate(self, error: RuntimeError, peer: Peer) -> DeadlineError | PeerLostError:
+        """Tells timeouts from broken connections: torch's RuntimeErrors differ only in their text."""
         if self._end <= time.monotonic() or "timed out" in str(error).lower():
             return self.error(peer)
         text = str(error).splitlines()[0]
@@ -46,7 +47,7 @@ class Deadline:
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """A rendezvous store that listens on `host` only, on a free port (`store.port`)."""
+    """Opens a rendezvous store that listens on `host` only, on a free port (`store.port`)."""
     with socket.create_server((host, 0), backlog=1024) as listener:
         port = listener.getsockname()[1]
         # Given only a host name, the store would listen on every interface.
@@ -61,10 +62,12 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
 
 
 class Abandonment:
-    """Whether a join or push was called off, asked of the rendezvous store now and then: over NCCL a peer that is lost is only never done.
+    """Polls the rendezvous store for whether a join or push was called off.
+
+    NCCL reports no error for a lost peer; the call just never finishes.
 
     Args:
-        store: the one that the epoch's ranks meet at.
+        store: the store at which the epoch's ranks meet.
         epoch: of the group.
     """
 
@@ -72,11 +75,11 @@ class Abandonment:
         self._store, self._next = _epoch_store(store, epoch), 0.0
 
     def rest(self) -> None:
-        """The next question comes after a pause: most pushes are over by then, and cost none."""
+        """Delays the next poll: most pushes are over by then and need none."""
         self._next = time.monotonic() + _ASK_EVERY_S
 
     def check(self, phase: str) -> None:
-        """Raises PeerLostError, naming the member that was lost, where the push was called off."""
+        """Raises PeerLostError, naming the lost member, if the join or push was called off."""
         if time.monotonic() < self._next:
             return
         self.rest()
@@ -85,20 +88,20 @@ class Abandonment:
                 return
             lost = self._store.get(_ABANDONED).decode()
         except RuntimeError as error:
-            first = "learner rank 0"
+            first = RankRef(MemberKind.LEARNER, 0)
             raise PeerLostError(f"{phase}: lost the connection to {first}: {error}", peer=first) from error
         raise PeerLostError(f"{phase}: called off, since {lost} went away", peer=lost)
 
 
 def abandon(host: str, port: int, *, epoch: int, lost: str, timeout_s: float) -> None:
-    """Calls off what goes on in an epoch, from any thread or process.
+    """Calls off the join or push of an epoch, from any thread or process.
 
     Args:
         host: of the rendezvous store.
-        port: likewise.
+        port: of the rendezvous store.
         epoch: of the group.
         lost: the member that went away.
-        timeout_s: longest to wait for the store.
+        timeout_s: longest time to wait for the store.
     """
     store = TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     _epoch_store(store, epoch).set(_ABANDONED, lost)
@@ -109,7 +112,7 @@ def _epoch_store(store: Store, epoch: int) -> PrefixStore:
 
 
 def _await_all(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> None:
-    """Returns when every rank has come this far. NCCL, once it connects, waits for all without a deadline."""
+    """Returns when every rank has called it: NCCL, once it connects, waits for all without a deadline."""
     here, called_off = _epoch_store(store, spec.epoch), Abandonment(store, spec.epoch)
     here.set(_HERE.format(rank=rank), "1")
     missing = [other for other in range(spec.world_size) if other != rank]
@@ -117,17 +120,18 @@ def _await_all(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadlin
         missing = [other for other in missing if not here.check([_HERE.format(rank=other)])]
         if not missing:
             return
-        deadline.remaining(spec.rank_name(missing[0]))
+        deadline.remaining(spec.rank_ref(missing[0]))
         called_off.check(deadline.phase)
         time.sleep(_LOOK_EVERY_S)
 
 
 def make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> Any:
-    """The connections of one epoch's group, outside of torch's default one, once all ranks are there; made as far as the backend makes
-    them now.
+    """Waits for all ranks, then makes the process group of one epoch, separate from torch's default one.
+
+    NCCL makes its connections later, with the first messages.
 
     Raises:
-        DeadlineError: a rank did not come; it is named.
+        DeadlineError: a rank did not come; the error names it.
         PeerLostError: the join was called off, since a member went away.
     """
     _await_all(spec, rank, store, deadline)
@@ -138,9 +142,10 @@ def make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline:
         from torch.distributed import ProcessGroupNCCL
 
         options: Any = ProcessGroupNCCL.Options()
-        # Transfers go before packing and scattering, which would take all of the device between two rounds.
+        # Transfers take precedence over packing and scattering, which would occupy the device between two
+        # rounds.
         options.is_high_priority_stream = True
-        # The watchdog ends the whole process; our own deadlines come first.
+        # The watchdog ends the process; our own deadlines must pass first.
         options._timeout = timedelta(seconds=10 * spec.timeout_s)
         return ProcessGroupNCCL(store, rank, spec.world_size, options)
     gloo: Any = ProcessGroupGloo
@@ -151,7 +156,7 @@ def make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline:
 
 
 def _own_address(host: str, port: int) -> str:
-    """This machine's address on the way to `host`; a datagram socket finds it without sending anything."""
+    """This machine's address on the route to `host`; a datagram socket finds it without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])

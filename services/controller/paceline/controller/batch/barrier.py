@@ -183,10 +183,6 @@ class Barrier:
             if key.purpose == Purpose.GREEDY.value and key.prompt_id not in self._dropped
         }
 
-    def leftovers(self) -> list[ScoredHeader]:
-        """Admitted headers of groups that were dropped afterwards; their blobs serve nobody."""
-        return [header for key, header in self._admitted.items() if key.prompt_id in self._dropped]
-
     def _samples(self, wanted: Callable[[int], bool]) -> list[ScoredHeader]:
         """Admitted headers of groups that were not dropped, but for greedy answers, in batch order."""
         return [

@@ -3,8 +3,8 @@
     prompt ids -> prompts:vN mailbox -> (rollout, reward) -> scored mailbox -> barrier -> batch
                         ^-------------- refill <- groups that teach nothing ------'
 
-Unblocked by: a scored header, a change in the fleet. Deadlines: barrier.collect_timeout_s for the whole, barrier.stall_timeout_s without a
-single header.
+Unblocked by: a scored header, a change in the fleet. Deadlines: barrier.collect_timeout_s for the collection, barrier.stall_timeout_s
+without a single header.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from paceline.broker import names
 from paceline.broker.backpressure import append_when_room
 from paceline.broker.base import Broker, Entry, Outgoing
 from paceline.broker.mailbox import Mailbox
-from paceline.config.run import RunConfig
 from paceline.controller.batch.barrier import Barrier, DroppedGroup, Verdict
 from paceline.controller.batch.refill import DEGENERATE, Refill
-from paceline.controller.journal import Journal
+from paceline.controller.progress import Run
 from paceline.core.errors import DeadlineError, InvalidMessageError
 from paceline.core.ids import Purpose, sample_seed
 from paceline.core.policy import PolicyTag
@@ -36,7 +35,7 @@ _BLOCK_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What is to be collected; `with_greedy` asks for one greedy answer to each prompt besides its samples."""
+    """The prompts of one collection; `with_greedy` asks for one greedy answer to each prompt besides its samples."""
 
     step: int
     purpose: Purpose
@@ -47,58 +46,64 @@ class Order:
     with_greedy: bool = False
 
 
-@dataclass(kw_only=True, slots=True)
-class Collected:
-    """What came of an order.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The result of an order.
 
-    `greedy` are the greedy answers by prompt id, `set_aside` the samples of groups that a refill set aside, `num_groups` all
-    groups that were asked for, `num_extra` those of them that a refill asked for; None without a refill. `blob_keys` are all blobs that were seen, trained on or not; they go when the step commits. Seconds: `gen_s`
-    until the last sample was drawn, `reward_s` what its scoring took beyond that, `wait_s` between the first and the last arrival.
+    Attributes:
+        samples: headers of the groups to train, in (prompt id, sample index) order.
+        num_groups: all groups that were asked for.
+        greedy: the greedy answers by prompt id.
+        set_aside: the samples of groups that a refill set aside.
+        num_extra: groups that a refill asked for; None without a refill.
+        blob_keys: all blobs that were seen, trained on or not; they are deleted when the step commits.
+        gen_s: seconds until the last sample was generated.
+        reward_s: seconds that its scoring took beyond that.
+        wait_s: seconds between the first and the last arrival.
     """
 
-    batch: list[ScoredHeader]
-    dropped: list[DroppedGroup]
+    samples: Sequence[ScoredHeader]
+    dropped: Sequence[DroppedGroup]
     verdicts: Counter[Verdict]
     num_groups: int
     greedy: Mapping[int, ScoredHeader] = field(default_factory=dict)
     set_aside: Sequence[ScoredHeader] = ()
     num_extra: int | None = None
-    blob_keys: list[str] = field(default_factory=list)
+    blob_keys: Sequence[str] = ()
     gen_s: float = 0.0
     reward_s: float = 0.0
     wait_s: float = 0.0
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens of the samples."""
+        return sum(header.num_prompt_tokens + header.num_response_tokens for header in self.samples)
+
 
 class Collector:
-    """Sends orders out and brings batches in.
+    """Sends prompts out and collects batches.
 
     Args:
-        alive: raises where waiting on has become pointless, say with no rollout server left.
-        progress: called with (admitted, wanted) as trajectories come in.
+        box: the run's mailbox of scored headers.
+        check_fleet: raises where waiting has become pointless, say with no rollout server left.
+        count: called with (admitted, wanted) as trajectories come in.
     """
 
     def __init__(
         self,
+        run: Run,
         *,
-        config: RunConfig,
-        run_id: str,
         broker: Broker,
         box: Mailbox,
-        journal: Journal,
-        alive: Callable[[], None],
-        progress: Callable[[int, int], None],
+        check_fleet: Callable[[], object],
+        count: Callable[[int, int], None],
     ) -> None:
-        self._config, self._run_id, self._broker, self._box, self._journal = (
-            config,
-            run_id,
-            broker,
-            box,
-            journal,
-        )
-        self._alive, self._progress = alive, progress
+        self._config, self._run_id, self._journal = run.config, run.id, run.journal
+        self._broker, self._box = broker, box
+        self._check_fleet, self._count = check_fleet, count
 
     async def dispatch(self, order: Order) -> None:
-        """Appends one message per prompt in the order's order, and one for its greedy answer."""
+        """Appends one message per prompt, in the order of `order.prompts`, and one for its greedy answer."""
         stream = names.prompts(self._run_id, order.policy.version)
         await self._broker.ensure_group(stream, names.ROLLOUT_GROUP)
         traceparent = current_traceparent()
@@ -118,8 +123,8 @@ class Collector:
             timeout_s=self._config.barrier.stall_timeout_s,
         )
 
-    async def collect(self, order: Order, refill: Refill | None = None) -> Collected:
-        """Waits for the barrier to close; `refill` sets groups aside meanwhile and names prompts in their places.
+    async def collect(self, order: Order, refill: Refill | None = None) -> Batch:
+        """Waits for the barrier to close; meanwhile `refill` sets groups aside and draws prompts to replace them.
 
         Raises:
             DeadlineError: nothing came for barrier.stall_timeout_s, or not all within barrier.collect_timeout_s.
@@ -136,7 +141,7 @@ class Collector:
         began = time.monotonic()
         first = last_progress = None
         last: ScoredHeader | None = None
-        self._progress(0, barrier.num_wanted)
+        self._count(0, barrier.num_wanted)
         while not barrier.closed:
             entries = await self._box.take(_TAKE, block_s=_BLOCK_S)
             now = time.monotonic()
@@ -147,16 +152,16 @@ class Collector:
                 last = headers[-1] if headers else last
                 if refill is not None:
                     await self._refill(refill, order, barrier, headers)
-                self._progress(barrier.num_admitted, barrier.num_wanted)
+                self._count(barrier.num_admitted, barrier.num_wanted)
                 continue
-            self._alive()
+            self._check_fleet()
             waited, silent = now - began, now - (last_progress or began)
             if waited > limits.collect_timeout_s or silent > limits.stall_timeout_s:
                 raise self._overdue(barrier, waited if waited > limits.collect_timeout_s else silent)
         ended = time.monotonic()
         reward_s = min(last.reward_s, ended - began) if last is not None else 0.0
-        return Collected(
-            batch=barrier.batch(),
+        return Batch(
+            samples=barrier.batch(),
             dropped=barrier.dropped,
             verdicts=barrier.verdicts,
             num_groups=barrier.num_groups,
@@ -169,6 +174,17 @@ class Collector:
             wait_s=ended - (first or ended),
         )
 
+    async def discard(self, batch: Batch) -> None:
+        """Deletes the blobs of a batch."""
+        await self._broker.delete_blobs(batch.blob_keys)
+
+    async def clean_up(self, policy: PolicyTag, batch: Batch) -> None:
+        """Deletes what the step of `policy` left in the broker, once the next version is committed."""
+        await self.discard(batch)
+        await self._broker.delete_streams([names.prompts(self._run_id, policy.version)])
+        for stream in (names.trajectories(self._run_id), names.scored(self._run_id)):
+            await self._broker.trim(stream)
+
     async def _admit(self, barrier: Barrier, entries: Sequence[Entry]) -> list[ScoredHeader]:
         headers: list[ScoredHeader] = []
         for entry in entries:
@@ -178,7 +194,7 @@ class Collector:
                 await self._journal.record(
                     "message_rejected", stream="scored", reason=error.reason, message=str(error)
                 )
-        # The barrier is this task's own, and nobody sees it change before the journal has the same verdicts.
+        # Only this task reads the barrier, so no one sees it change before the journal has the same verdicts.
         fates = []
         for header in headers:
             verdict = barrier.judge(header)
@@ -191,7 +207,7 @@ class Collector:
     async def _refill(
         self, refill: Refill, order: Order, barrier: Barrier, headers: Sequence[ScoredHeader]
     ) -> None:
-        """Has the groups judged that `headers` may have completed, and asks for what takes the places of those set aside."""
+        """Judges the groups that `headers` may have completed, and dispatches prompts that replace those set aside."""
         replacement = refill.settle(barrier, (header.trajectory_id.prompt_id for header in headers))
         if not replacement.set_aside:
             return
@@ -206,7 +222,7 @@ class Collector:
             await self.dispatch(replace(order, prompts=replacement.prompts))
 
     def _groups(self, order: Order, prompt: Prompt) -> list[PromptGroup]:
-        """A prompt's orders: its samples, and its greedy answer where one is wanted."""
+        """A prompt's messages: for its samples, and for its greedy answer where one is wanted."""
         seeds = tuple(
             sample_seed(
                 run_seed=self._config.trainer.seed,

@@ -1,18 +1,21 @@
-"""What a run works on: prompts, where it stands in them, and how answers are drawn."""
+"""What a run works on: prompts, the position in them, and how answers are sampled."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from paceline.config.run import RunConfig
 from paceline.core.trajectory import SamplingSpec
 from paceline.data.cursor import PromptCursor
-from paceline.data.prompts import PromptSet
+from paceline.data.prompts import PromptSet, load_tokenizer, stop_token_ids
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """Training and held-out prompts, the walk over the former, and the tokens that end an answer."""
+    """Training and held-out prompts, the cursor over the training prompts, and the tokens that end an answer."""
 
     train: PromptSet
     val: PromptSet | None
@@ -20,9 +23,28 @@ class Inputs:
     stop_token_ids: tuple[int, ...]
 
     def sampling(self, config: RunConfig, temperature: float) -> SamplingSpec:
-        """How answers are drawn at a temperature."""
+        """How answers are sampled at a temperature."""
         return SamplingSpec(
             temperature=temperature,
             max_tokens=config.data.max_response_length,
             stop_token_ids=self.stop_token_ids,
         )
+
+
+def load_inputs(config: RunConfig) -> Inputs:
+    """Reads prompts and tokenizer; raises DataError or ModelError."""
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    train = PromptSet.load(config.data, tokenizer)
+    val = PromptSet.load(config.data, tokenizer, split="val") if config.data.val_files else None
+    for name, prompts in (("training", train), ("validation", val)):
+        if prompts is not None:
+            log.info(
+                "%d %s prompts, %d left out as over-long", len(prompts.prompts), name, prompts.num_filtered
+            )
+    seed = config.trainer.seed if config.data.seed is None else config.data.seed
+    cursor = PromptCursor(
+        train.ids(), batch_size=config.data.train_batch_size, seed=seed, shuffle=config.data.shuffle
+    )
+    return Inputs(
+        train=train, val=val, cursor=cursor, stop_token_ids=stop_token_ids(config.model.path, tokenizer)
+    )

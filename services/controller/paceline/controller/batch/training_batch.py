@@ -1,57 +1,31 @@
-"""The batch of a training step: prompts of the cursor out, groups that teach back in, and what became of the rest.
+"""The batch of a training step: which prompts it asks for, whether enough of them came back, and the rows for the learner.
 
-cursor -> DISPATCH -> COLLECT (with refills) -> rows for the learner
+cursor -> plan -> (DISPATCH, COLLECT with refills) -> check -> rows
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 
-from paceline.config.run import RunConfig
-from paceline.controller.batch.dispatch import Collected, Collector, Order
+from paceline.controller.batch.dispatch import Batch, Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.refill import Refill
-from paceline.controller.events import EventHub
-from paceline.controller.journal import Journal
-from paceline.controller.run.phases import Phase
-from paceline.core.batch import BatchRow
+from paceline.controller.progress import Run
 from paceline.core.errors import DataError, RewardError, RewardErrorKind
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow
 from paceline.data.prompts import Prompt
-from paceline.service.telemetry import span
-
-Move = Callable[[Phase], Awaitable[None]]
 
 
 class TrainingBatches:
-    """Makes one batch a step.
+    """Plans one batch per step and checks what comes back."""
 
-    Args:
-        move: takes the run into a phase.
-    """
+    def __init__(self, run: Run, inputs: Inputs) -> None:
+        self._config, self._journal, self._events, self._inputs = run.config, run.journal, run.events, inputs
 
-    def __init__(
-        self,
-        *,
-        config: RunConfig,
-        inputs: Inputs,
-        collector: Collector,
-        journal: Journal,
-        hub: EventHub,
-        move: Move,
-    ) -> None:
-        self._config, self._inputs, self._collector = config, inputs, collector
-        self._journal, self._hub, self._move = journal, hub, move
-
-    async def make(self, *, step: int, policy: PolicyTag) -> Collected:
-        """Asks for a step's prompts and waits for their groups.
-
-        Raises:
-            RewardError: more groups have no reward than reward.max_dropped_share allows.
-            DataError: every group was set aside by dynamic sampling.
-            DeadlineError: as `Collector.collect`.
-        """
+    async def plan(self, *, step: int, policy: PolicyTag) -> tuple[Order, Refill | None]:
+        """Draws a step's prompts and journals them; with dynamic sampling, the refill replaces some of them."""
         config, inputs = self._config, self._inputs
         order = Order(
             step=step,
@@ -62,7 +36,6 @@ class TrainingBatches:
             sampling=inputs.sampling(config, config.rollout.temperature),
             with_greedy=config.needs_greedy,
         )
-        refill = self._refill(order)
         await self._journal.record(
             "dispatch",
             step=step,
@@ -70,16 +43,18 @@ class TrainingBatches:
             prompts=list(order.prompts),
             **({"greedy": True} if order.with_greedy else {}),
         )
-        await self._move(Phase.DISPATCH)
-        with span("dispatch"):
-            await self._collector.dispatch(order)
-        await self._move(Phase.COLLECT)
-        with span("collect"):
-            collected = await self._collector.collect(order, refill)
-        await self._check_dropped(step, collected)
+        return order, self._refill(order)
+
+    async def check(self, step: int, batch: Batch, refill: Refill | None) -> None:
+        """Journals the groups that were dropped and a batch that is short.
+
+        Raises:
+            RewardError: more groups have no reward than reward.max_dropped_share allows.
+            DataError: every group was set aside by dynamic sampling.
+        """
+        await self._check_dropped(step, batch)
         if refill is not None:
-            await self._check_refill(step, collected, refill)
-        return collected
+            await self._check_refill(step, batch, refill)
 
     def _refill(self, order: Order) -> Refill | None:
         sampling, inputs = self._config.algorithm.dynamic_sampling, self._inputs
@@ -97,8 +72,8 @@ class TrainingBatches:
             metric=sampling.metric,
         )
 
-    async def _check_dropped(self, step: int, collected: Collected) -> None:
-        dropped = collected.dropped
+    async def _check_dropped(self, step: int, batch: Batch) -> None:
+        dropped = batch.dropped
         for group in dropped:
             await self._journal.record(
                 "group_dropped",
@@ -107,41 +82,41 @@ class TrainingBatches:
                 reason=group.reason,
                 message=group.message,
             )
-            self._hub.notice(
+            self._events.notice(
                 f"step {step}: prompt {group.prompt_id} dropped ({group.reason}): {group.message}"
             )
-        share, limit = len(dropped) / collected.num_groups, self._config.reward.max_dropped_share
-        if share > limit or len(dropped) == collected.num_groups:
+        share, limit = len(dropped) / batch.num_groups, self._config.reward.max_dropped_share
+        if share > limit or len(dropped) == batch.num_groups:
             raise RewardError(
-                f"step {step}: {len(dropped)} of {collected.num_groups} prompt groups have no reward; the first, prompt {dropped[0].prompt_id}: "
+                f"step {step}: {len(dropped)} of {batch.num_groups} prompt groups have no reward; the first, prompt {dropped[0].prompt_id}: "
                 f"{dropped[0].reason}: {dropped[0].message}. Correct the reward, or raise reward.max_dropped_share={limit}",
                 kind=RewardErrorKind.UNAVAILABLE,
             )
 
-    async def _check_refill(self, step: int, collected: Collected, refill: Refill) -> None:
+    async def _check_refill(self, step: int, batch: Batch, refill: Refill) -> None:
         sampling, wanted = self._config.algorithm.dynamic_sampling, self._config.data.train_batch_size
         if not refill.num_unfilled:
             return
-        num_groups = len({header.trajectory_id.prompt_id for header in collected.batch})
-        said = (
+        num_groups = len({header.trajectory_id.prompt_id for header in batch.samples})
+        message = (
             f"step {step}: {num_groups} of {wanted} prompt groups have scores that differ, after {refill.num_extra} further prompts "
             f"(algorithm.dynamic_sampling.max_extra_factor={sampling.max_extra_factor:g})"
         )
         await self._journal.record(
             "batch_short", step=step, groups=num_groups, wanted=wanted, extra=refill.num_extra
         )
-        self._hub.notice(said)
-        if not collected.batch:
+        self._events.notice(message)
+        if not batch.samples:
             raise DataError(
-                f"{said}: there is nothing to learn from. The prompts are all too hard or all too easy for the model: choose others, raise "
+                f"{message}: there is nothing to learn from. The prompts are all too hard or all too easy for the model: choose others, raise "
                 "rollout.n or max_extra_factor, or begin with a model that solves some of them"
             )
 
 
-def rows(collected: Collected) -> list[BatchRow]:
+def rows(batch: Batch) -> tuple[BatchRow, ...]:
     """The rows that the learner gets, in batch order."""
-    greedy = {i: header.reward or 0.0 for i, header in collected.greedy.items()}
-    return [
+    greedy = {i: header.reward or 0.0 for i, header in batch.greedy.items()}
+    return tuple(
         BatchRow(
             trajectory_id=header.trajectory_id,
             blob_key=header.blob_key,
@@ -150,5 +125,5 @@ def rows(collected: Collected) -> list[BatchRow]:
             num_response_tokens=header.num_response_tokens,
             greedy_score=greedy.get(header.trajectory_id.prompt_id),
         )
-        for header in collected.batch
-    ]
+        for header in batch.samples
+    )

@@ -1,33 +1,35 @@
-"""Calls to the learner and to rollout servers: channels by address, every call with a deadline and a name for its errors."""
+"""Clients of the learner and of rollout servers: domain types in and out, a deadline on every call.
+
+    Channels -> LearnerClient, RolloutClient
+
+Every call is about one member and raises what `paceline.service.channels.call` raises, with the member's id as the peer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
-import msgpack
 
 from paceline.config.run import RunConfig
 from paceline.controller.fleet.membership import Member
-from paceline.core.batch import BatchRow
 from paceline.core.errors import InvalidMessageError
-from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainOrder, TrainResult
 from paceline.rpc.v1 import common_pb2, learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from paceline.service.channels import call, connect
-from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.layout import RankLayout
-from paceline.wire.guard import adjustments_to_proto
-from paceline.wire.protobuf import batch_row_to_proto
+from paceline.weights.receipt import PushReceipt
+from paceline.wire.training import order_to_proto, result_from_proto
 
-# Beyond the time that a rank may wait for another within a join or a push: the rank's own word, which names the culprit, comes first.
-_SPREAD_S = 15.0
+# A rank waits for others no longer than the configured time. The call's deadline is later, so that the rank's own error, which names
+# the rank that it waited for, arrives first.
+_GRACE_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerWeights:
-    """What the learner says of its weights: a layout per rank, the rendezvous, the version it holds, its device."""
+    """The learner's description of its weights: a layout per rank, the rendezvous, the version it holds, its device."""
 
     layouts: tuple[RankLayout, ...]
     store_host: str
@@ -36,41 +38,20 @@ class LearnerWeights:
     device: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
-    """The learner's side of a push."""
-
-    report: DigestReport
-    digest: str
-    bytes_sent: int
-    transfer_ms: float
-    digest_ms: float
-    peak_extra_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Received:
-    """A rollout server's side of a push, a report per rank."""
-
-    reports: tuple[DigestReport, ...]
-    transfer_ms: float
-    digest_ms: float
-    peak_extra_bytes: int
-    bytes_relayed: int
-
-
-class Peers:
-    """Opens one channel per address and speaks the services' protocols over it."""
+class Channels:
+    """One gRPC channel per address, opened when first used."""
 
     def __init__(self, config: RunConfig, token: str) -> None:
-        self._config, self._token = config, token
+        self._max_message_bytes, self._token = config.service.max_message_mib << 20, token
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            limit = self._config.service.max_message_mib << 20
-            self._channels[address] = connect(address, token=self._token, max_message_bytes=limit)
-        return self._channels[address]
+    def to(self, member: Member) -> grpc.aio.Channel:
+        """The channel to a member's address."""
+        if member.address not in self._channels:
+            self._channels[member.address] = connect(
+                member.address, token=self._token, max_message_bytes=self._max_message_bytes
+            )
+        return self._channels[member.address]
 
     async def close(self) -> None:
         """Closes every channel."""
@@ -78,15 +59,46 @@ class Peers:
             await channel.close(grace=None)
         self._channels.clear()
 
-    # --- learner
 
-    async def learner_weights(self, member: Member) -> LearnerWeights:
-        """Asks the learner for its layouts."""
-        stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
+@dataclass(frozen=True, slots=True)
+class _Timeouts:
+    """Seconds that calls may take, by what they do."""
+
+    config: RunConfig
+
+    @property
+    def quick(self) -> float:
+        """Calls that are answered at once."""
+        return self.config.service.rpc_timeout_s
+
+    @property
+    def join(self) -> float:
+        """Joining and leaving a weight group."""
+        return self.config.weights.join_timeout_s + _GRACE_S
+
+    @property
+    def push(self) -> float:
+        """A member's part of a push."""
+        return self.config.weights.push_timeout_s + _GRACE_S
+
+    @property
+    def command(self) -> float:
+        """Work of all learner ranks."""
+        return self.config.learner.command_timeout_s
+
+
+class LearnerClient:
+    """Calls to the learner."""
+
+    def __init__(self, config: RunConfig, channels: Channels) -> None:
+        self._channels, self._timeouts = channels, _Timeouts(config)
+
+    async def describe(self, member: Member) -> LearnerWeights:
+        """Asks for the learner's layouts and for its rendezvous."""
         reply = await call(
-            stub.DescribeWeights,
+            self._stub(member).DescribeWeights,
             learner_pb2.DescribeLearnerWeightsRequest(),
-            timeout_s=self._config.service.rpc_timeout_s,
+            timeout_s=self._timeouts.quick,
             phase="FORMING",
             peer=member.member_id,
         )
@@ -98,171 +110,149 @@ class Peers:
             device=reply.device,
         )
 
-    async def join_learner(self, member: Member, *, epoch: int, spec: bytes) -> None:
-        """Has the learner's ranks form the group."""
-        stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
-        request = learner_pb2.JoinLearnerGroupRequest(epoch=epoch, spec=spec)
+    async def join(self, member: Member, *, epoch: int, spec: bytes) -> None:
+        """Makes the learner's ranks join the weight group of a packed `WeightGroupSpec`."""
         await call(
-            stub.JoinWeightGroup, request, timeout_s=self._join_s, phase="FORMING", peer=member.member_id
+            self._stub(member).JoinWeightGroup,
+            learner_pb2.JoinLearnerGroupRequest(epoch=epoch, spec=spec),
+            timeout_s=self._timeouts.join,
+            phase="FORMING",
+            peer=member.member_id,
         )
 
-    async def publish(self, member: Member, *, epoch: int, version: int) -> Published:
-        """Has the learner send its weights."""
-        stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
-        request = learner_pb2.PublishWeightsRequest(epoch=epoch, version=version)
+    async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
+        """Makes the learner send its weights; the receipt has one report, for all of its ranks."""
         reply = await call(
-            stub.PublishWeights, request, timeout_s=self._push_s, phase="PUBLISH", peer=member.member_id
+            self._stub(member).PublishWeights,
+            learner_pb2.PublishWeightsRequest(epoch=epoch, version=version),
+            timeout_s=self._timeouts.push,
+            phase="PUBLISH",
+            peer=member.member_id,
         )
-        return Published(
-            report=DigestReport.from_bytes(reply.digests),
-            digest=reply.digest,
-            bytes_sent=reply.bytes_sent,
-            transfer_ms=reply.transfer_ms,
-            digest_ms=reply.digest_ms,
-            peak_extra_bytes=reply.peak_extra_bytes,
-        )
+        receipt = PushReceipt.from_bytes(reply.receipt)
+        if len(receipt.reports) != 1:
+            raise InvalidMessageError(
+                f"the learner's push receipt must have one digest report, got {len(receipt.reports)}",
+                reason="bad_receipt",
+            )
+        return receipt
 
-    async def leave_learner(self, member: Member, *, epoch: int) -> None:
-        """Has the learner's ranks let go of the group."""
-        stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
-        request = learner_pb2.LeaveLearnerGroupRequest(epoch=epoch)
+    async def abandon(self, member: Member, *, epoch: int, lost: str) -> None:
+        """Makes the learner free every rank that waits for the member `lost` in a join or push."""
         await call(
-            stub.LeaveWeightGroup, request, timeout_s=self._join_s, phase="FORMING", peer=member.member_id
+            self._stub(member).AbandonPush,
+            learner_pb2.AbandonPushRequest(epoch=epoch, lost=lost),
+            timeout_s=self._timeouts.quick,
+            phase="PUBLISH",
+            peer=member.member_id,
         )
 
-    async def abandon_push(self, member: Member, *, epoch: int, lost: str) -> None:
-        """Has the learner free every rank that waits for the member `lost` in a join or push."""
-        stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
-        request = learner_pb2.AbandonPushRequest(epoch=epoch, lost=lost)
-        timeout_s = self._config.service.rpc_timeout_s
-        await call(stub.AbandonPush, request, timeout_s=timeout_s, phase="PUBLISH", peer=member.member_id)
-
-    async def train(
-        self,
-        member: Member,
-        *,
-        step: int,
-        policy: PolicyTag,
-        rows: Sequence[BatchRow],
-        adjustments: Adjustments,
-    ) -> learner_pb2.TrainStepResponse:
-        """One training step over `rows`, which are in batch order."""
-        request = learner_pb2.TrainStepRequest(
-            step=step,
-            policy_version=policy.version,
-            weights_digest=policy.digest,
-            rows=[batch_row_to_proto(row) for row in rows],
-            adjustments=adjustments_to_proto(adjustments),
+    async def leave(self, member: Member, *, epoch: int) -> None:
+        """Makes the learner's ranks leave the weight group."""
+        await call(
+            self._stub(member).LeaveWeightGroup,
+            learner_pb2.LeaveLearnerGroupRequest(epoch=epoch),
+            timeout_s=self._timeouts.join,
+            phase="FORMING",
+            peer=member.member_id,
         )
-        stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
-        reply: learner_pb2.TrainStepResponse = await call(
-            stub.TrainStep,
-            request,
-            timeout_s=self._config.learner.command_timeout_s,
+
+    async def train(self, member: Member, order: TrainOrder) -> TrainResult:
+        """Makes the learner train one step."""
+        reply = await call(
+            self._stub(member).TrainStep,
+            order_to_proto(order),
+            timeout_s=self._timeouts.command,
             phase="LEARN",
             peer=member.member_id,
         )
-        return reply
+        return result_from_proto(reply)
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
-        """Has the learner write a checkpoint; returns the seconds it took."""
-        stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
-        request = learner_pb2.SaveCheckpointRequest(
-            step=step, folder=folder, controller_state=controller_state
-        )
+        """Makes the learner write a checkpoint; returns the seconds it took."""
         reply = await call(
-            stub.SaveCheckpoint,
-            request,
-            timeout_s=self._config.learner.command_timeout_s,
+            self._stub(member).SaveCheckpoint,
+            learner_pb2.SaveCheckpointRequest(step=step, folder=folder, controller_state=controller_state),
+            timeout_s=self._timeouts.command,
             phase="CHECKPOINT",
             peer=member.member_id,
         )
         return float(reply.seconds)
 
     async def load(self, member: Member, *, folder: str, version: int) -> float:
-        """Has the learner, which is at `version`, take the weights of a checkpoint; returns the seconds it took."""
-        stub = learner_pb2_grpc.LearnerServiceStub(self._channel(member.address))
-        request = learner_pb2.LoadCheckpointRequest(folder=folder, version=version)
+        """Makes the learner, which is at `version`, load the weights of a checkpoint; returns the seconds it took."""
         reply = await call(
-            stub.LoadCheckpoint,
-            request,
-            timeout_s=self._config.learner.command_timeout_s,
+            self._stub(member).LoadCheckpoint,
+            learner_pb2.LoadCheckpointRequest(folder=folder, version=version),
+            timeout_s=self._timeouts.command,
             phase="ROLLBACK",
             peer=member.member_id,
         )
         return float(reply.seconds)
 
-    # --- rollout
+    def _stub(self, member: Member) -> learner_pb2_grpc.LearnerServiceStub:
+        return learner_pb2_grpc.LearnerServiceStub(self._channels.to(member))
 
-    async def rollout_layouts(self, member: Member) -> tuple[RankLayout, ...]:
-        """Asks a rollout server what each of its ranks needs."""
-        stub = rollout_pb2_grpc.RolloutServiceStub(self._channel(member.address))
+
+class RolloutClient:
+    """Calls to rollout servers."""
+
+    def __init__(self, config: RunConfig, channels: Channels) -> None:
+        self._channels, self._timeouts = channels, _Timeouts(config)
+
+    async def describe(self, member: Member) -> tuple[RankLayout, ...]:
+        """Asks what each rank of a server needs."""
         reply = await call(
-            stub.DescribeWeights,
+            self._stub(member).DescribeWeights,
             rollout_pb2.DescribeRolloutWeightsRequest(),
-            timeout_s=self._config.service.rpc_timeout_s,
+            timeout_s=self._timeouts.quick,
             phase="FORMING",
             peer=member.member_id,
         )
         return tuple(RankLayout.from_bytes(data) for data in reply.rank_layouts)
 
-    async def join_rollout(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
-        """Has a rollout server's ranks form the group."""
-        stub = rollout_pb2_grpc.RolloutServiceStub(self._channel(member.address))
-        request = rollout_pb2.JoinRolloutGroupRequest(epoch=epoch, spec=spec, rank_offset=rank_offset)
+    async def join(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
+        """Makes a server's ranks join the weight group of a packed `WeightGroupSpec`, from group rank `rank_offset` on."""
         await call(
-            stub.JoinWeightGroup, request, timeout_s=self._join_s, phase="FORMING", peer=member.member_id
+            self._stub(member).JoinWeightGroup,
+            rollout_pb2.JoinRolloutGroupRequest(epoch=epoch, spec=spec, rank_offset=rank_offset),
+            timeout_s=self._timeouts.join,
+            phase="FORMING",
+            peer=member.member_id,
         )
 
-    async def receive(self, member: Member, *, epoch: int, version: int) -> Received:
-        """Has a rollout server receive a version."""
-        stub = rollout_pb2_grpc.RolloutServiceStub(self._channel(member.address))
-        request = rollout_pb2.ReceiveWeightsRequest(epoch=epoch, version=version)
+    async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
+        """Makes a server receive a version; the receipt has one report per rank."""
         reply = await call(
-            stub.ReceiveWeights, request, timeout_s=self._push_s, phase="PUBLISH", peer=member.member_id
+            self._stub(member).ReceiveWeights,
+            rollout_pb2.ReceiveWeightsRequest(epoch=epoch, version=version),
+            timeout_s=self._timeouts.push,
+            phase="PUBLISH",
+            peer=member.member_id,
         )
-        return Received(
-            reports=_unpack_reports(reply.digests),
-            transfer_ms=reply.transfer_ms,
-            digest_ms=reply.digest_ms,
-            peak_extra_bytes=reply.peak_extra_bytes,
-            bytes_relayed=reply.bytes_relayed,
-        )
+        return PushReceipt.from_bytes(reply.receipt)
 
     async def commit(self, member: Member, policy: PolicyTag) -> None:
-        """Makes a received version a server's policy."""
-        stub = rollout_pb2_grpc.RolloutServiceStub(self._channel(member.address))
-        tag = common_pb2.PolicyTag(version=policy.version, digest=policy.digest)
+        """Makes a received version the policy that a server samples from."""
         await call(
-            stub.Commit,
-            rollout_pb2.CommitRequest(policy=tag),
-            timeout_s=self._config.service.rpc_timeout_s,
+            self._stub(member).Commit,
+            rollout_pb2.CommitRequest(
+                policy=common_pb2.PolicyTag(version=policy.version, digest=policy.digest)
+            ),
+            timeout_s=self._timeouts.quick,
             phase="COMMIT",
             peer=member.member_id,
         )
 
-    async def leave_rollout(self, member: Member, *, epoch: int) -> None:
-        """Has a rollout server's ranks let go of the group."""
-        stub = rollout_pb2_grpc.RolloutServiceStub(self._channel(member.address))
-        request = rollout_pb2.LeaveRolloutGroupRequest(epoch=epoch)
+    async def leave(self, member: Member, *, epoch: int) -> None:
+        """Makes a server's ranks leave the weight group."""
         await call(
-            stub.LeaveWeightGroup, request, timeout_s=self._join_s, phase="FORMING", peer=member.member_id
+            self._stub(member).LeaveWeightGroup,
+            rollout_pb2.LeaveRolloutGroupRequest(epoch=epoch),
+            timeout_s=self._timeouts.join,
+            phase="FORMING",
+            peer=member.member_id,
         )
 
-    @property
-    def _join_s(self) -> float:
-        return self._config.weights.join_timeout_s + _SPREAD_S
-
-    @property
-    def _push_s(self) -> float:
-        return self._config.weights.push_timeout_s + _SPREAD_S
-
-
-def _unpack_reports(data: bytes) -> tuple[DigestReport, ...]:
-    try:
-        parts = msgpack.unpackb(data)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise InvalidMessageError(f"digest reports: {error}", reason="bad_digests") from error
-    if not isinstance(parts, list):
-        raise InvalidMessageError("digest reports must be a list, one per rank", reason="bad_digests")
-    return tuple(DigestReport.from_bytes(part) for part in parts)
+    def _stub(self, member: Member) -> rollout_pb2_grpc.RolloutServiceStub:
+        return rollout_pb2_grpc.RolloutServiceStub(self._channels.to(member))

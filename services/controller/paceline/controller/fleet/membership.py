@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from paceline.core.clock import Clock
 from paceline.core.errors import IllegalTransitionError
-from paceline.core.members import MemberKind
+from paceline.core.members import MemberKind, MemberState
 from paceline.core.policy import PolicyTag
 
 
@@ -52,7 +52,7 @@ class Member:
     num_ranks: int
     last_heard: float
     health: Health = Health.ALIVE
-    state: str = "registered"
+    state: MemberState | None = None
     policy: PolicyTag | None = None
     in_flight: int = 0
     failure: str = ""
@@ -70,6 +70,7 @@ class FleetChange:
     member: Member
     what: str
     reason: str = ""
+    state: MemberState | None = None
 
 
 class Fleet:
@@ -124,12 +125,15 @@ class Fleet:
         member_id: str,
         incarnation: str,
         *,
-        state: str,
+        state: MemberState | None,
         policy: PolicyTag | None,
         in_flight: int,
         failure: str = "",
     ) -> tuple[bool, list[FleetChange]]:
-        """Notes a sign of life; (False, []) for one that is unknown, dead or gone and must register anew."""
+        """Notes a sign of life; (False, []) for one that is unknown, dead or gone and must register anew.
+
+        `state` is None where a member only reports why it fails.
+        """
         member = self._members.get(member_id)
         if member is None or member.incarnation != incarnation or not member.usable:
             return False, []
@@ -138,9 +142,9 @@ class Fleet:
         if member.health is Health.SUSPECT:
             member.health = move(member.health, Health.ALIVE)
             changes.append(FleetChange(member=member, what="alive"))
-        if state != member.state:
+        if state is not None and state is not member.state:
             member.state = state
-            changes.append(FleetChange(member=member, what=f"state:{state}"))
+            changes.append(FleetChange(member=member, what=f"state:{state.value}", state=state))
         member.policy, member.in_flight = policy, in_flight
         if failure:
             member.failure = failure

@@ -45,7 +45,7 @@ class Firing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class GuardDecision:
     """What a step's readings ask for. `good`: no bound but those of warnings was crossed, so that one may go back to a checkpoint of this step."""
 
     firings: tuple[Firing, ...] = ()
@@ -78,7 +78,7 @@ class _Streaks:
     waiting: dict[str, int] = field(default_factory=dict)
 
 
-class Warden:
+class GuardPolicy:
     """Judges one step after another.
 
     Args:
@@ -95,7 +95,7 @@ class Warden:
         self.tallies: dict[str, Tally] = {}
         self.histories = Histories(window=config.window, min_history=config.min_history)
 
-    def see(self, step: int, readings: Sequence[Reading]) -> Decision:
+    def judge(self, step: int, readings: Sequence[Reading]) -> GuardDecision:
         """Takes a finished step's readings in; adjustments are in force from the next step on."""
         before, self._streaks = self._streaks, _Streaks()
         judged = [(one, crossed(self._limits[one.rule], one)) for one in readings if one.rule in self._limits]
@@ -109,7 +109,7 @@ class Warden:
         rollback = Action.ROLLBACK in taken and not stop
         self._adjust(taken - {Action.LOWER_LR} if rollback else taken)
         good = all(beyond in ((), (Action.WARN,)) for _, beyond in judged)
-        return Decision(firings=fired, good=good, rollback=rollback, stop=stop)
+        return GuardDecision(firings=fired, good=good, rollback=rollback, stop=stop)
 
     def rolled_back(self) -> None:
         """The weights are those of an earlier step: streaks mean nothing any more, and the next steps go slower."""

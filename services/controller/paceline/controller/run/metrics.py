@@ -1,18 +1,22 @@
-"""One step's numbers out of its parts."""
+"""The metrics of a step and of a validation, and the file that they go to."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from statistics import fmean
 
 from paceline.controller.batch.barrier import Verdict
-from paceline.controller.batch.dispatch import Collected, reward_components
+from paceline.controller.batch.dispatch import Batch, reward_components
 
 _REJECTED = (Verdict.WRONG_VERSION, Verdict.WRONG_DIGEST, Verdict.UNKNOWN, Verdict.ABORTED)
 
 
 def assemble(
-    collected: Collected,
+    batch: Batch,
     *,
     learner: Mapping[str, float],
     push: Mapping[str, float],
@@ -20,58 +24,87 @@ def assemble(
     cleanup_s: float,
     step_s: float,
 ) -> dict[str, float]:
-    """The metrics of a training step; the seconds of phases and what none of them claims add up to `timing_s/step`."""
-    num_tokens = sum(h.num_prompt_tokens + h.num_response_tokens for h in collected.batch)
+    """The metrics of a training step; the seconds of the phases and the remaining `timing_s/other` add up to `timing_s/step`."""
     update_weights_s = push["weights/pause_ms"] / 1e3
-    claimed = collected.gen_s + collected.reward_s + learn_s + update_weights_s
+    claimed = batch.gen_s + batch.reward_s + learn_s + update_weights_s
     metrics = {
         **learner,
         **push,
-        "barrier/admitted": float(collected.verdicts[Verdict.ADMITTED]),
-        "barrier/duplicates": float(collected.verdicts[Verdict.DUPLICATE]),
-        "barrier/rejected": float(sum(collected.verdicts[v] for v in _REJECTED)),
-        "barrier/groups_dropped": float(len(collected.dropped)),
-        "barrier/wait_s": collected.wait_s,
-        "timing_s/gen": collected.gen_s,
-        "timing_s/reward": collected.reward_s,
+        "barrier/admitted": float(batch.verdicts[Verdict.ADMITTED]),
+        "barrier/duplicates": float(batch.verdicts[Verdict.DUPLICATE]),
+        "barrier/rejected": float(sum(batch.verdicts[v] for v in _REJECTED)),
+        "barrier/groups_dropped": float(len(batch.dropped)),
+        "barrier/wait_s": batch.wait_s,
+        "timing_s/gen": batch.gen_s,
+        "timing_s/reward": batch.reward_s,
         "timing_s/learn": learn_s,
         "timing_s/update_weights": update_weights_s,
         "timing_s/cleanup": cleanup_s,
         "timing_s/other": step_s - claimed,
         "timing_s/step": step_s,
-        "perf/tokens_per_s": num_tokens / step_s,
-        "perf/overhead_share": 1 - (collected.gen_s + collected.reward_s + learn_s) / step_s,
+        "perf/tokens_per_s": batch.num_tokens / step_s,
+        "perf/overhead_share": 1 - (batch.gen_s + batch.reward_s + learn_s) / step_s,
     }
-    for name, value in reward_components(collected.batch).items():
+    for name, value in reward_components(batch.samples).items():
         metrics[f"reward/{name}/mean"] = value
-    if collected.num_extra is not None:
-        metrics |= _dynamic_sampling(collected, collected.num_extra)
-    if collected.greedy:
-        metrics["reward/greedy_answers/mean"] = fmean(h.reward or 0.0 for h in collected.greedy.values())
+    if batch.num_extra is not None:
+        metrics |= _dynamic_sampling(batch, batch.num_extra)
+    if batch.greedy:
+        metrics["reward/greedy_answers/mean"] = fmean(h.reward or 0.0 for h in batch.greedy.values())
     return metrics
 
 
-def _dynamic_sampling(collected: Collected, num_extra: int) -> dict[str, float]:
-    """What refilling did; `reward_mean` is over all samples, those of groups that were set aside too."""
-    samples = [*collected.batch, *collected.set_aside]
-    num_kept = len({header.trajectory_id.prompt_id for header in collected.batch})
+def _dynamic_sampling(batch: Batch, num_extra: int) -> dict[str, float]:
+    """The effect of refilling; `reward_mean` includes the samples of groups that were set aside."""
+    samples = [*batch.samples, *batch.set_aside]
+    num_kept = len({header.trajectory_id.prompt_id for header in batch.samples})
     return {
         "dynamic_sampling/extra_prompts": float(num_extra),
-        "dynamic_sampling/kept_share": num_kept / collected.num_groups,
+        "dynamic_sampling/kept_share": num_kept / batch.num_groups,
         "dynamic_sampling/reward_mean": fmean(header.reward or 0.0 for header in samples),
     }
 
 
-def validation(collected: Collected, *, seconds: float) -> dict[str, float]:
+def validation(batch: Batch, *, seconds: float) -> dict[str, float]:
     """The metrics of a validation."""
     metrics = {
         "timing_s/validate": seconds,
-        "val/num_prompts": float(len({h.trajectory_id.prompt_id for h in collected.batch})),
+        "val/num_prompts": float(len({h.trajectory_id.prompt_id for h in batch.samples})),
     }
-    if collected.batch:
-        metrics["val/reward/mean"] = fmean(h.reward or 0.0 for h in collected.batch)
-        metrics["val/response_length/mean"] = fmean(h.num_response_tokens for h in collected.batch)
-        for name, value in reward_components(collected.batch).items():
+    if batch.samples:
+        metrics["val/reward/mean"] = fmean(h.reward or 0.0 for h in batch.samples)
+        metrics["val/response_length/mean"] = fmean(h.num_response_tokens for h in batch.samples)
+        for name, value in reward_components(batch.samples).items():
             metrics[f"val/{name}/mean"] = value
-    metrics["val/groups_dropped"] = float(len(collected.dropped))
+    metrics["val/groups_dropped"] = float(len(batch.dropped))
     return metrics
+
+
+class MetricsFile:
+    """One JSON line per step, keys in a fixed order, so that two runs can be compared line by line.
+
+    Args:
+        path: the file.
+        last_step: lines of later steps, which a run wrote after its last checkpoint, are dropped.
+    """
+
+    def __init__(self, path: Path, *, last_step: int) -> None:
+        self._path = path
+        kept = [line for line in _lines(path) if int(json.loads(line)["step"]) <= last_step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, path)
+
+    def append(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes one step; a value that is not finite becomes null."""
+        row: dict[str, float | int | None] = {"step": step}
+        row |= {key: (value if math.isfinite(value) else None) for key, value in sorted(metrics.items())}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return [line for line in file if line.endswith("\n")]

@@ -1,13 +1,15 @@
 """The loop of a run, strictly on policy.
 
-    FORMING -> PUBLISH v0 -> COMMIT -> (VALIDATE) -> { DISPATCH -> COLLECT -> LEARN -> (ROLLBACK) -> PUBLISH -> COMMIT -> (VALIDATE) (CHECKPOINT) } -> ENDED
+    FORMING -> PUBLISH v0 -> COMMIT -> (VALIDATE)
+      -> { DISPATCH -> COLLECT -> LEARN -> (ROLLBACK) -> PUBLISH -> COMMIT -> (VALIDATE) (CHECKPOINT) } -> ENDED
 
     consumes     prompt ids of the cursor, scored headers
-    waits for    the barrier to close, the learner to train, every server to hold the new digest
+    waits for    the barrier to close, the learner to train, the servers to hold the new digest
     unblocked by trajectories, TrainStep's reply, ReceiveWeights' replies; each with a deadline
-    produces     policy versions, one line of metrics a step, checkpoints
+    produces     policy versions, one line of metrics per step, checkpoints
 
-Step k (from 1) trains version k-1 into version k; after a rollback version k has the weights of an earlier one. Every transition is journalled before it takes effect.
+Step k (from 1) trains version k-1 into version k; after a rollback version k has the weights of an earlier one. Every transition is
+journalled before it takes effect.
 """
 
 from __future__ import annotations
@@ -16,88 +18,62 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 
-from paceline.broker import names
-from paceline.broker.base import Broker
-from paceline.config.run import RunConfig
-from paceline.controller.batch.dispatch import Collected, Collector, Order
+from paceline.controller.batch.dispatch import Batch, Collector, Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.training_batch import TrainingBatches, rows
-from paceline.controller.events import EventHub
-from paceline.controller.fleet.clients import Peers
-from paceline.controller.fleet.membership import Health, Member
-from paceline.controller.fleet.supervisor import FleetWatch
-from paceline.controller.guard.policy import Decision
-from paceline.controller.guard.report import GuardWatch, Trained
-from paceline.controller.journal import Journal
+from paceline.controller.fleet.clients import LearnerClient
+from paceline.controller.fleet.supervisor import Supervisor
+from paceline.controller.guard.policy import GuardDecision
+from paceline.controller.guard.report import Guard, StepOutcome
+from paceline.controller.progress import Progress, Run
 from paceline.controller.run import metrics as step_metrics
-from paceline.controller.run import phases
-from paceline.controller.run.checkpoints import ControllerState
-from paceline.controller.run.keeper import Keeper
+from paceline.controller.run.checkpoints import Checkpoints, ControllerState
+from paceline.controller.run.metrics import MetricsFile
 from paceline.controller.run.phases import Phase
-from paceline.controller.run.records import MetricsFile, write_trajectories
+from paceline.controller.run.trajectories import write_trajectories
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import PeerLostError
 from paceline.core.ids import Purpose
-from paceline.core.members import MemberKind
 from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainOrder, TrainResult
 from paceline.data.prompts import PromptSet
-from paceline.rpc.v1 import learner_pb2
 from paceline.service.telemetry import record, span
 
 
-@dataclass(kw_only=True, slots=True)
-class Progress:
-    """Where the run stands; read by GetStatus."""
-
-    step: int = 0
-    phase: Phase = Phase.STARTING
-    phase_began: float = field(default_factory=time.monotonic)
-    policy: PolicyTag | None = None
-    admitted: int = 0
-    wanted: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
 class Sequencer:
-    """Runs the loop; everything that it uses is handed in."""
+    """Runs the loop, from where `progress.step` stands to trainer.total_steps."""
 
     def __init__(
         self,
-        *,
-        config: RunConfig,
-        run_id: str,
-        run_dir: Path,
-        inputs: Inputs,
-        broker: Broker,
-        collector: Collector,
-        peers: Peers,
-        push: WeightPush,
-        fleet: FleetWatch,
-        journal: Journal,
-        hub: EventHub,
-        guard: GuardWatch,
-        metrics_file: MetricsFile,
+        run: Run,
         progress: Progress,
+        *,
+        inputs: Inputs,
+        collector: Collector,
+        learner: LearnerClient,
+        push: WeightPush,
+        supervisor: Supervisor,
+        guard: Guard,
     ) -> None:
-        self._config, self._run_id, self._run_dir, self._inputs = config, run_id, run_dir, inputs
-        self._broker, self._collector, self._peers, self._push = broker, collector, peers, push
-        self._fleet, self._journal, self._hub, self._metrics_file = fleet, journal, hub, metrics_file
-        self.progress = progress
-        self._guard = guard
-        self._keeper = Keeper(config, run_id, run_dir, peers, journal)
-        self._batches = TrainingBatches(
-            config=config, inputs=inputs, collector=collector, journal=journal, hub=hub, move=self._move
-        )
+        self._run, self._config, self.progress, self._inputs = run, run.config, progress, inputs
+        self._collector, self._learner, self._push = collector, learner, push
+        self._supervisor, self._guard = supervisor, guard
+        self._batches = TrainingBatches(run, inputs)
+        self._checkpoints = Checkpoints(run, learner)
+        # Step 0 is written again by a run that starts from the beginning or from the checkpoint of step 0.
+        self._metrics_file = MetricsFile(run.dir / "metrics.jsonl", last_step=progress.step or -1)
 
     async def run(self) -> None:
-        """Runs from where `progress.step` stands to trainer.total_steps."""
+        """Runs to the end."""
         trainer, progress = self._config.trainer, self.progress
         with span("start"):
-            await self._move(Phase.FORMING)
-            await self._await_fleet()
+            await progress.move(Phase.FORMING)
+            await self._supervisor.all_ready(
+                num_rollouts=self._config.rollout.replicas,
+                step=progress.step,
+                timeout_s=self._config.service.startup_timeout_s,
+            )
             metrics = await self._publish(progress.step)
         if progress.step == 0:
             if trainer.val_before_train:
@@ -112,50 +88,135 @@ class Sequencer:
                 last = progress.step == trainer.total_steps
                 if last or (trainer.test_freq and progress.step % trainer.test_freq == 0):
                     metrics |= await self._validate()
-                # What was gone back to is put down at once: a run that is started again must not go through the same again.
+                # A rollback is saved at once, so that a resumed run does not repeat the steps that led to it.
                 if last or rolled_back or (trainer.save_freq and progress.step % trainer.save_freq == 0):
                     metrics |= await self._checkpoint()
                 self._finish_step(metrics)
         await self._guard.summarize()
-        await self._move(Phase.ENDED)
+        await progress.move(Phase.ENDED)
+
+    # --- a training step
 
     async def _train_step(self) -> tuple[dict[str, float], bool]:
-        """The step's metrics, and whether it ended in a rollback."""
+        """Runs DISPATCH to COMMIT; returns the step's metrics, and whether it was rolled back."""
         began = time.monotonic()
         await self._admit_newcomers()
         step, policy = self.progress.step, self._policy
-        collected = await self._batches.make(step=step, policy=policy)
-        await self._move(Phase.LEARN)
-        with span("learn"), _timer() as learn:
-            reply, _ = await asyncio.gather(
-                self._peers.train(
-                    self._learner,
-                    step=step,
-                    policy=policy,
-                    rows=rows(collected),
-                    adjustments=self._guard.adjustments,
-                ),
-                self._save_trajectories("step", collected, self._inputs.train),
-            )
-        decision, guarded = await self._judge(reply, collected, time.monotonic() - began)
+        batch = await self._collect(step, policy)
+        result, learn_s = await self._learn(step, policy, batch)
+        decision, guarded = await self._judge(result, batch, time.monotonic() - began)
         pushed = await self._publish(step)
         with _timer() as cleanup:
-            await self._clean_up(policy, collected)
+            await self._collector.clean_up(policy, batch)
         metrics = step_metrics.assemble(
-            collected,
-            learner={**reply.metrics, **guarded},
+            batch,
+            learner={**result.metrics, **guarded},
             push=pushed,
-            learn_s=learn.seconds,
+            learn_s=learn_s,
             cleanup_s=cleanup.seconds,
             step_s=time.monotonic() - began,
         )
         return metrics, decision.rollback
 
+    async def _collect(self, step: int, policy: PolicyTag) -> Batch:
+        """DISPATCH and COLLECT."""
+        order, refill = await self._batches.plan(step=step, policy=policy)
+        await self.progress.move(Phase.DISPATCH)
+        with span("dispatch"):
+            await self._collector.dispatch(order)
+        await self.progress.move(Phase.COLLECT)
+        with span("collect"):
+            batch = await self._collector.collect(order, refill)
+        await self._batches.check(step, batch, refill)
+        return batch
+
+    async def _learn(self, step: int, policy: PolicyTag, batch: Batch) -> tuple[TrainResult, float]:
+        """LEARN; returns the learner's result and the seconds it took."""
+        await self.progress.move(Phase.LEARN)
+        order = TrainOrder(step=step, policy=policy, rows=rows(batch), adjustments=self._guard.adjustments)
+        with span("learn"), _timer() as learn:
+            result, _ = await asyncio.gather(
+                self._learner.train(self._supervisor.learner, order),
+                self._save_trajectories("step", batch, self._inputs.train),
+            )
+        return result, learn.seconds
+
+    async def _judge(
+        self, result: TrainResult, batch: Batch, seconds: float
+    ) -> tuple[GuardDecision, dict[str, float]]:
+        """Applies the guard to weights that are not published yet; rolls them back if it says so.
+
+        Raises:
+            GuardError: a rule ends the run.
+        """
+        step = self.progress.step
+        decision, metrics = await self._guard.judge(
+            StepOutcome(step=step, result=result, batch=batch, seconds=seconds)
+        )
+        if decision.stop:
+            self._finish_step({**result.metrics, **metrics})
+            await self._guard.summarize()
+            raise self._checkpoints.stopped(step, decision.stop)
+        if decision.rollback:
+            await self.progress.move(Phase.ROLLBACK)
+            with span("rollback"):
+                metrics |= await self._checkpoints.roll_back(
+                    self._supervisor.learner, step=step, reason=decision.reason
+                )
+            self._guard.rolled_back(step, to_step=int(metrics["guard/rolled_back_to"]))
+        return decision, metrics
+
+    # --- weights
+
+    async def _publish(self, version: int) -> dict[str, float]:
+        """PUBLISH and COMMIT, over a new weight group where the current one does not fit the fleet any more."""
+        while True:
+            await self._ensure_epoch(version)
+            await self.progress.move(Phase.PUBLISH)
+            with span("publish", attributes={"paceline.version": version}):
+                candidate = await self._push.transfer(version)
+            if candidate is not None:
+                break
+        await self._run.journal.record("commit", version=version, digest=candidate.policy.digest)
+        await self.progress.move(Phase.COMMIT)
+        with span("commit", attributes={"paceline.version": version}):
+            metrics = await self._push.commit(candidate)
+        self.progress.policy = candidate.policy
+        return metrics
+
+    async def _ensure_epoch(self, version: int) -> None:
+        learner, rollouts = self._supervisor.learner, self._supervisor.rollouts
+        if self._push.epochs.fits(learner, rollouts):
+            return
+        if self.progress.phase is not Phase.FORMING:
+            await self.progress.move(Phase.FORMING)
+        learner_version = await self._push.epochs.form(learner, rollouts)
+        if learner_version != version:
+            raise PeerLostError(
+                f"the learner holds version {learner_version}, the run stands at {version}: it was restarted; start the same "
+                "command again: it goes on from the newest checkpoint",
+                peer=learner.member_id,
+            )
+
+    async def _admit_newcomers(self) -> None:
+        """Pushes the current version to servers that came since the last push."""
+        if not self._push.epochs.fits(self._supervisor.learner, self._supervisor.rollouts):
+            await self._publish(self._policy.version)
+
+    @property
+    def _policy(self) -> PolicyTag:
+        if self.progress.policy is None:
+            raise PeerLostError("no policy is committed yet", peer="rollout")
+        return self.progress.policy
+
+    # --- between steps
+
     async def _validate(self) -> dict[str, float]:
+        """VALIDATE; returns its metrics, {} without held-out prompts."""
         if self._inputs.val is None:
             return {}
         began = time.monotonic()
-        await self._move(Phase.VALIDATE)
+        await self.progress.move(Phase.VALIDATE)
         val, config = self._config.rollout.val, self._config
         ids = self._inputs.val.ids()[: config.data.val_max_prompts]
         order = Order(
@@ -168,172 +229,45 @@ class Sequencer:
         )
         with span("validate"):
             await self._collector.dispatch(order)
-            collected = await self._collector.collect(order)
-        await self._save_trajectories("val", collected, self._inputs.val)
-        await self._broker.delete_blobs(collected.blob_keys)
-        for group in collected.dropped:
-            await self._journal.record(
+            batch = await self._collector.collect(order)
+        await self._save_trajectories("val", batch, self._inputs.val)
+        await self._collector.discard(batch)
+        for group in batch.dropped:
+            await self._run.journal.record(
                 "val_group_dropped",
                 step=order.step,
                 prompt=group.prompt_id,
                 reason=group.reason,
                 message=group.message,
             )
-        return step_metrics.validation(collected, seconds=time.monotonic() - began)
+        return step_metrics.validation(batch, seconds=time.monotonic() - began)
 
     async def _checkpoint(self) -> dict[str, float]:
-        await self._move(Phase.CHECKPOINT)
+        """CHECKPOINT; returns the time it took as a metric."""
+        await self.progress.move(Phase.CHECKPOINT)
         state = ControllerState(
-            run_id=self._run_id,
+            run_id=self._run.id,
             step=self.progress.step,
             cursor=self._inputs.cursor.state,
-            journal_position=self._journal.position,
             num_prompts=len(self._inputs.train.prompts),
             seed=self._config.trainer.seed,
             guard=self._guard.state_dict(),
             good=self._guard.good,
         )
         with span("checkpoint"):
-            return {"timing_s/checkpoint": await self._keeper.save(self._learner, state)}
+            return {"timing_s/checkpoint": await self._checkpoints.save(self._supervisor.learner, state)}
 
-    async def _judge(
-        self, reply: learner_pb2.TrainStepResponse, collected: Collected, seconds: float
-    ) -> tuple[Decision, dict[str, float]]:
-        """What the guard makes of weights that nobody has seen yet; a rollback is done when this returns.
-
-        Raises:
-            GuardError: a rule ends the run.
-        """
-        step = self.progress.step
-        decision, metrics = await self._guard.judge(
-            Trained(step=step, reply=reply, collected=collected, seconds=seconds)
-        )
-        if decision.stop:
-            self._finish_step({**reply.metrics, **metrics})
-            await self._guard.summarize()
-            raise self._keeper.stopped(step, decision.stop)
-        if decision.rollback:
-            await self._move(Phase.ROLLBACK)
-            with span("rollback"):
-                metrics |= await self._keeper.go_back(self._learner, step=step, reason=decision.reason)
-            self._guard.rolled_back(step, to_step=int(metrics["guard/rolled_back_to"]))
-        return decision, metrics
-
-    # --- parts of a step
-
-    async def _publish(self, version: int) -> dict[str, float]:
-        """PUBLISH and COMMIT, over a new group where the old one does not fit the fleet any more."""
-        while True:
-            rollouts = self._ready_rollouts()
-            if not self._push.fits(self._learner, rollouts):
-                await self._form(rollouts, version)
-            await self._move(Phase.PUBLISH)
-            with span("publish", attributes={"paceline.version": version}):
-                outcome = await self._push.push(version)
-            if outcome is not None:
-                break
-        await self._journal.record("commit", version=version, digest=outcome.policy.digest)
-        await self._move(Phase.COMMIT)
-        self.progress.policy = outcome.policy
-        return outcome.metrics
-
-    async def _form(self, rollouts: list[Member], version: int) -> None:
-        if self.progress.phase is not Phase.FORMING:
-            await self._move(Phase.FORMING)
-        held = await self._push.form(self._learner, rollouts)
-        if held != version:
-            raise PeerLostError(
-                f"the learner holds version {held}, the run stands at {version}: it was restarted; start the same command again: it goes on "
-                "from the newest checkpoint",
-                peer=self._learner.member_id,
-            )
-
-    async def _admit_newcomers(self) -> None:
-        """Takes servers that came since the last push into the group, at the current version."""
-        if not self._push.fits(self._learner, self._ready_rollouts()):
-            await self._publish(self._policy.version)
-
-    async def _clean_up(self, policy: PolicyTag, collected: Collected) -> None:
-        await self._broker.delete_blobs(collected.blob_keys)
-        await self._broker.delete_streams([names.prompts(self._run_id, policy.version)])
-        for stream in (names.trajectories(self._run_id), names.scored(self._run_id)):
-            await self._broker.trim(stream)
-
-    async def _save_trajectories(self, name: str, collected: Collected, prompts: PromptSet) -> None:
+    async def _save_trajectories(self, name: str, batch: Batch, prompts: PromptSet) -> None:
         if self._config.trainer.save_trajectories:
-            await asyncio.to_thread(
-                write_trajectories,
-                self._run_dir / "trajectories",
-                self.progress.step,
-                name,
-                collected.batch,
-                prompts.prompts,
-            )
-
-    # --- the fleet
-
-    async def _await_fleet(self) -> None:
-        def missing() -> list[str]:
-            fleet = self._fleet.fleet
-            lacking = (
-                [] if any(m.state == "ready" for m in fleet.usable(MemberKind.LEARNER)) else ["the learner"]
-            )
-            if not any(m.state == "serving" for m in fleet.usable(MemberKind.REWARD)):
-                lacking.append("the reward service")
-            short = self._config.rollout.replicas - len(self._ready_rollouts())
-            return lacking + ([f"{short} rollout server(s)"] if short > 0 else [])
-
-        def settled() -> bool:
-            # A member that dies while starting is an error now, not at the deadline.
-            dead = [m for m in self._fleet.fleet.members() if not m.usable]
-            if dead and missing():
-                reasons = "; ".join(f"{m.member_id}: {m.failure or m.health.value}" for m in dead)
-                raise PeerLostError(f"{reasons} (while starting; see its log)", peer=dead[0].member_id)
-            lacking = missing()
-            if lacking:
-                self._hub.phase(step=self.progress.step, phase=f"waiting for {' and '.join(lacking)}")
-            return not lacking
-
-        await self._fleet.wait_for(
-            settled,
-            timeout_s=self._config.service.startup_timeout_s,
-            phase="FORMING",
-            missing=lambda: " and ".join(missing()),
-        )
-
-    def _ready_rollouts(self) -> list[Member]:
-        members = self._fleet.fleet.usable(MemberKind.ROLLOUT)
-        ready = [m for m in members if m.state in ("stale", "syncing", "serving")]
-        # A suspect one is left out of a push while there are others; if it comes back it is a newcomer, with weights to get. The last
-        # one is tried all the same: on a machine with too much to do silence is no death.
-        return [m for m in ready if m.health is Health.ALIVE] or ready
-
-    @property
-    def _learner(self) -> Member:
-        return self._fleet.require(MemberKind.LEARNER)[0]
-
-    @property
-    def _policy(self) -> PolicyTag:
-        if self.progress.policy is None:
-            raise PeerLostError("no policy is committed yet", peer="rollout")
-        return self.progress.policy
-
-    # --- telling
-
-    async def _move(self, to: Phase) -> None:
-        progress = self.progress
-        phase = phases.move(progress.phase, to)
-        await self._journal.record("phase", step=progress.step, source=progress.phase.value, to=phase.value)
-        progress.phase, progress.phase_began = phase, time.monotonic()
-        progress.admitted = progress.wanted = 0
-        self._hub.phase(step=progress.step, phase=phase.value)
+            folder, step = self._run.dir / "trajectories", self.progress.step
+            await asyncio.to_thread(write_trajectories, folder, step, name, batch.samples, prompts.prompts)
 
     def _finish_step(self, metrics: Mapping[str, float]) -> None:
         self.progress.metrics = dict(metrics)
         self._metrics_file.append(self.progress.step, metrics)
         for name, value in metrics.items():
             record(name, value)
-        self._hub.step(self.progress.step, metrics)
+        self._run.events.step(self.progress.step, metrics)
 
 
 class _Timer:

@@ -18,10 +18,9 @@ from paceline.core.errors import ConfigError
 from paceline.learner.algorithms import advantages as token_level
 from paceline.learner.algorithms import aggregation, kl, policy_losses
 from paceline.learner.algorithms import group_baselines as sequence_level
+from paceline.learner.algorithms.policy_losses.base import LossFunction
 
 Entry = TypeVar("Entry")
-
-PolicyLoss = Callable[..., policy_losses.LossAndMetrics]
 
 LOSS_TENSORS = ("log_probs", "old_log_probs", "advantages", "mask", "selected")
 ESTIMATOR_TENSORS = ("scores", "lengths", "group_ids", "token_rewards", "values", "greedy_scores", "mask")
@@ -74,15 +73,17 @@ ADV_ESTIMATORS: Mapping[str, Estimator] = {
     "pass_at_k": Estimator(per_sequence=sequence_level.pass_at_k),
 }
 
-POLICY_LOSSES: Mapping[str, PolicyLoss] = {
-    "ppo_clip": policy_losses.ppo_clip,
-    "gspo": policy_losses.gspo,
-    "cispo": policy_losses.cispo,
-    "kl_cov": policy_losses.kl_cov,
-    "clip_cov": policy_losses.clip_cov,
-    "gpg": policy_losses.gpg,
-    "sapo": policy_losses.sapo,
-    "geo_mean": policy_losses.geo_mean,
+POLICY_LOSSES: Mapping[str, LossFunction] = {
+    "ppo_clip": LossFunction.of_tensors(policy_losses.ppo_clip, "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"),
+    "gspo": LossFunction.of_tensors(policy_losses.gspo, "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"),
+    "cispo": LossFunction.of_tensors(policy_losses.cispo, "pg_clipfrac", "ppo_kl"),
+    "geo_mean": LossFunction.of_tensors(policy_losses.geo_mean, "pg_clipfrac", "ppo_kl"),
+    "kl_cov": LossFunction.of_tensors(policy_losses.kl_cov, "cov_frac", "ppo_kl", selects_tokens=True),
+    "clip_cov": LossFunction.of_tensors(
+        policy_losses.clip_cov, "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "cov_frac", selects_tokens=True
+    ),
+    "gpg": LossFunction.of_tensors(policy_losses.gpg, "ppo_kl"),
+    "sapo": LossFunction.of_tensors(policy_losses.sapo, "ppo_kl"),
 }
 
 LOSS_AGG_MODES: tuple[str, ...] = aggregation.MODES
@@ -91,16 +92,6 @@ LOSS_AGG_MODES: tuple[str, ...] = aggregation.MODES
 def adv_estimator(name: str) -> Estimator:
     """The estimator of that name; ConfigError lists the names if there is none."""
     return look_up(ADV_ESTIMATORS, name, "algorithm.adv_estimator")
-
-
-def policy_loss(name: str) -> PolicyLoss:
-    """The policy loss of that name; ConfigError lists the names if there is none."""
-    return look_up(POLICY_LOSSES, name, "actor.policy_loss")
-
-
-def selects_tokens(loss: PolicyLoss) -> bool:
-    """Whether a policy loss takes `selected`, the tokens that `highest_covariance` finds over the mini-batch."""
-    return "selected" in inspect.signature(loss).parameters
 
 
 def kl_kind(name: str) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.core.batch import BatchRow
 from paceline.core.errors import DataError, VersionMismatchError
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow
 from paceline.core.trajectory import Trajectory
 from paceline.learner.batch.pack import PackedRow
 from paceline.wire import decode_trajectory

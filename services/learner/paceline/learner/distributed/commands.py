@@ -1,31 +1,29 @@
-"""The commands of the learner group: what every rank does when rank 0 is asked to train, save, load or push.
+"""The learner's commands: what every rank does when rank 0 is asked to train, save, load or push weights.
 
-Arguments are plain values, since they travel as msgpack. Results are rank 0's.
+Arguments travel between ranks, so they are numbers, text and bytes. Rank 0's result is the answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import struct
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.batch import BatchRow
 from paceline.core.errors import CheckpointError, IllegalTransitionError
-from paceline.core.guard import Adjustments
-from paceline.core.ids import TrajectoryId
-from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainResult
 from paceline.learner import checkpoint
 from paceline.learner.batch.fetch import Blobs, fetch_rows
 from paceline.learner.batch.pack import PackedRow
-from paceline.learner.distributed.command_loop import Arguments, CommandError, Handler, attempt, gather_bytes
-from paceline.learner.distributed.publisher import PushResult, WeightPublisher
+from paceline.learner.distributed.collectives import CommandError, attempt, gather_bytes
+from paceline.learner.distributed.command_loop import Arguments, Handler
+from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.train.learner import Learner
-from paceline.learner.train.step import StepOrder, StepResult, train_step
+from paceline.learner.train.step import train_step
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
+from paceline.wire.training import decode_order
 
 TRAIN, SAVE, LOAD, DESCRIBE = "train", "save", "load", "describe"
 JOIN, PUBLISH, LEAVE = "join", "publish", "leave"
@@ -33,7 +31,7 @@ JOIN, PUBLISH, LEAVE = "join", "publish", "leave"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Description:
-    """What the controller needs to form a weight group: layouts by rank as bytes, the rendezvous, the version held."""
+    """What the controller needs to form a weight group: the ranks' layouts, the rendezvous, the version."""
 
     rank_layouts: tuple[bytes, ...]
     store_host: str
@@ -42,32 +40,15 @@ class Description:
     device: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    """The step of the checkpoint that was loaded, and how long it took."""
-
-    step: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
-    """Rank 0's push result, the bytes of all ranks, and the staging of the rank with most."""
-
-    result: PushResult
-    bytes_sent: int
-    peak_extra_bytes: int
-
-
 class Commands:
-    """Handlers of one rank; `table` is what a Group runs."""
+    """The handlers of one rank."""
 
     def __init__(self, learner: Learner, blobs: Blobs, publisher: WeightPublisher) -> None:
         self._learner, self._blobs, self._publisher = learner, blobs, publisher
 
     @property
     def table(self) -> dict[str, Handler]:
-        """Handlers by command."""
+        """Handlers by command, for a `CommandLoop`."""
         return {
             TRAIN: self._train,
             SAVE: self._save,
@@ -78,53 +59,50 @@ class Commands:
             LEAVE: self._leave,
         }
 
-    def _train(self, arguments: Arguments) -> StepResult:
-        order = decode_order(arguments)
+    def _train(self, arguments: Arguments) -> TrainResult:
+        order = decode_order(arguments["order"])
         learner = self._learner
         if order.step != learner.version + 1 or order.policy.version != learner.version:
             raise CommandError(
                 IllegalTransitionError(
-                    f"the learner holds version {learner.version} and can train step {learner.version + 1} next; asked for step "
-                    f"{order.step} on rows of version {order.policy.version}"
+                    f"the learner holds version {learner.version} and can train step {learner.version + 1} "
+                    f"next; asked for step {order.step} on rows of version {order.policy.version}"
                 )
             )
 
         def fetch(wanted: Sequence[int]) -> dict[int, PackedRow]:
-            rows: dict[int, PackedRow] = attempt(
+            return attempt(
                 learner.ranks,
                 lambda: fetch_rows(
                     self._blobs, order.rows, wanted, policy=order.policy, vocab_size=learner.vocab_size
                 ),
             )
-            return rows
 
         return train_step(learner, order, fetch)
 
-    def _save(self, arguments: Arguments) -> float:
-        began = time.monotonic()
+    def _save(self, arguments: Arguments) -> None:
         checkpoint.save(
             self._learner,
             Path(arguments["folder"]),
             step=arguments["step"],
             controller_state=arguments["controller_state"],
         )
-        return time.monotonic() - began
 
-    def _load(self, arguments: Arguments) -> Loaded:
-        began = time.monotonic()
+    def _load(self, arguments: Arguments) -> int:
+        """The step of the checkpoint."""
         learner, version = self._learner, arguments["version"]
         if version != learner.version:
             raise CommandError(
                 CheckpointError(
-                    f"the learner is at version {learner.version}, asked to load a checkpoint as version {version}"
+                    f"the learner is at version {learner.version}, asked to load a checkpoint as version "
+                    f"{version}"
                 )
             )
-        manifest = checkpoint.go_back(learner, Path(arguments["folder"]))
-        return Loaded(step=manifest.step, seconds=time.monotonic() - began)
+        return checkpoint.roll_back(learner, Path(arguments["folder"])).step
 
     def _describe(self, arguments: Arguments) -> Description:
         ranks = self._learner.ranks
-        self._show_shards()
+        self._reshard()
         layouts = gather_bytes(self._publisher.layout().to_bytes(), ranks)
         host, port = self._publisher.open_store() if ranks.rank == 0 else ("", 0)
         return Description(
@@ -137,10 +115,10 @@ class Commands:
 
     def _join(self, arguments: Arguments) -> None:
         ranks = self._learner.ranks
-        spec: WeightGroupSpec = attempt(ranks, lambda: WeightGroupSpec.from_bytes(arguments["spec"]))
+        spec = attempt(ranks, lambda: WeightGroupSpec.from_bytes(arguments["spec"]))
         attempt(ranks, lambda: self._publisher.join(spec))
 
-    def _publish(self, arguments: Arguments) -> Published:
+    def _publish(self, arguments: Arguments) -> PushReceipt:
         learner, version = self._learner, arguments["version"]
         if version != learner.version:
             raise CommandError(
@@ -149,60 +127,16 @@ class Commands:
                 )
             )
         timeout_s = learner.config.weights.push_timeout_s
-        self._show_shards()
-        result: PushResult = attempt(
-            learner.ranks, lambda: self._publisher.publish(version, timeout_s=timeout_s)
-        )
-        mine = struct.pack("<QQ", result.bytes, result.peak_extra_bytes)
-        sent, staging = zip(
-            *(struct.unpack("<QQ", sizes) for sizes in gather_bytes(mine, learner.ranks)), strict=True
-        )
-        return Published(result=result, bytes_sent=sum(sent), peak_extra_bytes=max(staging))
+        self._reshard()
+        receipt = attempt(learner.ranks, lambda: self._publisher.publish(version, timeout_s=timeout_s))
+        # Rank 0's report is large and already where it is needed, so it is not gathered.
+        numbers = gather_bytes(dataclasses.replace(receipt, reports=()).to_bytes(), learner.ranks)
+        merged = PushReceipt.merge([PushReceipt.from_bytes(data) for data in numbers])
+        return dataclasses.replace(merged, reports=receipt.reports)
 
-    def _show_shards(self) -> None:
-        """The publisher sees the language model, whose root tensors are gathered and let go of by the network around it."""
+    def _reshard(self) -> None:
+        """Frees gathered parameters: the publisher reads the language model inside the sharded network."""
         as_fsdp(self._learner.actor.network).reshard()
 
     def _leave(self, arguments: Arguments) -> None:
         attempt(self._learner.ranks, self._publisher.leave)
-
-
-def encode_order(order: StepOrder) -> dict[str, object]:
-    """A step order as plain values."""
-    return {
-        "step": order.step,
-        "policy": [order.policy.version, order.policy.digest],
-        "rows": [
-            [
-                str(row.trajectory_id),
-                row.blob_key,
-                row.reward,
-                row.num_prompt_tokens,
-                row.num_response_tokens,
-                row.greedy_score,
-            ]
-            for row in order.rows
-        ],
-        "adjustments": dataclasses.asdict(order.adjustments),
-    }
-
-
-def decode_order(arguments: Arguments) -> StepOrder:
-    """Reads what `encode_order` made; it comes from rank 0, which has checked it."""
-    version, digest = arguments["policy"]
-    return StepOrder(
-        step=arguments["step"],
-        policy=PolicyTag(version=version, digest=digest),
-        rows=tuple(
-            BatchRow(
-                trajectory_id=TrajectoryId.parse(name),
-                blob_key=key,
-                reward=reward,
-                num_prompt_tokens=prompt,
-                num_response_tokens=response,
-                greedy_score=greedy_score,
-            )
-            for name, key, reward, prompt, response, greedy_score in arguments["rows"]
-        ),
-        adjustments=Adjustments(**arguments["adjustments"]),
-    )

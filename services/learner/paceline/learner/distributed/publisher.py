@@ -1,10 +1,9 @@
-"""Publishes the policy: describes this learner rank's FSDP2 shards and sends them to the rollout ranks."""
+"""Sends the policy: describes this learner rank's FSDP2 shards and sends them to the rollout ranks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from paceline.core.errors import ModelError, WeightSyncError
 from paceline.weights.digest.agreement import Atom, DigestReport, digest_atoms, pack_places
-from paceline.weights.digest.definition import TensorDigester
-from paceline.weights.digest.job import DigestJob, DigestPart
+from paceline.weights.digest.job import DigestJob, DigestPart, TensorDigester
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.cover import Need, Supply, assign_sources
 from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows
-from paceline.weights.geometry.parameters import ParameterIndex, Prepared
+from paceline.weights.geometry.parameters import AddressCache, ParameterIndex
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.group import DTYPES, WeightGroup
 from paceline.weights.transport.rendezvous import Deadline, open_store
 
@@ -29,36 +28,15 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _STORE_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushResult:
-    """One learner rank's part of a push.
-
-    Attributes:
-        version: the policy version that was sent.
-        digests: every atom of the policy, summed over the learner ranks; on learner rank 0. Empty elsewhere.
-        bytes: bytes that this rank sent.
-        transfer_ms: from the first pack until the last message has left; the digest runs within it.
-        digest_ms: time of this rank's digest, on the device where there is one.
-        peak_extra_bytes: staging beside the parameters.
-    """
-
-    version: int
-    digests: DigestReport
-    bytes: int
-    transfer_ms: float
-    digest_ms: float
-    peak_extra_bytes: int
-
-
 class WeightPublisher:
     """The sending end of weight pushes on one learner rank; used from the training thread alone.
 
     Args:
-        model: a Hugging Face model under `fully_shard` (or not sharded at all), every rank the same one.
-        device: where its shards live.
+        model: a Hugging Face model under `fully_shard` (or not sharded at all), the same on every rank.
+        device: the device of its shards.
         backend: "gloo" or "nccl".
         host: address on which learner rank 0 listens for the rendezvous, as the rollout ranks reach it.
-        exclude: parameter names that belong to no policy (a value head); they stay here.
+        exclude: names of parameters that are not part of the policy (a value head); they are not sent.
     """
 
     def __init__(
@@ -83,19 +61,19 @@ class WeightPublisher:
         self._atoms: list[Atom] = []
         self._places = b""
         self._supplies: list[Supply] = []
-        self._job = Prepared[DigestJob]()
+        self._job = AddressCache[DigestJob]()
 
     def layout(self) -> RankLayout:
-        """What this rank holds, under the names of the Hugging Face state dict.
+        """The slices that this rank holds, under the names of the Hugging Face state dict.
 
         Raises:
-            ModelError: a parameter is sharded in a way that has no box, or the dtypes are mixed.
+            ModelError: a parameter's shard is not a box, or the dtypes are mixed.
         """
         slices = []
         dtypes: dict[torch.dtype, str] = {}
         for name, param in self._parameters().items():
             dtypes.setdefault(param.dtype, name)
-            box = _held_box(name, param)
+            box = _local_box(name, param)
             if box.volume:
                 offset = (0,) * len(box.start)
                 shape = tuple(param.shape)
@@ -107,19 +85,19 @@ class WeightPublisher:
         return RankLayout(dtype=str(next(iter(dtypes))).removeprefix("torch."), slices=tuple(slices))
 
     def open_store(self) -> tuple[str, int]:
-        """Opens the rendezvous store, once, on learner rank 0; returns the address for the group spec."""
+        """Opens the rendezvous store on learner rank 0, once; returns its address for the group spec."""
         if self._rank != 0:
-            raise WeightSyncError(f"the store lives at learner rank 0, this is rank {self._rank}")
+            raise WeightSyncError(f"only learner rank 0 has a store, this is rank {self._rank}")
         if self._store is None:
             self._store = open_store(self._host, _STORE_TIMEOUT_S)
         return self._host, self._store.port
 
     def join(self, spec: WeightGroupSpec) -> None:
-        """Leaves the group it is in, if any, and joins the one described; returns when all have joined.
+        """Leaves its current group, if any, and joins the group that `spec` describes, with all others.
 
         Raises:
             WeightSyncError: the spec does not fit this rank.
-            DeadlineError, PeerLostError: a member did not come within `spec.timeout_s`, or went away.
+            DeadlineError, PeerLostError: a member did not join within `spec.timeout_s`, or went away.
         """
         self.leave()
         if spec.backend != self._backend:
@@ -127,7 +105,9 @@ class WeightPublisher:
                 f"this learner publishes over {self._backend}, the group spec says {spec.backend}"
             )
         if self._rank == 0 and self._store is None:
-            raise WeightSyncError("learner rank 0 has no store; open_store() gives the address for the spec")
+            raise WeightSyncError(
+                "learner rank 0 has no store; call open_store() for the address in the spec"
+            )
         self._atoms = digest_atoms(spec.expanded_rollout_layouts())
         self._places = pack_places(self._atoms)
         needs = [
@@ -136,7 +116,7 @@ class WeightPublisher:
         ]
         supplies = assign_sources(spec.learner_layouts, needs)
         self._supplies = [supply for supply in supplies if supply.source == self._rank]
-        self._job.forget()
+        self._job.clear()
         self._group = WeightGroup.form(
             spec,
             rank=self._rank,
@@ -155,12 +135,15 @@ class WeightPublisher:
         self._digest_job(shards, DTYPES[group.spec.wire_dtype]).warm_up()
 
     @torch.no_grad()
-    def publish(self, version: int, *, timeout_s: float | None = None) -> PushResult:
-        """Sends this rank's part of the parameters as they are now; every member must take part.
+    def publish(self, version: int, *, timeout_s: float | None = None) -> PushReceipt:
+        """Sends this rank's part of the current parameters; every member of the group must take part.
+
+        Returns:
+            This rank's receipt. Rank 0's contains the report for all learner ranks, the others contain none.
 
         Raises:
             WeightSyncError: no group has been joined, or it was aborted.
-            DeadlineError, PeerLostError: a rollout rank stalled or died; the group is gone, others may re-form.
+            DeadlineError, PeerLostError: a rollout rank stalled or died. This rank has left the group.
         """
         group = self._group
         if group is None:
@@ -177,56 +160,56 @@ class WeightPublisher:
         except BaseException:
             self.leave()
             raise
-        return PushResult(
+        return PushReceipt(
             version=version,
-            digests=self._report(version, totals),
-            bytes=group.plan.sent_bytes(self._rank),
+            reports=(self._report(version, totals),) if self._rank == 0 else (),
+            num_bytes=group.plan.sent_bytes(self._rank),
+            relayed_bytes=0,
             transfer_ms=transfer_ms,
             digest_ms=job.last_ms,
             peak_extra_bytes=group.staging_bytes,
         )
 
     def leave(self) -> None:
-        """Cuts the connections of the current group; peers that still wait get an error. May be repeated."""
+        """Cuts the connections of the current group; peers that wait get an error. May be repeated."""
         if self._group is not None:
             self._group.abort()
         self._group = None
 
     def _digest_job(self, shards: dict[str, torch.Tensor], wire_dtype: torch.dtype) -> DigestJob:
-        """Made once per group, and again where a shard's storage has moved."""
+        """Made once per group, and again when a shard has moved."""
 
         def make() -> DigestJob:
             parts = [
                 DigestPart(
-                    name=supply.held.name,
-                    global_shape=supply.held.global_shape,
+                    name=part.name,
+                    global_shape=part.global_shape,
                     box=supply.box,
-                    values=shards[supply.held.param][supply.held.to_local(supply.box).slices],
+                    values=shards[part.param][part.to_local(supply.box).slices],
                     output=supply.need,
                 )
                 for supply in self._supplies
+                for part in (supply.source_slice,)
             ]
             return DigestJob(self._digester, parts, len(self._atoms), wire_dtype)
 
         return self._job.get(shards.values(), make)
 
     def _report(self, version: int, totals: torch.Tensor) -> DigestReport:
-        if self._rank != 0:
-            return DigestReport.of(rank=f"learner rank {self._rank}", version=version, slices=())
         values = self._digester.read_array(totals)
         return DigestReport(rank="learner", version=version, places=self._places, values=values)
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """The policy's parameters, sharded, by state-dict name."""
+        """The policy's sharded parameters by state-dict name."""
         for module in self._sharded:
             # After a forward without gradients the root stays gathered and shows stale full tensors.
             module.reshard()
-        found = self._index.current()
-        return {name: found[path] for path, name in self._names.items()}
+        parameters = self._index.current()
+        return {name: parameters[path] for path, name in self._names.items()}
 
 
 def _tied_names(model: nn.Module) -> frozenset[str]:
-    """Names under which the checkpoint does not hold a tensor of its own."""
+    """Names of tied parameters: the checkpoint holds no tensor of their own."""
     config = getattr(model, "config", None)
     if config is None:
         return frozenset()
@@ -241,31 +224,31 @@ def _state_dict_name(path: str) -> str:
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
-    # Without gradients this is what `to_local` returns, after 4 microseconds a parameter.
+    # Without gradients `to_local` returns the same, but takes 4 microseconds per parameter.
     return param._local_tensor if isinstance(param, DTensor) else param.detach()
 
 
-def _held_box(name: str, param: torch.Tensor) -> Box:
-    """The box of a parameter that lies on this rank."""
-    whole = Box.whole(tuple(param.shape))
-    if not whole.start:
+def _local_box(name: str, param: torch.Tensor) -> Box:
+    """The box of a parameter that this rank holds."""
+    full = Box.full(tuple(param.shape))
+    if not full.start:
         raise ModelError(f"{name}: a parameter without dimensions cannot be published; exclude it")
     if not isinstance(param, DTensor):
-        return whole
+        return full
     mesh = param.device_mesh
     sharded = [dim for dim, placement in enumerate(param.placements) if not isinstance(placement, Replicate)]
     if not sharded:
-        return whole
+        return full
     placement = param.placements[sharded[0]]
     if len(sharded) > 1 or type(placement) is not Shard:
         raise ModelError(
-            f"{name}: placements {param.placements} have no single box; shard each parameter along one mesh "
-            "dimension and replicate it along the others"
+            f"{name}: placements {param.placements} give a rank no single box; shard each parameter along "
+            "one mesh dimension and replicate it along the others"
         )
     dim = placement.dim
     rank, size = mesh.get_local_rank(sharded[0]), mesh.size(sharded[0])
-    first, last = chunk_rows(whole.stop[dim], rank, size)
-    box = whole.split(dim, last)[0].split(dim, first)[1]
+    first, last = chunk_rows(full.stop[dim], rank, size)
+    box = full.split(dim, last)[0].split(dim, first)[1]
     if tuple(param.to_local().shape) != box.shape:
         raise ModelError(f"{name}: the shard has shape {tuple(param.to_local().shape)}, expected {box.shape}")
     return box

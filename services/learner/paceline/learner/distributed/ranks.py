@@ -1,4 +1,4 @@
-"""This process among the learner's ranks: torchrun's environment, the device, and small exact sums over all ranks."""
+"""The learner's ranks: this process's place among them, its device, and reductions over all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError, EnvironmentLackError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnvironment:
-    """What torchrun (or `paceline train`) tells a process about its group."""
+    """A process's place in the group, as torchrun or `paceline train` sets it."""
 
     rank: int
     world_size: int
@@ -28,10 +28,10 @@ class RankEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-        """From RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them a group of one.
+        """Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; with none set, a group of one.
 
         Raises:
-            ConfigError: some are set and others missing, or they are no numbers.
+            ConfigError: only some are set, or one is not a number.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         if not any(name in environ for name in names):
@@ -64,9 +64,9 @@ class Ranks:
     """The group of learner processes, formed.
 
     Attributes:
-        mesh: one dimension, over which models are sharded.
-        control: a gloo group beside the default one, for commands and status.
-        store: the key-value store that the group was formed with; a dying rank leaves its reason there.
+        mesh: of one dimension, over which models are sharded.
+        control: a gloo group beside the default one, for commands and their outcomes.
+        store: the key-value store that formed the group; a dying rank leaves its reason there.
     """
 
     rank: int
@@ -77,30 +77,30 @@ class Ranks:
     store: Store
 
     def all_sum(self, values: Tensor) -> Tensor:
-        """A new tensor with the sums over all ranks, in float64 where the values are."""
+        """The sums over all ranks as a new tensor of the same type."""
         total = values.detach().clone()
         dist.all_reduce(total, op=dist.ReduceOp.SUM)
         return total
 
     def all_max(self, values: Tensor) -> Tensor:
-        """A new tensor with the largest values over all ranks."""
+        """The largest values over all ranks as a new tensor."""
         largest = values.detach().clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """The 1-D tensors of all ranks, of one length and type, one after the other in the order of ranks."""
+        """Concatenates the ranks' 1-D tensors, which have equal length and type, in the order of ranks."""
         parts = [torch.empty_like(values) for _ in range(self.world_size)]
         dist.all_gather(parts, values.detach().contiguous())
         return torch.cat(parts)
 
 
 def use_threads(wanted: int | None, environment: RankEnvironment) -> None:
-    """Sets torch's threads: `wanted`, else what OMP_NUM_THREADS says, else the cores shared out over this host's ranks."""
+    """Sets torch's threads: `wanted`, else OMP_NUM_THREADS, else this host's cores divided by its ranks."""
     if wanted is None and "OMP_NUM_THREADS" in os.environ:
         return
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", environment.world_size))
-    torch.set_num_threads(wanted or max(1, (os.cpu_count() or 1) // here))
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", environment.world_size))
+    torch.set_num_threads(wanted or max(1, (os.cpu_count() or 1) // num_local_ranks))
 
 
 def choose_device(wanted: str, environment: RankEnvironment, devices: tuple[int, ...] | None) -> torch.device:
@@ -109,11 +109,11 @@ def choose_device(wanted: str, environment: RankEnvironment, devices: tuple[int,
     Args:
         wanted: auto, cpu or cuda.
         environment: this rank's.
-        devices: GPU indices by local rank; not looked at where CUDA_VISIBLE_DEVICES has chosen them already.
+        devices: GPU indices by local rank; ignored if CUDA_VISIBLE_DEVICES is set.
 
     Raises:
         ConfigError: `devices` is too short.
-        EnvironmentLackError: this rank finds no GPU.
+        EnvironmentLackError: there is no GPU for this rank.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -134,14 +134,14 @@ def choose_device(wanted: str, environment: RankEnvironment, devices: tuple[int,
 
 
 def open_store(environment: RankEnvironment, timeout_s: float) -> Store:
-    """The key-value store where the ranks meet; rank 0 serves it, unless torchrun's agent does.
+    """Opens the key-value store where the ranks meet; rank 0 serves it, unless torchrun's agent does.
 
     Raises:
         RuntimeError: rank 0 does not answer within `timeout_s`.
     """
     if environment.world_size == 1:
         return HashStore()
-    # torchrun's agent serves a store at MASTER_PORT itself, unless told otherwise.
+    # torchrun's agent serves a store at MASTER_PORT by default.
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(
         environment.master_host,
@@ -154,10 +154,10 @@ def open_store(environment: RankEnvironment, timeout_s: float) -> Store:
 
 
 def form_group(environment: RankEnvironment, store: Store, device: torch.device, timeout_s: float) -> Ranks:
-    """Brings all ranks together; `timeout_s` bounds this and every later wait of one rank for another.
+    """Forms the process groups; `timeout_s` bounds this and every later wait of one rank for another.
 
     Raises:
-        RuntimeError: not all ranks came in time.
+        RuntimeError: a rank did not join in time.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     if device.type == "cuda":
@@ -182,6 +182,6 @@ def form_group(environment: RankEnvironment, store: Store, device: torch.device,
 
 
 def leave_group() -> None:
-    """Lets go of all process groups."""
+    """Destroys all process groups."""
     if dist.is_initialized():
         dist.destroy_process_group()

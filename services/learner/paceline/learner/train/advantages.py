@@ -36,6 +36,7 @@ class Prepared:
     """A micro-batch ready for its updates.
 
     Attributes:
+        scores: each sequence's reward with the overlong penalty, (B,).
         weights: rollout correction's factors of the policy loss, (B, R); None without a correction.
         selected: the tokens that a covariance loss treats apart, (B, R) booleans; None for the other losses.
     """
@@ -46,6 +47,7 @@ class Prepared:
     values: Tensor | None
     advantages: Tensor
     returns: Tensor | None
+    scores: Tensor | None = None
     weights: Tensor | None = None
     selected: Tensor | None = None
 
@@ -120,7 +122,7 @@ def compute_advantages(
         rows=index,
     )
     metrics = _metrics(scores, token_rewards, advantages, returns, values, mask, ranks)
-    prepared = _split(scored, advantages, returns)
+    prepared = _split(scored, my_scores, advantages, returns)
     return prepared, AdvantageSummary(
         reference_kl=None if penalty is None else _mean_over_sequences(penalty, mask, len(scores), ranks),
         num_sequences=len(scores),
@@ -162,7 +164,9 @@ def _stack_known(tables: Sequence[Tensor | None], scored: Sequence[Scored], long
     return _stack(known, scored, longest) if len(known) == len(tables) else None
 
 
-def _split(scored: Sequence[Scored], advantages: Tensor, returns: Tensor | None) -> list[Prepared]:
+def _split(
+    scored: Sequence[Scored], scores: Tensor, advantages: Tensor, returns: Tensor | None
+) -> list[Prepared]:
     """The rows back to their micro-batches; a filler gets zeros."""
     prepared, first = [], 0
     for one in scored:
@@ -182,6 +186,7 @@ def _split(scored: Sequence[Scored], advantages: Tensor, returns: Tensor | None)
                 values=one.values,
                 advantages=part(advantages),
                 returns=None if returns is None else part(returns),
+                scores=scores[rows] if count else scores.new_zeros(shape[:1]),
             )
         )
     return prepared

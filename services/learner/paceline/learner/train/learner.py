@@ -14,6 +14,7 @@ from paceline.learner.algorithms.kl import AdaptiveKLController, FixedKLControll
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import Precision, load_critic, load_policy
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
+from paceline.learner.train.losses import loss_function
 from paceline.learner.train.optimizer import Optimizer, Schedule
 from paceline.learner.train.trainable import N, Trainable
 
@@ -43,8 +44,10 @@ class Learner:
         """Loads the networks of a run at version 0; every rank calls it alike.
 
         Raises:
+            ConfigError: a custom policy loss is not there or cannot be trained with.
             ModelError: the model folder is unusable.
         """
+        loss_function(config)  # a fault in a custom loss is found before anything is loaded
         seed, model = config.trainer.seed, config.model
         random_weights = model.load_format == "random"
         compute = DTYPES[model.dtype]

@@ -11,9 +11,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
 from paceline.learner.algorithms import kl, registry
 from paceline.learner.algorithms.aggregation import aggregate
+from paceline.learner.algorithms.policy_losses import custom
+from paceline.learner.algorithms.policy_losses.base import (
+    LossFunction,
+    LossInputs,
+    log_ratio_and_advantages,
+    ppo_kl,
+)
 from paceline.learner.algorithms.statistics import masked_sum
 from paceline.learner.algorithms.value_losses import clipped_value_loss
 from paceline.learner.batch.minibatch import Denominators
@@ -21,11 +30,27 @@ from paceline.learner.batch.pack import MicroBatch
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.advantages import Prepared
 
+STANDARD_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
+"""Token means that every policy loss reports: 0 where a loss has no such thing, as without a clip."""
+
+
+def loss_function(config: RunConfig) -> LossFunction:
+    """The function of `actor.policy_loss`.
+
+    Raises:
+        ConfigError: a custom loss is not there or cannot be trained with.
+    """
+    loss = config.actor.policy_loss
+    if isinstance(loss, CustomLoss):
+        return custom.load(loss.path, loss.options, with_reference=config.needs_reference)
+    return registry.POLICY_LOSSES[loss.type]
+
 
 class PolicyLoss:
     """The policy's loss on one micro-batch, as a share of the mini-batch's.
 
-    `names` are those of the vector of sums that comes with it: the whole loss, then the metrics. `kl_scale` multiplies actor.kl_loss_coef.
+    `names` are those of the vector of sums that comes with it: the whole loss, then the metrics, the policy loss's own
+    among them. `kl_scale` multiplies actor.kl_loss_coef.
     """
 
     def __init__(self, config: RunConfig, network: PolicyNetwork, *, kl_scale: float = 1.0) -> None:
@@ -33,11 +58,9 @@ class PolicyLoss:
         self._kl_loss_coef = config.actor.kl_loss_coef * kl_scale
         self._temperature = config.rollout.temperature
         self._constant = config.actor.loss_agg_constant or float(config.data.max_response_length)
-        self._function = registry.policy_loss(config.actor.policy_loss)
-        self._options = registry.configured_options(self._function, config.actor)
-        self._selects = registry.selects_tokens(self._function)
-        more = ("cov_frac",) if self._selects else ()
-        self._token_metrics = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", *more)
+        self._loss, self._arguments = loss_function(config), config.actor.loss_arguments
+        own = [name for name in self._loss.metrics if name not in STANDARD_METRICS]
+        self._token_metrics = (*STANDARD_METRICS, *own)
         self.names = ("loss", *self._token_metrics, "pg_loss", "kl_loss")
 
     def __call__(self, part: Prepared, whole: Denominators) -> tuple[Tensor, Tensor]:
@@ -45,10 +68,7 @@ class PolicyLoss:
         batch = part.batch
         flat, flat_entropy = self._network(batch, self._temperature, True)
         log_probs = batch.table(flat)
-        chosen = {"selected": part.selected} if self._selects else {}
-        per_token, found = self._function(
-            log_probs, part.old_log_probs, part.advantages, batch.mask, **self._options, **chosen
-        )
+        per_token, metrics = self._per_token(log_probs, part)
         if part.weights is not None:
             per_token = per_token * part.weights
         total = pg_loss = self._aggregate(per_token, batch, whole)
@@ -61,9 +81,33 @@ class PolicyLoss:
             estimate = kl.kl_estimate(log_probs, part.ref_log_probs, self._actor.kl_loss_type)
             kl_loss = self._aggregate(estimate, batch, whole)
             total = total + self._kl_loss_coef * kl_loss
-        means = {**found, "entropy": _mean_of(entropy.detach(), batch)}
+        means = {**metrics, "entropy": _mean_of(entropy.detach(), batch)}
         sums = _sums(total, batch, means, self._token_metrics, whole)
         return total, torch.cat([sums, torch.stack([pg_loss, kl_loss]).detach().double()])
+
+    def _per_token(self, log_probs: Tensor, part: Prepared) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The policy loss, (B, R), and its metrics, always with `ppo_kl`, on which the guard relies."""
+        mask = part.batch.mask
+        inputs = LossInputs(
+            log_probs=log_probs,
+            old_log_probs=part.old_log_probs,
+            advantages=part.advantages,
+            mask=mask,
+            rollout_log_probs=part.batch.rollout_log_probs,
+            ref_log_probs=part.ref_log_probs,
+            scores=part.scores,
+            selected=part.selected,
+        )
+        per_token, metrics = self._loss.function(inputs, **self._arguments)
+        if metrics.keys() != set(self._loss.metrics):
+            raise ConfigError(
+                f"the policy loss returned the metrics {', '.join(metrics) or 'none'} where it first had "
+                f"{', '.join(self._loss.metrics) or 'none'}; return the same names at every call"
+            )
+        if "ppo_kl" not in metrics:
+            log_ratio, _ = log_ratio_and_advantages(log_probs, part.old_log_probs, part.advantages, mask)
+            metrics = {**metrics, "ppo_kl": ppo_kl(log_ratio, mask)}
+        return per_token, metrics
 
     def _aggregate(self, per_token: Tensor, batch: MicroBatch, whole: Denominators) -> Tensor:
         return aggregate(
@@ -89,9 +133,9 @@ class ValueLoss:
         batch = part.batch
         assert part.values is not None and part.returns is not None  # noqa: PT018  a critic has made them
         values = batch.table(self._network(batch))
-        per_token, found = clipped_value_loss(values, part.values, part.returns, batch.mask, self._clip)
+        per_token, metrics = clipped_value_loss(values, part.values, part.returns, batch.mask, self._clip)
         total = aggregate(per_token, batch.mask, "token-mean", num_tokens=whole.num_tokens)
-        return total, _sums(total, batch, found, self.names[1:], whole)
+        return total, _sums(total, batch, metrics, self.names[1:], whole)
 
 
 def _sums(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.config.run import RunConfig
-from paceline.core.batch import BatchRow
+from paceline.core.training import BatchRow
 from paceline.learner.algorithms.shaping import overlong_penalty
 
 

@@ -87,6 +87,7 @@ def repeat_rows(part: Prepared, counts: Tensor) -> Prepared:
         values=pick(part.values),
         advantages=part.advantages[take],
         returns=pick(part.returns),
+        scores=pick(part.scores),
         selected=pick(part.selected),
         weights=pick(part.weights),
     )

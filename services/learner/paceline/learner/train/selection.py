@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from paceline.config.actor import ActorConfig
-from paceline.learner.algorithms import registry
-from paceline.learner.algorithms.covariance import highest_covariance
+from paceline.config.policy_losses import CovarianceLoss
+from paceline.learner.algorithms.policy_losses import highest_covariance
 from paceline.learner.batch.minibatch import MiniBatch
 from paceline.learner.distributed.ranks import Ranks
-
-_SELECTION_OPTIONS = ("cov_fraction", "cov_low", "cov_high")
 
 
 def with_selected_tokens(
@@ -25,15 +23,13 @@ def with_selected_tokens(
     The covariance is taken with the old log-probs, so the choice stands for all epochs, and in float64, so that it does
     not depend on how the mini-batch is cut. Every rank calls it alike.
     """
-    loss = registry.policy_loss(actor.policy_loss)
-    if not registry.selects_tokens(loss):
+    loss = actor.policy_loss
+    if not isinstance(loss, CovarianceLoss):
         return list(mini_batches)
-    asked = registry.configured_options(loss, actor)
-    options = {name: value for name, value in asked.items() if name in _SELECTION_OPTIONS}
-    return [_select(mini, options, ranks) for mini in mini_batches]
+    return [_select(mini, loss, ranks) for mini in mini_batches]
 
 
-def _select(mini: MiniBatch, options: dict[str, float], ranks: Ranks) -> MiniBatch:
+def _select(mini: MiniBatch, loss: CovarianceLoss, ranks: Ranks) -> MiniBatch:
     def row(tables: Sequence[Tensor]) -> Tensor:
         return torch.cat([table.flatten() for table in tables]).unsqueeze(0)
 
@@ -42,7 +38,8 @@ def _select(mini: MiniBatch, options: dict[str, float], ranks: Ranks) -> MiniBat
         row([part.old_log_probs for part in mini.parts]).double(),
         row([part.advantages for part in mini.parts]).double(),
         row(masks),
-        **options,
+        loss.cov_fraction,
+        *loss.covariance_band,
         all_reduce=ranks.all_sum,
         gather=ranks.all_gather,
     )

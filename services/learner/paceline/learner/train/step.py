@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.config.run import RunConfig
-from paceline.core.batch import BatchRow
-from paceline.core.guard import Adjustments, Reading
-from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow, TrainOrder, TrainResult
 from paceline.learner.batch.minibatch import MiniBatch, cut_mini_batches
 from paceline.learner.batch.pack import MicroBatch, PackedRow, pack
 from paceline.learner.batch.plan import BatchPlan, RowLength, effective_budget, plan_batch
@@ -31,26 +29,6 @@ from paceline.learner.train.resampling import resample
 from paceline.learner.train.trainable import without_gradient
 from paceline.learner.train.update import UpdateReport, update_critic, update_policy
 from paceline.learner.train.update_guard import UpdateGate
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepOrder:
-    """What the controller asks for: train step `step` on `rows`, all drawn from `policy`, with what the guard has changed."""
-
-    step: int
-    policy: PolicyTag
-    rows: tuple[BatchRow, ...]
-    adjustments: Adjustments = field(default_factory=Adjustments)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """The step's numbers, the same on every rank but for timings; `skip_reasons` of updates that were not taken; what the guard's rules saw."""
-
-    step: int
-    metrics: dict[str, float]
-    skip_reasons: tuple[str, ...] = ()
-    readings: tuple[Reading, ...] = ()
 
 
 @dataclass(slots=True)
@@ -103,7 +81,7 @@ def _lengths(rows: Sequence[BatchRow]) -> list[RowLength]:
     ]
 
 
-def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
+def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult:
     """Runs the step and moves the learner to version `order.step`.
 
     Raises:
@@ -162,7 +140,7 @@ def train_step(learner: Learner, order: StepOrder, fetch: Fetch) -> StepResult:
         **_utilisation(learner, order.rows, watch),
     }
     reasons = [f"{name}: {reason}" for name, report in reports.items() for reason in report.skipped]
-    return StepResult(
+    return TrainResult(
         step=order.step, metrics=metrics, skip_reasons=tuple(reasons), readings=tuple(gate.readings)
     )
 

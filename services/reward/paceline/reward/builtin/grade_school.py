@@ -1,4 +1,4 @@
-"""Reward for GSM8K: the number that a solution ends in, compared as a number."""
+"""Reward for GSM8K: compares the last number of a solution by value."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from decimal import Decimal
 from typing import Literal
 
-# A run is everything that is glued to a number, so that "1,2001", "1.2.3" or "1/2" is seen whole and refused,
-# instead of yielding the part of it that happens to look right. It has no nested repetition: linear time.
+# A run is everything that is attached to a number, so that "1,2001", "1.2.3" or "1/2" is matched as a whole
+# and refused, instead of yielding the part of it that is right by chance. No nested repetition: linear time.
 _SIGN = r"[-+\u2212]?"
 _RUN = r"\.?[0-9](?:[0-9]|[.,/](?=[0-9])|[eE][-+]?(?=[0-9]))*"
 _NUMBER = re.compile(rf"(?P<sign>{_SIGN})\$?\s?(?P<inner>{_SIGN})(?P<run>{_RUN})")
@@ -24,25 +24,25 @@ def gsm8k(
 ) -> float:
     """Scores 1.0 when the response's final number equals the ground truth's, and 0.0 otherwise.
 
-    Numbers are compared by value: thousands commas, a dollar sign, a plus sign, trailing zeros and a full stop
-    after the number do not matter. A malformed number ("1,23", "1/2", "1.2.3") equals nothing.
+    Numbers are compared by value: thousands commas, a dollar sign, a plus sign, trailing zeros and a full
+    stop after the number do not matter. A malformed number ("1,23", "1/2", "1.2.3") equals nothing.
 
     Args:
         response: the decoded response.
-        ground_truth: the number, or a whole GSM8K answer that ends in `#### <number>`.
+        ground_truth: the number, or a complete GSM8K answer that ends in `#### <number>`.
         method: "strict" takes the number right after the last `####` of the response;
             "flexible" takes the last number of the response, wherever it stands.
         extra: the item's other fields, unused.
 
     Raises:
-        ValueError: `method` is neither of the two, or `ground_truth` holds no number. A ground truth that cannot
-            be read is a fault of the data, so it is an error and not a score of 0.
+        ValueError: `method` is neither of the two, or `ground_truth` holds no number: a fault of the data is
+            an error and not a score of 0.
     """
-    wanted = _ground_truth_number(ground_truth)
+    truth = _ground_truth_number(ground_truth)
     if method == "strict":
-        return float(_marked_number(response) == wanted)
+        return float(_marked_number(response) == truth)
     if method == "flexible":
-        return float(_last_number(response) == wanted)
+        return float(_last_number(response) == truth)
     raise ValueError(f'gsm8k knows method="strict" and method="flexible", not method={method!r}')
 
 
@@ -65,7 +65,8 @@ def _ground_truth_number(text: str) -> Decimal:
     if number is None:
         shown = text if len(text) <= 60 else f"...{text[-60:]}"
         raise ValueError(
-            f"gsm8k needs a number, or a GSM8K answer that ends in '#### <number>', as ground truth; got {shown!r}"
+            "gsm8k needs a number, or a GSM8K answer that ends in '#### <number>', as ground truth; got "
+            f"{shown!r}"
         )
     return number
 
@@ -80,7 +81,7 @@ def _marked_number(text: str) -> Decimal | None:
 
 def _last_number(text: str) -> Decimal | None:
     last: re.Match[str] | None = None
-    for last in _LAST_NUMBER.finditer(text):  # noqa: B007  the last one is what is wanted
+    for last in _LAST_NUMBER.finditer(text):  # noqa: B007  only the last match counts
         pass
     return _value(last) if last else None
 

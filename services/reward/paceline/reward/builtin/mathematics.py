@@ -21,15 +21,15 @@ def math_verify(
 ) -> float:
     """Scores 1.0 when the response's answer equals the ground truth mathematically, and 0.0 otherwise.
 
-    A response in which no expression is found scores 0.0. The library limits its own time with SIGALRM, which
-    only a process's main thread can use; Paceline's scoring workers run functions there.
+    A response without an expression scores 0.0. The library limits its own time with SIGALRM, which only a
+    process's main thread can use; Paceline's reward processes call functions there.
 
     Args:
         response: the decoded response, its answer in `\\boxed{}`, in LaTeX or plain.
-        ground_truth: the answer; one without LaTeX delimiters is read as if it stood in `\\boxed{}`.
-        timeout_s: whole seconds for each of parsing and comparing.
-        timeout_reward: the score of a response that takes longer (a tower of powers, say). None makes it an error
-            of its own kind, so that an undecided answer is never taken for a wrong one.
+        ground_truth: the answer; without LaTeX delimiters it is read as if it stood in `\\boxed{}`.
+        timeout_s: whole seconds, for parsing and for comparing each.
+        timeout_reward: the score of a response that takes longer, such as a tower of powers. None makes it a
+            timeout error, so that an undecided answer never counts as a wrong one.
         extra: the item's other fields, unused.
 
     Raises:
@@ -39,11 +39,11 @@ def math_verify(
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("math_verify limits its time by SIGALRM: call it in a process's main thread")
-    wanted = _parse_ground_truth(ground_truth, timeout_s)
-    given = _parse(response, timeout_s)
-    verdict = None if given is None else _any_equal(wanted, given, timeout_s)
-    if verdict is not None:
-        return float(verdict)
+    expected = _parse_ground_truth(ground_truth, timeout_s)
+    answers = _parse(response, timeout_s)
+    is_right = None if answers is None else _any_equal(expected, answers, timeout_s)
+    if is_right is not None:
+        return float(is_right)
     if timeout_reward is None:
         raise TimeoutError(f"math_verify did not decide within {timeout_s} s")
     return timeout_reward
@@ -78,31 +78,31 @@ def _parse_ground_truth(text: str, timeout_s: int) -> list[object]:
 
 
 def _parse(text: str, timeout_s: int) -> list[object] | None:
-    """The readings of a text, best first; none when it holds no expression, None when the time ran out."""
+    """The expressions that a text can be read as, best first, possibly none; None when the time ran out."""
     library = load_library()
     try:
         parsed: list[object] = library.parse(text, parsing_timeout=timeout_s, raise_on_error=True)
     except library.errors.TimeoutException:
         return None
-    except Exception:  # noqa: BLE001  sympy and antlr raise anything at all for a text that they cannot read
+    except Exception:  # noqa: BLE001  sympy and antlr raise any type of exception for an unreadable text
         return []
     return parsed
 
 
-def _any_equal(wanted: list[object], given: list[object], timeout_s: int) -> bool | None:
-    """Whether one reading of each side is equal; None when none was found equal and a comparison ran out of time.
+def _any_equal(expected: list[object], answers: list[object], timeout_s: int) -> bool | None:
+    """Whether any two expressions are equal; None when no two are and a comparison ran out of time.
 
-    The pairs are compared one by one because the library, given lists, either counts a pair that timed out as
-    unequal or lets the first pair that fails hide the others.
+    The pairs are compared one by one: for lists, the library either counts a pair that timed out as unequal
+    or lets the first pair that fails hide the others.
     """
     library = load_library()
-    verdict: bool | None = False
-    for one, other in itertools.product(wanted, given):
+    result: bool | None = False
+    for truth, answer in itertools.product(expected, answers):
         try:
-            if library.verify(one, other, timeout_seconds=timeout_s, raise_on_error=True):
+            if library.verify(truth, answer, timeout_seconds=timeout_s, raise_on_error=True):
                 return True
         except library.errors.TimeoutException:
-            verdict = None
+            result = None
         except Exception:  # noqa: BLE001  what sympy raises for two expressions that it cannot compare
             continue
-    return verdict
+    return result

@@ -1,20 +1,17 @@
-"""A scoring worker process: `python -m paceline.reward.functions.child`, started and fed by a scorer pool over its pipes.
+"""A reward process, `python -m paceline.reward.functions.child`: a function pool starts it and feeds it.
 
-In:  one setup (the functions, the memory limit), then batches of items.
+In:  the functions, then batches of items.
 Out: "ready" or "refused" once, then rows of results in the order of the items.
 
-Before it calls a function it notes the item's number and the time on a page of memory that it shares with the pool
-(see `Progress`), so that the pool knows which item a worker hung or died on without a message per item.
+Before it calls a function it notes the item's number and the time in `Progress`, so that the pool knows which
+item the process hung or died on.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
-import resource
 import signal
-import struct
 import sys
 import time
 from collections.abc import Iterable
@@ -24,53 +21,24 @@ from paceline.core.errors import ConfigError, RewardError
 from paceline.core.reward_function import describe, kind_of, one_line
 from paceline.core.scoring import ScoreItem
 from paceline.reward.functions import frames
+from paceline.reward.functions.progress import Progress
 from paceline.reward.functions.registry import load
-from paceline.reward.scoring import FunctionSpec, combine
+from paceline.reward.functions.spec import FunctionSpec, combine
 
-OUT_OF_MEMORY_EXIT = 97
 _FLUSH_AFTER_S = 0.001
-_MAX_ROWS_HELD = 1024
+_MAX_BUFFERED_ROWS = 1024
 _PR_SET_PDEATHSIG = 1
 
-Row = list[Any]
-"""[number, reward | None, components, error kind | None, message, seconds]"""
 
-
-class Progress:
-    """One page shared between a worker and its pool: the number of the item that the worker took up last, and when.
-
-    The time is CLOCK_MONOTONIC in seconds, which all processes of a machine share.
-    """
-
-    SIZE_BYTES = mmap.PAGESIZE
-    _LAYOUT = struct.Struct("<qd")
-
-    def __init__(self, file_descriptor: int) -> None:
-        self._page = mmap.mmap(file_descriptor, self.SIZE_BYTES)
-
-    def note(self, number: int, started: float) -> None:
-        """Called by the worker before each item."""
-        self._LAYOUT.pack_into(self._page, 0, number, started)
-
-    def read(self) -> tuple[int, float]:
-        """The item's number and the time at which it was taken up; the number is 0 before the first item."""
-        number, started = self._LAYOUT.unpack_from(self._page)
-        return int(number), float(started)
-
-    def close(self) -> None:
-        """Gives the page back."""
-        self._page.close()
-
-
-class Scorer:
-    """Applies the configured functions to items; lives in the worker."""
+class Functions:
+    """The configured functions, imported and ready to be called."""
 
     def __init__(self, specs: Iterable[FunctionSpec]) -> None:
         self._specs = tuple(specs)
         self._functions = tuple((spec, load(spec.reference, spec.arguments)) for spec in self._specs)
 
     def score(self, item: ScoreItem) -> tuple[float | None, dict[str, float], str | None, str]:
-        """The reward and the components of an item, or the word for what went wrong and a sentence about it."""
+        """The reward and the components of an item, or the error's kind and message."""
         returned: list[object] = []
         try:
             for spec, function in self._functions:
@@ -89,31 +57,28 @@ class Scorer:
 
 def serve(requests: BinaryIO, results: BinaryIO, progress: Progress) -> None:
     """Answers the pool until the requests end."""
-    setup = frames.read(requests)
-    if setup is None:
+    specs = frames.read(requests)
+    if specs is None:
         return
-    limit_bytes = setup["memory_limit_bytes"]
-    if limit_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     try:
-        scorer = Scorer(FunctionSpec(**one) for one in setup["functions"])
+        functions = Functions(FunctionSpec(**spec) for spec in specs)
     except ConfigError as error:
         _write(results, ["refused", str(error)])
         return
     _write(results, ["ready", ""])
     while (batch := frames.read(requests)) is not None:
         try:
-            _score_batch(scorer, batch, results, progress)
+            _score_batch(functions, batch, results, progress)
         except MemoryError:
-            os._exit(OUT_OF_MEMORY_EXIT)  # what is left of the process cannot be relied on
+            os._exit(frames.OUT_OF_MEMORY_EXIT)  # the rest of the process cannot be relied on
 
 
 def main() -> None:
-    """Takes the pipes away from the functions' reach, then serves."""
+    """Moves the pipes out of the functions' reach, then serves."""
     parent, page = int(sys.argv[1]), int(sys.argv[2])
     _die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's owner's to handle
-    # What a function prints must not get between the results, and what it reads must not eat requests.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner of the pool handles Ctrl-C
+    # A function that prints must not write between the results; one that reads must not consume requests.
     requests = os.fdopen(os.dup(0), "rb")
     results = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
@@ -125,8 +90,8 @@ def main() -> None:
     serve(requests, results, progress)
 
 
-def _score_batch(scorer: Scorer, batch: list[list[Any]], results: BinaryIO, progress: Progress) -> None:
-    rows: list[Row] = []
+def _score_batch(functions: Functions, batch: list[list[Any]], results: BinaryIO, progress: Progress) -> None:
+    rows: list[list[object]] = []  # as `jobs.parse_row` reads them
     flushed = started = time.monotonic()
     for row in batch:
         number, trajectory_id, prompt, response, ground_truth, data_source, extra = row
@@ -139,11 +104,11 @@ def _score_batch(scorer: Scorer, batch: list[list[Any]], results: BinaryIO, prog
             data_source=data_source,
             extra=extra,
         )
-        reward, components, kind, message = scorer.score(item)
+        reward, components, kind, message = functions.score(item)
         ended = time.monotonic()
         rows.append([number, reward, components, kind, message, ended - started])
         # A result that waits here is lost if a later item of the batch hangs, and is then computed again.
-        if ended - flushed > _FLUSH_AFTER_S or len(rows) >= _MAX_ROWS_HELD:
+        if ended - flushed > _FLUSH_AFTER_S or len(rows) >= _MAX_BUFFERED_ROWS:
             _write(results, rows)
             rows = []
             flushed = ended = time.monotonic()

@@ -1,4 +1,4 @@
-"""One scoring worker process as the pool sees it: started, fed, watched, killed."""
+"""A child process with reward functions as the pool sees it: started, fed, observed, killed."""
 
 from __future__ import annotations
 
@@ -9,37 +9,22 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 from paceline.core.errors import ConfigError, DeadlineError, PeerLostError
 from paceline.reward.functions import frames
-from paceline.reward.functions.child import OUT_OF_MEMORY_EXIT, Progress
-from paceline.reward.scoring import FunctionSpec
+from paceline.reward.functions.progress import Progress
+from paceline.reward.functions.spec import FunctionSpec
 
+_START_DEADLINE_S = 60.0  # for importing the functions
 _EXIT_DEADLINE_S = 10.0
 _PIPES_DEADLINE_S = 1.0
 _STREAM_LIMIT_BYTES = 1024 * 1024
 _PRIVATE_PREFIX = "PACELINE_"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SandboxOptions:
-    """How worker processes are run.
-
-    Args:
-        functions: what they score by.
-        start_timeout_s: how long a worker may take to import the functions.
-        memory_limit_bytes: the address space that a worker may use; None leaves it unlimited.
-    """
-
-    functions: tuple[FunctionSpec, ...]
-    start_timeout_s: float = 60.0
-    memory_limit_bytes: int | None = None
-
-
-class Sandbox:
-    """A worker process in a session of its own, so that a kill takes what its functions started along."""
+class ChildProcess:
+    """A process in a session of its own, so that a kill ends what its functions started as well."""
 
     def __init__(self, process: asyncio.subprocess.Process, progress: Progress) -> None:
         assert process.stdin is not None
@@ -49,46 +34,43 @@ class Sandbox:
         self._progress = progress
 
     @classmethod
-    async def start(cls, options: SandboxOptions) -> Self:
-        """Starts a worker and waits until it has imported the functions.
+    async def start(cls, functions: Sequence[FunctionSpec]) -> Self:
+        """Starts a process and waits until it has imported the functions.
 
         Raises:
             ConfigError: a function cannot be found or imported.
             DeadlineError: the import takes longer than allowed.
             PeerLostError: the process died while importing.
         """
-        sandbox = await cls._spawn()
-        setup = {
-            "functions": [_plain_spec(spec) for spec in options.functions],
-            "memory_limit_bytes": options.memory_limit_bytes,
-        }
-        names = ", ".join(spec.reference for spec in options.functions)
+        child = await cls._spawn()
+        setup = [{**dataclasses.asdict(spec), "arguments": dict(spec.arguments)} for spec in functions]
+        names = ", ".join(spec.reference for spec in functions)
         try:
-            async with asyncio.timeout(options.start_timeout_s):
-                await sandbox.send(frames.encode(setup))
-                verdict, message = await sandbox.receive()
+            async with asyncio.timeout(_START_DEADLINE_S):
+                await child.send(frames.encode(setup))
+                answer, message = await child.receive()
         except TimeoutError:
-            await sandbox.stop()
+            await child.stop()
             raise DeadlineError(
                 phase="REWARD START",
-                peer=f"a worker that imports {names}",
-                seconds=options.start_timeout_s,
+                peer=f"a reward process that imports {names}",
+                seconds=_START_DEADLINE_S,
                 hint="the import of a reward function hangs or is slow: move slow work into its first call",
             ) from None
         except (EOFError, ConnectionError):
-            await sandbox.stop()
+            await child.stop()
             raise PeerLostError(
-                f"a reward worker died while importing {names}: {sandbox.describe_exit()}; its output is in the "
-                "reward service's log",
-                peer="reward worker",
+                f"a reward process died while importing {names}: {child.describe_exit()}; its output is in "
+                "the reward service's log",
+                peer="reward process",
             ) from None
         except BaseException:
-            await sandbox.stop()
+            await child.stop()
             raise
-        if verdict != "ready":
-            await sandbox.stop()
+        if answer != "ready":
+            await child.stop()
             raise ConfigError(message)
-        return sandbox
+        return child
 
     @classmethod
     async def _spawn(cls) -> Self:
@@ -131,24 +113,24 @@ class Sandbox:
         await self._stdin.drain()
 
     async def receive(self) -> Any:
-        """The worker's next message. The caller sets the deadline.
+        """The process's next message. The caller sets the deadline.
 
         Raises:
             EOFError: the process is gone (asyncio.IncompleteReadError is one).
-            ProtocolError: what came is no message.
+            ProtocolError: the bytes are not a message.
         """
         return await frames.receive(self._stdout)
 
     def kill(self) -> None:
-        """Kills the process and all that it started; what it had already written can still be received."""
+        """Kills the process and all that it started; what it has already written can still be received."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self, *, grace_s: float = 0.0) -> None:
-        """Ends the process and waits for it: by closing its input, and by a kill when that takes too long.
+        """Ends the process and waits: closes its input, and kills it when that takes longer than `grace_s`.
 
         Raises:
-            DeadlineError: the kernel does not let go of it.
+            DeadlineError: the process does not end although it was killed.
         """
         self._stdin.close()
         if grace_s > 0:
@@ -161,7 +143,9 @@ class Sandbox:
                 await self._process.wait()
         except TimeoutError:
             raise DeadlineError(
-                phase="REWARD STOP", peer=f"killed worker {self._process.pid}", seconds=_EXIT_DEADLINE_S
+                phase="REWARD STOP",
+                peer=f"killed reward process {self._process.pid}",
+                seconds=_EXIT_DEADLINE_S,
             ) from None
         # Reading to the end lets asyncio close its side of the pipes.
         with contextlib.suppress(TimeoutError, ConnectionError):
@@ -171,7 +155,7 @@ class Sandbox:
                 await self._stdin.wait_closed()
 
     def release(self) -> None:
-        """Gives the shared page back; call it last."""
+        """Unmaps the shared page; call it last."""
         self._progress.close()
 
     def describe_exit(self) -> str:
@@ -179,7 +163,7 @@ class Sandbox:
         code = self._process.returncode
         if code is None:
             return "still running"
-        if code == OUT_OF_MEMORY_EXIT:
+        if code == frames.OUT_OF_MEMORY_EXIT:
             return "out of memory"
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
@@ -187,15 +171,7 @@ class Sandbox:
 
 
 def _environment() -> Mapping[str, str]:
-    """What the worker inherits: all that this process can import, and none of Paceline's own tokens and passwords."""
+    """What the child inherits: this process's import path, but not Paceline's tokens and passwords."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(_PRIVATE_PREFIX)}
-    environment["PYTHONPATH"] = os.pathsep.join(_unique(path for path in sys.path if path))
+    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in sys.path if path))
     return environment
-
-
-def _unique(paths: Any) -> Sequence[str]:
-    return list(dict.fromkeys(paths))
-
-
-def _plain_spec(spec: FunctionSpec) -> dict[str, object]:
-    return {**dataclasses.asdict(spec), "arguments": dict(spec.arguments)}

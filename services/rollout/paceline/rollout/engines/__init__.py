@@ -1,1 +1,1 @@
-"""Inference engines behind one protocol."""
+"""Inference engines behind one protocol; each engine is a folder."""

@@ -1,20 +1,27 @@
-"""The seam to the inference engine: what a rollout server asks of whatever draws its tokens."""
+"""The seam between a rollout server and an inference engine: one protocol, and the records that cross it.
+
+`tests/contract/test_engine.py` checks what is promised here; `docs/add-an-engine.md` explains it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from paceline.core.trajectory import FinishReason, Float32Array, Int32Array, SamplingSpec
+from paceline.weights.digest.agreement import DigestReport
+from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleRequest:
     """One sample to draw.
 
-    `request_id` is unique among the requests under way. `sampling.stop_token_ids` are all the tokens that end the response;
-    `cache_salt` keeps prefixes that were computed under other weights from being reused.
+    `request_id` is unique among the requests under way. `sampling.stop_token_ids` are all the tokens that end
+    the response. Requests of different `cache_salt` share no cached prefix.
     """
 
     request_id: str
@@ -26,10 +33,10 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
-    """What was drawn: tokens (R,) and their natural-log probabilities (R,) under the distribution drawn from.
+    """A drawn response: tokens (R,) and their natural-log probabilities (R,) when they were drawn.
 
-    Greedy tokens carry the log-probabilities of temperature 1. A token that ended the response is part of it. R is 0 only
-    where the engine gave the request up before its first token.
+    Greedy tokens carry the log-probabilities of temperature 1. The token that ended the response is part of
+    it. R is 0 only if the engine aborted the request before its first token.
     """
 
     token_ids: Int32Array
@@ -38,18 +45,66 @@ class Sample:
 
 
 def do_nothing() -> None:
-    """For callers of `generate` that do not count."""
+    """The default of `Engine.generate`'s `ended`."""
 
 
 class Engine(Protocol):
-    """An inference engine with weights that are pushed into it.
+    """An inference engine that gets its weights by push alone.
 
-    The same request drawn twice with the same weights gives the same sample, whatever else is under way.
+    An engine runs on one or more ranks (tensor parallelism). `describe`, `join`, `receive`, `digest` and
+    `leave` concern all of its ranks; the caller orders them one at a time.
     """
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Rows of the model's embedding; every token id is smaller."""
+        ...
+
+    async def describe(self) -> tuple[RankLayout, ...]:
+        """Which part of which checkpoint tensor each rank needs, by rank.
+
+        Raises:
+            ModelError: the parameters cannot be pushed into (mixed types, quantization).
+        """
+        ...
+
+    async def join(self, spec: WeightGroupSpec, rank_offset: int, timeout_s: float) -> None:
+        """Leaves the current weight group, if any, and joins another; all its members must join meanwhile.
+
+        Args:
+            rank_offset: group rank of this engine's first rank.
+
+        Raises:
+            DeadlineError, PeerLostError: a member did not come, or went away.
+            WeightSyncError: the spec does not fit this engine.
+        """
+        ...
+
+    async def receive(self, version: int, timeout_s: float) -> PushReceipt:
+        """Receives one push into the live parameters and forgets every cached prefix.
+
+        After an error the parameters may be a mixture of versions: join a group and receive again before the
+            next request.
+
+        Returns:
+            The receipt of all ranks, with one digest report per rank.
+
+        Raises:
+            DeadlineError, PeerLostError: a member stalled or died; the group is gone.
+            WeightSyncError: no group has been joined, or requests are under way.
+        """
+        ...
+
+    async def digest(self, version: int) -> tuple[DigestReport, ...]:
+        """The digest of the live parameters, one report per rank; `version` only labels the reports.
+
+        Raises:
+            WeightSyncError: the parameters do not have the checkpoint's form (`RankLayout` without slices).
+        """
+        ...
+
+    async def leave(self) -> None:
+        """Leaves the weight group with all ranks; peers that still wait get an error. May be repeated."""
         ...
 
     async def generate(
@@ -57,36 +112,23 @@ class Engine(Protocol):
     ) -> list[Sample]:
         """Draws all samples, in the order of the requests. Cancelling it aborts them at once.
 
+        The same request drawn twice with the same weights gives the same sample, no matter what
+        else is under way.
+
         Args:
-            ended: called as each sample ends, in whatever order they do.
+            ended: called once per sample, as each one ends.
 
         Raises:
             PeerLostError: the engine died.
-            InvalidMessageError: a request cannot be run, say a prompt that is too long.
-        """
-        ...
-
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix; False where requests that use them are under way."""
-        ...
-
-    async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> list[Any]:
-        """Calls a method of the worker extension on every rank; one result per rank.
-
-        Arguments and results are plain values (int, float, str, bytes, list, dict).
-
-        Raises:
-            PeerLostError: the engine died.
-            WeightSyncError: the method raised on a rank.
+            InvalidMessageError: a request cannot be run, say because its prompt is too long. None of the
+                others is drawn.
         """
         ...
 
     async def check_health(self) -> None:
-        """Raises PeerLostError where the engine has died."""
+        """Raises PeerLostError if the engine has died."""
         ...
 
     async def shutdown(self) -> None:
-        """Ends the engine and every process of it."""
+        """Ends the engine and all of its processes, also if it has died. May be repeated."""
         ...

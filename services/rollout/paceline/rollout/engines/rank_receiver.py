@@ -1,46 +1,33 @@
-"""One rollout rank's end of weight pushes: describe, join, receive, digest, leave. Knows no engine.
+"""One rollout rank's part of weight pushes: describe, join, receive, digest, leave. Knows no engine.
 
-Two ways lead into the model. The direct one scatters every slice into the live parameters, in place, so that
-captured CUDA graphs stay valid. The general one, for models that the layout rules do not cover, puts together
-full tensors, one after another, and hands them to the engine's own loader.
+There are two ways into the model. The direct way scatters every slice into the live parameters, in place, so
+that captured CUDA graphs stay valid. The general way, for models that the engine's layout rules do not cover,
+assembles full tensors, one after another, and passes them to the engine's own loader.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from paceline.core.errors import WeightSyncError
-from paceline.rollout.engines.vllm.checkpoint import checkpoint_form
-from paceline.rollout.engines.vllm.layout import describe_model
+from paceline.core.members import RankRef
 from paceline.weights.digest.agreement import DigestReport, SliceDigest, pack_places
-from paceline.weights.digest.definition import TensorDigester
-from paceline.weights.digest.job import DigestJob, DigestPart
+from paceline.weights.digest.job import DigestJob, DigestPart, TensorDigester
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
-from paceline.weights.geometry.parameters import ParameterIndex, Prepared
+from paceline.weights.geometry.parameters import AddressCache, ParameterIndex
 from paceline.weights.plan.plan import Piece
 from paceline.weights.plan.spec import WeightGroupSpec
-from paceline.weights.transport.copies import Moves
+from paceline.weights.receipt import PushReceipt
+from paceline.weights.transport.copies import CopyJob
 from paceline.weights.transport.group import DTYPES, WeightGroup
 from paceline.weights.transport.rendezvous import Deadline
 
+Describe = Callable[[nn.Module], RankLayout]
 LoadFull = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReceipt:
-    """What one rank got in a push: see `ReceiveResult`."""
-
-    digests: DigestReport
-    num_bytes: int
-    relayed_bytes: int
-    transfer_ms: float
-    digest_ms: float
-    peak_extra_bytes: int
 
 
 class RankReceiver:
@@ -49,40 +36,45 @@ class RankReceiver:
     Args:
         model: the live model.
         device: where its parameters are.
-        load_full: loads full tensors in checkpoint form; used for models that the rules do not cover.
+        describe: which slices the model needs; `full_tensors` instead if the model takes the general way.
+        load_full: loads full tensors under their names in the learner's state dict; called on the general way
+            alone.
 
-    `rank_name` is what other members call this rank, once it has been told to join.
+    `rank_ref` is this rank's place in its group, from the first join on.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, load_full: LoadFull) -> None:
-        self._model, self._device, self._load_full = model, device, load_full
+    def __init__(
+        self, model: nn.Module, device: torch.device, describe: Describe, load_full: LoadFull
+    ) -> None:
+        self._model, self._device = model, device
+        self._describe, self._load_full = describe, load_full
         self._digester = TensorDigester(device)
-        self.rank_name = ""
+        self.rank_ref: RankRef | None = None
         self._group: WeightGroup | None = None
         self._layout: RankLayout | None = None
         self._places: bytes | None = None
-        self._job = Prepared[DigestJob]()
-        self._scatter = Prepared[list[Moves]]()
+        self._job = AddressCache[DigestJob]()
+        self._scatter = AddressCache[list[CopyJob]]()
         self._index = ParameterIndex(model)
 
     def describe(self) -> RankLayout:
         """The slices that this rank needs."""
         if self._layout is None:
-            self._layout = describe_model(self._model)
+            self._layout = self._describe(self._model)
         return self._layout
 
     def join(self, spec: WeightGroupSpec, rank: int, timeout_s: float) -> None:
-        """Leaves the group it is in, if any, and joins the one described as group rank `rank`."""
+        """Leaves the current group, if any, and joins the one described, as group rank `rank`."""
         self.leave()
-        # An engine may repack its weights after it was asked first: look again, once per group.
+        # An engine may repack its weights after the first describe: look again, once per group.
         self._layout, self._places, self._index = None, None, ParameterIndex(self._model)
-        self._scatter.forget()
-        self._job.forget()
+        self._scatter.clear()
+        self._job.clear()
         if not spec.num_learners <= rank < spec.world_size:
             raise WeightSyncError(
                 f"group rank {rank} is no rollout rank: those are {spec.num_learners}..{spec.world_size - 1}"
             )
-        self.rank_name = spec.rank_name(rank)
+        self.rank_ref = spec.rank_ref(rank)
         self._group = WeightGroup.form(
             spec, rank=rank, layout=self.describe(), device=self._device, timeout_s=timeout_s
         )
@@ -91,15 +83,15 @@ class RankReceiver:
             self._warm_up(self._group, slices)
 
     @torch.no_grad()
-    def receive(self, version: int, timeout_s: float) -> RankReceipt:
-        """Takes part in one push. After an error the model may be half new: it must not be served."""
+    def receive(self, version: int, timeout_s: float) -> PushReceipt:
+        """Receives one push. After an error the model may be a mixture of versions: it must not be served."""
         group = self._group
         if group is None:
             raise WeightSyncError(f"version {version} cannot be received: no weight group has been joined")
         deadline = Deadline(f"receiving weights of version {version}", timeout_s)
         began = time.perf_counter()
         try:
-            if self.describe().whole:
+            if self.describe().full_tensors:
                 slices = self._receive_full(group, deadline)
             else:
                 self._receive_direct(group, deadline)
@@ -108,15 +100,16 @@ class RankReceiver:
             self.leave()
             raise
         received = time.perf_counter()
-        name = group.spec.rank_name(group.rank)
+        name = str(group.spec.rank_ref(group.rank))
         report = (
             DigestReport.of(rank=name, version=version, slices=slices)
             if slices
             else self.digest(version, name)
         )
         rank = group.rank - group.spec.num_learners
-        return RankReceipt(
-            digests=report,
+        return PushReceipt(
+            version=version,
+            reports=(report,),
             num_bytes=group.plan.received_bytes(rank),
             relayed_bytes=group.plan.relayed_bytes(rank),
             transfer_ms=1e3 * (received - began),
@@ -126,12 +119,12 @@ class RankReceiver:
 
     @torch.no_grad()
     def digest(self, version: int, rank_name: str) -> DigestReport:
-        """The digest of every slice as it lies in the live parameters, under the given version and name."""
+        """The digest of every slice in the live parameters; `version` and `rank_name` label the report."""
         slices = self.describe().slices
         if not slices:
             raise WeightSyncError(
-                f"{rank_name}: the model's layers are not covered by the layout rules, so its parameters cannot be "
-                "compared with the checkpoint's tensors; digests are taken while they are received"
+                f"{rank_name}: the model's layers are not covered by the layout rules, so its parameters "
+                "cannot be compared with the checkpoint's tensors; digests are taken while they are received"
             )
         totals = self._digest_job(slices, self._index.current()).run()
         if self._places is None:
@@ -140,7 +133,7 @@ class RankReceiver:
         return DigestReport(rank=rank_name, version=version, places=self._places, values=values)
 
     def _digest_job(self, slices: tuple[TensorSlice, ...], params: dict[str, nn.Parameter]) -> DigestJob:
-        """Made once, and again where a parameter's storage has moved."""
+        """Made once, and again when a parameter's storage has moved."""
 
         def make() -> DigestJob:
             parts = [
@@ -158,23 +151,23 @@ class RankReceiver:
         return self._job.get(params.values(), make)
 
     def leave(self) -> None:
-        """Cuts the connections of the current group. May be repeated."""
+        """Closes the connections of the current group. May be repeated."""
         if self._group is not None:
             self._group.abort()
         self._group = None
-        self._scatter.forget()
+        self._scatter.clear()
 
     def _receive_direct(self, group: WeightGroup, deadline: Deadline) -> None:
-        moves = self._moves(group, self._index.current())
+        copies = self._copies(group, self._index.current())
         for number, _ in enumerate(group.receive(deadline)):
-            moves[number].run()
+            copies[number].run()
 
-    def _moves(self, group: WeightGroup, params: dict[str, nn.Parameter]) -> list[Moves]:
-        """From staging into the live parameters, by round; made as the digest job is."""
+    def _copies(self, group: WeightGroup, params: dict[str, nn.Parameter]) -> list[CopyJob]:
+        """Copies from staging into the live parameters, by round; cached as the digest job is."""
 
-        def make() -> list[Moves]:
+        def make() -> list[CopyJob]:
             return [
-                Moves(
+                CopyJob(
                     [
                         (values, params[piece.destination_param].detach()[piece.destination_box.slices])
                         for piece, values in pieces
@@ -189,11 +182,11 @@ class RankReceiver:
     def _warm_up(self, group: WeightGroup, slices: tuple[TensorSlice, ...]) -> None:
         params = self._index.current()
         self._digest_job(slices, params).warm_up()
-        for moves in self._moves(group, params):
-            moves.warm_up()
+        for copies in self._copies(group, params):
+            copies.warm_up()
 
     def _receive_full(self, group: WeightGroup, deadline: Deadline) -> list[SliceDigest]:
-        """Loads full tensors as they become complete; their digests are taken before the loader gets them."""
+        """Loads full tensors as they become complete; digests each before the loader gets it."""
         totals: list[tuple[TensorSlice, torch.Tensor]] = []
         layout = group.spec.expanded_rollout_layouts()[group.rank - group.spec.num_learners]
         parts = {part.name: part for part in layout.slices}
@@ -204,7 +197,7 @@ class RankReceiver:
                 part = parts[name]
                 total = self._digester.add(name, part.global_shape, part.box, tensor, dtype)
                 totals.append((part, total))
-                yield from checkpoint_form(name, tensor)
+                yield name, tensor
 
         self._load_full(tensors())
         if len(totals) != len(parts):
@@ -222,7 +215,7 @@ def _slice_digest(part: TensorSlice, value: int) -> SliceDigest:
 def _complete_tensors(
     group: WeightGroup, deadline: Deadline, parts: dict[str, TensorSlice], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Puts pieces together and yields each tensor once it is complete; it then belongs to the caller."""
+    """Assembles pieces and yields each tensor once it is complete; the tensor then belongs to the caller."""
     building: dict[str, torch.Tensor] = {}
     missing = {name: part.box.volume for name, part in parts.items()}
     dtype = DTYPES[group.spec.wire_dtype]

@@ -6,10 +6,12 @@ from typing import Any
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.rollout.engines.vllm.weight_receiver import WORKER_EXTENSION
+
+WORKER_EXTENSION = "paceline.rollout.engines.vllm.worker.PacelineWorkerExtension"
+"""For `AsyncEngineArgs(worker_extension_cls=...)`"""
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises smaller temperatures to this one in silence; the learner would divide by another."""
+"""vLLM silently raises smaller temperatures to this; the learner would divide by another number."""
 
 _CPU_PREFILL_TOKENS = 4096
 
@@ -23,11 +25,12 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs.
 
-    Weights come by push alone, so none are read: `load_format` is for tests and benchmarks of the engine by itself, and so is a
-    `worker_extension` of None.
+    Weights come by push alone, so vLLM loads none. Only tests and benchmarks of the engine alone pass another
+    `load_format` or a `worker_extension` of None.
 
     Raises:
-        ConfigError: rollout.engine_kwargs takes back something that Paceline relies on.
+        ConfigError: rollout.engine_kwargs sets an argument that Paceline relies on, or vLLM would change
+            rollout.temperature.
     """
     rollout, model = config.rollout, config.model
     if rollout.temperature < MIN_TEMPERATURE:
@@ -40,9 +43,9 @@ def engine_arguments(
         "skip_tokenizer_init": True,
         "load_format": load_format,
         "dtype": model.dtype,
-        # The distribution that was really sampled from: after the temperature.
+        # Log-probabilities of the distribution that was sampled from: after the temperature.
         "logprobs_mode": "processed_logprobs",
-        # Else a model's generation_config.json would change the sampling behind our back.
+        # With "auto", a model's generation_config.json would silently change the sampling.
         "generation_config": "vllm",
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
     }
@@ -60,19 +63,19 @@ def engine_arguments(
         chosen |= _cpu_arguments(config)
     else:
         chosen["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-    taken = sorted(set(rollout.engine_kwargs) & set(fixed))
-    if taken:
+    clashes = sorted(set(rollout.engine_kwargs) & set(fixed))
+    if clashes:
         raise ConfigError(
-            f"rollout.engine_kwargs may not set {', '.join(taken)}: Paceline sets "
-            f"{'it' if len(taken) == 1 else 'them'} itself; take it out"
+            f"rollout.engine_kwargs may not set {', '.join(clashes)}: Paceline sets "
+            f"{'it' if len(clashes) == 1 else 'them'} itself; take it out"
         )
     return fixed | chosen | rollout.engine_kwargs
 
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
     return {
-        # A prompt cut into chunks draws from its generator once per chunk, and vLLM's correction for it needs a generator that
-        # can be set back, which a CPU's cannot: whole prompts only, for the sake of reproducible samples.
+        # A chunked prompt draws from its generator once per chunk. vLLM corrects that by resetting the
+        # generator, which a CPU's generator does not support: without chunks, samples are reproducible.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(_CPU_PREFILL_TOKENS, config.max_model_len, config.rollout.max_num_seqs),
     }

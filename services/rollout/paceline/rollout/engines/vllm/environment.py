@@ -1,6 +1,6 @@
-"""Environment variables that vLLM reads when it is imported and when it starts its processes: all set here, before that.
+"""Environment variables that vLLM reads on import and when it starts its processes.
 
-What the user has set already stays.
+All of them are set here, before that. A variable that the user has set keeps its value.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _ALWAYS = {
     "TOKENIZERS_PARALLELISM": "false",
     # The flashinfer sampler cannot return the log-probabilities that were sampled from.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # NVLink multicast memory is scarce where a learner uses the same GPUs' fabric.
+    # NVLink multicast memory is scarce, and a learner on the same host may need it.
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    # Else asking torch about GPUs in this process would make a CUDA context that is never used.
+    # Without it, asking torch about GPUs creates a CUDA context in this process, which nothing uses.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    # CPU: no warm-up passes at start and no inductor; both cost longer than they save without compilation.
+    # CPU: no warm-up passes at start and no inductor: without compilation they cost more time than they save.
     "VLLM_CPU_CI_ENV": "1",
-    # CPU: the learner's ranks run on the same cores when the engine does not. Binding would pin both to one core, and
-    # threads that spin while they wait would take the time of those that work.
+    # CPU: the learner's ranks run on the same cores while the engine waits. Binding would pin both to one
+    # core, and waiting threads that spin would slow down the working ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_WAIT_POLICY": "passive",
 }
 
 
 _ON_CPU = {
-    # vLLM compiles two small functions whatever `enforce_eager` says. On a CPU that takes seconds in the first batch, and a
-    # C++ compiler, which a machine need not have.
+    # vLLM compiles two small functions even with `enforce_eager`. On a CPU that takes seconds in the first
+    # batch, and needs a C++ compiler, which not every machine has.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
@@ -41,29 +41,29 @@ _ON_CPU = {
 def prepare(
     config: RunConfig, *, num_cores: int | None = None, environ: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Sets what is not set yet.
+    """Sets the variables that are not set yet.
 
     Args:
-        config: rollout.threads, rollout.kv_cache_gib and telemetry.log_level enter.
+        config: its rollout.threads, rollout.kv_cache_gib and telemetry.log_level are used.
         num_cores: cores of this machine that the process may use; None: ask the system.
-        environ: what to write to.
+        environ: where to set them.
     """
-    wanted = _ALWAYS | {
+    variables = _ALWAYS | {
         "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.kv_cache_gib),
         "OMP_NUM_THREADS": str(num_threads(config, num_cores or len(os.sched_getaffinity(0)))),
         "VLLM_LOGGING_LEVEL": {"INFO": "WARNING"}.get(config.telemetry.log_level, config.telemetry.log_level),
     }
-    for name, value in wanted.items():
+    for name, value in variables.items():
         environ.setdefault(name, value)
 
 
 def prepare_cpu(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Sets what concerns the engine's processes where vLLM has found no GPU; before they start."""
+    """Sets the variables of the engine's processes for a machine without a GPU; call it before they start."""
     for name, value in _ON_CPU.items():
         environ.setdefault(name, value)
 
 
 def num_threads(config: RunConfig, num_cores: int) -> int:
-    """CPU threads of one engine rank: rollout.threads, else the cores shared out over the replicas' ranks."""
+    """CPU threads of one engine rank: rollout.threads, else the cores divided by all replicas' ranks."""
     ranks = config.rollout.replicas * config.rollout.tensor_model_parallel_size
     return config.rollout.threads or max(1, num_cores // ranks)

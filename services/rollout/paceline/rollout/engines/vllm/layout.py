@@ -1,8 +1,8 @@
-"""Rules that say which part of which checkpoint tensor lies where in a vLLM model's live parameters.
+"""Rules for where each part of a checkpoint tensor lies in a vLLM model's live parameters.
 
-They read only attributes of vLLM's parallel layers, by class name, so that one set of rules fits several
-versions of vLLM and can be tested without it. A class that is not named here, a subclass included, is not
-covered: its meaning may differ, and a wrong slice would be a silent error.
+The rules read only attributes of vLLM's parallel layers, by class name: so they fit several versions of vLLM
+and can be tested without it. A class that is not named here, a subclass included, is not covered: its layout
+may differ, and a wrong slice would be a silent error.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch import nn
 
 from paceline.core.errors import ModelError
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, TensorSlice
-from paceline.weights.transport.dtypes import ITEM_SIZES
+from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout, TensorSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ def describe_model(model: nn.Module) -> RankLayout:
     """Which slices of the checkpoint's tensors this rank's model needs, and where they land.
 
     Returns:
-        The layout; with `whole` set and no slices where some parameter is not covered by the rules.
+        The layout; without slices and with `full_tensors` set if the rules do not cover some parameter.
 
     Raises:
         ModelError: the parameters are of mixed type, or of one that cannot be sent (quantized weights).
@@ -43,7 +42,7 @@ def describe_model(model: nn.Module) -> RankLayout:
     dtype = _common_dtype(model)
     covered, uncovered = split_parameters(model)
     if uncovered:
-        return RankLayout(dtype=dtype, slices=(), whole=True)
+        return RankLayout(dtype=dtype, slices=(), full_tensors=True)
     return RankLayout(dtype=dtype, slices=tuple(covered))
 
 
@@ -59,9 +58,9 @@ def split_parameters(model: nn.Module) -> tuple[list[TensorSlice], list[str]]:
                 continue  # tied: one transfer serves both
             seen.add(id(param))
             rule = _RULES.get(type(module).__name__)
-            found = list(rule(module, path, kind, param, packed)) if rule else []
-            if found and _fills(found, module, param):
-                slices += [part for part in found if part.box.volume]
+            parts = list(rule(module, path, kind, param, packed)) if rule else []
+            if parts and _fills(parts, module, param):
+                slices += [part for part in parts if part.box.volume]
             else:
                 uncovered.append(f"{path}.{kind}" if path else kind)
     return slices, uncovered
@@ -73,7 +72,7 @@ _Rule = Callable[[Any, str, str, torch.Tensor, dict[str, list[str]]], Iterator[T
 def _qkv(
     module: Any, path: str, kind: str, param: torch.Tensor, packed: dict[str, list[str]]
 ) -> Iterator[TensorSlice]:
-    """[q | k | v]; where there are more ranks than KV heads, several ranks hold the same head."""
+    """[q | k | v]; with more ranks than KV heads, several ranks have the same head."""
     prefix, _, leaf = path.rpartition(".")
     head, v_head = module.head_size, getattr(module, "v_head_size", module.head_size)
     query, kv, kv_rank = module.num_heads, module.num_kv_heads, module.tp_rank // module.num_kv_head_replicas
@@ -136,16 +135,16 @@ def _replicated(
 ) -> Iterator[TensorSlice]:
     shape, name = tuple(param.shape), _join("", path, kind)
     yield TensorSlice(
-        name=name, global_shape=shape, box=Box.whole(shape), param=name, offset=(0,) * len(shape)
+        name=name, global_shape=shape, box=Box.full(shape), param=name, offset=(0,) * len(shape)
     )
 
 
 def _vocabulary(
     module: Any, path: str, kind: str, param: torch.Tensor, packed: dict[str, list[str]]
 ) -> Iterator[TensorSlice]:
-    """Rows by token id. The vocabulary is padded before it is split; padding rows are nobody's."""
+    """Rows by token id. The vocabulary is padded before it is split; no checkpoint row fills the padding."""
     if module.num_embeddings != module.org_vocab_size:
-        return  # rows added beside the checkpoint's
+        return  # rows that the checkpoint does not have
     shard = module.shard_indices
     first, last = shard.org_vocab_start_index, shard.org_vocab_end_index
     name, total = _join("", path, kind), module.org_vocab_size
@@ -179,12 +178,12 @@ def _row_slice(rows: _Rows, path: str, kind: str, param: torch.Tensor) -> Tensor
 
 
 def _fills(slices: list[TensorSlice], module: nn.Module, param: torch.Tensor) -> bool:
-    """Whether the slices make up the live parameter, so that no part of it would keep old values.
+    """Whether the slices fill the live parameter, so that no part of it keeps old values.
 
-    A parameter that was repacked by a kernel, or is of a layer with an unexpected shape, does not pass.
+    A parameter that a kernel has repacked, or of a layer with an unexpected shape, does not pass.
     """
-    whole = Box.whole(tuple(param.shape))
-    if any(len(part.offset) != param.ndim or not whole.contains(part.local_box) for part in slices):
+    full_box = Box.full(tuple(param.shape))
+    if any(len(part.offset) != param.ndim or not full_box.contains(part.local_box) for part in slices):
         return False
     if type(module).__name__ in ("VocabParallelEmbedding", "ParallelLMHead"):
         return True
@@ -192,13 +191,13 @@ def _fills(slices: list[TensorSlice], module: nn.Module, param: torch.Tensor) ->
 
 
 def _common_dtype(model: nn.Module) -> str:
-    found = {str(param.dtype).removeprefix("torch."): name for name, param in model.named_parameters()}
-    if len(found) == 1 and next(iter(found)) in ITEM_SIZES:
-        return next(iter(found))
+    examples = {str(param.dtype).removeprefix("torch."): name for name, param in model.named_parameters()}
+    if len(examples) == 1 and next(iter(examples)) in ITEM_SIZES:
+        return next(iter(examples))
     raise ModelError(
-        f"the engine keeps parameters of types {found} (type: an example); weights are pushed only into a model "
-        f"whose parameters all have one type out of {', '.join(ITEM_SIZES)}: choose it with `dtype`, without "
-        "quantization"
+        f"the engine keeps parameters of types {examples} (type: an example); weights are pushed only "
+        f"into a model whose parameters all have one type out of {', '.join(ITEM_SIZES)}: "
+        "choose it with `dtype`, without quantization"
     )
 
 

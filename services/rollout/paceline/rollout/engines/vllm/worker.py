@@ -1,7 +1,7 @@
-"""Methods mixed into vLLM's workers (`worker_extension_cls`), called through `collective_rpc` on every TP rank.
+"""Methods mixed into vLLM's workers (`worker_extension_cls`); `calls.py` calls them on every TP rank.
 
-Every answer is a dict of plain values; errors come back inside it. An exception would leave the answers of the
-other ranks in the executor's queues, to be taken for those of the next call.
+Every reply is a dict of plain values; an error travels inside it. An exception would leave the replies of the
+other ranks in the executor's queues, and the next call would take them for its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 import torch
 
 from paceline.core.errors import DeadlineError, PeerLostError
+from paceline.core.members import peer_to_plain
 from paceline.rollout.engines.rank_receiver import RankReceiver
+from paceline.rollout.engines.vllm.checkpoint import checkpoint_tensors
+from paceline.rollout.engines.vllm.layout import describe_model
 from paceline.weights.plan.spec import WeightGroupSpec
 
 if TYPE_CHECKING:
@@ -28,8 +31,9 @@ Reply = dict[str, Any]
 def _keep_plain_cpu_linears() -> None:
     """Stops vLLM from repacking linear weights on the CPU.
 
-    Repacked, a layer's weight is an empty tensor and a push into it would be lost. vLLM has no switch for this,
-    so the function that repacks is replaced, before the model is built; on other platforms nothing is touched.
+    The weight of a repacked layer is an empty tensor: a push into it would be lost. vLLM has no switch for
+    this, so the function that repacks is replaced before the model is built. On other platforms nothing is
+    replaced.
     """
     from vllm.platforms import current_platform
 
@@ -43,11 +47,11 @@ def _keep_plain_cpu_linears() -> None:
     utils.dispatch_cpu_unquantized_gemm = plain
 
 
-def forget_cpu_moe_kernels(model: nn.Module) -> None:
+def _forget_cpu_moe_kernels(model: nn.Module) -> None:
     """Makes vLLM set up its Mixture-of-Experts kernels again on the next load; for the CPU only.
 
-    vLLM 0.32 repacks expert weights for its CPU kernel only while it first builds that kernel; a later load
-    leaves them plain, and the kernel reads them wrongly without a word. CUDA kernels take them as they are.
+    vLLM 0.32 repacks expert weights for its CPU kernel only when it first builds that kernel. A later load
+    leaves them plain, and the kernel misreads them silently. CUDA kernels use plain weights.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -62,11 +66,11 @@ def _answering(
     def answer(self: PacelineWorkerExtension, *args: P.args, **kwargs: P.kwargs) -> Reply:
         try:
             return method(self, *args, **kwargs)
-        except Exception as error:  # the boundary: it travels to the caller as a value
+        except Exception as error:  # the boundary: the error travels to the caller as a value
             logger.warning("%s failed", method.__name__, exc_info=True)
             receiver: RankReceiver | None = self.__dict__.get("_paceline_state")
-            rank_name = receiver.rank_name if receiver is not None else ""
-            return {"error": _describe_error(error) | {"rank_name": rank_name}}
+            rank = receiver.rank_ref if receiver is not None else None
+            return {"error": _describe_error(error) | {"rank": rank and peer_to_plain(rank)}}
 
     return answer
 
@@ -74,14 +78,14 @@ def _answering(
 def _describe_error(error: Exception) -> Reply:
     reply: Reply = {"kind": type(error).__name__, "message": str(error)}
     if isinstance(error, DeadlineError):
-        reply |= {"phase": error.phase, "peer": error.peer, "seconds": error.seconds, "hint": error.hint}
-    if isinstance(error, PeerLostError):
-        reply["peer"] = error.peer
+        reply |= {"phase": error.phase, "seconds": error.seconds, "hint": error.hint}
+    if isinstance(error, DeadlineError | PeerLostError):
+        reply["peer"] = peer_to_plain(error.peer)
     return reply
 
 
 class PacelineWorkerExtension:
-    """What Paceline adds to a worker. Attributes of the worker itself carry other names, by the prefix."""
+    """What Paceline adds to a worker; the prefix keeps its names apart from the worker's own."""
 
     # Of vLLM's worker, once mixed in:
     rank: int
@@ -104,20 +108,12 @@ class PacelineWorkerExtension:
 
     @_answering
     def paceline_receive(self, version: int, timeout_s: float) -> Reply:
-        """Takes part in a push and digests what lies in the parameters afterwards."""
-        receipt = self._paceline_receiver().receive(version, timeout_s)
-        return {
-            "digests": receipt.digests.to_bytes(),
-            "num_bytes": receipt.num_bytes,
-            "relayed_bytes": receipt.relayed_bytes,
-            "transfer_ms": receipt.transfer_ms,
-            "digest_ms": receipt.digest_ms,
-            "peak_extra_bytes": receipt.peak_extra_bytes,
-        }
+        """Receives a push and digests what lies in the parameters afterwards."""
+        return {"receipt": self._paceline_receiver().receive(version, timeout_s).to_bytes()}
 
     @_answering
     def paceline_digest(self, version: int) -> Reply:
-        """Digests what lies in the parameters now; `version` is only written into the report."""
+        """Digests what lies in the parameters now; `version` only labels the report."""
         return {"digests": self._paceline_receiver().digest(version, f"TP rank {self.rank}").to_bytes()}
 
     @_answering
@@ -130,7 +126,9 @@ class PacelineWorkerExtension:
         # vLLM calls no __init__ of an extension.
         receiver: RankReceiver | None = self.__dict__.get("_paceline_state")
         if receiver is None:
-            receiver = RankReceiver(self.get_model(), torch.device(self.device), self._paceline_load_full)
+            receiver = RankReceiver(
+                self.get_model(), torch.device(self.device), describe_model, self._paceline_load_full
+            )
             self.__dict__["_paceline_state"] = receiver
         return receiver
 
@@ -139,9 +137,11 @@ class PacelineWorkerExtension:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
-            forget_cpu_moe_kernels(self.get_model())
+            _forget_cpu_moe_kernels(self.get_model())
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
-            self.model_runner.reload_weights(weights_iterator=tensors, is_checkpoint_format=True)
+            self.model_runner.reload_weights(
+                weights_iterator=checkpoint_tensors(tensors), is_checkpoint_format=True
+            )
 
 
 _keep_plain_cpu_linears()

@@ -1,0 +1,56 @@
+"""The run as the controller's parts share it: what it is (`Run`), and where it stands (`Progress`)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config.run import RunConfig
+from paceline.controller.events import EventHub
+from paceline.controller.journal import Journal
+from paceline.controller.run import phases
+from paceline.controller.run.phases import Phase
+from paceline.core.policy import PolicyTag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One training run: its configuration, its id, its folder, and where its parts report."""
+
+    config: RunConfig
+    id: str
+    dir: Path
+    journal: Journal
+    events: EventHub
+
+
+class Progress:
+    """The step, the phase and the policy of a run; read by GetStatus, changed by the sequencer.
+
+    Attributes:
+        phase_began: monotonic time.
+        policy: the committed one.
+        admitted, wanted: trajectories of the collection in progress.
+        metrics: those of the last step.
+    """
+
+    def __init__(self, run: Run, *, step: int = 0) -> None:
+        self._run, self.step = run, step
+        self.phase, self.phase_began = Phase.STARTING, time.monotonic()
+        self.policy: PolicyTag | None = None
+        self.admitted = self.wanted = 0
+        self.metrics: dict[str, float] = {}
+
+    async def move(self, to: Phase) -> None:
+        """Enters a phase, after the journal has it; raises IllegalTransitionError for a move that does not exist."""
+        phase = phases.move(self.phase, to)
+        await self._run.journal.record("phase", step=self.step, source=self.phase.value, to=phase.value)
+        self.phase, self.phase_began = phase, time.monotonic()
+        self.admitted = self.wanted = 0
+        self._run.events.phase(step=self.step, phase=phase.value)
+
+    def count(self, admitted: int, wanted: int) -> None:
+        """Notes how far a collection is."""
+        self.admitted, self.wanted = admitted, wanted
+        self._run.events.phase(step=self.step, phase=self.phase.value, admitted=admitted, wanted=wanted)

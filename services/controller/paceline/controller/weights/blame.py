@@ -1,0 +1,74 @@
+"""Decides which rollout servers are at fault when a join or a push fails.
+
+A member that gives up cuts all of its connections, so one failure spreads to members that did nothing wrong. Their errors name
+the member or rank that they lost (`PeerLostError.peer`, `DeadlineError.peer`); an error that names nobody else is the member's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.controller.fleet.membership import Member
+from paceline.core.errors import DeadlineError, PacelineError, PeerLostError
+from paceline.core.members import MemberKind, Peer, RankRef
+
+Failure = tuple[Member, PacelineError]
+"""A rollout server and the error of the call to it."""
+
+
+def is_own_failure(member: Member, error: BaseException) -> bool:
+    """Whether an error of a call to `member` is its own, not the consequence of another member's."""
+    return _peer(error) in (None, member.member_id)
+
+
+def is_learner_lost(learner: Member, error: BaseException) -> bool:
+    """Whether an error of a call to the learner means that the learner is gone or hangs, not a rank that it sends to."""
+    peer = _peer(error)
+    return peer == learner.member_id or (isinstance(peer, RankRef) and peer.kind is MemberKind.LEARNER)
+
+
+def at_fault(
+    failures: Sequence[Failure], learner_error: BaseException | None, owners: Sequence[Member]
+) -> list[Failure]:
+    """The failures of the servers to expel: those that failed by themselves, else the one that the others' errors lead to.
+
+    Where the errors lead to no server that failed, all failures are returned: without that, the next attempt would fail alike.
+
+    Args:
+        failures: every rollout server whose call failed.
+        learner_error: that of the learner's call, if it failed too; the learner itself is not lost.
+        owners: the server of each rollout rank.
+    """
+    own = [(member, error) for member, error in failures if is_own_failure(member, error)]
+    if own:
+        return own
+    accusations = {member.member_id: _accused(error, owners) for member, error in failures}
+    first = _accused(learner_error, owners) if learner_error is not None else None
+    last = _last_accused(accusations, first)
+    return [(member, error) for member, error in failures if member.member_id == last] or list(failures)
+
+
+def _peer(error: BaseException) -> Peer | None:
+    """The peer that an error names; None for an error of another kind."""
+    return error.peer if isinstance(error, PeerLostError | DeadlineError) else None
+
+
+def _accused(error: BaseException, owners: Sequence[Member]) -> str | None:
+    """The id of the server whose rank an error names, if it names a rollout rank."""
+    peer = _peer(error)
+    if not isinstance(peer, RankRef) or peer.kind is not MemberKind.ROLLOUT or peer.number is None:
+        return None
+    return owners[peer.number].member_id if peer.number < len(owners) else None
+
+
+def _last_accused(accusations: Mapping[str, str | None], first: str | None) -> str | None:
+    """Follows the accusations from `first`, or else from the first that any server makes, to a server that accuses nobody further.
+
+    A server that passes weights on gives up when it loses a peer, so the first that is accused may only be a victim.
+    """
+    accused = first or next((other for other in accusations.values() if other is not None), None)
+    seen: set[str] = set()
+    while accused is not None and accused in accusations and accused not in seen:
+        seen.add(accused)
+        accused = accusations[accused] or accused
+    return accused

@@ -1,0 +1,213 @@
+"""Membership epochs: the weight group of the learner and a set of rollout servers, and the calls that its members answer together.
+
+    describe all -> one spec -> all join at once -> epoch e
+
+A server that does not join is expelled from the fleet, and the rest form the next epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from paceline.config.run import RunConfig
+from paceline.controller.fleet.clients import LearnerClient, LearnerWeights, RolloutClient
+from paceline.controller.fleet.membership import Member
+from paceline.controller.weights import blame
+from paceline.core.errors import PacelineError, PeerLostError
+from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.plan.spec import WeightGroupSpec
+
+T = TypeVar("T")
+Expel = Callable[[Member, str], Coroutine[Any, Any, None]]
+Gone = Callable[[Member], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epoch:
+    """A formed weight group.
+
+    Attributes:
+        owners: the server of each rollout rank.
+    """
+
+    number: int
+    learner: Member
+    rollouts: tuple[Member, ...]
+    owners: tuple[Member, ...]
+
+    def consists_of(self, learner: Member, rollouts: Sequence[Member]) -> bool:
+        """Whether its members are exactly these incarnations."""
+        members = [(m.member_id, m.incarnation) for m in (self.learner, *self.rollouts)]
+        return members == [(m.member_id, m.incarnation) for m in (learner, *rollouts)]
+
+
+class Epochs:
+    """Forms and dissolves epochs; there is at most one at a time.
+
+    Args:
+        expel: removes a member from the fleet for good and journals the reason.
+        gone: returns when a member is no longer in the fleet.
+    """
+
+    def __init__(
+        self, config: RunConfig, learner: LearnerClient, rollout: RolloutClient, expel: Expel, gone: Gone
+    ) -> None:
+        self._config, self._learner, self._rollout = config, learner, rollout
+        self.expel, self._gone = expel, gone
+        self.current: Epoch | None = None
+        self._last_number = 0
+
+    def fits(self, learner: Member, rollouts: Sequence[Member]) -> bool:
+        """Whether the current epoch consists of exactly these members."""
+        return self.current is not None and self.current.consists_of(learner, rollouts)
+
+    async def form(self, learner: Member, rollouts: Sequence[Member]) -> int:
+        """Dissolves the current epoch and forms a new one; returns the version that the learner holds.
+
+        Raises:
+            PeerLostError: the learner is gone, or no rollout server is left.
+            DeadlineError: the learner did not join in time.
+        """
+        await self.dissolve()
+        while rollouts:
+            weights = await self._learner.describe(learner)
+            layouts = await self.call_each(rollouts, self._rollout.describe)
+            if len(layouts) == len(rollouts):
+                if await self._all_join(learner, rollouts, weights, layouts):
+                    return weights.version
+                await self.dissolve()
+            rollouts = [m for m in rollouts if m.usable]
+        raise PeerLostError(
+            "no rollout server is left to hold the weights; start one, or raise rollout.replicas",
+            peer="rollout",
+        )
+
+    async def dissolve(self) -> None:
+        """Makes the members of the current epoch leave it, as far as they still answer."""
+        epoch, self.current = self.current, None
+        if epoch is None:
+            return
+        calls = [self._rollout.leave(m, epoch=epoch.number) for m in epoch.rollouts if m.usable]
+        outcomes = await asyncio.gather(
+            self._learner.leave(epoch.learner, epoch=epoch.number), *calls, return_exceptions=True
+        )
+        if isinstance(outcomes[0], BaseException):
+            raise outcomes[0]
+
+    async def _all_join(
+        self,
+        learner: Member,
+        rollouts: Sequence[Member],
+        weights: LearnerWeights,
+        layouts: dict[str, tuple[RankLayout, ...]],
+    ) -> bool:
+        """Whether all members joined; if not, a rollout server failed and is expelled.
+
+        Raises:
+            PeerLostError, DeadlineError, WeightSyncError: the learner's side failed.
+        """
+        self._last_number += 1
+        owners = tuple(member for member in rollouts for _ in layouts[member.member_id])
+        self.current = epoch = Epoch(
+            number=self._last_number, learner=learner, rollouts=tuple(rollouts), owners=owners
+        )
+        rollout_layouts = [layout for member in rollouts for layout in layouts[member.member_id]]
+        spec = self._spec(epoch, weights, rollout_layouts).to_bytes()
+
+        async def join(member: Member) -> bool:
+            offset = len(weights.layouts) + owners.index(member)
+            joining = self._rollout.join(member, epoch=epoch.number, spec=spec, rank_offset=offset)
+            await self.call_jointly(epoch, member, joining)
+            return True
+
+        joining = asyncio.create_task(
+            self._learner.join(learner, epoch=epoch.number, spec=spec), name="join learner"
+        )
+        joined = await self.call_each(rollouts, join, beside=joining)
+        error = joining.exception()
+        if error is not None and (len(joined) == len(rollouts) or blame.is_learner_lost(learner, error)):
+            raise error
+        return error is None and len(joined) == len(rollouts)
+
+    def _spec(
+        self, epoch: Epoch, weights: LearnerWeights, rollout_layouts: Sequence[RankLayout]
+    ) -> WeightGroupSpec:
+        return WeightGroupSpec(
+            epoch=epoch.number,
+            backend=self._config.weight_backend(weights.device),
+            store_host=weights.store_host,
+            store_port=weights.store_port,
+            learner_layouts=weights.layouts,
+            rollout_layouts=tuple(rollout_layouts),
+            wire_dtype=self._config.model.dtype,
+            round_bytes=self._config.weights.staging_mib << 19,
+            relay=self._config.weights.relay,
+            timeout_s=self._config.weights.join_timeout_s,
+        )
+
+    # --- calls to several members
+
+    async def call_each(
+        self,
+        members: Sequence[Member],
+        act: Callable[[Member], Coroutine[Any, Any, T]],
+        *,
+        beside: asyncio.Task[Any] | None = None,
+    ) -> dict[str, T]:
+        """Calls all members at once, waits for them and for the learner's part `beside`, and expels the members at fault.
+
+        Returns results by member id, in the members' order, without those that failed.
+        """
+        outcomes = await asyncio.gather(*(act(m) for m in members), return_exceptions=True)
+        if beside is not None:
+            await asyncio.wait([beside])
+        results: dict[str, T] = {}
+        failures: list[blame.Failure] = []
+        for member, outcome in zip(members, outcomes, strict=True):
+            if isinstance(outcome, PacelineError):
+                failures.append((member, outcome))
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                results[member.member_id] = outcome
+        epoch, learner_error = self.current, beside.exception() if beside else None
+        if epoch is not None and learner_error and blame.is_learner_lost(epoch.learner, learner_error):
+            return results
+        owners = epoch.owners if epoch is not None else ()
+        for member, error in blame.at_fault(failures, learner_error, owners):
+            await self.expel(member, f"{type(error).__name__}: {error}")
+        return results
+
+    async def call_jointly(self, epoch: Epoch, member: Member, call: Coroutine[Any, Any, T]) -> T:
+        """Awaits a call that every member of the epoch must answer; tells the others if this member fails.
+
+        NCCL reports no error for a lost peer: without being told, the others would wait until the deadline.
+        """
+        try:
+            return await self.call_while_alive(member, call)
+        except PacelineError as error:
+            if blame.is_own_failure(member, error):
+                # If the learner does not answer, its own call reports that.
+                with contextlib.suppress(PacelineError):
+                    await self._learner.abandon(epoch.learner, epoch=epoch.number, lost=member.member_id)
+            raise
+
+    async def call_while_alive(self, member: Member, call: Coroutine[Any, Any, T]) -> T:
+        """Awaits a call to a member; raises PeerLostError as soon as the member is no longer in the fleet.
+
+        A frozen machine keeps its connections open; only its missing heartbeats show that it is gone.
+        """
+        calling, leaving = asyncio.create_task(call), asyncio.create_task(self._gone(member))
+        try:
+            await asyncio.wait([calling, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if calling.done():
+                return calling.result()
+            raise PeerLostError(f"{member.member_id} is gone: {member.failure}", peer=member.member_id)
+        finally:
+            calling.cancel()
+            leaving.cancel()
+            await asyncio.gather(calling, leaving, return_exceptions=True)

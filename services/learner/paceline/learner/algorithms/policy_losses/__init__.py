@@ -1,0 +1,30 @@
+"""Policy losses, a file per family: per-token losses (B, T) and metrics from new and old log-probs and advantages.
+
+Every loss is called `f(log_probs, old_log_probs, advantages, mask, options...)`, tensors of shape (B, T), and returns
+`LossOutputs(loss, metrics)`. The loss is 0 under the mask, in value and gradient, whatever lies there. Only log_probs
+is differentiated.
+
+`kl_cov` and `clip_cov` select the highest tokens of the whole mini-batch. A caller that splits it selects once, with
+`highest_covariance` on the old log-probs, and passes each micro-batch its part as `selected`; left out, the tokens are
+chosen among those that are passed. `gspo` and `geo_mean` need whole sequences in a row.
+"""
+
+from paceline.learner.algorithms.policy_losses.base import LossInputs, LossOutputs
+from paceline.learner.algorithms.policy_losses.clipped_ratio import geo_mean, gspo, ppo_clip
+from paceline.learner.algorithms.policy_losses.covariance import clip_cov, highest_covariance, kl_cov
+from paceline.learner.algorithms.policy_losses.reinforce import cispo, gpg
+from paceline.learner.algorithms.policy_losses.soft_gate import sapo
+
+__all__ = [
+    "LossInputs",
+    "LossOutputs",
+    "cispo",
+    "clip_cov",
+    "geo_mean",
+    "gpg",
+    "gspo",
+    "highest_covariance",
+    "kl_cov",
+    "ppo_clip",
+    "sapo",
+]

@@ -1,0 +1,114 @@
+"""What the losses share: their inputs and outputs, the clipped log-ratio, and the metrics that more than one reports.
+
+ratio = exp(clip(log_probs - old_log_probs, -20, 20)) throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from paceline.learner.algorithms.checks import require_range, require_same_shape
+from paceline.learner.algorithms.statistics import full_precision, keep, masked_mean
+
+LOG_RATIO_BOUND = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LossInputs:
+    """What a policy loss may read of a micro-batch of B whole sequences and T response positions.
+
+    Only `log_probs` is differentiated. What lies under a 0 of the mask has no meaning.
+
+    Attributes:
+        log_probs: (B, T), the policy's, with their graph.
+        old_log_probs: (B, T), the policy's before the step's first update.
+        advantages: (B, T).
+        mask: (B, T) booleans, True on the tokens that the policy produced.
+        rollout_log_probs: (B, T), the sampler's.
+        ref_log_probs: (B, T), the reference model's; None where no KL to it is in use.
+        scores: (B,), each sequence's reward with the overlong penalty, without a KL.
+        selected: (B, T) booleans, the tokens that `highest_covariance` selected over the mini-batch; None unless
+            `actor.policy_loss` is a covariance loss.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    rollout_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    scores: Tensor | None = None
+    selected: Tensor | None = None
+
+
+class LossOutputs(NamedTuple):
+    """What a policy loss returns.
+
+    Attributes:
+        loss: (B, T) per-token losses; the caller reduces them with `aggregate`, which ignores what lies under the mask.
+        metrics: by name, 0-dim means over the unmasked tokens of these inputs. The mean over many micro-batches is
+            the mean of theirs weighted by their numbers of unmasked tokens.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossFunction:
+    """A policy loss as the update calls it.
+
+    Attributes:
+        function: `f(inputs, **options) -> LossOutputs`.
+        metrics: the names of the metrics that it returns.
+    """
+
+    function: Callable[..., LossOutputs]
+    metrics: tuple[str, ...]
+
+    @classmethod
+    def of_tensors(
+        cls, function: Callable[..., LossOutputs], *metrics: str, selects_tokens: bool = False
+    ) -> LossFunction:
+        """From `f(log_probs, old_log_probs, advantages, mask, **options)`, with `selected=` where it selects."""
+
+        def call(inputs: LossInputs, **options: Any) -> LossOutputs:
+            chosen = {"selected": inputs.selected} if selects_tokens else {}
+            return function(
+                inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.mask, **options, **chosen
+            )
+
+        return cls(function=call, metrics=metrics)
+
+
+def log_ratio_and_advantages(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The clipped log-ratio, with its graph, and the advantages; both (B, T) and 0 under the mask.
+
+    Raises:
+        NumericsError: shapes differ.
+    """
+    require_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask)
+    log_ratio = keep(log_probs, mask) - keep(old_log_probs.detach(), mask)
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), keep(advantages.detach(), mask)
+
+
+def check_clip(clip_low: float, clip_high: float) -> None:
+    """Raises ConfigError unless 1 - clip_low and 1 + clip_high are bounds of a ratio."""
+    require_range("clip_low", clip_low, at_least=0.0, at_most=1.0)
+    require_range("clip_high", clip_high, at_least=0.0)
+
+
+def share(where: Tensor, mask: Tensor) -> Tensor:
+    """Share of the unmasked tokens where a condition holds, 0-dim."""
+    return masked_mean(full_precision(where), mask)
+
+
+def ppo_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """The metric `ppo_kl`: masked mean of -(log-ratio), 0-dim."""
+    return masked_mean(-log_ratio.detach(), mask)

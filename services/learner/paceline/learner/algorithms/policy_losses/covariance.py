@@ -1,0 +1,147 @@
+"""Losses that treat the tokens with the highest covariance of log-prob and advantage apart, and their selection.
+
+The covariance of a token is (log pi - mean log pi) (A - mean A), with the means over the batch: raising the log-prob of
+tokens where it is high is what uses up the entropy (arXiv:2505.22617).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paceline.learner.algorithms.checks import require_range, require_same_shape
+from paceline.learner.algorithms.policy_losses.base import (
+    LossOutputs,
+    log_ratio_and_advantages,
+    ppo_kl,
+    share,
+)
+from paceline.learner.algorithms.policy_losses.clipped_ratio import ppo_clip
+from paceline.learner.algorithms.statistics import AllReduce, keep, masked_sums, mean_from_sums
+
+
+def highest_covariance(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cov_fraction: float,
+    cov_low: float = -torch.inf,
+    cov_high: float = torch.inf,
+    *,
+    all_reduce: AllReduce = lambda sums: sums,
+    gather: Callable[[Tensor], Tensor] = lambda rows: rows,
+) -> Tensor:
+    """The tokens with the highest covariance over a batch that may lie on several ranks.
+
+    Args:
+        log_probs: (B, T), this rank's rows.
+        advantages: (B, T).
+        mask: (B, T).
+        cov_fraction: share of all ranks' tokens, in [0, 1]; 0 selects none, anything above at least one.
+        cov_low: tokens below are not selected.
+        cov_high: tokens above are not selected.
+        all_reduce: adds a small 1-D tensor over all ranks.
+        gather: gives every rank's 1-D tensors (all of one length) in one.
+
+    Returns:
+        (B, T) booleans. A tie at the last place selects all that tie.
+    """
+    require_range("cov_fraction", cov_fraction, at_least=0.0, at_most=1.0)
+    require_same_shape(log_probs=log_probs, advantages=advantages, mask=mask)
+    kept = mask.bool()
+    log_probs, advantages = keep(log_probs.detach(), mask), keep(advantages.detach(), mask)
+    log_prob_sum, count = all_reduce(masked_sums(log_probs, mask)).unbind()
+    advantage_sum, _ = all_reduce(masked_sums(advantages, mask)).unbind()
+    number = min(max(int(count.item() * cov_fraction), 1), int(count.item()))
+    if cov_fraction == 0.0 or number == 0:
+        return torch.zeros_like(kept)
+    covariance = (log_probs - mean_from_sums(log_prob_sum, count)) * (
+        advantages - mean_from_sums(advantage_sum, count)
+    )
+    eligible = kept & (covariance >= cov_low) & (covariance <= cov_high)
+    flat = covariance.masked_fill(~eligible, -torch.inf).flatten()
+    # All of the highest may lie on one rank, so each offers that many; a gather needs equal lengths.
+    offer = flat.new_full((number,), -torch.inf)
+    highest = flat.topk(min(number, flat.numel())).values
+    offer[: highest.numel()] = highest
+    last = gather(offer).topk(number).values[-1]
+    return eligible & (covariance >= last)
+
+
+def kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cov_fraction: float = 0.0002,
+    cov_kl_coef: float = 1.0,
+    *,
+    selected: Tensor | None = None,
+) -> LossOutputs:
+    """-A ratio, and on the selected tokens also cov_kl_coef |log-ratio| (KL-Cov, arXiv:2505.22617).
+
+    There is no clip; |log-ratio| is the KL term of the authors' code.
+
+    Args:
+        log_probs: (B, T), differentiated.
+        old_log_probs: (B, T).
+        advantages: (B, T).
+        mask: (B, T).
+        cov_fraction: share of the tokens that are selected, in [0, 1]; at least one token unless it is 0.
+        cov_kl_coef: weight of the KL term, at least 0.
+        selected: (B, T) booleans from `highest_covariance` over the mini-batch.
+
+    Returns:
+        The loss, and `cov_frac` (share of selected tokens), `ppo_kl`.
+    """
+    require_range("cov_kl_coef", cov_kl_coef, at_least=0.0)
+    log_ratio, kept_advantages = log_ratio_and_advantages(log_probs, old_log_probs, advantages, mask)
+    if selected is None:
+        selected = highest_covariance(log_probs, advantages, mask, cov_fraction)
+    require_same_shape(mask=mask, selected=selected)
+    loss = -kept_advantages * log_ratio.exp() + cov_kl_coef * keep(log_ratio.abs(), selected)
+    return LossOutputs(
+        keep(loss, mask),
+        {
+            "cov_frac": share(selected, mask),
+            "ppo_kl": ppo_kl(log_ratio, mask),
+        },
+    )
+
+
+def clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    cov_fraction: float = 0.0002,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+    *,
+    selected: Tensor | None = None,
+) -> LossOutputs:
+    """`ppo_clip`, with loss and gradient 0 on the selected tokens (Clip-Cov, arXiv:2505.22617).
+
+    The paper draws the tokens at random among those with a covariance in [cov_low, cov_high]; here the highest of
+    them are taken, so that a repeated step gives the same numbers.
+
+    Args:
+        clip_low: as `ppo_clip`.
+        clip_high: as `ppo_clip`.
+        cov_fraction: as `kl_cov`.
+        cov_low: least covariance of a selected token.
+        cov_high: highest covariance of a selected token.
+        selected: as `kl_cov`.
+
+    Returns:
+        The loss, the metrics of `ppo_clip` and `cov_frac` (share of selected tokens).
+    """
+    loss, metrics = ppo_clip(log_probs, old_log_probs, advantages, mask, clip_low, clip_high)
+    if selected is None:
+        selected = highest_covariance(log_probs, advantages, mask, cov_fraction, cov_low, cov_high)
+    require_same_shape(mask=mask, selected=selected)
+    return LossOutputs(keep(loss, ~selected.bool()), {**metrics, "cov_frac": share(selected, mask)})

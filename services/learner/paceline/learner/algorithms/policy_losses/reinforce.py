@@ -1,0 +1,46 @@
+"""REINFORCE, plain and with a weight on each token that has no gradient."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.learner.algorithms.policy_losses.base import (
+    LossOutputs,
+    check_clip,
+    log_ratio_and_advantages,
+    ppo_kl,
+    share,
+)
+from paceline.learner.algorithms.statistics import keep
+
+
+def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> LossOutputs:
+    """-A log pi, plain REINFORCE (GPG, arXiv:2504.02546); old_log_probs serve only the metric `ppo_kl`."""
+    log_ratio, advantages = log_ratio_and_advantages(log_probs, old_log_probs, advantages, mask)
+    return LossOutputs(-advantages * keep(log_probs, mask), {"ppo_kl": ppo_kl(log_ratio, mask)})
+
+
+def cispo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> LossOutputs:
+    """REINFORCE weighted by a clipped ratio without gradient: -stopgrad(clip(ratio)) A log pi (arXiv:2506.13585).
+
+    No token loses its gradient, whatever its ratio; a clip_low of 1 leaves the lower side open, as the paper does.
+    Arguments and results as `ppo_clip`; `pg_clipfrac` is the share of tokens whose ratio was clipped.
+    """
+    check_clip(clip_low, clip_high)
+    log_ratio, advantages = log_ratio_and_advantages(log_probs, old_log_probs, advantages, mask)
+    ratio = log_ratio.detach().exp()
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return LossOutputs(
+        -clipped * advantages * keep(log_probs, mask),
+        {
+            "pg_clipfrac": share(clipped != ratio, mask),
+            "ppo_kl": ppo_kl(log_ratio, mask),
+        },
+    )

@@ -1,0 +1,35 @@
+"""A soft gate on the ratio in place of the clip."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.learner.algorithms.checks import require_range
+from paceline.learner.algorithms.policy_losses.base import LossOutputs, log_ratio_and_advantages, ppo_kl
+
+
+def sapo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> LossOutputs:
+    """A soft gate in place of the clip: -A (4 / tau) sigmoid(tau (ratio - 1)) (SAPO, arXiv:2511.20347).
+
+    At ratio 1 the gradient is that of -A ratio; it fades on both sides, faster for a larger tau.
+
+    Args:
+        tau_positive: tau where A > 0; above 0.
+        tau_negative: tau elsewhere; above 0, usually the larger.
+
+    The other arguments as `ppo_clip`. Metrics: `ppo_kl`.
+    """
+    require_range("tau_positive", tau_positive, above=0.0)
+    require_range("tau_negative", tau_negative, above=0.0)
+    log_ratio, advantages = log_ratio_and_advantages(log_probs, old_log_probs, advantages, mask)
+    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(log_ratio.dtype)
+    gate = (4.0 / tau) * torch.sigmoid(tau * (log_ratio.exp() - 1.0))
+    return LossOutputs(-advantages * gate, {"ppo_kl": ppo_kl(log_ratio, mask)})

@@ -1,0 +1,41 @@
+"""`python -m paceline.learner.check CONFIG`: can a custom policy loss be trained with? In a process of its own.
+
+Finding the function runs the user's module, which neither the launcher nor the controller may import; and a run
+should end for its faults before the learner's ranks have loaded a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.config.load import load
+from paceline.config.run import RunConfig
+from paceline.core.errors import PacelineError, exit_code
+from paceline.learner.train.losses import loss_function
+from paceline.service.logs import setup_logging
+from paceline.service.process import die_with_parent
+
+_log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0, or logs the first error and returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.learner.check", description=__doc__)
+    parser.add_argument("config", type=Path, help="resolved configuration of the run (YAML)")
+    path: Path = parser.parse_args(arguments).config
+    die_with_parent()
+    setup_logging("learner-check", "INFO")
+    try:
+        loss_function(load(RunConfig, path))
+    except PacelineError as error:
+        _log.error("fatal: %s", error)
+        return exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""What ranks exchange outside of training: bytes, and whether all of them succeeded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from paceline.core import errors
+from paceline.core.errors import PacelineError
+from paceline.learner.distributed.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class CommandError(PacelineError):
+    """Wraps an error after which every rank is as it was before the command, so the ranks go on."""
+
+    def __init__(self, cause: PacelineError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def attempt(ranks: Ranks, act: Callable[[], T]) -> T:
+    """Runs something that may fail on some ranks and changes nothing if it fails, then agrees on the outcome.
+
+    Raises:
+        CommandError: a PacelineError was raised on some rank.
+    """
+    failure: CommandError | None = None
+    try:
+        result = act()
+    except PacelineError as error:
+        failure = CommandError(error)
+    agree(ranks, failure)
+    return result
+
+
+def agree(ranks: Ranks, error: CommandError | None) -> None:
+    """All ranks exchange whether they failed; if any did, all raise the error of the lowest rank that did.
+
+    Every rank must call it at the same place, before it changes anything.
+
+    Raises:
+        CommandError: this rank's own error, or one with the class and message of another rank's.
+    """
+    if ranks.world_size > 1:
+        note = b"" if error is None else json.dumps([type(error.cause).__name__, str(error)]).encode()
+        for rank, other in enumerate(gather_bytes(note, ranks)):
+            if other and (error is None or rank < ranks.rank):
+                name, message = json.loads(other)
+                raise CommandError(_error_of(name, f"learner rank {rank}: {message}"))
+    if error is not None:
+        raise error
+
+
+def broadcast_bytes(data: bytes, ranks: Ranks) -> bytes:
+    """Rank 0's bytes, on every rank, over the control group."""
+    length = torch.tensor([len(data)], dtype=torch.int64)
+    dist.broadcast(length, 0, group=ranks.control)
+    payload = torch.empty(int(length.item()), dtype=torch.uint8)
+    if ranks.rank == 0:
+        payload = _tensor(data)
+    dist.broadcast(payload, 0, group=ranks.control)
+    return payload.numpy().tobytes()
+
+
+def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
+    """Every rank's bytes, on every rank, over the control group."""
+    if ranks.world_size == 1:
+        return [data]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world_size)]
+    dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64), group=ranks.control)
+    lengths = [int(size.item()) for size in sizes]
+    if not any(lengths):
+        return [b""] * ranks.world_size
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = _tensor(data)
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=ranks.control)
+    return [part[:size].numpy().tobytes() for part, size in zip(parts, lengths, strict=True)]
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def _error_of(name: str, message: str) -> PacelineError:
+    """Another rank's error, from its class name and message."""
+    kind = getattr(errors, name, PacelineError)
+    try:
+        error = kind(message)
+    except TypeError:  # this class needs more than a message
+        error = PacelineError(message)
+    return error if isinstance(error, PacelineError) else PacelineError(message)

@@ -1,0 +1,52 @@
+"""A reward function as it is configured, and the weighted sum of the values of several for one item."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.errors import RewardError, RewardErrorKind
+from paceline.core.reward_function import check_value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FunctionSpec:
+    """One reward function as configured.
+
+    Args:
+        name: its name among the components, unique in a configuration.
+        reference: a built-in's name, `module:function` or `path/to/file.py:function`.
+        weight: the factor of its value in the sum that is the reward.
+        arguments: keyword arguments of every call, for example `{"method": "flexible"}`.
+    """
+
+    name: str
+    reference: str
+    weight: float = 1.0
+    arguments: Mapping[str, object] = field(default_factory=dict)
+
+
+def combine(functions: Sequence[FunctionSpec], returned: Sequence[object]) -> tuple[float, dict[str, float]]:
+    """The weighted sum over the functions, and all components.
+
+    Args:
+        functions: the functions, in order.
+        returned: what each of them returned.
+
+    Raises:
+        RewardError: a returned value is refused (see `check_value`), or the weighted sum overflows.
+    """
+    reward = 0.0
+    components: dict[str, float] = {}
+    for spec, returned_value in zip(functions, returned, strict=True):
+        value, further = check_value(spec.name, returned_value)
+        components[spec.name] = value
+        components.update(further)
+        reward += spec.weight * value
+    if not math.isfinite(reward):
+        raise RewardError(
+            f"the weighted sum of {', '.join(spec.name for spec in functions)} is {reward}",
+            kind=RewardErrorKind.NOT_FINITE,
+        )
+    return reward, components

@@ -1,0 +1,67 @@
+"""The score of one item: a reward and its components, or the error that says why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline.core.errors import RewardErrorKind
+from paceline.core.reward_function import one_line
+from paceline.core.scoring import ScoreResult
+
+RETRIED_KINDS = frozenset({RewardErrorKind.TIMEOUT, RewardErrorKind.CRASHED, RewardErrorKind.UNAVAILABLE})
+"""The errors that another attempt may cure; any other kind would occur again."""
+
+_KINDS = {kind.value: kind for kind in RewardErrorKind}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """What a scorer gives for one item: a finite `reward`, or None and an `error`.
+
+    `components` maps each scorer's name to its value; a scorer that returns a dict adds its other values as
+    `name/key`. `seconds` is the time spent in the scorers during the last attempt.
+    """
+
+    trajectory_id: str
+    reward: float | None
+    components: Mapping[str, float] = field(default_factory=dict)
+    error: tuple[RewardErrorKind, str] | None = None
+    seconds: float = 0.0
+
+    @property
+    def error_kind(self) -> RewardErrorKind | None:
+        """The kind of the error; None for an item that has its reward."""
+        return None if self.error is None else self.error[0]
+
+    @property
+    def may_be_retried(self) -> bool:
+        """Whether another attempt may give this item a reward."""
+        return self.error_kind in RETRIED_KINDS
+
+    def to_result(self) -> ScoreResult:
+        """The form that `RewardService.Score` answers with, where the error is one line of text."""
+        return ScoreResult(
+            trajectory_id=self.trajectory_id,
+            reward=self.reward,
+            components=self.components,
+            error=None if self.error is None else one_line(join_error(*self.error)),
+        )
+
+
+def failed(trajectory_id: str, kind: RewardErrorKind, message: str, seconds: float = 0.0) -> Score:
+    """The score of an item that has no reward."""
+    return Score(trajectory_id=trajectory_id, reward=None, error=(kind, one_line(message)), seconds=seconds)
+
+
+def join_error(kind: RewardErrorKind, message: str) -> str:
+    """An error as the single text that `ScoreResult.error` holds; `split_error` reads it."""
+    return f"{kind.value}: {message}"
+
+
+def split_error(text: str) -> tuple[RewardErrorKind, str]:
+    """The kind and the message of a remote error; RAISED where the text does not begin with a kind."""
+    word, colon, message = text.partition(": ")
+    if colon and word in _KINDS:
+        return _KINDS[word], message
+    return RewardErrorKind.RAISED, one_line(text)

@@ -1,0 +1,130 @@
+"""The run's reward: the sum of all configured scorers, and the registry of the kinds of scorers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from paceline.core.errors import ConfigError, RewardErrorKind
+from paceline.core.scoring import ScoreItem
+from paceline.reward.functions.pool import FunctionPool
+from paceline.reward.remote.scorer import RemoteScorer
+from paceline.reward.scorer import Scorer, ScorerSettings
+from paceline.reward.scores import Score, failed
+
+_log = logging.getLogger(__name__)
+
+KINDS: tuple[Callable[[ScorerSettings], Sequence[Scorer]], ...] = (
+    RemoteScorer.configured,
+    FunctionPool.configured,
+)
+"""Each builds the scorers of its kind that a configuration asks for, possibly none."""
+
+
+class WeightedSum:
+    """Scores items by everything that `reward.*` names; a `Scorer` itself.
+
+    Args:
+        scorers: the scorers; each applies its own weights.
+        minimum, maximum: the range that the sum must lie in.
+
+    Raises:
+        ConfigError: two scorers share a name, or a name is empty or holds a slash.
+    """
+
+    def __init__(self, scorers: Sequence[Scorer], *, minimum: float, maximum: float) -> None:
+        self._scorers, self._minimum, self._maximum = tuple(scorers), minimum, maximum
+        check_names(self.names)
+
+    @classmethod
+    def configured(cls, settings: ScorerSettings) -> Self:
+        """The sum that a configuration describes.
+
+        Raises:
+            ConfigError: as for the class.
+        """
+        scorers = [scorer for build in KINDS for scorer in build(settings)]
+        return cls(scorers, minimum=settings.config.min_reward, maximum=settings.config.max_reward)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of all scorers."""
+        return [name for scorer in self._scorers for name in scorer.names]
+
+    async def start(self) -> None:
+        """Starts all scorers; a remote service may come up later.
+
+        Raises:
+            ConfigError: a function cannot be found, imported or called.
+            DeadlineError, PeerLostError: a child process hung or died while importing.
+        """
+        await asyncio.gather(*(scorer.start() for scorer in self._scorers))
+
+    async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
+        """One score per item, in the order of the items.
+
+        Raises:
+            RewardError: UNAVAILABLE, when child processes cannot be started any more.
+        """
+        if not items:
+            return []
+        parts = [scorer.score(items, run_id=run_id, step=step) for scorer in self._scorers]
+        columns = await asyncio.gather(*parts)
+        scores = [
+            add_scores(row, minimum=self._minimum, maximum=self._maximum)
+            for row in zip(*columns, strict=True)
+        ]
+        errors = Counter(score.error for score in scores if score.error is not None)
+        for (kind, message), count in errors.most_common(3):
+            _log.warning("%d of %d items not scored (%s): %s", count, len(items), kind.value, message)
+        return scores
+
+    async def close(self) -> None:
+        """Closes all scorers."""
+        for scorer in reversed(self._scorers):
+            await scorer.close()
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuses names of scorers that would make components ambiguous.
+
+    Raises:
+        ConfigError: a name is empty, occurs twice or holds a slash.
+    """
+    seen: set[str] = set()
+    for name in names:
+        if not name or "/" in name:
+            raise ConfigError(
+                f"reward: the name {name!r} must be non-empty and hold no slash, which separates a scorer's "
+                "name from a key of the dict that it returns"
+            )
+        if name in seen:
+            raise ConfigError(f"reward: two scorers are named {name!r}: give one another name")
+        seen.add(name)
+
+
+def add_scores(parts: Sequence[Score], *, minimum: float, maximum: float) -> Score:
+    """Adds the scores that several scorers gave for the same item; the first error, if any, is the result.
+
+    Args:
+        parts: at least one score, weights already applied.
+        minimum, maximum: the range that the sum must lie in; outside it, the result is an OUT_OF_RANGE error.
+    """
+    trajectory_id = parts[0].trajectory_id
+    seconds = max(part.seconds for part in parts)  # the scorers work at the same time
+    components = {name: value for part in parts for name, value in part.components.items()}
+    reward = 0.0
+    for part in parts:
+        if part.reward is None:
+            return Score(trajectory_id=trajectory_id, reward=None, error=part.error, seconds=seconds)
+        reward += part.reward
+    if not minimum <= reward <= maximum:
+        message = (
+            f"the reward {reward:g} lies outside [reward.min_reward, reward.max_reward] = "
+            f"[{minimum:g}, {maximum:g}]"
+        )
+        return failed(trajectory_id, RewardErrorKind.OUT_OF_RANGE, message, seconds)
+    return Score(trajectory_id=trajectory_id, reward=reward, components=components, seconds=seconds)

@@ -1,0 +1,112 @@
+"""How much a sampler may have under way at once, and how much it has."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+from paceline.config.run import RunConfig
+from paceline.core.trajectory import PromptGroup
+
+_MAX_TAKE = 8
+"""Groups taken from the mailbox at once: few, so that servers that share a mailbox share the work too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerLimits:
+    """How much is under way at once, and for how long.
+
+    Args:
+        num_samples: as many as the engine decodes at once. While so many have not ended, or so many wait for
+            room in the mailbox, no group is begun: what waits in one server's engine could be decoded by
+            another server.
+        num_groups: most groups, of any size.
+        group_size: samples per group, until the first groups say otherwise.
+        group_timeout_s: longest that one group may take in the engine.
+        lease_s, max_stream_length, append_timeout_s: of the mailboxes.
+    """
+
+    num_samples: int
+    num_groups: int
+    group_size: int
+    group_timeout_s: float
+    lease_s: float
+    max_stream_length: int
+    append_timeout_s: float
+
+    @classmethod
+    def of(cls, config: RunConfig) -> SamplerLimits:
+        """The limits that the configuration sets."""
+        rollout = config.rollout
+        return cls(
+            num_samples=rollout.max_num_seqs,
+            num_groups=rollout.max_groups_in_flight or 2**31,
+            group_size=rollout.n,
+            group_timeout_s=rollout.request_timeout_s,
+            lease_s=config.broker.lease_s,
+            max_stream_length=config.broker.max_stream_length,
+            append_timeout_s=config.barrier.stall_timeout_s,
+        )
+
+
+class Capacity:
+    """Counts groups and samples against the limits.
+
+    A sample is first *drawing*, in the engine, and then *delivering*, on its way into the mailbox. A group
+    counts until all of its samples have been delivered.
+    """
+
+    def __init__(self, limits: SamplerLimits) -> None:
+        self._limits = limits
+        self._group_size = limits.group_size
+        self._drawing = self._delivering = self._num_groups = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def num_groups(self) -> int:
+        """Groups under way."""
+        return self._num_groups
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that the engine draws or that wait for their delivery."""
+        return self._drawing + self._delivering
+
+    async def wait_for_room(self) -> int:
+        """Returns how many groups may be begun now, at least 1, as soon as there is room for one."""
+        limits = self._limits
+        while (
+            max(self._drawing, self._delivering) >= limits.num_samples
+            or self._num_groups >= limits.num_groups
+        ):
+            self._changed.clear()
+            await self._changed.wait()
+        fitting = math.ceil((limits.num_samples - self._drawing) / self._group_size)
+        return min(fitting, limits.num_groups - self._num_groups, _MAX_TAKE)
+
+    def group_began(self, group: PromptGroup) -> None:
+        """The engine is about to draw the group's samples."""
+        self._num_groups += 1
+        self._drawing += group.num_samples
+        self._group_size = group.num_samples
+
+    def samples_ended(self, num_samples: int) -> None:
+        """The engine is done with so many samples."""
+        self._drawing -= num_samples
+        self._changed.set()
+
+    def delivery_began(self, num_samples: int) -> None:
+        """So many samples are on their way into the mailbox."""
+        self._delivering += num_samples
+
+    def group_ended(self, *, undrawn: int, delivering: int) -> None:
+        """A group is over: delivered, refused or aborted.
+
+        Args:
+            undrawn: its samples that the engine had not ended.
+            delivering: its samples whose delivery began.
+        """
+        self._num_groups -= 1
+        self._delivering -= delivering
+        self.samples_ended(undrawn)

@@ -1,0 +1,59 @@
+"""Sample requests in vLLM's words, and vLLM's outputs as samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paceline.core.errors import InvalidMessageError
+from paceline.core.trajectory import FinishReason
+from paceline.rollout.engines.base import Sample, SampleRequest
+
+
+async def submit(llm: Any, request: SampleRequest) -> Any:
+    """Adds a request to an AsyncLLM; returns the collector of its output.
+
+    Raises:
+        InvalidMessageError: vLLM refuses the request.
+    """
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    params = SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=request.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+    prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
+    try:
+        return await llm.add_request(request.request_id, prompt, params)
+    # In 0.24 the first is a subclass of the second, in 0.32 it is not.
+    except (VLLMValidationError, ValueError) as error:
+        raise InvalidMessageError(
+            f"the engine refuses request {request.request_id}: {error}", reason="refused_by_engine"
+        ) from error
+
+
+def to_sample(output: Any) -> Sample:
+    """The one completion of a RequestOutput."""
+    completion = output.outputs[0]
+    token_ids = np.asarray(completion.token_ids, dtype=np.int32)
+    flat = completion.logprobs
+    # Each position lists the drawn token first; further entries would be the most likely tokens.
+    log_probs = np.asarray(flat.logprobs, dtype=np.float32) if flat is not None else np.empty(0, np.float32)
+    if len(log_probs) != len(token_ids) and flat is not None:
+        log_probs = log_probs[np.asarray(flat.start_indices, dtype=np.int64)]
+    reason = FinishReason(completion.finish_reason)
+    return Sample(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)

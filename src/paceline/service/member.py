@@ -1,0 +1,190 @@
+"""The bootstrap that every member of a run's fleet shares; a service adds only what is particular to it.
+
+gRPC server -> register -> log level, telemetry -> heartbeats -> the service's work, until the run is over or a signal comes
+-> the service's own shutdown steps -> goodbye -> connection to the controller -> gRPC server
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from paceline.core.errors import PacelineError
+from paceline.core.members import MemberKind
+from paceline.service import telemetry
+from paceline.service.controller_link import ControllerLink, MemberReport, Registration
+from paceline.service.grpc_server import start_server
+from paceline.service.logs import set_level
+from paceline.service.process import env_token
+from paceline.service.runtime import ServiceContext, run_service
+
+log = logging.getLogger(__name__)
+
+_REGISTER_S = 60.0
+_GOODBYE_S = 4.0
+
+_Servicer = TypeVar("_Servicer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberOptions:
+    """A member's command line; everything else comes from the controller, and the run's token from PACELINE_TOKEN."""
+
+    controller: str
+    member_id: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str] | None, *, prog: str, description: str) -> Self:
+        """Reads the command line."""
+        parser = argparse.ArgumentParser(prog=prog, description=description)
+        parser.add_argument(
+            "--controller", required=True, metavar="HOST:PORT", help="address of the run's controller"
+        )
+        parser.add_argument(
+            "--member-id",
+            required=True,
+            help="name of this member in the run, the same after a restart, say rollout-0",
+        )
+        parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+        parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes any free one")
+        return cls(**vars(parser.parse_args(arguments)))
+
+
+class MemberSession:
+    """A process's membership in the fleet.
+
+    Args:
+        context: of the process.
+        options: the command line.
+        kind: what the member does.
+        num_ranks: how many ranks it has in the weight group.
+    """
+
+    def __init__(
+        self, context: ServiceContext, options: MemberOptions, *, kind: MemberKind, num_ranks: int = 1
+    ) -> None:
+        self.context, self.options = context, options
+        self._kind, self._num_ranks = kind, num_ranks
+        self._link: ControllerLink | None = None
+
+    @property
+    def link(self) -> ControllerLink:
+        """The connection to the controller, once the member has joined."""
+        assert self._link is not None, "join() comes first"
+        return self._link
+
+    async def join(
+        self,
+        add: Callable[[_Servicer, grpc.aio.Server], None],
+        servicer: _Servicer,
+        report: Callable[[], MemberReport],
+        *,
+        on_reregistered: Callable[[], None] | None = None,
+    ) -> Registration:
+        """Serves gRPC, registers, and begins the heartbeats; the service ends when the controller says that the run is over.
+
+        Args:
+            add: the generated add_XServicer_to_server.
+            servicer: with `async def` methods.
+            report: what a heartbeat says, called for each.
+            on_reregistered: called when the controller had forgotten this member, so that its state may be stale.
+
+        Raises:
+            DeadlineError: no controller at the address.
+            PacelineError: the controller refused the member, or this process cannot listen.
+        """
+        context, options, token = self.context, self.options, env_token()
+        server = await start_server(add, servicer, host=options.host, port=options.port, token=token)
+        context.defer("gRPC server", server.stop)
+        link = ControllerLink(
+            options.controller,
+            kind=self._kind,
+            member_id=options.member_id,
+            address=server.address,
+            num_ranks=self._num_ranks,
+            token=token,
+        )
+        context.defer("connection to the controller", link.close)
+        registration = await link.register(_REGISTER_S)
+        self._link = link
+        settings = registration.config.telemetry
+        set_level(settings.log_level)
+        telemetry.setup(
+            self._kind.value,
+            run_dir=registration.run_dir,
+            otlp_endpoint=settings.otlp_endpoint,
+            instance=options.member_id,
+        )
+        heartbeats = self.spawn("heartbeats", self._heartbeats(link, report, on_reregistered))
+
+        async def say_goodbye() -> None:
+            # A heartbeat after the goodbye would register the member again.
+            heartbeats.cancel()
+            await asyncio.wait([heartbeats])
+            await link.leave("stopped")
+
+        context.defer("goodbye to the controller", say_goodbye, budget_s=_GOODBYE_S)
+        await asyncio.sleep(0)  # lets the heartbeats begin
+        return registration
+
+    def poke(self) -> None:
+        """Sends a heartbeat at once: the state has changed. Call it from the event loop's thread."""
+        if self._link is not None:
+            self._link.poke()
+
+    def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a named task beside the service's work; an error ends the service, and the controller is told why."""
+        return self.context.spawn(name, self.reporting(work))
+
+    async def reporting(self, work: Awaitable[None]) -> None:
+        """Awaits `work`; an error is told to the controller and raised. While the service stops it is only logged."""
+        try:
+            await work
+        except Exception as error:
+            if self.context.stopping.is_set():
+                # The launcher's signal reaches peers and child processes too: that they end is expected.
+                log.info("while stopping: %s", _reason(error))
+                return
+            if self._link is not None:
+                await self._link.fail(_reason(error))
+            raise
+
+    async def _heartbeats(
+        self,
+        link: ControllerLink,
+        report: Callable[[], MemberReport],
+        on_reregistered: Callable[[], None] | None,
+    ) -> None:
+        await link.run(report, on_reregistered=on_reregistered)
+        self.context.stop("the run is over")
+
+
+def run_member(
+    serve: Callable[[MemberSession], Awaitable[None]],
+    options: MemberOptions,
+    *,
+    kind: MemberKind,
+    num_ranks: int = 1,
+) -> int:
+    """Runs a member's process until `serve` returns; returns the exit code. An error is told to the controller first."""
+
+    async def main(context: ServiceContext) -> None:
+        session = MemberSession(context, options, kind=kind, num_ranks=num_ranks)
+        await session.reporting(serve(session))
+
+    return run_service(main, name=options.member_id)
+
+
+def _reason(error: BaseException) -> str:
+    """An error in one sentence; a group's errors one after the other."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(_reason(part) for part in error.exceptions)
+    return str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"

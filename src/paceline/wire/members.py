@@ -1,0 +1,54 @@
+"""Kinds and states of members <-> what registrations and heartbeats carry."""
+
+from __future__ import annotations
+
+from paceline.core.members import LearnerState, MemberKind, MemberState, RewardState, RolloutState
+from paceline.rpc.v1 import common_pb2
+from paceline.wire.fields import reject
+
+_KIND_NUMBERS = {
+    MemberKind.ROLLOUT: common_pb2.MEMBER_KIND_ROLLOUT,
+    MemberKind.LEARNER: common_pb2.MEMBER_KIND_LEARNER,
+    MemberKind.REWARD: common_pb2.MEMBER_KIND_REWARD,
+}
+_KINDS = {number: kind for kind, number in _KIND_NUMBERS.items()}
+_STATES: dict[MemberKind, type[RolloutState] | type[LearnerState] | type[RewardState]] = {
+    MemberKind.ROLLOUT: RolloutState,
+    MemberKind.LEARNER: LearnerState,
+    MemberKind.REWARD: RewardState,
+}
+
+
+def member_kind_to_proto(kind: MemberKind) -> common_pb2.MemberKind.ValueType:
+    """A kind as its number in the protocol."""
+    return _KIND_NUMBERS[kind]
+
+
+def member_kind_from_proto(number: common_pb2.MemberKind.ValueType) -> MemberKind:
+    """Reads a kind.
+
+    Raises:
+        InvalidMessageError: unspecified, or a kind that this version does not know.
+    """
+    kind = _KINDS.get(number)
+    if kind is None:
+        names = ", ".join(sorted(known.value for known in MemberKind))
+        reject("RegisterRequest", "incomplete_registration", f"kind {number} is none of {names}")
+    return kind
+
+
+def member_state_from_word(kind: MemberKind, word: str) -> MemberState:
+    """Reads the state that a member of `kind` reports.
+
+    Raises:
+        InvalidMessageError: a word that is no state of this kind.
+    """
+    try:
+        return _STATES[kind](word)
+    except ValueError:
+        known = ", ".join(state.value for state in _STATES[kind])
+        reject(
+            "HeartbeatRequest",
+            "unknown_state",
+            f"a {kind.value} member has no state {word[:40]!r}, only {known}",
+        )

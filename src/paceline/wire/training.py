@@ -1,0 +1,158 @@
+"""Training orders and results <-> protobuf: one message for gRPC and for the learner's ranks."""
+
+from __future__ import annotations
+
+import math
+
+from paceline.core.errors import InvalidMessageError
+from paceline.core.guard import RULES, Adjustments, Reading
+from paceline.core.ids import TrajectoryId
+from paceline.core.training import BatchRow, TrainOrder, TrainResult
+from paceline.rpc.v1 import learner_pb2
+from paceline.wire.fields import reject
+from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
+
+
+def order_to_proto(order: TrainOrder) -> learner_pb2.TrainStepRequest:
+    """A training order as a message."""
+    return learner_pb2.TrainStepRequest(
+        step=order.step,
+        policy=policy_tag_to_proto(order.policy),
+        rows=[_row_to_proto(row) for row in order.rows],
+        adjustments=_adjustments_to_proto(order.adjustments),
+    )
+
+
+def order_from_proto(message: learner_pb2.TrainStepRequest) -> TrainOrder:
+    """Reads a training order; without adjustments the configuration holds as it is.
+
+    Raises:
+        InvalidMessageError: the step is below 1; a malformed policy tag, row or adjustment.
+    """
+    if message.step < 1:
+        reject("TrainStepRequest", "out_of_range", f"step {message.step}, steps count from 1")
+    adjusted = message.HasField("adjustments")
+    return TrainOrder(
+        step=message.step,
+        policy=policy_tag_from_proto(message.policy),
+        rows=tuple(_row_from_proto(row) for row in message.rows),
+        adjustments=_adjustments_from_proto(message.adjustments) if adjusted else Adjustments(),
+    )
+
+
+def encode_order(order: TrainOrder) -> bytes:
+    """A training order as bytes, for the learner's command loop."""
+    return order_to_proto(order).SerializeToString()
+
+
+def decode_order(data: bytes) -> TrainOrder:
+    """Reads the bytes that `encode_order` made; raises as `order_from_proto`."""
+    return order_from_proto(learner_pb2.TrainStepRequest.FromString(data))
+
+
+def result_to_proto(result: TrainResult) -> learner_pb2.TrainStepResponse:
+    """A training result as a message."""
+    return learner_pb2.TrainStepResponse(
+        step=result.step,
+        metrics=result.metrics,
+        skip_reasons=result.skip_reasons,
+        guard_readings=[_reading_to_proto(reading) for reading in result.readings],
+    )
+
+
+def result_from_proto(message: learner_pb2.TrainStepResponse) -> TrainResult:
+    """Reads a training result. Metrics may be NaN or infinite: the guard counts those.
+
+    Raises:
+        InvalidMessageError: a reading of a rule that does not exist, or a reading that is not finite.
+    """
+    return TrainResult(
+        step=message.step,
+        metrics=dict(message.metrics),
+        skip_reasons=tuple(message.skip_reasons),
+        readings=tuple(_reading_from_proto(reading) for reading in message.guard_readings),
+    )
+
+
+def _row_to_proto(row: BatchRow) -> learner_pb2.BatchRow:
+    return learner_pb2.BatchRow(
+        trajectory_id=str(row.trajectory_id),
+        blob_key=row.blob_key,
+        reward=row.reward,
+        num_prompt_tokens=row.num_prompt_tokens,
+        num_response_tokens=row.num_response_tokens,
+        greedy_score=row.greedy_score,
+    )
+
+
+def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
+    """Checks ids, finiteness and lengths."""
+    try:
+        trajectory_id = TrajectoryId.parse(message.trajectory_id)
+    except ValueError as error:
+        raise InvalidMessageError(
+            f"invalid BatchRow: trajectory_id {message.trajectory_id[:80]!r} "
+            "is not PURPOSE:STEP:PROMPT:SAMPLE",
+            reason="out_of_range",
+        ) from error
+    if not message.blob_key:
+        reject("BatchRow", "missing_field", f"{trajectory_id} has no blob_key")
+    if not math.isfinite(message.reward):
+        reject("BatchRow", "not_finite", f"{trajectory_id} has the reward {message.reward}")
+    greedy_score = message.greedy_score if message.HasField("greedy_score") else None
+    if greedy_score is not None and not math.isfinite(greedy_score):
+        reject("BatchRow", "not_finite", f"{trajectory_id} has the greedy score {greedy_score}")
+    if message.num_prompt_tokens < 1 or message.num_response_tokens < 1:
+        lengths = f"{message.num_prompt_tokens} prompt and {message.num_response_tokens} response tokens"
+        reject("BatchRow", "out_of_range", f"{trajectory_id} has {lengths}")
+    return BatchRow(
+        trajectory_id=trajectory_id,
+        blob_key=message.blob_key,
+        reward=message.reward,
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_response_tokens=message.num_response_tokens,
+        greedy_score=greedy_score,
+    )
+
+
+def _adjustments_to_proto(adjustments: Adjustments) -> learner_pb2.GuardAdjustments:
+    return learner_pb2.GuardAdjustments(
+        lr_scale=adjustments.lr_scale,
+        kl_scale=adjustments.kl_scale,
+        fixed_kl_coef=adjustments.fixed_kl_coef,
+    )
+
+
+def _adjustments_from_proto(message: learner_pb2.GuardAdjustments) -> Adjustments:
+    """Scales lie in (0, 1], a fixed coefficient is finite and not negative."""
+    for name, scale in (("lr_scale", message.lr_scale), ("kl_scale", message.kl_scale)):
+        if not 0.0 < scale <= 1.0:
+            reject("GuardAdjustments", "out_of_range", f"{name} is {scale}, wanted (0, 1]")
+    fixed = message.fixed_kl_coef if message.HasField("fixed_kl_coef") else None
+    if fixed is not None and not 0.0 <= fixed < math.inf:
+        reject("GuardAdjustments", "out_of_range", f"fixed_kl_coef is {fixed}, wanted a number from 0 on")
+    return Adjustments(lr_scale=message.lr_scale, kl_scale=message.kl_scale, fixed_kl_coef=fixed)
+
+
+def _reading_to_proto(reading: Reading) -> learner_pb2.GuardReading:
+    return learner_pb2.GuardReading(
+        rule=reading.rule,
+        value=reading.value,
+        network=reading.network,
+        reference=reading.reference,
+        num_skipped=reading.num_skipped,
+    )
+
+
+def _reading_from_proto(message: learner_pb2.GuardReading) -> Reading:
+    if message.rule not in RULES:
+        reject("GuardReading", "unknown_rule", f"there is no rule {message.rule[:80]!r}")
+    if not (math.isfinite(message.value) and math.isfinite(message.reference)):
+        reject("GuardReading", "not_finite", f"{message.rule}: {message.value} against {message.reference}")
+    return Reading(
+        rule=message.rule,
+        value=message.value,
+        network=message.network,
+        reference=message.reference,
+        num_skipped=message.num_skipped,
+    )

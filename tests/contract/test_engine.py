@@ -1,0 +1,285 @@
+"""What every inference engine promises, checked with a real weight group over gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+
+from paceline.core.errors import DeadlineError, InvalidMessageError, PeerLostError, WeightSyncError
+from paceline.core.members import MemberKind, RankRef
+from paceline.core.trajectory import FinishReason, SamplingSpec
+from paceline.rollout.engines.base import Sample, SampleRequest
+from paceline.weights.digest.agreement import disagreement, model_digest
+from support.engine_contract import (
+    MAX_PROMPT,
+    MAX_RESPONSE,
+    ROUND_BYTES,
+    VOCAB,
+    Subject,
+    fake_subject,
+    vllm_subject,
+)
+
+SUBJECTS = {"fake": fake_subject, "vllm": vllm_subject}
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM and its imports warn about themselves
+]
+
+VLLM = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
+STOPS = tuple(range(1, 30))
+SPEC = SamplingSpec(temperature=1.0, max_tokens=16, stop_token_ids=STOPS)
+LONG = SamplingSpec(temperature=1.0, max_tokens=MAX_RESPONSE)
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["fake", pytest.param("vllm", marks=VLLM)]
+)
+async def subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Subject]:
+    """One engine for all tests, in a weight group with its learner; it serves the weights of seed 0."""
+    async with SUBJECTS[request.param](tmp_path_factory.mktemp("model")) as made:
+        await made.learner.join(made.engine)
+        await made.learner.push_seed(made.engine, seed=0, version=1)
+        yield made
+
+
+def requests(tag: str, spec: SamplingSpec = SPEC, count: int = 12) -> list[SampleRequest]:
+    """Requests that depend on nothing but their number; `tag` makes their ids unique."""
+    rng = random.Random(0)
+    return [
+        SampleRequest(
+            request_id=f"{tag}:{number}",
+            prompt_token_ids=[rng.randrange(VOCAB) for _ in range(rng.randint(5, 100))],
+            sampling=spec,
+            seed=1000 + number,
+            cache_salt="v1",
+        )
+        for number in range(count)
+    ]
+
+
+def check_same(left: Sequence[Sample], right: Sequence[Sample]) -> None:
+    assert [s.token_ids.tolist() for s in left] == [s.token_ids.tolist() for s in right]
+    for sample, expected in zip(left, right, strict=True):
+        np.testing.assert_allclose(sample.log_probs, expected.log_probs, atol=1e-5)
+
+
+def tokens(samples: Sequence[Sample]) -> list[list[int]]:
+    return [sample.token_ids.tolist() for sample in samples]
+
+
+async def test_the_vocabulary_is_the_models(subject: Subject) -> None:
+    assert subject.engine.vocab_size == VOCAB
+
+
+async def test_a_sample_has_a_finite_log_probability_per_token_and_ends_for_its_reason(
+    subject: Subject,
+) -> None:
+    num_ended = 0
+
+    def ended() -> None:
+        nonlocal num_ended
+        num_ended += 1
+
+    samples = await subject.engine.generate(requests("reasons", count=24), ended)
+    assert num_ended == 24
+    for sample in samples:
+        assert sample.token_ids.dtype == np.int32
+        assert sample.log_probs.dtype == np.float32
+        assert sample.token_ids.min() >= 0
+        assert sample.token_ids.max() < VOCAB
+        assert len(sample.log_probs) == len(sample.token_ids)
+        assert np.isfinite(sample.log_probs).all()
+        assert (sample.log_probs <= 0).all()
+        assert not np.isin(sample.token_ids[:-1], STOPS).any()
+        stopped = sample.token_ids[-1] in STOPS
+        assert sample.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert stopped or len(sample.token_ids) == SPEC.max_tokens
+    assert {sample.finish_reason for sample in samples} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+async def test_a_seed_gives_the_same_sample_whatever_else_is_under_way(subject: Subject) -> None:
+    asked = requests("first")
+    first = await subject.engine.generate(asked)
+    assert len({tuple(ids) for ids in tokens(first)}) > 1
+    order = list(range(len(asked)))
+    random.Random(1).shuffle(order)
+    others = [replace(r, request_id=f"other:{i}", seed=i) for i, r in enumerate(requests("x"))]
+    shuffled, drawn_beside = await asyncio.gather(
+        subject.engine.generate([replace(asked[i], request_id=f"again:{i}") for i in order]),
+        subject.engine.generate(others),
+    )
+    check_same([shuffled[order.index(i)] for i in range(len(asked))], first)
+    assert tokens(drawn_beside) != tokens(first)
+    alone = [
+        (await subject.engine.generate([replace(r, request_id=f"alone:{i}")]))[0]
+        for i, r in enumerate(asked[:4])
+    ]
+    check_same(alone, first[:4])
+
+
+async def test_greedy_samples_do_not_depend_on_the_seed(subject: Subject) -> None:
+    greedy = requests("greedy", replace(SPEC, temperature=0.0), count=4)
+    other_seeds = [replace(r, request_id=f"{r.request_id}'", seed=r.seed + 1) for r in greedy]
+    check_same(await subject.engine.generate(greedy), await subject.engine.generate(other_seeds))
+
+
+async def test_a_prompt_that_is_too_long_is_refused_and_the_rest_goes_on(subject: Subject) -> None:
+    good = requests("good", count=2)
+    too_long = replace(good[0], request_id="bad", prompt_token_ids=[5] * (MAX_PROMPT + MAX_RESPONSE + 1))
+    with pytest.raises(InvalidMessageError, match="the engine refuses request bad") as caught:
+        await subject.engine.generate([good[0], too_long])
+    assert caught.value.reason == "refused_by_engine"
+    check_same(await subject.engine.generate(good), (await subject.engine.generate(requests("good2")))[:2])
+
+
+async def test_cancelling_aborts_at_once_and_leaves_nothing_under_way(subject: Subject) -> None:
+    asked = requests("cancelled", LONG, count=24)
+    task = asyncio.create_task(subject.engine.generate(asked))
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    # A receive is refused while anything is under way.
+    await subject.learner.push(subject.engine, version=2)
+    # The same request ids may be used again.
+    assert [len(sample.token_ids) for sample in await subject.engine.generate(asked)] == [MAX_RESPONSE] * 24
+
+
+async def test_the_layouts_cover_every_tensor_of_the_learner(subject: Subject) -> None:
+    covered: dict[str, set[tuple[int, int]]] = {}
+    for layout in await subject.engine.describe():
+        assert layout.dtype == "float32"
+        for part in layout.slices:
+            rows = covered.setdefault(part.name, set())
+            rows.update((row, column) for row, column in _rows_and_columns(part.box.start, part.box.stop))
+    shapes = {part.name: part.global_shape for part in subject.learner.layout.slices}
+    assert {name: len(places) for name, places in covered.items()} == {
+        name: shape[0] * (shape[1] if len(shape) > 1 else 1) for name, shape in shapes.items()
+    }
+
+
+def _rows_and_columns(start: tuple[int, ...], stop: tuple[int, ...]) -> list[tuple[int, int]]:
+    columns = range(start[1], stop[1]) if len(start) > 1 else range(1)
+    return [(row, column) for row in range(start[0], stop[0]) for column in columns]
+
+
+async def test_a_push_brings_every_slice_and_the_digests_agree_with_the_learners(subject: Subject) -> None:
+    subject.learner.set_seed(1)
+    sent, received = await subject.learner.push(subject.engine, version=3)
+    layouts = await subject.engine.describe()
+    assert (received.version, len(received.reports)) == (3, len(layouts))
+    assert disagreement(sent.reports[0], received.reports) is None
+    assert model_digest(received.reports) == model_digest(sent.reports)
+    assert received.num_bytes == 4 * sum(part.box.volume for layout in layouts for part in layout.slices)
+    assert received.num_bytes == sent.num_bytes
+    assert received.relayed_bytes == 0
+    assert 0 < received.peak_extra_bytes <= 2 * ROUND_BYTES
+    # What lies in the parameters is what was received; the version only labels the reports.
+    reports = await subject.engine.digest(version=77)
+    assert [report.version for report in reports] == [77] * len(layouts)
+    assert [r.slices for r in reports] == [r.slices for r in received.reports]
+
+
+async def test_samples_follow_the_pushed_weights_and_nothing_of_the_old_ones_stays(subject: Subject) -> None:
+    """All requests have one cache salt: a cached prefix of other weights would change log-probabilities."""
+    learner, engine = subject.learner, subject.engine
+    await learner.push_seed(engine, seed=0, version=4)
+    before = await engine.generate(requests("seed0"))
+    await learner.push_seed(engine, seed=1, version=5)
+    other = await engine.generate(requests("seed1"))
+    assert tokens(other) != tokens(before)
+    await learner.push_seed(engine, seed=0, version=6)
+    check_same(await engine.generate(requests("seed0 again")), before)
+
+
+async def test_a_receive_beside_running_requests_is_refused(subject: Subject) -> None:
+    running = asyncio.create_task(subject.engine.generate(requests("running", LONG, count=64)))
+    await asyncio.sleep(0.1)
+    with pytest.raises(WeightSyncError, match="arrived while requests were running"):
+        await subject.learner.push(subject.engine, version=7)
+    assert not running.done()
+    running.cancel()
+    await asyncio.wait([running])
+    # Aborted, they do not stand in the way of the next push.
+    _, received = await subject.learner.push(subject.engine, version=8)
+    assert received.version == 8
+
+
+async def test_a_receive_that_the_learner_does_not_serve_names_it_and_the_next_group_works(
+    subject: Subject,
+) -> None:
+    with pytest.raises(DeadlineError) as caught:
+        await subject.engine.receive(9, 0.5)
+    assert caught.value.peer == RankRef(MemberKind.LEARNER, 0)
+    with pytest.raises(WeightSyncError, match="no weight group has been joined"):
+        await subject.engine.receive(9, 5.0)
+    await subject.learner.join(subject.engine)
+    subject.learner.set_seed(2)
+    sent, received = await subject.learner.push(subject.engine, version=10)
+    assert disagreement(sent.reports[0], received.reports) is None
+
+
+async def test_a_join_without_the_learner_names_it(subject: Subject) -> None:
+    spec = await subject.learner.spec(subject.engine, timeout_s=1.0)
+    with pytest.raises(DeadlineError) as caught:
+        await subject.engine.join(spec, spec.num_learners, 1.0)
+    assert (caught.value.peer, caught.value.seconds) == (RankRef(MemberKind.LEARNER, 0), 1.0)
+    await subject.learner.join(subject.engine)
+    await subject.learner.push(subject.engine, version=11)
+
+
+async def test_a_place_in_the_group_that_is_the_learners_is_refused(subject: Subject) -> None:
+    spec = await subject.learner.spec(subject.engine)
+    with pytest.raises(WeightSyncError, match="group rank 0 is no rollout rank"):
+        await subject.engine.join(spec, 0, 1.0)
+    await subject.learner.join(subject.engine)
+
+
+async def test_leaving_frees_the_learner_and_may_be_repeated(subject: Subject) -> None:
+    await subject.engine.leave()
+    await subject.engine.leave()
+    with pytest.raises(WeightSyncError, match="no weight group has been joined"):
+        await subject.engine.receive(12, 5.0)
+    await subject.learner.join(subject.engine)
+    _, received = await subject.learner.push(subject.engine, version=13)
+    assert received.version == 13
+
+
+# Last: it takes the engine down.
+async def test_a_dead_engine_is_noticed_and_shutdown_leaves_no_process(
+    subject: Subject, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, processes = subject.engine, subject.processes()
+    await engine.check_health()
+    task = asyncio.create_task(engine.generate(requests("doomed", LONG, count=32)))
+    await asyncio.sleep(0.05)
+    began = time.monotonic()
+    subject.kill()
+    with pytest.raises(PeerLostError, match="has died"):
+        await asyncio.wait_for(task, 30)
+    assert time.monotonic() - began < 10
+    with pytest.raises(PeerLostError):
+        await engine.check_health()
+    with pytest.raises(PeerLostError):
+        await engine.describe()
+    await engine.shutdown()
+    await engine.shutdown()
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert alive == []
+    caplog.clear()  # vLLM's record of the failure holds on to the whole engine

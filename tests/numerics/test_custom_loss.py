@@ -1,0 +1,155 @@
+"""A policy loss of the user's own: through the learner's step, and what is said where it cannot be trained with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.learner.algorithms.policy_losses import custom
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.train.learner import Learner
+from support.learner_fakes import run_config
+from support.learner_scenarios import numbers, take_step
+
+pytestmark = pytest.mark.torch
+
+HEAD = """
+import torch
+from paceline.learner.algorithms.policy_losses import LossInputs, LossOutputs, ppo_clip
+from paceline.learner.algorithms.statistics import masked_mean
+"""
+# The page's own example, docs/add-an-algorithm.md.
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "add-an-algorithm.md"
+SAME_AS_PPO_CLIP = """
+def same(inputs: LossInputs, clip: float) -> LossOutputs:
+    return ppo_clip(inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.mask, clip, clip, 3.0)
+"""
+READS_EVERYTHING = """
+def reads(inputs: LossInputs) -> LossOutputs:
+    ratio = (inputs.log_probs - inputs.old_log_probs).exp()
+    away = inputs.old_log_probs - inputs.rollout_log_probs
+    to_reference = inputs.log_probs - inputs.ref_log_probs
+    loss = -inputs.scores[:, None] * ratio + 0.01 * to_reference
+    return LossOutputs(loss, {"away": masked_mean(away.abs(), inputs.mask), "number": 2})
+"""
+GROUPS: dict[str, Any] = {
+    "adv_estimator": "grpo",
+    "use_kl_in_reward": False,
+    "kl_ctrl": {"type": "fixed", "kl_coef": 0.1},
+}
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "my_loss.py"
+    file.write_text(HEAD + text)
+    return file
+
+
+def two_steps(model: Path, ranks: Ranks, **actor: Any) -> list[dict[str, float]]:
+    learner = Learner.build(run_config(model, algorithm=GROUPS, actor=actor), ranks)
+    return [numbers(take_step(learner, step)) for step in (1, 2)]
+
+
+def test_a_custom_loss_equal_to_ppo_clip_gives_its_numbers_to_the_bit(
+    tmp_path: Path, model: Path, ranks: Ranks
+) -> None:
+    loss = {"type": "custom", "path": f"{write(tmp_path, SAME_AS_PPO_CLIP)}:same", "options": {"clip": 0.01}}
+    theirs = two_steps(model, ranks, policy_loss=loss, ppo_epochs=2)
+    assert theirs == two_steps(model, ranks, clip_ratio=0.01, ppo_epochs=2)
+    assert theirs[1]["actor/pg_clipfrac"] > 0
+
+
+def test_its_own_metrics_and_what_it_may_read_reach_the_step(
+    tmp_path: Path, model: Path, ranks: Ranks
+) -> None:
+    path = f"{write(tmp_path, READS_EVERYTHING)}:reads"
+    actor = {"policy_loss": {"type": "custom", "path": path}, "use_kl_loss": True, "kl_loss_coef": 0.0}
+    metrics = two_steps(model, ranks, **actor)[0]
+    # The sampled log-probs of the made-up batch are far from the learner's.
+    assert metrics["actor/away"] > 0.1
+    assert metrics["actor/number"] == pytest.approx(2.0)
+    # The guard's number is there without the loss's help.
+    assert metrics["actor/first_ppo_kl"] == 0.0
+    assert abs(metrics["actor/ppo_kl"]) > 1e-6
+    assert metrics["actor/grad_norm"] > 0
+    small = two_steps(model, ranks, **actor, ppo_max_token_len_per_gpu=24)[0]
+    assert small["actor/away"] == pytest.approx(metrics["actor/away"], rel=1e-4)
+    assert small["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-4)
+
+
+def test_the_pages_loss_trains(tmp_path: Path, model: Path, ranks: Ranks) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    (tmp_path / "my_page_loss.py").write_text(code)
+    loss = {"type": "custom", "path": f"{tmp_path}/my_page_loss.py:my_loss", "options": {"beta": 0.5}}
+    metrics = two_steps(model, ranks, policy_loss=loss)[1]
+    assert 0 <= metrics["actor/positive_share"] <= 1
+    assert metrics["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("my_los = 1", r"has no 'my_loss'; its functions are"),
+        ("my_loss = 1", r"is int, not a function: write my_loss\(inputs"),
+        (
+            "def my_loss(log_probs, advantages):\n    return log_probs",
+            r"its call raised TypeError: my_loss\(\) missing .*; write my_loss\(inputs: LossInputs, \*\*options\)",
+        ),
+        (
+            "def my_loss(inputs):\n    return inputs.log_probs",
+            r"returned Tensor; return LossOutputs\(loss, metrics\)",
+        ),
+        (
+            "def my_loss(inputs):\n    return LossOutputs(inputs.log_probs.mean())",
+            r"returned a loss of \(\) torch.float32; return one number per token, .*, here \(2, 3\)",
+        ),
+        (
+            "def my_loss(inputs):\n    return LossOutputs(inputs.log_probs.detach())",
+            r"does not depend on inputs.log_probs: nothing would be learned",
+        ),
+        (
+            "def my_loss(inputs):\n    return LossOutputs(inputs.log_probs / 0.0)",
+            r"its loss is not finite on two sequences",
+        ),
+        (
+            "def my_loss(inputs):\n    return LossOutputs((inputs.log_probs - inputs.log_probs.detach()).abs().sqrt())",
+            r"its gradient is not finite",
+        ),
+        (
+            "def my_loss(inputs):\n    return LossOutputs(inputs.log_probs, {'lr': 0.0})",
+            r"a metric named 'lr'; choose another name than entropy, ",
+        ),
+        (
+            "def my_loss(inputs):\n    return LossOutputs(inputs.log_probs, {'x': inputs.mask.sum(-1)})",
+            r"reports 'x' as a tensor of shape \(2,\); report one number",
+        ),
+        (
+            "def my_loss(inputs):\n    return LossOutputs(inputs.log_probs - inputs.ref_log_probs)",
+            r"inputs.ref_log_probs is None; a loss that reads it needs actor.use_kl_loss=true",
+        ),
+        ("import nothing_of_the_kind", r"importing .*my_loss.py raised ModuleNotFoundError"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_with_is_one_sentence(tmp_path: Path, body: str, said: str) -> None:
+    path = f"{write(tmp_path, body)}:my_loss"
+    with pytest.raises(ConfigError, match=said) as caught:
+        custom.load(path, {}, with_reference=False)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"policy loss {path!r}")
+
+
+def test_an_unknown_option_is_named(tmp_path: Path) -> None:
+    path = f"{write(tmp_path, SAME_AS_PPO_CLIP)}:same"
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'clipp'"):
+        custom.load(path, {"clipp": 0.1}, with_reference=False)
+
+
+def test_names_of_metrics_that_change_from_call_to_call(tmp_path: Path, model: Path, ranks: Ranks) -> None:
+    body = "def my_loss(inputs):\n    return LossOutputs(inputs.log_probs, {f'rows_{len(inputs.mask)}': 1.0})"
+    path = f"{write(tmp_path, body)}:my_loss"
+    with pytest.raises(ConfigError, match="return the same names at every call"):
+        two_steps(model, ranks, policy_loss={"type": "custom", "path": path})

@@ -1,0 +1,157 @@
+"""Training orders and results through protobuf and back, and what is refused when they arrive."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.errors import InvalidMessageError
+from paceline.core.guard import RULES, Adjustments, Reading
+from paceline.core.ids import TrajectoryId
+from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow, TrainOrder, TrainResult
+from paceline.rpc.v1 import learner_pb2
+from paceline.wire import training
+from support import domain
+
+lengths = st.integers(1, 2**31 - 1)
+steps = st.integers(1, 2**63 - 1)
+scales = st.floats(0.0, 1.0, exclude_min=True)
+rows = st.builds(
+    BatchRow,
+    trajectory_id=domain.trajectory_ids,
+    blob_key=domain.names,
+    reward=domain.finite,
+    num_prompt_tokens=lengths,
+    num_response_tokens=lengths,
+    greedy_score=st.none() | domain.finite,
+)
+adjustments = st.builds(
+    Adjustments,
+    lr_scale=scales,
+    kl_scale=scales,
+    fixed_kl_coef=st.none() | st.floats(0.0, allow_nan=False, allow_infinity=False),
+)
+orders = st.builds(
+    TrainOrder,
+    step=steps,
+    policy=domain.policies,
+    rows=st.lists(rows, max_size=3).map(tuple),
+    adjustments=adjustments,
+)
+readings = st.builds(
+    Reading,
+    rule=st.sampled_from(sorted(RULES)),
+    value=domain.finite,
+    network=st.sampled_from(["", "actor", "critic"]),
+    reference=domain.finite,
+    num_skipped=st.integers(0, 2**31 - 1),
+)
+results = st.builds(
+    TrainResult,
+    step=steps,
+    metrics=st.dictionaries(domain.names, st.floats(allow_nan=False), max_size=3),
+    skip_reasons=st.lists(domain.texts, max_size=2).map(tuple),
+    readings=st.lists(readings, max_size=3).map(tuple),
+)
+ORDER = TrainOrder(
+    step=3,
+    policy=PolicyTag(version=2, digest="0123456789abcdef"),
+    rows=(
+        BatchRow(
+            trajectory_id=TrajectoryId(step=3, purpose="train", prompt_id=7, sample_index=1),
+            blob_key="k",
+            reward=0.5,
+            num_prompt_tokens=2,
+            num_response_tokens=4,
+        ),
+    ),
+)
+
+
+@given(orders, results)
+@settings(max_examples=60)
+def test_what_goes_comes_back(order: TrainOrder, result: TrainResult) -> None:
+    assert training.decode_order(training.encode_order(order)) == order
+    sent = training.result_to_proto(result).SerializeToString()
+    assert training.result_from_proto(learner_pb2.TrainStepResponse.FromString(sent)) == result
+
+
+def refusal(message: learner_pb2.TrainStepRequest) -> InvalidMessageError:
+    with pytest.raises(InvalidMessageError) as caught:
+        training.order_from_proto(message)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"trajectory_id": "train:3:7"}, "out_of_range"),
+        ({"trajectory_id": "play:3:7:1"}, "out_of_range"),
+        ({"trajectory_id": "train:3:seven:1"}, "out_of_range"),
+        ({"blob_key": ""}, "missing_field"),
+        ({"reward": float("nan")}, "not_finite"),
+        ({"reward": float("inf")}, "not_finite"),
+        ({"greedy_score": float("nan")}, "not_finite"),
+        ({"num_prompt_tokens": 0}, "out_of_range"),
+        ({"num_response_tokens": -1}, "out_of_range"),
+    ],
+)
+def test_rejected_batch_rows(fields: dict[str, Any], reason: str) -> None:
+    message = training.order_to_proto(ORDER)
+    for name, value in fields.items():
+        setattr(message.rows[0], name, value)
+    assert refusal(message).reason == reason
+
+
+def test_rejected_steps_and_policies() -> None:
+    message = training.order_to_proto(ORDER)
+    message.step = 0
+    assert "step 0, steps count from 1" in str(refusal(message))
+    message = training.order_to_proto(ORDER)
+    message.policy.digest = "abc"
+    assert "wanted 16 lower-case hexadecimal digits" in str(refusal(message))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lr_scale": 2.0}, "lr_scale is 2.0, wanted (0, 1]"),
+        ({"kl_scale": 0.0}, "kl_scale is 0.0, wanted (0, 1]"),
+        ({"fixed_kl_coef": -1.0}, "fixed_kl_coef is -1.0, wanted a number from 0 on"),
+        ({"fixed_kl_coef": math.inf}, "fixed_kl_coef is inf, wanted a number from 0 on"),
+    ],
+)
+def test_rejected_adjustments(fields: dict[str, float], message: str) -> None:
+    order = training.order_to_proto(ORDER)
+    for name, value in fields.items():
+        setattr(order.adjustments, name, value)
+    assert message in str(refusal(order))
+
+
+def test_an_order_without_adjustments_leaves_the_configuration_as_it_is() -> None:
+    message = training.order_to_proto(ORDER)
+    message.ClearField("adjustments")
+    assert training.order_from_proto(message).adjustments == Adjustments()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"value": math.nan}, "nan against 0.25"), ({"rule": "no such"}, "there is no rule 'no such'")],
+)
+def test_rejected_readings(fields: dict[str, Any], message: str) -> None:
+    reading = Reading(rule="grad_norm", network="critic", value=3.5, reference=0.25, num_skipped=2)
+    result = training.result_to_proto(TrainResult(step=1, metrics={}, readings=(reading,)))
+    for name, value in fields.items():
+        setattr(result.guard_readings[0], name, value)
+    with pytest.raises(InvalidMessageError, match=message):
+        training.result_from_proto(result)
+
+
+def test_a_metric_that_is_not_a_number_reaches_the_guard() -> None:
+    result = training.result_to_proto(TrainResult(step=1, metrics={"actor/loss": math.nan}))
+    assert math.isnan(training.result_from_proto(result).metrics["actor/loss"])

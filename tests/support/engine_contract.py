@@ -1,0 +1,187 @@
+"""Engines under the contract suite, each with a learner that pushes into it and a way to kill it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+from paceline.learner.distributed.publisher import WeightPublisher
+from paceline.rollout.engines.base import Engine
+from paceline.rollout.engines.rank_receiver import RankReceiver
+from paceline.rollout.engines.vllm.layout import describe_model
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
+from support.fake_engine import FakeEngine
+from support.fake_vllm import fake_qwen2
+from support.push_models import save_config, seeded_model, tiny_config
+from support.tp_layouts import DenseModel
+
+CPU = torch.device("cpu")
+VOCAB, MAX_PROMPT, MAX_RESPONSE = 199, 160, 96
+ROUND_BYTES = 20_000
+
+
+class ContractLearner:
+    """One learner rank in this process; `push` and `join` run beside the engine's part."""
+
+    def __init__(self, config: Any) -> None:
+        self._config, self._model = config, seeded_model(config, seed=0)
+        self._publisher = WeightPublisher(self._model, CPU, "gloo")
+        self._threads = ThreadPoolExecutor(max_workers=1)
+        self._epoch = 0
+        self.layout = self._publisher.layout()
+
+    def set_seed(self, seed: int) -> None:
+        """Takes over the weights of a seed."""
+        with torch.no_grad():
+            source = dict(seeded_model(self._config, seed).named_parameters())
+            for name, param in self._model.named_parameters():
+                param.copy_(source[name])
+
+    async def spec(self, engine: Engine, **changes: Any) -> WeightGroupSpec:
+        """The group of the next epoch: this learner and the engine."""
+        self._epoch += 1
+        host, port = self._publisher.open_store()
+        spec = WeightGroupSpec(
+            epoch=self._epoch,
+            backend="gloo",
+            store_host=host,
+            store_port=port,
+            learner_layouts=(self.layout,),
+            rollout_layouts=await engine.describe(),
+            wire_dtype="float32",
+            round_bytes=ROUND_BYTES,
+            timeout_s=20.0,
+        )
+        return replace(spec, **changes)
+
+    async def join(self, engine: Engine) -> WeightGroupSpec:
+        """Forms the next epoch's group."""
+        spec = await self.spec(engine)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._in_thread(lambda: self._publisher.join(spec)))
+            tasks.create_task(engine.join(spec, spec.num_learners, 20.0))
+        return spec
+
+    async def push(self, engine: Engine, version: int) -> tuple[PushReceipt, PushReceipt]:
+        """The receipts of the sender and of the engine; raises what the engine raises."""
+        sending = asyncio.ensure_future(self._in_thread(lambda: self._publisher.publish(version)))
+        try:
+            received = await engine.receive(version, 20.0)
+        finally:
+            await asyncio.wait([sending])
+        return sending.result(), received
+
+    async def push_seed(self, engine: Engine, seed: int, version: int) -> None:
+        """Pushes the weights of a seed."""
+        self.set_seed(seed)
+        await self.push(engine, version)
+
+    def close(self) -> None:
+        """Leaves the group."""
+        self._publisher.leave()
+        self._threads.shutdown()
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """An engine under test.
+
+    Attributes:
+        kill: makes the engine die, as a crash would.
+        processes: the engine's processes.
+    """
+
+    engine: Engine
+    learner: ContractLearner
+    kill: Callable[[], None]
+    processes: Callable[[], list[psutil.Process]]
+
+
+def _model_config() -> Any:
+    config = tiny_config(kv_heads=2, tied=False)
+    config.max_position_embeddings = MAX_PROMPT + MAX_RESPONSE
+    return config
+
+
+@asynccontextmanager
+async def fake_subject(_: Path) -> AsyncIterator[Subject]:
+    """The fake engine, with two ranks that receive into models shaped like vLLM's."""
+    model = DenseModel(
+        vocab_size=VOCAB,
+        hidden=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        intermediate=160,
+        layers=2,
+        tied=False,
+        bias=True,
+    )
+
+    def refuse(_: Any) -> None:
+        raise AssertionError("the layout rules cover this model")
+
+    ranks = [RankReceiver(fake_qwen2(model, rank, 2), CPU, describe_model, refuse) for rank in range(2)]
+    limit = MAX_PROMPT + MAX_RESPONSE
+    engine = FakeEngine(ranks=ranks, vocab_size=VOCAB, max_model_len=limit, token_s=0.005)
+    learner = ContractLearner(_model_config())
+    yield Subject(engine=engine, learner=learner, kill=engine.die, processes=list)
+    learner.close()
+
+
+@asynccontextmanager
+async def vllm_subject(folder: Path) -> AsyncIterator[Subject]:
+    """vLLM on the CPU, as a rollout server starts it."""
+    from paceline.rollout.engines.vllm.engine import VllmEngine
+
+    model = _model_config()
+    save_config(model, folder)
+    config = parse(
+        RunConfig,
+        {
+            "data": {
+                "train_files": "x.parquet",
+                "max_prompt_length": MAX_PROMPT,
+                "max_response_length": MAX_RESPONSE,
+            },
+            "model": {"path": str(folder)},
+            # Small blocks: a prompt of 80 tokens fills some, so that a stale prefix cache would show.
+            "rollout": {"max_num_seqs": 32, "threads": 1, "engine_kwargs": {"block_size": 32}},
+            "reward": {"functions": [{"name": "exact_match"}]},
+            "trainer": {"total_steps": 1},
+        },
+    )
+    environment, others = dict(os.environ), psutil.Process().children()
+    engine = await VllmEngine.start(config)
+
+    def processes() -> list[psutil.Process]:
+        children = [child for child in psutil.Process().children() if child not in others]
+        below = [process for child in children for process in child.children(recursive=True)]
+        return [p for p in (*children, *below) if "resource_tracker" not in " ".join(p.cmdline())]
+
+    def kill() -> None:
+        next(process for process in processes() if "Worker" in process.name()).kill()
+
+    learner = ContractLearner(model)
+    yield Subject(engine=engine, learner=learner, kill=kill, processes=processes)
+    learner.close()
+    await engine.shutdown()
+    os.environ.clear()
+    os.environ.update(environment)
+    gc.collect()  # vLLM leaves a ZeroMQ context to the collector, which warns: let it do so here

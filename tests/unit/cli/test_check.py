@@ -1,0 +1,56 @@
+"""`paceline check`: each fault of configuration, model and data, named once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.launch.preflight import quick_check
+from paceline.cli.main import main
+from paceline.core.errors import DataError, ModelError
+from support.cli_configs import config
+
+
+def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data.val_files=gone.jsonl", "reward.functions=[{name: exact_macth}]"]
+    assert main(["check", "run.yaml", *words]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "ok    configuration: run.yaml"
+    assert lines[1] == "ok    model: model: Tiny, up to 64 tokens"
+    assert lines[2].startswith("FAULT tokenizer: model folder model has no tokenizer (tokenizer.json)")
+    assert lines[3] == "-     training prompts: not checked, as the model has a fault"
+    assert lines[4].startswith("FAULT validation prompts: data file gone.jsonl does not exist")
+    assert lines[5].startswith("FAULT reward: there is no built-in reward function 'exact_macth'")
+    assert lines[6] == "ok    engine: vllm"
+    assert lines[-1] == "3 fault(s); nothing was started"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("data.max_prompt_length=60", "exceed the model's max_position_embeddings=64"),
+        ("rollout.tensor_model_parallel_size=4", "must divide the model's 6 attention heads"),
+        ("data.prompt_key=question", "has no column 'question'; it has prompt, ground_truth"),
+    ],
+)
+def test_check_looks_into_model_and_data(
+    project: Path, capsys: pytest.CaptureFixture[str], override: str, sentence: str
+) -> None:
+    assert main(["check", "run.yaml", override]) == 2
+    assert sentence in capsys.readouterr().out
+
+
+def test_a_model_folder_without_weights(project: Path) -> None:
+    (project / "model" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has no weights \(\*.safetensors\)"):
+        quick_check(config())
+    quick_check(config(model={"path": "model", "load_format": "random"}))
+
+
+def test_an_empty_data_set(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "empty.jsonl").write_text("")
+    assert main(["check", "run.yaml", "data.train_files=empty.jsonl"]) == 2
+    assert "no rows in empty.jsonl" in capsys.readouterr().out
+    with pytest.raises(DataError, match="does not exist"):
+        quick_check(config(data={"train_files": ["gone.parquet"]}))

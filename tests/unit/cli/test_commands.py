@@ -1,0 +1,64 @@
+"""The small commands (reward, export, sft), and what all commands share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from paceline.cli.main import main
+
+
+def test_reward_scores_one_response(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "mine.py").write_text(
+        "def half(response, ground_truth, *, scale=1.0):\n    return 0.5 * scale\n"
+    )
+    assert main(["reward", "exact_match", "72", "72"]) == 0
+    assert main(["reward", "mine.py:half", "x", "y", "scale=4"]) == 0
+    assert capsys.readouterr().out.split() == ["1.0", "2.0"]
+    assert main(["reward", "mine.py:whole", "x", "y"]) == 2
+    assert "has no 'whole'" in capsys.readouterr().err
+
+
+def test_export_knows_which_steps_are_complete(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step, complete in ((10, True), (20, True), (30, False)):
+        folder = project / "runs" / "mine" / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        if complete:
+            (folder / "manifest.json").write_text("{}")
+    assert main(["export", "mine", "30", "out"]) == 1
+    assert "no complete checkpoint of step 30; it has: 10, 20" in capsys.readouterr().err
+    (project / "out").mkdir()
+    (project / "out" / "x").touch()
+    assert main(["export", "mine", "20", "out"]) == 1
+    assert "out is not empty" in capsys.readouterr().err
+
+
+def test_sft_says_what_is_missing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = {
+        "sft": {"train_files": "pairs.parquet", "output": "out", "steps": 3},
+        "model": {"path": "model"},
+        "data": {},
+    }
+    (project / "sft.yaml").write_text(yaml.safe_dump(tree))
+    assert main(["sft", "sft.yaml"]) == 2
+    assert "data file pairs.parquet does not exist; correct sft.train_files" in capsys.readouterr().err
+    assert main(["sft", "sft.yaml", "--dry-run", "sft.steps=4"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["sft"]["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "check", "doctor", "status", "sft", "export", "report", "reward"]
+)
+def test_every_command_has_help_and_loads_no_torch(command: str) -> None:
+    program = (
+        "import sys\nfrom paceline.cli.main import main\n"
+        f"try:\n    main([{command!r}, '--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'torch', 'vllm', 'transformers', 'pyarrow'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: paceline {command}")

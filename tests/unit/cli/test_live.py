@@ -1,0 +1,155 @@
+"""The live view: plain lines, the table, and following a run."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from paceline.cli.live.follow import RunEnd, follow
+from paceline.cli.live.table import LiveView
+from paceline.cli.live.view import PlainView, step_line
+from paceline.core.errors import PeerLostError
+from paceline.rpc.v1 import controller_pb2 as pb
+from support.fake_controller import FakeController, end_event, serve, step_event
+
+METRICS = {
+    "critic/score/mean": 0.5,
+    "val/reward/mean": 0.625,
+    "algorithm/reference_kl": 0.01234,
+    "actor/ppo_kl": 0.5,
+    "actor/pg_clipfrac": 0.03,
+    "actor/entropy": 1.25,
+    "perf/tokens_per_s": 5200.4,
+    "timing_s/gen": 1.5,
+    "timing_s/reward": 0.1,
+    "timing_s/learn": 2.0,
+    "timing_s/update_actor": 1.1,
+    "timing_s/update_weights": 0.05,
+    "timing_s/step": 3.7,
+    "barrier/wait_s": 0.9,
+}
+
+
+def test_a_step_in_one_line() -> None:
+    assert step_line(3, 9, METRICS) == (
+        "step 3/9  reward 0.500  val 0.625  KL 0.0123  clip 0.030  entropy 1.250  tokens/s 5,200  "
+        "gen 1.50 s  score 0.10 s  learn 2.00 s  push 0.05 s  step 3.70 s  wait 0.90 s"
+    )
+    assert step_line(0, 9, {"val/reward/mean": 0.31}) == "step 0/9  val 0.310"
+
+
+def test_kl_is_the_one_to_the_reference_where_there_is_one() -> None:
+    assert "KL 0.0123" in step_line(1, 9, METRICS)
+    assert step_line(1, 9, {"actor/ppo_kl": 0.5}) == "step 1/9  KL 0.5000"
+
+
+def test_plain_lines_break_a_long_silence() -> None:
+    out = io.StringIO()
+    view = PlainView(9, out=out, quiet_s=0.05)
+    view.pulse()
+    view.phase(step=0, phase="waiting for the learner", admitted=0, wanted=0)
+    time.sleep(0.06)
+    view.pulse()
+    view.step(0, {"weights/pause_ms": 3.0})
+    view.phase(step=1, phase="collect", admitted=3, wanted=64)
+    view.notice("rollout-1 is gone")
+    view.pulse()
+    assert out.getvalue().splitlines() == [
+        "step 0/9: waiting for the learner, 0 s so far",
+        "note: rollout-1 is gone",
+    ]
+
+
+def test_the_live_table_shows_phases_rows_and_notices() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=160, legacy_windows=False, color_system=None)
+    view = LiveView("paceline demo", 9, console=console)
+    view.milestone("the controller answers")
+    view.phase(step=1, phase="collect", admitted=40, wanted=64)
+    text = render(view)
+    assert "the controller answers" in text
+    assert "step 1/9  collect 40/64" in text
+    view.step(1, METRICS)
+    view.notice("rollout-1 is gone")
+    text = render(view)
+    header, row = (line.split() for line in text.splitlines()[1:3])
+    assert header[:6] == ["step", "reward", "val", "KL", "clip", "entropy"]
+    assert row == [
+        "1/9",
+        "0.500",
+        "0.625",
+        "0.0123",
+        "0.030",
+        "1.250",
+        "5,200",
+        "1.50",
+        "0.10",
+        "2.00",
+        "0.05",
+        "3.70",
+        "0.90",
+    ]
+    assert "note: rollout-1 is gone" in text
+    view.close()
+    assert "collect" not in render(view), "the status line goes with the end"
+
+
+def render(view: LiveView) -> str:
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    with console.capture() as captured:
+        console.print(view._draw())
+    return captured.get()
+
+
+class Recorder:
+    """A view that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.news = asyncio.Event()
+
+    def milestone(self, text: str) -> None:
+        self.told.append(text)
+
+    def phase(self, *, step: int, phase: str, admitted: int, wanted: int) -> None:
+        self.told.append(f"{phase} {admitted}/{wanted}")
+
+    def step(self, step: int, metrics: object) -> None:
+        self.told.append(f"step {step}")
+        self.news.set()
+
+    def notice(self, text: str) -> None:
+        self.told.append(text)
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+async def test_following_goes_on_over_a_restart_of_the_stream() -> None:
+    fake = FakeController()
+    phase = pb.WatchEvent(phase=pb.PhaseEvent(step=1, phase="collect", admitted=1, wanted=4))
+    fake.script, fake.end_after_stop = [phase, step_event(1)], False
+    server = await serve(fake, token="t")
+    view = Recorder()
+    following = asyncio.create_task(follow(server.address, "t", view))
+    await asyncio.wait_for(view.news.wait(), 10)
+    # The stream was cut after step 1; the next one begins where it ended.
+    fake.script = [
+        step_event(2),
+        pb.WatchEvent(notice=pb.NoticeEvent(message="n")),
+        end_event(ok=True, message="done"),
+    ]
+    assert await following == RunEnd(ok=True, message="done")
+    assert view.told == ["collect 1/4", "step 1", "step 2", "n"]
+    await server.stop(0)
+
+
+async def test_following_a_controller_that_is_gone_ends() -> None:
+    server = await serve(FakeController())
+    await server.stop(0)
+    with pytest.raises(PeerLostError):
+        await follow(server.address, "", Recorder(), patience_s=0.2)

@@ -1,0 +1,65 @@
+"""Which processes a run has, who gets which cores and GPUs, and the dry run that shows it."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from paceline.cli.launch import dry_run, plan
+from paceline.cli.launch.machine import Machine
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
+from support.cli_configs import config
+
+
+def test_a_cpu_run_shares_the_cores() -> None:
+    machine = Machine(num_cores=8, gpus=())
+    told = config(
+        learner={"world_size": 2}, rollout={"replicas": 2}, actor={"ppo_max_token_len_per_gpu": 2048}
+    )
+    specs = {s.name: s for s in plan.members(told, machine, controller_address="h:1", master_port=29)}
+    assert list(specs) == ["rollout-0", "rollout-1", "learner-0", "learner-1", "reward"]
+    assert specs["learner-1"].env["OMP_NUM_THREADS"] == "4"
+    ranks = {k: specs["learner-1"].env[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    assert ranks == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "29"}
+    assert "CUDA_VISIBLE_DEVICES" not in specs["rollout-0"].env
+    assert specs["rollout-1"].command[3:] == (
+        "--controller", "h:1", "--member-id", "rollout-1", "--host", "127.0.0.1",
+    )  # fmt: skip
+
+
+def test_gpus_go_to_the_learner_first_and_the_rest_to_the_engines_in_order() -> None:
+    machine = Machine(num_cores=32, gpus=tuple(range(8)))
+    told = config(learner={"world_size": 4}, rollout={"replicas": 2, "tensor_model_parallel_size": 2})
+    specs = {s.name: s for s in plan.members(told, machine, controller_address="h:1", master_port=29)}
+    devices = {name: spec.env.get("CUDA_VISIBLE_DEVICES") for name, spec in specs.items()}
+    assert devices == {
+        "rollout-0": "4,5",
+        "rollout-1": "6,7",
+        "learner-0": "0,1,2,3",
+        "learner-1": "0,1,2,3",
+        "learner-2": "0,1,2,3",
+        "learner-3": "0,1,2,3",
+        "reward": None,
+    }
+
+
+def test_too_few_gpus_are_told_with_what_to_lower() -> None:
+    with pytest.raises(ConfigError, match=r"need 2 GPUs, 1 are left beside the learner's \(0\)"):
+        plan.share_gpus(config(rollout={"replicas": 2}), (0, 1))
+    with pytest.raises(ConfigError, match="learner.world_size=2 needs as many GPUs, there are 1"):
+        plan.share_gpus(config(learner={"world_size": 2, "devices": [3]}), (0, 1, 2, 3))
+
+
+def test_a_dry_run_shows_each_service_its_sections_and_no_secret() -> None:
+    text = dry_run.describe(
+        config(broker={"url": "redis://:hunter2@10.0.0.1:6379/0"}), Machine(num_cores=2, gpus=())
+    )
+    assert "hunter2" not in text
+    assert "redis://***@10.0.0.1:6379/0" in text
+    for service in ("controller", "rollout-0", "learner-0", "reward"):
+        assert f"== {service}\n" in text
+    reward = yaml.safe_load(text.rpartition("== reward")[2].split("\n", 3)[3])
+    assert sorted(reward) == ["broker", "model", "reward", "service", "telemetry"]
+    assert set(plan.SECTIONS) == {"controller", "rollout", "learner", "reward"}
+    assert {name for names in plan.SECTIONS.values() for name in names} == set(RunConfig.model_fields)

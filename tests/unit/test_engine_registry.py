@@ -1,0 +1,61 @@
+"""From `rollout.name` to an engine."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from operator import attrgetter
+from types import ModuleType
+
+import pytest
+
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.rollout.engines import registry
+from support.fake_engine import FakeEngine
+
+started: list[str] = []
+
+
+async def start(config: RunConfig) -> FakeEngine:
+    """What a new engine's module offers."""
+    started.append(config.model.path)
+    return FakeEngine()
+
+
+def config(name: str) -> RunConfig:
+    return parse(
+        RunConfig,
+        {
+            "data": {"train_files": "x.parquet"},
+            "model": {"path": "some/model"},
+            "rollout": {"name": name},
+            "reward": {"functions": [{"name": "exact_match"}]},
+            "trainer": {"total_steps": 1},
+        },
+    )
+
+
+async def test_a_name_in_the_table_starts_its_engine_with_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started.clear()
+    module = ModuleType("an_engine")
+    module.start = start
+    monkeypatch.setitem(sys.modules, "an_engine", module)
+    monkeypatch.setitem(registry.ENGINES, "fake", "an_engine:start")
+    engine = await registry.start_engine(config("fake"))
+    assert isinstance(engine, FakeEngine)
+    assert started == ["some/model"]
+
+
+async def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.name='vlm': there is no such engine; .*vllm"):
+        await registry.start_engine(config("vlm"))
+
+
+def test_every_entry_of_the_table_can_be_imported() -> None:
+    for target in registry.ENGINES.values():
+        module, _, path = target.partition(":")
+        assert callable(attrgetter(path)(importlib.import_module(module)))

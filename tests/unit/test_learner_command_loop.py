@@ -1,0 +1,156 @@
+"""The command loop on one rank: results, refusals, fatal errors; ranks' environment; a row's last check."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.core.errors import ConfigError, DataError, ModelError, PacelineError, VersionMismatchError
+from paceline.core.ids import TrajectoryId
+from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow
+from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.distributed.collectives import CommandError, broadcast_bytes, gather_bytes
+from paceline.learner.distributed.command_loop import STOP, CommandLoop, CommandQueue
+from paceline.learner.distributed.ranks import RankEnvironment, Ranks
+from paceline.learner.train.optimizer import Schedule
+from support.learner_fakes import POLICY, DictBlobs, make_batch
+from support.learner_ranks import alone
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with alone() as group:
+        yield group
+
+
+def running(
+    ranks: Ranks, handlers: Mapping[str, Any]
+) -> tuple[CommandQueue, threading.Thread, list[BaseException]]:
+    queue, died = CommandQueue(), list[BaseException]()
+
+    def work() -> None:
+        try:
+            CommandLoop(ranks, lambda: handlers, queue, keep_alive_s=0.02).run()
+        except Exception as error:  # noqa: BLE001  the test looks at it
+            died.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return queue, thread, died
+
+
+def test_commands_run_in_order_and_refusals_do_not_end_the_group(ranks: Ranks) -> None:
+    seen: list[int] = []
+
+    def count(arguments: Mapping[str, Any]) -> int:
+        seen.append(arguments["number"])
+        if arguments["number"] == 2:
+            raise CommandError(VersionMismatchError("not this one"))
+        return sum(seen)
+
+    queue, thread, died = running(ranks, {"count": count})
+    futures = [queue.submit("count", {"number": number}) for number in (1, 2, 3)]
+    assert futures[0].result(timeout=5) == 1
+    with pytest.raises(VersionMismatchError, match="not this one"):
+        futures[1].result(timeout=5)
+    assert futures[2].result(timeout=5) == 6
+    assert queue.submit(STOP, {}).result(timeout=5) is None
+    thread.join(timeout=5)
+    assert (seen, died) == ([1, 2, 3], [])
+    with pytest.raises(PacelineError, match="the learner group has stopped"):
+        queue.submit("count", {"number": 4}).result(timeout=5)
+
+
+def test_any_other_error_ends_the_group_and_is_told_to_all_who_wait(ranks: Ranks) -> None:
+    def explode(arguments: Mapping[str, Any]) -> None:
+        raise ZeroDivisionError("by nothing")
+
+    queue, thread, died = running(ranks, {"explode": explode})
+    with pytest.raises(PacelineError, match="ZeroDivisionError: by nothing"):
+        queue.submit("explode", {}).result(timeout=5)
+    thread.join(timeout=5)
+    assert isinstance(died[0], ZeroDivisionError)
+    with pytest.raises(PacelineError, match="ZeroDivisionError: by nothing"):
+        queue.submit("explode", {}).result(timeout=5)
+    # The reason lies where the other ranks look for it.
+    assert ranks.store.get("paceline/failure/0") == b"ZeroDivisionError: by nothing"
+
+
+def test_an_error_while_loading_ends_the_group_with_its_own_words(ranks: Ranks) -> None:
+    def prepare() -> Any:
+        raise ModelError("no such folder")
+
+    queue = CommandQueue()
+    with pytest.raises(ModelError, match="no such folder"):
+        CommandLoop(ranks, prepare, queue).run()
+    with pytest.raises(ModelError, match="no such folder"):
+        queue.submit("train", {}).result(timeout=5)
+
+
+def test_bytes_pass_through_a_group_of_one(ranks: Ranks) -> None:
+    assert broadcast_bytes(b"\x00abc", ranks) == b"\x00abc"
+    assert broadcast_bytes(b"", ranks) == b""
+    assert gather_bytes(b"x", ranks) == [b"x"]
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+
+
+def test_the_environment_of_a_rank() -> None:
+    assert RankEnvironment.read({}).world_size == 1
+    read = RankEnvironment.read(TORCHRUN)
+    assert (read.rank, read.world_size, read.master_host, read.master_port) == (1, 2, "host", 29500)
+    with pytest.raises(ConfigError, match="MASTER_PORT not set; start the learner with torchrun"):
+        RankEnvironment.read({name: TORCHRUN[name] for name in TORCHRUN if name != "MASTER_PORT"})
+    with pytest.raises(ConfigError, match=r"RANK=2 must be in 0..1"):
+        RankEnvironment.read(TORCHRUN | {"RANK": "2"})
+    with pytest.raises(ConfigError, match="must be numbers"):
+        RankEnvironment.read(TORCHRUN | {"WORLD_SIZE": "two"})
+
+
+def test_schedules_by_hand() -> None:
+    constant = Schedule(peak=2.0, kind="constant", total_steps=10, warmup_ratio=0.35)
+    assert [constant.at(step) for step in (1, 2, 3, 4, 5, 10)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    cosine = Schedule(peak=1.0, kind="cosine", total_steps=6, warmup_ratio=0.2, min_ratio=0.1)
+    assert [cosine.at(step) for step in (1, 2, 4, 6, 9)] == pytest.approx([0.5, 1.0, 0.55, 0.1, 0.1])
+    assert Schedule(peak=1.0, kind="constant", total_steps=5, warmup_ratio=0.0).at(1) == 1.0
+
+
+def test_rows_are_fetched_by_index_and_checked_once_more() -> None:
+    rows, blobs = make_batch(num_prompts=2, num_samples=2)
+    store = DictBlobs(blobs)
+
+    def fetch(batch: tuple[BatchRow, ...] = rows, policy: PolicyTag = POLICY) -> Any:
+        return fetch_rows(store, batch, [2, 0], policy=policy, vocab_size=48)
+
+    found = fetch()
+    assert list(found) == [2, 0]
+    assert found[2].index == 2
+    assert len(found[2].response_token_ids) == rows[2].num_response_tokens
+    assert found[2].response_log_probs.dtype == np.float32
+    with pytest.raises(
+        VersionMismatchError, match=r"train:1:1:0 was drawn from v0@0123456789abcdef, the step trains on v1@"
+    ):
+        fetch(policy=PolicyTag(version=1, digest=POLICY.digest))
+    swapped = (*rows[:2], BatchRow(**{**fields(rows[2]), "blob_key": rows[3].blob_key}), rows[3])
+    with pytest.raises(DataError, match=r"holds trajectory train:1:1:1, the batch names train:1:1:0"):
+        fetch(swapped)
+    short = (*rows[:2], BatchRow(**{**fields(rows[2]), "num_response_tokens": 99}), rows[3])
+    with pytest.raises(DataError, match=r"tokens, its header says \d+ \+ 99"):
+        fetch(short)
+    greedy = TrajectoryId(step=1, purpose="greedy", prompt_id=1, sample_index=0)
+    with pytest.raises(DataError, match=r"greedy:1:1:0 was not drawn to be trained on"):
+        fetch((*rows[:2], BatchRow(**{**fields(rows[2]), "trajectory_id": greedy}), rows[3]))
+    with pytest.raises(PacelineError, match="token"):
+        fetch_rows(store, rows, [2], policy=POLICY, vocab_size=3)
+
+
+def fields(row: BatchRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in BatchRow.__slots__}

@@ -1,0 +1,351 @@
+"""The function pool: right results in order, and every way in which a reward function can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.core.errors import (
+    ConfigError,
+    DeadlineError,
+    PeerLostError,
+    ProtocolError,
+    RewardError,
+    RewardErrorKind,
+)
+from paceline.core.scoring import ScoreItem
+from paceline.reward.functions.pool import FunctionPool
+from paceline.reward.functions.spec import FunctionSpec
+from paceline.reward.scores import Score
+
+OBEDIENT = FunctionSpec(name="f", reference="support.reward_functions:obedient")
+LENGTH = FunctionSpec(name="length", reference="support.reward_functions:length", weight=0.5)
+
+
+def items(*responses: str, **extra: object) -> list[ScoreItem]:
+    return [
+        ScoreItem(trajectory_id=f"t{index}", prompt="", response=response, ground_truth="", extra=extra)
+        for index, response in enumerate(responses)
+    ]
+
+
+def kinds(results: list[Score]) -> list[str]:
+    return [result.error[0].value if result.error else str(result.reward) for result in results]
+
+
+def message(result: Score) -> str:
+    assert result.error is not None
+    return result.error[1]
+
+
+async def test_results_come_in_order_with_their_components() -> None:
+    async with FunctionPool([LENGTH, OBEDIENT], num_processes=2, timeout_s=10) as pool:
+        texts = ["x" * (index % 7) for index in range(500)]
+        results = await pool.score(items(*texts))
+        assert [result.trajectory_id for result in results] == [f"t{index}" for index in range(500)]
+        assert [result.reward for result in results] == [0.5 * len(text) + 1.0 for text in texts]
+        assert results[6].components == {"length": 6.0, "f": 1.0}
+        several = await asyncio.gather(*(pool.score(items("a" * n)) for n in range(20)))
+        assert [scores[0].reward for scores in several] == [0.5 * n + 1.0 for n in range(20)]
+        assert await pool.score([]) == []
+        assert pool.num_replaced == 0
+
+
+async def test_a_hanging_function_costs_only_its_item() -> None:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.4, max_retries=0) as pool:
+        started = time.monotonic()
+        results = await pool.score(items("a", "b", "hang", "c", "d"))
+        took = time.monotonic() - started
+        assert kinds(results) == ["1.0", "1.0", "timeout", "1.0", "1.0"]
+        assert message(results[2]) == "not scored within 0.4 s"
+        assert 0.4 <= results[2].seconds <= took
+        assert pool.num_replaced == 1
+
+
+async def test_crashes_are_told_apart_and_the_processes_replaced() -> None:
+    async with FunctionPool([OBEDIENT], num_processes=2, timeout_s=10, max_retries=0) as pool:
+        results = await pool.score(items("a", "exit", "b", "segfault", "c"))
+        assert kinds(results) == ["1.0", "crashed", "1.0", "crashed", "1.0"]
+        assert message(results[1]) == "the reward process ended: exit code 3"
+        assert message(results[3]) == "the reward process ended: killed by SIGSEGV"
+        assert pool.num_replaced == 2
+        assert kinds(await pool.score(items("after"))) == ["1.0"]
+
+
+async def test_running_out_of_memory_is_a_crash() -> None:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10, max_retries=0) as pool:
+        results = await pool.score(items("a", "memory", "b"))
+        assert kinds(results) == ["1.0", "crashed", "1.0"]
+        assert message(results[1]) == "the reward process ended: out of memory"
+
+
+async def test_what_a_function_raises_or_returns_is_its_items_error() -> None:
+    orders = {
+        "raise": ("raised", "f raised KeyError: 'no\\nsuch\\ncolumn'"),
+        "sys_exit": ("raised", "f raised SystemExit: 4"),
+        "timeout_error": ("timeout", "f raised TimeoutError: the judge was slow"),
+        "connection_error": ("unavailable", "f raised ConnectionRefusedError: the judge is down"),
+        "return:nan": ("not_finite", "f returned nan"),
+        "return:str": ("wrong_type", "f returned str: return a float, or a dict of floats"),
+        "return:none": ("wrong_type", "f returned NoneType: return a float, or a dict of floats"),
+        "return:bool": ("wrong_type", "f returned bool: return a float, or a dict of floats"),
+        "numpy:bool": ("wrong_type", "f returned bool: return a float, or a dict of floats"),
+        "return:no_score": (
+            "wrong_type",
+            "f returned a dict that holds 'length': put its value under \"score\"",
+        ),
+    }
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
+        results = await pool.score(items(*orders, "return:dict", "numpy:float"))
+        assert [(result.error[0].value, result.error[1]) for result in results if result.error] == list(
+            orders.values()
+        )
+        assert all(result.reward is None and result.components == {} for result in results if result.error)
+        assert results[-2].reward == 0.5
+        assert results[-2].components == {"f": 0.5, "f/length": 3.0, "f/share": 0.25}
+        assert results[-1].reward == 0.5
+        assert pool.num_replaced == 0
+
+
+async def test_prints_and_reads_do_not_touch_the_protocol(capfd: pytest.CaptureFixture[str]) -> None:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
+        assert kinds(await pool.score(items("print", "read", "print", "a"))) == ["1.0", "0.0", "1.0", "1.0"]
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("printed by a reward function") == 2
+    assert err.count("printed by its child") == 2
+
+
+async def test_a_second_attempt_can_save_an_item(tmp_path: Path) -> None:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.4, max_retries=1) as pool:
+        results = await pool.score(items("a", f"hang_once:{tmp_path / 'seen'}", "hang", "b"))
+        assert kinds(results) == ["1.0", "1.0", "timeout", "1.0"]
+        assert pool.num_replaced == 3  # once for the first, twice for the second
+
+
+async def test_the_deadline_is_the_items_not_the_batchs() -> None:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.5, max_retries=0) as pool:
+        results = await pool.score(items(*["sleep:0.2"] * 5))
+        assert kinds(results) == ["1.0"] * 5
+        assert pool.num_replaced == 0
+        assert all(0.2 <= result.seconds < 0.5 for result in results)
+
+
+async def test_a_kill_takes_the_functions_children_along(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=1.0, max_retries=0) as pool:
+        assert kinds(await pool.score(items("hang_with_child", pid_file=str(pid_file)))) == ["timeout"]
+    assert gone(int(pid_file.read_text()))
+
+
+async def test_a_stopped_process_is_replaced() -> None:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.5, max_retries=1) as pool:
+        pid = (await pool.score(items("pid")))[0].reward
+        assert pid is not None
+        os.kill(int(pid), signal.SIGSTOP)
+        assert kinds(await pool.score(items("a", "b"))) == ["1.0", "1.0"]
+        assert not alive(int(pid))
+
+
+async def test_extra_fields_reach_the_functions_that_name_them() -> None:
+    spec = FunctionSpec(name="f", reference="support.reward_functions:tells_fields", arguments={"level": 9})
+    item = ScoreItem(
+        trajectory_id="t", response="", ground_truth="", prompt="four", data_source="xy", extra={"other": [1]}
+    )
+    async with FunctionPool([spec], num_processes=1, timeout_s=10) as pool:
+        assert (await pool.score([item]))[0].reward == 429.0
+    needs = FunctionSpec(name="f", reference="support.reward_functions:needs_field")
+    async with FunctionPool([needs], num_processes=1, timeout_s=10) as pool:
+        assert (await pool.score(items("a", difficulty=np.float32(0.5))))[0].reward == 0.5
+        assert message((await pool.score(items("a")))[0]).startswith(
+            "support.reward_functions:needs_field needs difficulty, which the item does not have"
+        )
+
+
+async def test_fields_that_cannot_be_sent_fail_alone() -> None:
+    odd = ScoreItem(trajectory_id="odd", prompt="", response="", ground_truth="", extra={"handle": object()})
+    shadowing = ScoreItem(trajectory_id="t", prompt="", response="", ground_truth="", extra={"response": "x"})
+    broken_text = ScoreItem(
+        trajectory_id="half a surrogate pair", prompt="", response="\ud83d", ground_truth="\ud83d"
+    )
+    async with FunctionPool(
+        [FunctionSpec(name="f", reference="exact_match")], num_processes=1, timeout_s=10
+    ) as pool:
+        results = await pool.score([*items(""), odd, broken_text, shadowing])
+        assert kinds(results) == ["1.0", "wrong_type", "1.0", "wrong_type"]
+        assert "may not be named response: rename the columns" in message(results[3])
+        assert "a value of type object cannot be sent" in message(results[1])
+        assert kinds(await pool.score([odd])) == ["wrong_type"]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "sentence"),
+    [
+        ("x = 1", ConfigError, "has no 'f'"),
+        ("raise OSError('no model here')", ConfigError, "raised OSError: no model here"),
+        ("import time; time.sleep(3600)", DeadlineError, "imports .*slow.py:f within 1 s; the import"),
+        ("import os; os._exit(5)", PeerLostError, "died while importing .*: exit code 5"),
+    ],
+)
+async def test_start_tells_what_is_wrong_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, kind: type[Exception], sentence: str
+) -> None:
+    if kind is DeadlineError:
+        monkeypatch.setattr("paceline.reward.functions.process._START_DEADLINE_S", 1)
+    (tmp_path / "slow.py").write_text(body)
+    spec = FunctionSpec(name="f", reference=f"{tmp_path}/slow.py:f")
+    pool = FunctionPool([spec], num_processes=2, timeout_s=1)
+    with pytest.raises(kind, match=sentence):
+        await pool.start()
+    assert children() == []
+
+
+async def test_close_ends_waiting_calls_and_leaves_no_process() -> None:
+    pool = FunctionPool([OBEDIENT], num_processes=2, timeout_s=60)
+    await pool.start()
+    waiting = asyncio.create_task(pool.score(items("hang", "a")))
+    await asyncio.sleep(0.1)
+    await pool.close()
+    with pytest.raises(RewardError, match="the function pool was closed") as caught:
+        await waiting
+    assert caught.value.kind is RewardErrorKind.UNAVAILABLE
+    assert children() == []
+
+
+async def test_a_cancelled_call_leaves_the_pool_usable() -> None:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
+        waiting = asyncio.create_task(pool.score(items(*["sleep:0.05"] * 100)))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        started = time.monotonic()
+        assert kinds(await pool.score(items("a"))) == ["1.0"]
+        assert time.monotonic() - started < 2.0  # and not the five seconds of the cancelled call
+
+
+async def test_processes_that_cannot_be_replaced_end_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.reward.functions.pool._RESTART_PAUSES_S", (0.0, 0.01))
+    path = tmp_path / "fleeting.py"
+    path.write_text("import os\ndef f(response, ground_truth):\n    os._exit(1)\n")
+    async with FunctionPool(
+        [FunctionSpec(name="f", reference=f"{path}:f")], num_processes=1, timeout_s=10, max_retries=5
+    ) as pool:
+        path.unlink()
+        with pytest.raises(RewardError, match=r"no reward processes: .*there is no file"):
+            await pool.score(items("a"))
+        with pytest.raises(RewardError, match="no reward processes"):
+            await pool.score(items("a"))
+
+
+def test_processes_die_with_their_parent() -> None:
+    code = (
+        "import asyncio, os, signal\n"
+        "from paceline.core.scoring import ScoreItem\n"
+        "from paceline.reward.functions.spec import FunctionSpec\n"
+        "from paceline.reward.functions.pool import FunctionPool\n"
+        "async def main():\n"
+        f"    spec = FunctionSpec(name='f', reference={OBEDIENT.reference!r})\n"
+        "    pool = FunctionPool([spec], num_processes=1, timeout_s=60)\n"
+        "    await pool.start()\n"
+        "    item = lambda text: ScoreItem(trajectory_id='t', prompt='', response=text, ground_truth='')\n"
+        "    print(int((await pool.score([item('pid')]))[0].reward), flush=True)\n"
+        "    await pool.score([item('hang')])\n"
+        "asyncio.run(main())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        time.sleep(0.2)
+        assert alive(child)
+        parent.kill()
+    assert gone(child)
+
+
+async def test_math_verify_and_its_own_deadline_work_in_a_child_process() -> None:
+    spec = FunctionSpec(name="f", reference="math_verify", arguments={"timeout_s": 1})
+    undecided = "$9^{9^{9^{9}}}$"
+    tasks = [
+        ScoreItem(trajectory_id=text, prompt="", response=text, ground_truth="1/2")
+        for text in ("\\boxed{0.5}", undecided, "2")
+    ]
+    async with FunctionPool([spec], num_processes=1, timeout_s=10, max_retries=0) as pool:
+        results = await pool.score(tasks)
+        assert kinds(results) == ["1.0", "timeout", "0.0"]
+        assert message(results[1]) == "f raised TimeoutError: math_verify did not decide within 1 s"
+        assert pool.num_replaced == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_processes": 0, "timeout_s": 1.0}, "num_processes is 0"),
+        ({"num_processes": 1, "timeout_s": 0.0}, "timeout_s is 0"),
+        ({"num_processes": 1, "timeout_s": 1.0, "max_retries": -1}, "max_retries is -1"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, int], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        FunctionPool([OBEDIENT], **options)
+
+
+async def test_score_needs_a_started_pool() -> None:
+    with pytest.raises(ProtocolError, match="call start"):
+        await FunctionPool([OBEDIENT], num_processes=1, timeout_s=1).score(items("a"))
+
+
+async def test_throughput_is_reported(record_property: pytest.RecordProperty) -> None:
+    spec = FunctionSpec(name="gsm8k", reference="gsm8k")
+    many = [
+        ScoreItem(
+            trajectory_id=f"run/1/{n}/0",
+            prompt="",
+            response="a thought " * 50 + f"#### {n}",
+            ground_truth=str(n),
+        )
+        for n in range(20_000)
+    ]
+    async with FunctionPool([spec], num_processes=2, timeout_s=10) as pool:
+        await pool.score(many[:500])
+        started = time.monotonic()
+        results = await pool.score(many)
+        seconds = time.monotonic() - started
+    assert all(result.reward == 1.0 for result in results)
+    record_property("microseconds_per_item", round(seconds / len(many) * 1e6, 1))
+    print(f"{seconds / len(many) * 1e6:.1f} us per item, {len(many) / seconds:.0f} items/s with 2 processes")
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def gone(pid: int) -> bool:
+    """Whether the process ends within a few seconds: a signal takes effect a little after it was sent."""
+    deadline = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def children() -> list[int]:
+    return [
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+        if "paceline.reward.functions.child" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]

@@ -1,0 +1,150 @@
+"""A member's bootstrap against a controller of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+from paceline.core.errors import ModelError
+from paceline.core.members import MemberKind, RewardState
+from paceline.rpc.v1 import reward_pb2_grpc
+from paceline.sdk import RewardClient
+from paceline.service.controller_link import MemberReport
+from paceline.service.member import MemberOptions, MemberSession
+from paceline.service.runtime import ServiceContext
+from support.fake_controller import FakeController, serve
+
+CONFIG = {
+    "data": {"train_files": ["x.parquet"]},
+    "model": {"path": "m"},
+    "reward": {"functions": [{"name": "exact_match"}]},
+    "trainer": {"total_steps": 2},
+}
+ADD = reward_pb2_grpc.add_RewardServiceServicer_to_server
+
+
+@pytest.fixture
+async def controller(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeController, str]]:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    fake = FakeController(config_json=parse(RunConfig, CONFIG).model_dump_json())
+    # The run directory of the fake is not there, and a member may not need it to report a failure.
+    monkeypatch.setattr("paceline.service.telemetry.setup", lambda *_, **__: None)
+    server = await serve(fake)
+    yield fake, server.address
+    await server.stop(0)
+
+
+async def run(address: str, work: Callable[[MemberSession], Awaitable[None]]) -> None:
+    """What `run_member` runs, without the process around it."""
+    options = MemberOptions(controller=address, member_id="reward-0", host="127.0.0.1", port=0)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        context = ServiceContext("reward-0", tasks)
+        session = MemberSession(context, options, kind=MemberKind.REWARD)
+        try:
+            await session.reporting(work(session))
+        finally:
+            await context._finish()
+
+
+async def join(session: MemberSession) -> None:
+    report = MemberReport(state=RewardState.SERVING)
+    await session.join(ADD, reward_pb2_grpc.RewardServiceServicer(), lambda: report)
+
+
+async def test_a_member_serves_registers_reports_and_leaves(controller: tuple[FakeController, str]) -> None:
+    fake, address = controller
+
+    async def work(session: MemberSession) -> None:
+        await join(session)
+        assert fake.registrations[0].address == session.link.address
+        await fake.heard.wait()
+        fake.run_over = True
+        session.poke()
+        await session.context.stopping.wait()
+
+    await run(address, work)
+    assert fake.calls[0] == "register"
+    assert set(fake.calls[1:-1]) == {"heartbeat"}
+    assert fake.calls[-1] == "leave stopped"
+    assert fake.heartbeats[-1].state == "serving"
+
+
+async def test_why_the_work_failed_is_told_before_the_goodbye(controller: tuple[FakeController, str]) -> None:
+    fake, address = controller
+
+    async def work(session: MemberSession) -> None:
+        await join(session)
+        raise ExceptionGroup("both", [ModelError("no such folder"), OSError("disk gone")])
+
+    with pytest.raises(ExceptionGroup):
+        await run(address, work)
+    assert [beat.failure for beat in fake.heartbeats if beat.failure] == [
+        "no such folder; OSError: disk gone"
+    ]
+    assert fake.calls[-1] == "leave stopped"
+
+
+async def test_a_task_that_fails_ends_the_service_and_is_told(controller: tuple[FakeController, str]) -> None:
+    fake, address = controller
+
+    async def fail() -> None:
+        raise ModelError("the engine died")
+
+    async def work(session: MemberSession) -> None:
+        await join(session)
+        session.spawn("engine", fail())
+        await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await run(address, work)
+    assert caught.group_contains(ModelError, match="the engine died")
+    assert [beat.failure for beat in fake.heartbeats if beat.failure] == ["the engine died"]
+
+
+async def test_an_error_while_stopping_is_neither_told_nor_raised(
+    controller: tuple[FakeController, str],
+) -> None:
+    fake, address = controller
+
+    async def work(session: MemberSession) -> None:
+        await join(session)
+        session.context.stop("SIGTERM")
+        raise ModelError("the engine's processes are gone")
+
+    await run(address, work)
+    assert not any(beat.failure for beat in fake.heartbeats)
+    assert fake.calls[-1] == "leave stopped"
+
+
+async def test_the_server_outlives_the_goodbye(controller: tuple[FakeController, str]) -> None:
+    """Calls under way are answered until the controller knows that the member leaves."""
+    fake, address = controller
+    order: list[str] = []
+
+    async def work(session: MemberSession) -> None:
+        await join(session)
+
+        async def probe() -> None:
+            async with RewardClient(session.link.address, token="") as client:
+                with pytest.raises(Exception, match="not served here"):
+                    await client.score([], timeout_s=5)
+            order.extend(["served", fake.calls[-1]])
+
+        session.context.defer("own step", probe)
+
+    await run(address, work)
+    assert order[0] == "served"
+    assert order[1] != "leave stopped"
+    assert fake.calls[-1] == "leave stopped"
+
+
+def test_the_command_line() -> None:
+    words = ["--controller", "host:1", "--member-id", "rollout-3"]
+    options = MemberOptions.parse(words, prog="p", description="d")
+    assert options == MemberOptions(controller="host:1", member_id="rollout-3", host="127.0.0.1", port=0)
+    with pytest.raises(SystemExit):
+        MemberOptions.parse(["--controller", "host:1"], prog="p", description="d")

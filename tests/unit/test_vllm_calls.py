@@ -1,0 +1,157 @@
+"""The vLLM engine's calls to its workers: what it asks of AsyncLLM, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import DeadlineError, ModelError, PeerLostError, WeightSyncError
+from paceline.core.members import MemberKind, RankRef
+from paceline.rollout.engines.processes import EngineProcesses
+from paceline.rollout.engines.vllm import calls
+from paceline.rollout.engines.vllm.engine import VllmEngine
+from paceline.weights.digest.agreement import DigestReport
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
+
+LAYOUT = RankLayout(
+    dtype="float32",
+    slices=(TensorSlice(name="w", global_shape=(2,), box=Box((0,), (2,)), param="w", offset=(0,)),),
+)
+SPEC = WeightGroupSpec(
+    epoch=1,
+    backend="gloo",
+    store_host="127.0.0.1",
+    store_port=29500,
+    learner_layouts=(LAYOUT, LAYOUT),
+    rollout_layouts=(LAYOUT, LAYOUT),
+    wire_dtype="float32",
+)
+
+
+class FakeLlm:
+    """Stands in for AsyncLLM: answers every call with prepared replies, one per TP rank."""
+
+    def __init__(self, replies: list[Any], *, idle: bool = True, delay_s: float = 0.0) -> None:
+        self.replies, self.idle, self.delay_s = replies, idle, delay_s
+        self.calls: list[tuple[Any, ...]] = []
+        self.failure: Exception | None = None
+        self.errored = False
+
+    async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
+        self.calls.append((method, timeout, args))
+        await asyncio.sleep(self.delay_s)
+        if self.failure is not None:
+            raise self.failure
+        return self.replies
+
+    async def reset_prefix_cache(self) -> bool:
+        self.calls.append(("reset_prefix_cache",))
+        return self.idle
+
+
+def engine(llm: FakeLlm) -> VllmEngine:
+    return VllmEngine(llm, EngineProcesses())
+
+
+def receipt(rank: int, num_bytes: int, ms: float) -> dict[str, bytes]:
+    report = DigestReport.of(rank=f"rollout rank {rank}", version=4, slices=())
+    made = PushReceipt(
+        version=4,
+        reports=(report,),
+        num_bytes=num_bytes,
+        relayed_bytes=num_bytes // 2,
+        transfer_ms=ms,
+        digest_ms=ms / 2,
+        peak_extra_bytes=num_bytes,
+    )
+    return {"receipt": made.to_bytes()}
+
+
+def failure(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"error": {"kind": kind, "message": f"a {kind}", "rank": None, **fields}}
+
+
+async def test_a_push_is_received_then_the_prefix_cache_is_reset() -> None:
+    llm = FakeLlm([receipt(0, 100, 3.0), receipt(1, 140, 2.0)])
+    result = await engine(llm).receive(4, 20.0)
+    assert llm.calls == [("paceline_receive", 30.0, (4, 20.0)), ("reset_prefix_cache",)]
+    assert (result.version, result.num_bytes, result.transfer_ms, result.digest_ms) == (4, 240, 3.0, 1.5)
+    assert (result.peak_extra_bytes, result.relayed_bytes) == (140, 120)
+    assert [report.rank for report in result.reports] == ["rollout rank 0", "rollout rank 1"]
+
+
+async def test_describe_and_join_reach_every_worker() -> None:
+    llm = FakeLlm([{"layout": LAYOUT.to_bytes()}] * 2)
+    assert await engine(llm).describe() == (LAYOUT, LAYOUT)
+    llm.replies = [{}, {}]
+    await engine(llm).join(SPEC, 2, 5.0)
+    assert llm.calls[-1] == ("paceline_join", 15.0, (SPEC.to_bytes(), 2, 5.0))
+
+
+async def test_the_cause_is_reported_before_its_consequences() -> None:
+    lost = failure("PeerLostError", peer=["learner", 0])
+    with pytest.raises(WeightSyncError, match="TP rank 1: a WeightSyncError"):
+        await engine(FakeLlm([lost, failure("WeightSyncError")])).receive(1, 5.0)
+    with pytest.raises(PeerLostError, match="TP rank 0: a PeerLostError") as caught:
+        await engine(FakeLlm([lost, lost])).receive(1, 5.0)
+    assert caught.value.peer == RankRef(MemberKind.LEARNER, 0)
+
+
+async def test_a_lost_peer_outside_of_the_engine_is_reported_before_one_inside() -> None:
+    """Rank 0 lost rank 1 of the same engine, which gave up when a server that passes weights on went away."""
+    within = failure("PeerLostError", peer=["rollout", 3], rank=["rollout", 2])
+    beyond = failure("PeerLostError", peer=["rollout", 1], rank=["rollout", 3])
+    with pytest.raises(PeerLostError, match="TP rank 1") as caught:
+        await engine(FakeLlm([within, beyond])).receive(1, 5.0)
+    assert caught.value.peer == RankRef(MemberKind.ROLLOUT, 1)
+
+
+async def test_errors_keep_their_class() -> None:
+    late = failure("DeadlineError", phase="push", peer=["learner", 1], seconds=2.0, hint="")
+    with pytest.raises(DeadlineError, match="TP rank 0: push: no answer from learner rank 1 within 2 s"):
+        await engine(FakeLlm([late])).receive(1, 5.0)
+    with pytest.raises(ModelError, match="TP rank 0: a ModelError"):
+        await engine(FakeLlm([failure("ModelError")])).describe()
+    with pytest.raises(WeightSyncError, match="TP rank 0: KeyError: a KeyError"):
+        await engine(FakeLlm([failure("KeyError")])).join(SPEC, 1, 1.0)
+
+
+@pytest.mark.parametrize(("dead", "kind"), [(False, WeightSyncError), (True, PeerLostError)])
+async def test_a_call_that_raises_is_told_apart_from_a_dead_engine(dead: bool, kind: type[Exception]) -> None:
+    llm = FakeLlm([])
+    llm.failure, llm.errored = Exception("worker said no"), dead
+    message = "the inference engine has died" if dead else "paceline_describe failed .* worker said no"
+    with pytest.raises(kind, match=message):
+        await engine(llm).describe()
+
+
+async def test_running_requests_make_a_push_unusable() -> None:
+    llm = FakeLlm([receipt(0, 1, 1.0)], idle=False)
+    with pytest.raises(WeightSyncError, match="version 4 arrived while requests were running"):
+        await engine(llm).receive(4, 5.0)
+
+
+async def test_an_engine_that_hangs_is_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "GRACE_S", 0.0)
+    with pytest.raises(DeadlineError, match=r"paceline_join: no answer from the engine within 0\.05 s"):
+        await engine(FakeLlm([{}], delay_s=5.0)).join(SPEC, 2, 0.05)
+
+
+async def test_a_reset_that_hangs_is_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "GRACE_S", 0.05)
+    llm = FakeLlm([receipt(0, 100, 3.0)])
+
+    async def hang() -> bool:
+        await asyncio.Event().wait()
+        return True
+
+    monkeypatch.setattr(llm, "reset_prefix_cache", hang)
+    with pytest.raises(
+        DeadlineError, match=r"reset of the prefix cache: no answer from the engine .* restarted"
+    ):
+        await engine(llm).receive(4, 20.0)
