@@ -2,8 +2,9 @@
 
     python benchmarks/broker_path.py [--groups 1000] [--samples 8] [--tokens 512] [--repeats 3]
 
-Rollout and reward are fakes that do everything to a message but sample and score: they decode, validate, fetch blobs,
-encode, append and acknowledge as the services do. Both run as tasks of one process, then as processes of their own.
+Rollout and reward are fakes that handle messages as the services do, but do not sample or score: they decode,
+validate, fetch blobs, encode, append and acknowledge. Both run as tasks of one process, then as two
+processes.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def prompt_group(prompt_id: int, num_samples: int, num_tokens: int) -> bytes:
 
 
 def answer(group: PromptGroup) -> list[Outgoing]:
-    """All samples of a group, with random arrays in the place of a model's."""
+    """All samples of a group, with random arrays instead of a model's."""
     messages = []
     stream = names.trajectories(RUN_ID)
     rng = np.random.default_rng(group.prompt_id)
@@ -119,7 +120,7 @@ def answer(group: PromptGroup) -> list[Outgoing]:
 
 
 async def rollout(broker: Broker, ready: asyncio.Event) -> None:
-    """Answers orders until it is cancelled: one append a group, as the rollout server does."""
+    """Answers orders until it is cancelled, with one append per group as the rollout server."""
     stream = names.prompts(RUN_ID, POLICY.version)
     async with Mailbox(broker, stream, names.ROLLOUT_GROUP, "bench-0", max_entries=8) as box:
         ready.set()
@@ -131,7 +132,7 @@ async def rollout(broker: Broker, ready: asyncio.Event) -> None:
 
 
 def scored(header: TrajectoryHeader, trajectory: Trajectory) -> bytes:
-    """A verdict; the trajectory was decoded and is now looked at, hardly."""
+    """A score that depends on one token of the decoded trajectory."""
     return wire.encode_scored_header(
         ScoredHeader(
             run_id=header.run_id,
@@ -195,7 +196,7 @@ async def control(broker: Broker, num_groups: int, num_samples: int, num_tokens:
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """CPU time that the processes have taken so far: what other work on the machine does not distort."""
+    """CPU time that the processes have used, which other work on the machine does not distort."""
     ticks = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -213,22 +214,22 @@ async def timed(broker: Broker, pids: Sequence[int], arguments: argparse.Namespa
 async def in_one_process(server: RedisServer, arguments: argparse.Namespace) -> Timing:
     """Rollout, reward and controller as tasks of one event loop."""
     broker = open_broker(server.url)
-    workers = []
+    tasks = []
     for work in (rollout, reward):
         ready = asyncio.Event()
-        workers.append(asyncio.create_task(work(broker, ready), name=work.__name__))
+        tasks.append(asyncio.create_task(work(broker, ready), name=work.__name__))
         await asyncio.wait_for(ready.wait(), STALL_S)
     timing = await timed(broker, [os.getpid(), server.pid], arguments)
-    for worker in workers:
-        worker.cancel()
-    await asyncio.wait(workers)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
     await broker.purge(names.prefix(RUN_ID))
     await broker.close()
     return timing
 
 
 async def in_processes(server: RedisServer, arguments: argparse.Namespace) -> Timing:
-    """Rollout and reward each a process of its own; the controller is this one."""
+    """Rollout and reward as processes; the controller runs in this process."""
     broker = open_broker(server.url)
     pids = [os.getpid(), server.pid]
     async with AsyncExitStack() as stack:
@@ -252,8 +253,8 @@ async def in_processes(server: RedisServer, arguments: argparse.Namespace) -> Ti
     return timing
 
 
-async def worker(role: str) -> None:
-    """What a process of one's own does: says that it is ready, works until it is ended."""
+async def run_role(role: str) -> None:
+    """The main function of a role's own process: prints "ready", and works until it is terminated."""
     ready = asyncio.Event()
     work = {"rollout": rollout, "reward": reward}[role]
     task = asyncio.create_task(work(open_broker(os.environ[URL_VARIABLE]), ready), name=role)
@@ -330,7 +331,7 @@ def main() -> None:
     parser.add_argument("--role", choices=("rollout", "reward"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role:
-        asyncio.run(worker(arguments.role))
+        asyncio.run(run_role(arguments.role))
         return
     layouts = {"one process": in_one_process, "a process each": in_processes}
     with tempfile.TemporaryDirectory() as folder, RedisServer.start(Path(folder)) as server:

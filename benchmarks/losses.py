@@ -1,15 +1,16 @@
-"""What log-probs, entropy and policy loss cost in time and memory, in chunks of the vocabulary's logits and in the plain form.
+"""Time and memory of log-probs, entropy and policy loss: with logits in chunks, and all at once.
 
-    python benchmarks/losses.py                                       # a GPU: 16,384 tokens, Qwen2.5-7B's head
-    python benchmarks/losses.py --hidden 896 --vocab 151936           # Qwen2.5-0.5B's head
+    python benchmarks/losses.py                                   # a GPU: 16,384 tokens, Qwen2.5-7B's head
+    python benchmarks/losses.py --hidden 896 --vocab 151936       # Qwen2.5-0.5B's head
     python benchmarks/losses.py --device cpu --tokens 512 --vocab 8192 --hidden 256 --repeats 3
 
-One line per form. `plain` makes all logits at once, casts them to float32 and lets autograd do the rest; `chunked` is what the
-learner runs (`paceline.learner.algorithms.log_probs`), by rows of logits held at once. `forward` makes log-probs without a graph, as
-for old log-probs; `update` is log-probs and entropy, the clipped loss with an entropy bonus, and its gradients by hidden states and
-head. Medians in milliseconds; `extra` is the most memory above what inputs and gradients take. `share of matrix products` sets
-the update against the head's products alone, three in the plain form and four in chunks, timed in the same run. Errors are against
-a float64 computation of some of the rows.
+One line per form. `plain` makes all logits at once, casts them to float32 and leaves the rest to autograd;
+`chunked` is what the learner runs (`paceline.learner.algorithms.log_probs`), by rows of logits in memory at
+once. `forward` computes log-probs without a graph, as for old log-probs. `update` computes log-probs and
+entropy, the clipped loss with an entropy bonus, and its gradients by hidden states and head. Times are
+medians in milliseconds; `extra` is the peak memory beyond inputs and gradients. `share of matrix products` is
+the time of the head's products alone, three in the plain form and four in chunks, timed in the same run, over
+that of the update. Errors are against a float64 computation of some rows.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Batch:
 
     @classmethod
     def random(cls, tokens: int, hidden: int, vocab: int, device: torch.device) -> Batch:
-        """Logits with a spread of about 3, as of a trained model."""
+        """Draws a batch whose logits spread by about 3, like a trained model's."""
         kind = torch.bfloat16 if device.type == "cuda" else torch.float32
         generator = torch.Generator(device).manual_seed(0)
 
@@ -68,14 +69,17 @@ class Batch:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
+    """Measures all forms and prints the table."""
     args = parse_args(argv)
     device = torch.device(args.device)
     batch = Batch.random(args.tokens, args.hidden, args.vocab, device)
     forms: dict[str, Form] = {f"chunked, {rows} rows": chunked(rows) for rows in args.chunks}
     forms["plain"] = plain
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    title = f"{args.tokens} tokens, vocabulary {args.vocab}, hidden {args.hidden}, {batch.hidden.dtype}, {name}, torch {torch.__version__}"
+    title = (
+        f"{args.tokens} tokens, vocabulary {args.vocab}, hidden {args.hidden}, {batch.hidden.dtype}, {name}, "
+        f"torch {torch.__version__}"
+    )
     table = Table(title=title)
     for column in ("form", "forward ms", "extra GiB", "update ms", "extra GiB", "share of matrix products"):
         table.add_column(column, justify="right")
@@ -101,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=16384)
@@ -118,7 +122,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chunked(rows: int) -> Form:
-    """What the learner runs."""
+    """The learner's form."""
 
     def form(
         hidden: Tensor, head: Tensor, targets: Tensor, with_entropy: bool
@@ -134,13 +138,13 @@ def plain(hidden: Tensor, head: Tensor, targets: Tensor, with_entropy: bool) -> 
 
 
 def forward(form: Form, batch: Batch) -> None:
-    """Log-probs without a graph."""
+    """Computes log-probs without a graph."""
     with torch.no_grad():
         form(batch.hidden, batch.head, batch.targets, False)
 
 
 def update(form: Form, batch: Batch) -> None:
-    """Loss and gradients."""
+    """Computes loss and gradients."""
     log_probs, entropy = form(batch.hidden, batch.head, batch.targets, True)
     assert entropy is not None
     mask = torch.ones_like(batch.targets, dtype=torch.bool).unsqueeze(0)
@@ -154,14 +158,14 @@ def update(form: Form, batch: Batch) -> None:
 
 
 def product(batch: Batch) -> None:
-    """The head's product, by parts so that the result needs little memory."""
+    """Computes the head's product by parts, so the result needs little memory."""
     with torch.no_grad():
         for part in batch.hidden.split(4096):
             part @ batch.head.t()
 
 
 def measure(work: Callable[[], None], batch: Batch, repeats: int) -> tuple[float, float]:
-    """Median milliseconds, and GiB above inputs and gradients at the worst moment (0 on a CPU)."""
+    """Median milliseconds, and peak GiB beyond inputs and gradients (0 on a CPU)."""
     device = batch.hidden.device
     milliseconds = median_ms(work, device, repeats)
     if device.type != "cuda":
@@ -176,7 +180,7 @@ def measure(work: Callable[[], None], batch: Batch, repeats: int) -> tuple[float
 
 
 def median_ms(work: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """After two warm-ups."""
+    """Median milliseconds, after two warm-ups."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -195,12 +199,12 @@ def median_ms(work: Callable[[], None], device: torch.device, repeats: int) -> f
 
 @torch.no_grad()
 def error(form: Form, batch: Batch) -> float:
-    """Largest difference from float64, of the first rows."""
+    """The first rows' largest difference from float64."""
     rows = slice(0, CHECKED_ROWS)
-    found, _ = form(batch.hidden[rows], batch.head, batch.targets[rows], True)
+    log_probs, _ = form(batch.hidden[rows], batch.head, batch.targets[rows], True)
     z = batch.hidden[rows].double() @ batch.head.double().t()
     true = z.log_softmax(-1).gather(-1, batch.targets[rows].unsqueeze(-1)).squeeze(-1)
-    return float((found.double() - true).abs().max())
+    return float((log_probs.double() - true).abs().max())
 
 
 if __name__ == "__main__":

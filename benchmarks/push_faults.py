@@ -30,7 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from step import ROOT, write_inputs
 
-MOMENTS = {"before": "learn", "during": "publish", "after": "commit"}
+MOMENTS = {"before": (0, "learn"), "during": (0, "publish"), "after": (1, "dispatch")}
+"""The phase whose beginning is the moment, in the kill's step or in the next"""
+
 LIMIT_S = 15.0
 RUN_TIMEOUT_S = 540.0
 POLL_S = 0.002
@@ -45,6 +47,12 @@ class Kill:
     victim: str
     killed: float = 0.0
     free: float = 0.0
+
+    @property
+    def phase(self) -> tuple[int, str]:
+        """Step and phase at whose beginning the server is killed."""
+        later, phase = MOMENTS[self.moment]
+        return self.step + later, phase
 
 
 async def main(argv: Sequence[str] | None = None) -> int:
@@ -118,7 +126,7 @@ async def follow_and_kill(
                 waiting.free, waiting = event["time"], None
         if pending and step == pending[0].step and to == "collect":
             family = processes_of(pending[0].victim)  # early, since the search takes as long as a push
-        if pending and step == pending[0].step and to == MOMENTS[pending[0].moment]:
+        if pending and (step, to) == pending[0].phase:
             waiting = pending.pop(0)
             if waiting.moment == "during":
                 await asyncio.sleep(delay_s)

@@ -1,16 +1,18 @@
-"""A whole training step phase by phase, with random weights of a known shape, through the four services; and what limits it.
+"""A training step through the four services, phase by phase, with random weights; and what limits it.
 
     python benchmarks/step.py --shape 7B --learners 4 --engines 4x1      # 8 GPUs
     python benchmarks/step.py --shape 7B --learners 2 --engines 2x1      # 4 GPUs
-    python benchmarks/step.py --shape tiny --learners 1 --engines 1x1 --device cpu --prompts 8 --prompt-tokens 32 --response-tokens 16
+    python benchmarks/step.py --shape tiny --learners 1 --engines 1x1 --device cpu \\
+        --prompts 8 --prompt-tokens 32 --response-tokens 16
 
-GRPO without a reference model, `paceline train` as anybody would start it; prompts of exactly so many random tokens, responses that end
-at the limit, the reward a cheap function of the text. `--engines 2x1` is two rollout servers of tensor-parallel size 1. Learner ranks
-take the first GPUs, engines those after them.
+Runs GRPO without a reference model by `paceline train`. All prompts have the given number of random tokens,
+responses end at the limit, and the reward is a cheap function of the text. `--engines 2x1` means two rollout
+servers of tensor-parallel size 1. Learner ranks take the first GPUs, engines the next.
 
-Medians over the steps from the second on. tokens/s are prompts and responses over the whole step; MFU is the update's arithmetic (what
-checkpointing computes again left out) against the rate of an 8,192 x 8,192 x 8,192 bfloat16 product, measured beforehand, and against
-the vendor's peak. Per GPU: generation by the engines' GPUs, the update by the learner's. The last lines tell how long each side waits.
+Prints medians from the second step on. tokens/s count prompts and responses over the step. MFU is the
+update's arithmetic, without activation recomputation, as a share of the measured rate of an 8,192 x 8,192 x
+8,192 bfloat16 product and of the vendor's peak. Generation is per GPU of the engines, the update per GPU of
+the learner. The last lines show how long each side waits.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ PHASES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs and prints."""
+    """Runs the benchmark and prints its table."""
     args = parse_args(argv)
     work = Path(args.work or tempfile.mkdtemp(prefix="paceline-step-"))
     config = write_inputs(args, work)
@@ -67,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     warm = [line for line in metrics if line["step"] >= 2]
     if ended.returncode or not warm:
         print(
-            f"the run ended with {ended.returncode} after {len(metrics)} lines of metrics; its logs: {work}/run/logs"
+            f"the run ended with {ended.returncode} after {len(metrics)} lines of metrics; "
+            f"its logs: {work}/run/logs"
         )
         return 1
     report(args, medians(warm), len(warm), rates)
@@ -75,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shape", default="7B", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--learners", type=int, default=2)
@@ -100,7 +103,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def write_inputs(args: argparse.Namespace, work: Path) -> Path:
-    """Model folder without weights, prompts, reward and configuration; returns the last."""
+    """Writes a model folder without weights, prompts, a reward and the configuration; returns its path."""
     model = work / "model"
     model.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.shape] | {"torch_dtype": "bfloat16" if args.device == "cuda" else "float32"}
@@ -119,7 +122,7 @@ def write_inputs(args: argparse.Namespace, work: Path) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One word, one token."""
+    """Writes a tokenizer with one token per word."""
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -134,11 +137,11 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """The run's."""
+    """The run's configuration."""
     num_engines, parallel_size = args.engines
     cuda = args.device == "cuda"
     first = list(range(args.learners))
-    then = list(range(args.learners, args.learners + num_engines * parallel_size))
+    after = list(range(args.learners, args.learners + num_engines * parallel_size))
     return {
         "data": {
             "train_files": str(work / "prompts.jsonl"),
@@ -167,7 +170,7 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             "n": args.samples,
             "max_num_seqs": args.max_num_seqs,
             "gpu_memory_utilization": 0.85,
-            "devices": then if cuda else None,
+            "devices": after if cuda else None,
             "engine_kwargs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
             if cuda
             else {},
@@ -190,7 +193,7 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def measured_rates() -> tuple[float, float]:
-    """Operations per second of a large bfloat16 product, and the vendor's; in a process of its own that leaves nothing on the GPU."""
+    """Operations per second of a large bfloat16 product, in a subprocess, and the vendor's peak."""
     code = """
 import torch, time
 from paceline.learner.model.flops import peak_flops
@@ -208,7 +211,7 @@ print(2 * 8192**3 / sorted(times)[len(times) // 2], peak_flops(torch.device("cud
 
 
 def medians(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of every metric that all lines have."""
+    """The medians of the metrics that all lines have."""
     names = set.intersection(*(set(line) for line in lines))
     return {
         name: statistics.median(line[name] for line in lines if line[name] is not None)
@@ -217,41 +220,48 @@ def medians(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def report(
-    args: argparse.Namespace, found: Mapping[str, float], num_steps: int, rates: tuple[float, float] | None
+    args: argparse.Namespace, metrics: Mapping[str, float], num_steps: int, rates: tuple[float, float] | None
 ) -> None:
     """Prints the tables."""
     num_engines, parallel_size = args.engines
     rollout_gpus = num_engines * parallel_size
     num_gpus = args.learners + rollout_gpus
-    step_s, learn_s = found["timing_s/step"], found["timing_s/learn"]
+    step_s, learn_s = metrics["timing_s/step"], metrics["timing_s/learn"]
     samples = args.prompts * args.samples
-    response_tokens = samples * found["response_length/mean"]
+    response_tokens = samples * metrics["response_length/mean"]
     all_tokens = samples * args.prompt_tokens + response_tokens
     console = Console(width=130)
     table = Table(
-        title=f"{args.shape}, {args.learners} learner ranks, {num_engines} x TP {parallel_size}, {args.prompts} prompts x {args.samples} samples, "
+        title=f"{args.shape}, {args.learners} learner ranks, {num_engines} x TP {parallel_size}, "
+        f"{args.prompts} prompts x {args.samples} samples, "
         f"{args.prompt_tokens} + {args.response_tokens} tokens, medians of {num_steps} steps"
     )
     for column in ("phase", "s", "share of the step"):
         table.add_column(column, justify="right")
     for label, name in PHASES:
-        if name in found:
-            table.add_row(label, f"{found[name]:.3f}", f"{found[name] / step_s:.1%}")
-    table.add_row("whole step", f"{step_s:.3f}", "")
+        if name in metrics:
+            table.add_row(label, f"{metrics[name]:.3f}", f"{metrics[name] / step_s:.1%}")
+    table.add_row("step", f"{step_s:.3f}", "")
     console.print(table)
-    update_s = found["timing_s/update_actor"]
+    learn_rate = all_tokens / metrics["timing_s/update_actor"]
+    score_rate = all_tokens / metrics["timing_s/old_log_prob"]
+    generation_rate = response_tokens / metrics["timing_s/gen"]
+    step_rate = all_tokens / step_s
     lines = {
-        "tokens/s over the step": f"{all_tokens / step_s:,.0f}; per GPU {all_tokens / step_s / num_gpus:,.0f}",
-        "generation, new tokens/s": f"{response_tokens / found['timing_s/gen']:,.0f}; per rollout GPU {response_tokens / found['timing_s/gen'] / rollout_gpus:,.0f}",
-        "update, tokens/s": f"{all_tokens / update_s:,.0f}; per learner GPU {all_tokens / update_s / args.learners:,.0f}",
-        "old log-probs, tokens/s per learner GPU": f"{all_tokens / found['timing_s/old_log_prob'] / args.learners:,.0f}",
+        "tokens/s over the step": f"{step_rate:,.0f}; per GPU {step_rate / num_gpus:,.0f}",
+        "generation, new tokens/s": (
+            f"{generation_rate:,.0f}; per rollout GPU {generation_rate / rollout_gpus:,.0f}"
+        ),
+        "update, tokens/s": f"{learn_rate:,.0f}; per learner GPU {learn_rate / args.learners:,.0f}",
+        "old log-probs, tokens/s per learner GPU": f"{score_rate / args.learners:,.0f}",
         "learner waits": f"{1 - learn_s / step_s:.1%} of the step",
-        "rollout waits": f"{1 - found['timing_s/gen'] / step_s:.1%} of the step",
+        "rollout waits": f"{1 - metrics['timing_s/gen'] / step_s:.1%} of the step",
     }
-    if rates is not None and "perf/mfu" in found:
+    if rates is not None and "perf/mfu" in metrics:
         rate, peak = rates
         lines["MFU of the update"] = (
-            f"{found['perf/mfu'] * peak / rate:.3f} of {rate / 1e12:.0f} TFLOP/s measured; {found['perf/mfu']:.3f} of the vendor's peak"
+            f"{metrics['perf/mfu'] * peak / rate:.3f} of {rate / 1e12:.0f} TFLOP/s measured; "
+            f"{metrics['perf/mfu']:.3f} of the vendor's peak"
         )
     for name in (
         "rollout/mismatch_kl",
@@ -260,8 +270,8 @@ def report(
         "weights/transfer_ms",
         "weights/digest_ms",
     ):
-        if name in found:
-            lines[name] = f"{found[name]:.3g}"
+        if name in metrics:
+            lines[name] = f"{metrics[name]:.3g}"
     for name, words in lines.items():
         console.print(f"{name}: {words}")
     console.print(f"{os.cpu_count()} cores")

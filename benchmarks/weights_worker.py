@@ -64,6 +64,6 @@ class TimedExtension(PacelineWorkerExtension):
             self.__dict__["_paceline_trace"] = trace = Trace()
             trace.begin()
         else:
-            name = self._paceline_receiver().rank_name.replace(" ", "-")
+            name = str(self._paceline_receiver().rank_ref).replace(" ", "-")
             self.__dict__.pop("_paceline_trace").end(Path(folder) / f"{name}.json.gz")
         return {}

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from paceline.config.base import OneOf
 from paceline.config.load import section_types
 from paceline.config.run import RunConfig, SftRunConfig
 
@@ -106,7 +107,9 @@ def choices(field: FieldInfo) -> list[str]:
 def item(path: str, field: FieldInfo, value: str, *, of: str = "") -> str:
     """The entry of one value."""
     meaning = f" {field.description}" if field.description else ""
-    return wrapped(f"`{path}`{of}: {kind(field.annotation)}{bounds(field)}; {value}.{meaning}", bullet="- ")
+    return wrapped(
+        f"`{path}`{of}: {kind(field.annotation, field)}{bounds(field)}; {value}.{meaning}", bullet="- "
+    )
 
 
 def wrapped(text: str, *, bullet: str = "") -> str:
@@ -145,8 +148,10 @@ def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     return None, False
 
 
-def kind(annotation: Any) -> str:
+def kind(annotation: Any, field: FieldInfo | None = None) -> str:
     """A type in words."""
+    for names in (part.names for part in (field.metadata if field else ()) if isinstance(part, OneOf)):
+        return f"one of {', '.join(f'`{name}`' for name in names)}"
     origin = get_origin(annotation)
     if origin is Annotated:
         return kind(get_args(annotation)[0])

@@ -5,12 +5,15 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-PATH="$(dirname "$(readlink -f "$python" || echo "$python")"):$(dirname "$python"):$PATH" "$python" -m grpc_tools.protoc -I proto --python_out="$out" --grpc_python_out="$out" --mypy_out="quiet:$out" --mypy_grpc_out="quiet,only_async:$out" \
+export PATH="$(dirname "$(readlink -f "$python" || echo "$python")"):$(dirname "$python"):$PATH"
+"$python" -m grpc_tools.protoc -I proto --python_out="$out" --grpc_python_out="$out" \
+  --mypy_out="quiet:$out" --mypy_grpc_out="quiet,only_async:$out" \
   proto/paceline/rpc/v1/*.proto
 if [ "${1:-}" = "--check" ]; then
   status=0
   for file in "$out"/paceline/rpc/v1/*; do
-    diff -u "src/paceline/rpc/v1/$(basename "$file")" "$file" >/dev/null || { echo "stale: src/paceline/rpc/v1/$(basename "$file"); run tools/generate_rpc.sh"; status=1; }
+    committed=src/paceline/rpc/v1/$(basename "$file")
+    diff -u "$committed" "$file" >/dev/null || { echo "stale: $committed; run tools/generate_rpc.sh"; status=1; }
   done
   exit $status
 fi

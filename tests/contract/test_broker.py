@@ -9,7 +9,7 @@ import pytest
 from paceline.broker import Broker, Outgoing
 from support.streams import Stopwatch, drain, messages, payloads, reclaim_all, soon
 
-G = "workers"
+G = "group"
 
 
 async def fill(broker: Broker, stream: str, count: int, *groups: str) -> list[str]:
@@ -58,12 +58,12 @@ class TestAppendAndRead:
         assert (plain.payload, plain.traceparent) == (b"", "")
 
     async def test_one_append_reaches_several_streams(self, broker: Broker, prefix: str) -> None:
-        one, two = prefix + "one", prefix + "two"
-        for stream in (one, two):
+        left, right = prefix + "one", prefix + "two"
+        for stream in (left, right):
             await broker.ensure_group(stream, G)
-        await broker.append(messages(one, ["a"]) + messages(two, ["b"]) + messages(one, ["c"]))
-        assert payloads(await drain(broker, one, G, "x")) == ["a", "c"]
-        assert payloads(await drain(broker, two, G, "x")) == ["b"]
+        await broker.append(messages(left, ["a"]) + messages(right, ["b"]) + messages(left, ["c"]))
+        assert payloads(await drain(broker, left, G, "x")) == ["a", "c"]
+        assert payloads(await drain(broker, right, G, "x")) == ["b"]
 
     async def test_nothing_to_append_is_nothing(self, broker: Broker) -> None:
         assert await broker.append([]) == []
@@ -306,13 +306,13 @@ class TestBlobs:
 
 class TestPurge:
     async def test_removes_a_run_and_nothing_else(self, broker: Broker, prefix: str) -> None:
-        mine, other = prefix + "run[1]*:", prefix + "run1x:"
-        for run in (mine, other):
-            await broker.append([Outgoing(stream=run + "s", payload=b"", blobs={run + "b": b"v"})])
-        assert await broker.purge(mine) == 2
-        assert [await broker.length(mine + "s"), await broker.length(other + "s")] == [0, 1]
-        assert await broker.get_blobs([mine + "b", other + "b"]) == [None, b"v"]
-        assert await broker.purge(mine) == 0
+        run, other = prefix + "run[1]*:", prefix + "run1x:"
+        for name in (run, other):
+            await broker.append([Outgoing(stream=name + "s", payload=b"", blobs={name + "b": b"v"})])
+        assert await broker.purge(run) == 2
+        assert [await broker.length(run + "s"), await broker.length(other + "s")] == [0, 1]
+        assert await broker.get_blobs([run + "b", other + "b"]) == [None, b"v"]
+        assert await broker.purge(run) == 0
 
     async def test_does_not_empty_the_server(self, broker: Broker) -> None:
         with pytest.raises(ValueError, match="prefix"):

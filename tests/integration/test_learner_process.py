@@ -149,7 +149,7 @@ def numbers(reply: learner_pb2.TrainStepResponse) -> dict[str, float]:
 
 
 async def going_back(learner: Learner, folder: Path, batch: Any) -> None:
-    """At version 3 back to the weights of step 2, and on to step 4 at half the rate; what cannot be loaded changes nothing."""
+    """At version 3, rolls back to step 2 and trains step 4 at half the rate; failed loads change nothing."""
 
     async def load(source: Path, version: int) -> learner_pb2.LoadCheckpointResponse:
         request = learner_pb2.LoadCheckpointRequest(folder=str(source), version=version)
@@ -169,7 +169,7 @@ async def going_back(learner: Learner, folder: Path, batch: Any) -> None:
     assert reply.step == 4
     assert reply.metrics["actor/lr"] == 0.5e-3
     assert reply.metrics["algorithm/kl_coef"] == 0.25
-    readings = {(one.rule, one.network): one.value for one in reply.guard_readings}
+    readings = {(reading.rule, reading.network): reading.value for reading in reply.guard_readings}
     assert readings["ppo_kl", "actor"] == reply.metrics["actor/ppo_kl_max"]
     assert {"vf_clipfrac", "entropy_low", "reference_kl", "reward_constant"} <= {rule for rule, _ in readings}
 
@@ -188,11 +188,11 @@ async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_pa
             learner.stub.DescribeWeights, learner_pb2.DescribeLearnerWeightsRequest()
         )
         layouts = [RankLayout.from_bytes(data) for data in described.rank_layouts]
-        held = sum(part.box.volume for layout in layouts for part in layout.slices)
+        num_elements = sum(part.box.volume for layout in layouts for part in layout.slices)
         shapes = tensor_shapes(layouts)
         assert shapes["model.layers.1.mlp.down_proj.weight"] == (24, 41)
         assert "value_head.weight" not in shapes
-        assert held == sum(_volume(shape) for shape in shapes.values())
+        assert num_elements == sum(_volume(shape) for shape in shapes.values())
         assert (described.version, described.device) == (0, "cpu")
 
         rows, _, policy = batches[1]

@@ -1,4 +1,4 @@
-"""The same run on one rank and on two: equal losses, checkpoints that fit either, resuming that changes nothing."""
+"""One run on one rank and on two: equal losses, checkpoints that fit either, resuming changes nothing."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[li
 def test_two_ranks_compute_what_one_does_and_their_checkpoint_fits_one(
     model: Path, two_ranks: tuple[list[Any], Path], tmp_path: Path
 ) -> None:
-    ((whole, resumed, *_), (other_whole, other_resumed, *_)), folder = two_ranks
-    assert (other_whole, other_resumed) == (whole, resumed)
-    assert resumed == whole[2:]  # to the last bit
+    ((uninterrupted, resumed, *_), (other_uninterrupted, other_resumed, *_)), folder = two_ranks
+    assert (other_uninterrupted, other_resumed) == (uninterrupted, resumed)
+    assert resumed == uninterrupted[2:]  # to the last bit
 
     with alone() as ranks:
         single = scenarios.five_steps_with_a_checkpoint(ranks, str(model), str(tmp_path / "single"))
         resharded = scenarios.resumed_steps(ranks, str(model), str(folder))
-    for mine, theirs in zip([*single, *resharded], [*whole, *whole[2:]], strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, value in mine.items():
-            assert value == pytest.approx(theirs[name], abs=2e-5, rel=1e-4), name
-    assert whole[4]["algorithm/kl_coef"] != whole[0]["algorithm/kl_coef"]
-    assert whole[4]["actor/pg_loss"] != whole[3]["actor/pg_loss"]
+    for metrics, other in zip([*single, *resharded], [*uninterrupted, *uninterrupted[2:]], strict=True):
+        assert metrics.keys() == other.keys()
+        for name, value in metrics.items():
+            assert value == pytest.approx(other[name], abs=2e-5, rel=1e-4), name
+    assert uninterrupted[4]["algorithm/kl_coef"] != uninterrupted[0]["algorithm/kl_coef"]
+    assert uninterrupted[4]["actor/pg_loss"] != uninterrupted[3]["actor/pg_loss"]
 
 
 def test_greedy_scores_give_the_same_on_two_ranks(model: Path, two_ranks: tuple[list[Any], Path]) -> None:
@@ -50,9 +50,9 @@ def test_greedy_scores_give_the_same_on_two_ranks(model: Path, two_ranks: tuple[
     assert first == second
     with alone() as ranks:
         single = scenarios.remax_steps(ranks, str(model))
-    for mine, theirs in zip(single, first, strict=True):
-        for name, value in mine.items():
-            assert value == pytest.approx(theirs[name], abs=2e-5, rel=1e-4), name
+    for metrics, other in zip(single, first, strict=True):
+        for name, value in metrics.items():
+            assert value == pytest.approx(other[name], abs=2e-5, rel=1e-4), name
 
 
 def test_going_back_leaves_nothing_of_the_steps_in_between(
@@ -79,9 +79,9 @@ def test_a_bad_gradient_of_one_rank_keeps_all_from_the_step(
     assert first[2]["actor/pg_loss"] != undisturbed[2]["actor/pg_loss"]
     with alone() as ranks:
         single = scenarios.one_rank_has_a_bad_gradient(ranks, str(model))
-    for mine, theirs in zip(single, first, strict=True):
-        for name, value in mine.items():
-            assert value == pytest.approx(theirs[name], abs=2e-5, rel=1e-4), name
+    for metrics, other in zip(single, first, strict=True):
+        for name, value in metrics.items():
+            assert value == pytest.approx(other[name], abs=2e-5, rel=1e-4), name
 
 
 def test_an_error_of_one_rank_is_every_ranks_and_nothing_has_changed(

@@ -123,7 +123,7 @@ def test_a_step_is_one_trace_through_all_services(undisturbed: TrainingRun) -> N
         }
 
 
-def test_two_servers_give_the_same_and_one_of_them_may_die(
+def test_two_servers_give_the_same_metrics_even_if_one_dies(
     inputs: Path, undisturbed: TrainingRun, tmp_path: Path
 ) -> None:
     """The same seed: steps 1 and 2 on two servers; one of them dies in step 3; the rest runs on the other."""
@@ -196,7 +196,7 @@ STARTING = [("launcher", signal.SIGTERM), ("launcher", signal.SIGKILL), ("learne
 
 
 @pytest.mark.parametrize(("victim", "number"), STARTING)
-def test_an_end_while_everything_starts(
+def test_all_processes_end_if_one_is_killed_during_the_start(
     inputs: Path, tmp_path: Path, victim: str, number: signal.Signals
 ) -> None:
     """The engine and the ranks are still starting; if the launcher is killed, all must end by themselves."""

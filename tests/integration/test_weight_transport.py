@@ -20,16 +20,16 @@ from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.rollout.engines.rank_receiver import RankReceiver
 from paceline.rollout.engines.vllm.layout import describe_model
 from paceline.weights.digest.agreement import disagreement, model_digest
-from paceline.weights.digest.definition import digest_array
 from paceline.weights.digest.job import TensorDigester
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, fsdp_layout
+from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.group import WeightGroup
 from paceline.weights.transport.rendezvous import Deadline, abandon, open_store
 from support.fake_vllm import fake_qwen2
-from support.tp_layouts import DenseModel, tp_layout
+from support.reference_digest import digest_array
+from support.weight_layouts import DenseModel, fsdp_layout, tp_layout
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")

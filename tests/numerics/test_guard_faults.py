@@ -1,4 +1,4 @@
-"""Faults put into a run of a real learner under the real loop: the rule that should fire fires, and the weights stay what they should."""
+"""Faults in a run of a real learner: the right rule fires, and the weights stay unchanged."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(180), pytest.mark.usefixtur
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
     """Copies of what learns."""
     assert learner.critic is not None
-    found = {}
+    copies = {}
     for kind, network in (("actor", learner.actor.network), ("critic", learner.critic.network)):
         as_fsdp(network).reshard()
-        found |= {f"{kind}.{n}": p.full_tensor().clone() for n, p in hugging_face_names(network)}
-    return found
+        copies |= {f"{kind}.{n}": p.full_tensor().clone() for n, p in hugging_face_names(network)}
+    return copies
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], kind: str = "") -> bool:
@@ -42,7 +42,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], kind: str = "")
 
 
 def rewards(fault: dict[int, float] | None = None, constant_from: int = 10**9) -> Answer:
-    """Different in every sample; one of 1e6, say, in the steps of `fault`; the same for all from a step on."""
+    """Rewards that differ by sample; a fault replaces some in its steps; from a step on all are equal."""
 
     def answer(group: Any, index: int) -> dict[str, Any]:
         value = float((group.prompt_id * 3 + index * 5) % 4)
@@ -116,8 +116,8 @@ async def test_a_nan_gradient_is_not_taken_and_ends_the_run_where_it_lasts(
     run = Faulty(model, ranks, 9, non_finite={"patience": 2})
     honest, bad = update.PolicyLoss.__call__, {2, 4, 5}
 
-    def poisoned(self: Any, part: Any, totals: Any) -> Any:
-        loss, sums = honest(self, part, totals)
+    def poisoned(self: Any, *arguments: Any) -> Any:
+        loss, sums = honest(self, *arguments)
         return (NanGradient.apply(loss) if run.learner.version + 1 in bad else loss), sums
 
     monkeypatch.setattr(update.PolicyLoss, "__call__", poisoned)
@@ -126,8 +126,12 @@ async def test_a_nan_gradient_is_not_taken_and_ends_the_run_where_it_lasts(
             GuardError, match="step 5: .* stop: actor numbers that are not finite is 2, above 0"
         ):
             await run.go(it, rewards())
-    found = [(e["step"], e["network"], e["action"], e["value"], e["skipped"]) for e in of(it, "non_finite")]
-    assert found == [(2, "actor", "warn", 2.0, 2), (4, "actor", "warn", 2.0, 2), (5, "actor", "stop", 2.0, 2)]
+    firings = [(e["step"], e["network"], e["action"], e["value"], e["skipped"]) for e in of(it, "non_finite")]
+    assert firings == [
+        (2, "actor", "warn", 2.0, 2),
+        (4, "actor", "warn", 2.0, 2),
+        (5, "actor", "stop", 2.0, 2),
+    ]
     for step in (2, 4, 5):
         assert same(run.seen[step], run.seen[step + 1], "actor")
         assert not same(run.seen[step], run.seen[step + 1], "critic")
@@ -230,9 +234,9 @@ async def test_a_run_that_is_started_again_goes_on_with_adjustments_medians_and_
     async with run_of(half.config, tmp_path / "half", half.services) as broken:
         with pytest.raises(ZeroDivisionError):
             await half.go(broken, rewards())
-    found = newest(tmp_path / "half")
-    assert found is not None
-    folder, state = found
+    newest_checkpoint = newest(tmp_path / "half")
+    assert newest_checkpoint is not None
+    folder, state = newest_checkpoint
     assert state.step == 3
     histories = json.loads((folder / "manifest.json").read_text())["learner"]["guard_histories"]
     assert len(histories["actor/grad_norm"]) == 6

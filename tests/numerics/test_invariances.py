@@ -17,21 +17,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.config.actor import ActorConfig
+from paceline.config.algorithm import AlgorithmConfig
 from paceline.learner.algorithms import advantages, registry
 from paceline.learner.algorithms import rollout_correction as correction
 from paceline.learner.algorithms.aggregation import MODES, aggregate
-from paceline.learner.algorithms.estimation import estimate_advantages
-from paceline.learner.algorithms.kl import kl_estimate, mean_sequence_kl, token_rewards
+from paceline.learner.algorithms.estimators import EstimatorInputs
+from paceline.learner.algorithms.kl import kl_estimate, token_rewards
 from paceline.learner.algorithms.policy_losses import LossInputs, highest_covariance
+from paceline.learner.algorithms.statistics import ALL_ROWS, RowShard, masked_mean
 from paceline.learner.algorithms.value_losses import clipped_value_loss
 
 pytestmark = pytest.mark.torch
 
 FEW = settings(max_examples=20, deadline=None)
-OPTIONS = {
-    "gamma": 0.9,
-    "lam": 0.8,
-}
 CONSTANT = 7.0
 
 
@@ -132,17 +130,17 @@ def select(batch: Batch) -> Tensor:
     return highest_covariance(batch.old_log_probs, batch.advantages, batch.mask, 0.3)
 
 
-def estimate(name: str, batch: Batch, **collectives: object) -> tuple[Tensor, Tensor | None]:
-    return estimate_advantages(
-        registry.adv_estimator(name),
-        OPTIONS,
+def estimate(name: str, batch: Batch, shard: RowShard = ALL_ROWS) -> tuple[Tensor, Tensor | None]:
+    inputs = EstimatorInputs(
         token_rewards=batch.rewards,
         mask=batch.mask,
         group_ids=batch.group_ids,
         values=batch.values,
         greedy_scores=batch.greedy_scores,
-        **collectives,
+        shard=shard,
     )
+    algorithm = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8)
+    return registry.ADV_ESTIMATORS[name](inputs, algorithm.estimator_arguments)
 
 
 @pytest.mark.parametrize("name", registry.POLICY_LOSSES)
@@ -279,9 +277,8 @@ def test_advantages_do_not_depend_on_ranks(name: str, batch: Batch, cut: tuple[i
 
     def work(rank: int) -> Tensor:
         rows = slice(edges[rank], edges[rank + 1])
-        mine = batch.rows(rows)
-        collectives = {"all_reduce": ranks.all_reduce(rank), "gather": ranks.gather(rank), "rows": rows}
-        return estimate(name, mine, **collectives)[0]
+        shard = RowShard(all_reduce=ranks.all_reduce(rank), gather=ranks.gather(rank), rows=rows)
+        return estimate(name, batch.rows(rows), shard)[0]
 
     torch.testing.assert_close(ranks.run(work), estimate(name, batch)[0], rtol=1e-7, atol=1e-7)
 
@@ -334,11 +331,12 @@ def test_kl_and_rewards_do_not_depend_on_padding_nor_order(batch: Batch, data: s
 
     def run(part: Batch) -> tuple[Tensor, Tensor, Tensor]:
         kl = kl_estimate(part.old_log_probs, part.values, "k3")
-        return mean_sequence_kl(kl, part.mask), kl, token_rewards(part.greedy_scores, part.mask, kl, 0.1)
+        means = masked_mean(kl, part.mask, dim=-1)
+        return means, kl, token_rewards(part.greedy_scores, part.mask, kl, 0.1)
 
-    mean, kl, rewards = run(batch)
-    other_mean, _, other_rewards = run(batch.padded(2, torch.nan).rows(order))
-    close(other_mean, mean)
+    means, kl, rewards = run(batch)
+    other_means, _, other_rewards = run(batch.padded(2, torch.nan).rows(order))
+    close(other_means, means[order])
     close(other_rewards[:, :-2], rewards[order])
     # Per sequence, all rewards add up to the score less the penalty.
     close(rewards.sum(-1), batch.greedy_scores - 0.1 * torch.where(batch.mask, kl, 0.0).sum(-1))
@@ -358,9 +356,9 @@ def test_rollout_correction_does_not_depend_on_padding_nor_order(batch: Batch, d
             correction.sequence_mask(*pair, 0.8, 1.25, level),
         ]
         numbers = [
-            correction.effective_sample_size(per_token[0], part.mask),
+            correction.effective_sample_size(correction.weight_sums(per_token[0], part.mask)),
             correction.largest_weight(per_token[0], part.mask),
-            correction.mismatch_kl(*pair),
+            correction.mismatch_kl(*pair).sum(),
             correction.log_prob_diff_max(*pair),
         ]
         return per_token, numbers

@@ -79,14 +79,6 @@ def test_a_sequence_without_tokens_cannot_carry_a_score():
         kl.token_rewards(torch.ones(2), torch.tensor([[1, 1], [0, 0]]))
 
 
-def test_mean_sequence_kl_weighs_sequences_and_not_tokens():
-    estimates = torch.tensor([[1.0, 1.0, 1.0], [5.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
-    assert kl.mean_sequence_kl(estimates, mask).item() == pytest.approx(3.0)
-    with pytest.raises(NumericsError, match="all tokens are masked"):
-        kl.mean_sequence_kl(estimates, torch.zeros_like(mask))
-
-
 def test_adaptive_controller_moves_by_at_most_a_fifth_of_n_over_horizon():
     controller = kl.AdaptiveKLController(kl_coef=0.1, target_kl=0.02, horizon=100)
     trace = []

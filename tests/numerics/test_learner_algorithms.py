@@ -1,4 +1,4 @@
-"""Every algorithm through the learner's training step: it moves the weights, starts on policy, and does not depend on the cut."""
+"""Every algorithm in a training step: it starts on policy, moves the weights, does not depend on the cut."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.learner.algorithms.policy_losses import highest_covariance
 from paceline.learner.batch.minibatch import MiniBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.learner import Learner
-from paceline.learner.train.selection import with_selected_tokens
+from paceline.learner.train.shaping import select_tokens
 from support import learner_variants
 from support.learner_fakes import run_config
 from support.learner_ranks import alone, run_ranks
@@ -44,10 +44,10 @@ def one_rank(model: Path, ranks: Ranks) -> dict[str, Metrics]:
     return learner_variants.all_variants(ranks, str(model))
 
 
-def assert_alike(mine: Metrics, theirs: Metrics) -> None:
-    assert mine.keys() == theirs.keys()
-    for name, value in mine.items():
-        assert value == pytest.approx(theirs[name], abs=2e-5, rel=1e-4), name
+def assert_alike(metrics: Metrics, other: Metrics) -> None:
+    assert metrics.keys() == other.keys()
+    for name, value in metrics.items():
+        assert value == pytest.approx(other[name], abs=2e-5, rel=1e-4), name
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -78,13 +78,13 @@ def test_the_cut_into_micro_batches_changes_nothing(
 def test_covariance_tokens_are_those_of_the_whole_mini_batch(
     model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[MiniBatch] = []
+    seen: list[tuple[MiniBatch, list[Any]]] = []
 
-    def watch(mini_batches: Any, actor: Any, group: Ranks) -> list[MiniBatch]:
-        seen[:] = with_selected_tokens(mini_batches, actor, group)
-        return list(seen)
+    def watch(mini: MiniBatch, actor: Any, group: Ranks) -> list[Any]:
+        seen.append((mini, select_tokens(mini, actor, group)))
+        return seen[-1][1]
 
-    monkeypatch.setattr("paceline.learner.train.update.with_selected_tokens", watch)
+    monkeypatch.setattr("paceline.learner.train.update.select_tokens", watch)
     config = run_config(
         model,
         algorithm=VARIANTS["kl_cov"]["algorithm"],
@@ -96,7 +96,7 @@ def test_covariance_tokens_are_those_of_the_whole_mini_batch(
     metrics = take_step(Learner.build(config, ranks), 1).metrics
     assert len(seen) == 2
     chosen = 0
-    for mini in seen:
+    for mini, selection in seen:
         assert len(mini.parts) > 3
 
         def unmasked(tables: list[Any], mini: MiniBatch = mini) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_covariance_tokens_are_those_of_the_whole_mini_batch(
 
         log_probs = unmasked([part.old_log_probs for part in mini.parts])
         advantages = unmasked([part.advantages for part in mini.parts])
-        selected = unmasked([part.selected for part in mini.parts]).bool()
+        selected = unmasked(selection).bool()
         # All of its tokens as one row, without padding; a tie selects all that tie.
         expected = highest_covariance(log_probs, advantages, torch.ones_like(selected), 0.1)
         assert torch.equal(selected, expected)
@@ -113,7 +113,7 @@ def test_covariance_tokens_are_those_of_the_whole_mini_batch(
         covariance = (log_probs - log_probs.mean()) * (advantages - advantages.mean())
         assert covariance[selected].min() > covariance[~selected].max()
         chosen += int(selected.sum())
-    shares = [int(mini.denominators.num_tokens // 10) / mini.denominators.num_tokens for mini in seen]
+    shares = [int(mini.denominators.num_tokens // 10) / mini.denominators.num_tokens for mini, _ in seen]
     assert metrics["actor/cov_frac"] == pytest.approx(sum(shares) / 2)
     assert chosen > 10
 

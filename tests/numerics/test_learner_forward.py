@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.learner.batch.pack import MicroBatch, PackedRow, pack
+from paceline.learner.batch.pack import pack
+from paceline.learner.batch.types import MicroBatch, PackedRow, PackedSequences
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import loading
 from paceline.learner.model import networks as models
-from paceline.learner.model.attention import PackedSequences, packed_attention
+from paceline.learner.model.attention import packed_attention
 from paceline.learner.model.loading import Precision, as_fsdp, draw_normal, load_critic, load_policy
 from support.learner_fakes import VOCAB_SIZE, write_model
 
@@ -52,7 +53,7 @@ def reference(folder: Path, rows: list[PackedRow], temperature: float) -> tuple[
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    found = []
+    log_probs = []
     for row in rows:
         ids = torch.from_numpy(
             np.concatenate([row.prompt_token_ids, row.response_token_ids]).astype(np.int64)
@@ -60,13 +61,13 @@ def reference(folder: Path, rows: list[PackedRow], temperature: float) -> tuple[
         logits = model(ids[None]).logits[0] / temperature
         start = len(row.prompt_token_ids)
         scores = logits[start - 1 : -1].log_softmax(-1)
-        found.append(scores.gather(-1, ids[start:, None]).squeeze(-1))
-    return found, model
+        log_probs.append(scores.gather(-1, ids[start:, None]).squeeze(-1))
+    return log_probs, model
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
-    "max_elements", [models.MAX_LOGITS_ELEMENTS["cpu"], 5 * VOCAB_SIZE], ids=["whole", "chunked"]
+    "max_elements", [models.MAX_LOGITS_ELEMENTS["cpu"], 5 * VOCAB_SIZE], ids=["at_once", "chunked"]
 )
 def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
     folder: Path, ranks: Ranks, temperature: float, max_elements: int, monkeypatch: pytest.MonkeyPatch
@@ -85,12 +86,14 @@ def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
     weights = torch.linspace(-1, 1, len(log_probs))
     (log_probs * weights).sum().backward()
     (torch.cat(expected) * weights).sum().backward()
-    theirs = dict(hugging_face.named_parameters())
-    mine = dict(loading.hugging_face_names(network))
-    assert mine.keys() == theirs.keys()
-    for name, parameter in mine.items():
+    reference_parameters = dict(hugging_face.named_parameters())
+    parameters = dict(loading.hugging_face_names(network))
+    assert parameters.keys() == reference_parameters.keys()
+    for name, parameter in parameters.items():
         assert parameter.grad is not None, name
-        torch.testing.assert_close(parameter.grad.full_tensor(), theirs[name].grad, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            parameter.grad.full_tensor(), reference_parameters[name].grad, atol=2e-5, rtol=1e-4
+        )
 
 
 def test_gradient_checkpointing_changes_no_gradient(folder: Path, ranks: Ranks) -> None:
@@ -103,8 +106,8 @@ def test_gradient_checkpointing_changes_no_gradient(folder: Path, ranks: Ranks) 
         network(batch)[0].sum().backward()
         gradients.append([parameter.grad.full_tensor() for parameter in network.parameters()])
     for plain, *recomputed in zip(*gradients, strict=True):
-        for one in recomputed:
-            torch.testing.assert_close(plain, one, atol=1e-6, rtol=1e-6)
+        for gradient in recomputed:
+            torch.testing.assert_close(plain, gradient, atol=1e-6, rtol=1e-6)
 
 
 def test_values_are_the_head_of_the_state_before_each_token(folder: Path, ranks: Ranks) -> None:

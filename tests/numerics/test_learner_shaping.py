@@ -1,4 +1,4 @@
-"""Around the advantages of a training step: overlong penalty, value pre-training, resampling, rollout correction."""
+"""What shapes a training step: overlong penalty, value pre-training, resampling, rollout correction."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ from paceline.config.run import RunConfig
 from paceline.learner.algorithms.aggregation import MODES
 from paceline.learner.algorithms.registry import POLICY_LOSSES
 from paceline.learner.batch.minibatch import Denominators, MiniBatch, cut_mini_batches
-from paceline.learner.batch.pack import MicroBatch, PackedRow, pack
+from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import RowLength, plan_batch
+from paceline.learner.batch.types import MicroBatch, PackedRow, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train import step as training_step
-from paceline.learner.train.advantages import Prepared
+from paceline.learner.train import shaping
+from paceline.learner.train.advantages import Advantages
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.losses import PolicyLoss, ValueLoss
-from paceline.learner.train.mismatch import with_rollout_weights
-from paceline.learner.train.overlong import shaped_scores
-from paceline.learner.train.resampling import repeat_rows, resample
-from paceline.learner.train.selection import with_selected_tokens
 from paceline.wire import decode_trajectory
 from support.learner_fakes import make_batch, run_config
 from support.learner_scenarios import numbers, take_step
@@ -44,7 +41,7 @@ class TestOverlong:
         # 8 tokens are allowed: the penalty begins after 4 and is a half at 8.
         rows, _ = make_batch(step=1, seed=1)
         by_hand = {length: -0.5 * max(0, length - 4) / 4 for length in range(1, 9)}
-        scores, metrics = shaped_scores(run_config(Path("m"), **OVERLONG), rows)
+        scores, metrics = shaping.overlong_scores(run_config(Path("m"), **OVERLONG), rows)
         penalties = [by_hand[row.num_response_tokens] for row in rows]
         assert scores == pytest.approx([row.reward + p for row, p in zip(rows, penalties, strict=True)])
         assert metrics["overlong/penalty_mean"] == pytest.approx(sum(penalties) / len(rows))
@@ -57,8 +54,8 @@ class TestOverlong:
         config = run_config(model, **OVERLONG)
         shaped = numbers(take_step(Learner.build(config, ranks), 1))
         rows, _ = make_batch(step=1, seed=1)
-        scores, metrics = shaped_scores(config, rows)
-        monkeypatch.setattr(training_step, "shaped_scores", lambda config, rows: (scores, metrics))
+        scores, metrics = shaping.overlong_scores(config, rows)
+        monkeypatch.setattr(shaping, "overlong_scores", lambda config, rows: (scores, metrics))
         plain = run_config(model, algorithm=GROUPS)
         assert numbers(take_step(Learner.build(plain, ranks), 1)) == shaped
         assert shaped["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
@@ -115,32 +112,32 @@ def packed_rows(count: int = 6) -> list[PackedRow]:
     return packed
 
 
-def made_up(batch: MicroBatch) -> Prepared:
-    """Old log-probs near the model's, and everything else from a generator."""
+def made_up(batch: MicroBatch, counts: torch.Tensor | None = None) -> TrainingBatch:
+    """Old log-probs near the model's, the rest from a generator; rows are repeated by `counts`."""
     draw = torch.Generator().manual_seed(5)
     shape = batch.mask.shape
 
     def table(scale: float, mean: float = 0.0) -> torch.Tensor:
         return mean + scale * torch.randn(shape, generator=draw)
 
-    return Prepared(
+    scored = ScoredBatch(
         batch=batch,
         old_log_probs=table(0.7, -4.0),
         ref_log_probs=table(0.7, -4.0),
         values=table(0.5),
-        advantages=table(1.0),
-        returns=table(1.0),
-        weights=table(0.1, 1.0),
     )
+    advantages = Advantages(scores=table(1.0)[:, 0], advantages=table(1.0), returns=table(1.0))
+    return shaping.training_batch(scored, advantages, table(0.1, 1.0), counts)
 
 
 class TestResampling:
     COUNTS = torch.tensor([2, 0, 1, 3, 0, 1])
 
-    def both(self, counts: torch.Tensor = COUNTS) -> tuple[Prepared, Prepared]:
+    def both(self, counts: torch.Tensor = COUNTS) -> tuple[TrainingBatch, TrainingBatch]:
         """A micro-batch whose tables repeat rows, and one whose tokens do."""
         rows = packed_rows()
-        part = made_up(pack(rows, torch.device("cpu")))
+        micro_batch = pack(rows, torch.device("cpu"))
+        part = made_up(micro_batch)
         take = torch.arange(6).repeat_interleave(counts)
         tokens = pack([rows[index] for index in take.tolist()], torch.device("cpu"))
         width = tokens.mask.shape[1]
@@ -149,32 +146,35 @@ class TestResampling:
             assert table is not None
             return table[take, :width]
 
-        really = Prepared(
+        really = TrainingBatch(
             batch=tokens,
             old_log_probs=pick(part.old_log_probs),
             ref_log_probs=pick(part.ref_log_probs),
             values=pick(part.values),
+            scores=part.scores[take],
             advantages=pick(part.advantages),
             returns=pick(part.returns),
             weights=pick(part.weights),
         )
-        return repeat_rows(part, counts), really
+        return made_up(micro_batch, counts), really
 
-    def outcome(self, part: Prepared, network: Any, loss: Any) -> tuple[list[float], list[torch.Tensor]]:
+    def outcome(
+        self, part: TrainingBatch, network: Any, loss: Any, *selected: Any
+    ) -> tuple[list[float], list[torch.Tensor]]:
         mask = part.batch.mask
         counts = Denominators(num_tokens=int(mask.sum()), num_sequences=int(mask.any(-1).sum()))
-        total, sums = loss(part, counts)
+        total, sums = loss(part, counts, *selected)
         total.backward()
         grads = [p.grad.full_tensor().clone() for p in network.parameters() if p.grad is not None]
         network.zero_grad(set_to_none=True)
         return sums.tolist(), grads
 
-    def assert_equal(self, parts: tuple[Prepared, Prepared], network: Any, loss: Any) -> None:
-        (sums, grads), (other_sums, other_grads) = (self.outcome(one, network, loss) for one in parts)
+    def assert_equal(self, outcomes: Any) -> None:
+        (sums, grads), (other_sums, other_grads) = outcomes
         assert sums == pytest.approx(other_sums, rel=1e-5, abs=1e-6)
         assert len(grads) == len(other_grads) > 10
-        for mine, theirs in zip(grads, other_grads, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        for grad, other in zip(grads, other_grads, strict=True):
+            torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
         assert max(float(grad.abs().max()) for grad in grads) > 1e-3
 
     @pytest.mark.parametrize("mode", MODES)
@@ -186,19 +186,21 @@ class TestResampling:
         actor |= {"clip_ratio": 0.02} if name != "geo_mean" else {"clip_ratio": 0.4}
         config = run_config(model, actor=actor, algorithm=GROUPS)
         learner = Learner.build(config, ranks)
-        parts = self.both()
-        minis = [
-            MiniBatch(parts=(part,), denominators=Denominators(num_tokens=1, num_sequences=1))
-            for part in parts
-        ]
-        first, second = (mini.parts[0] for mini in with_selected_tokens(minis, config.actor, ranks))
-        self.assert_equal((first, second), learner.actor.network, PolicyLoss(config, learner.actor.network))
+        network = learner.actor.network
+        loss = PolicyLoss(config, network)
+        outcomes = []
+        for part in self.both():
+            mini = MiniBatch(parts=(part,), denominators=Denominators(num_tokens=1, num_sequences=1))
+            (selected,) = shaping.select_tokens(mini, config.actor, ranks)
+            outcomes.append(self.outcome(part, network, loss, selected))
+        self.assert_equal(outcomes)
 
     def test_the_critics_too(self, model: Path, ranks: Ranks) -> None:
         config = run_config(model, critic={"vf_clip_param": 0.1})
         critic = Learner.build(config, ranks).critic
         assert critic is not None
-        self.assert_equal(self.both(), critic.network, ValueLoss(config, critic.network))
+        loss = ValueLoss(config, critic.network)
+        self.assert_equal([self.outcome(part, critic.network, loss) for part in self.both()])
 
     @settings(max_examples=40, deadline=None)
     @given(
@@ -228,17 +230,17 @@ class TestResampling:
         actor |= {"entropy_coeff": 0.1, "use_kl_loss": True}
         config = run_config(Path("m"), actor=actor, algorithm=GROUPS)
         loss = PolicyLoss(config, network)
-        found = []
+        outcomes = []
         for part in self.both(torch.tensor(counts)):
             mask = part.batch.mask
-            whole = Denominators(num_tokens=int(mask.sum()), num_sequences=int(mask.any(-1).sum()))
-            mini = MiniBatch(parts=(part,), denominators=whole)
-            (mini,) = with_selected_tokens([mini], config.actor, self.ranks())
-            total, sums = loss(mini.parts[0], whole)
+            totals = Denominators(num_tokens=int(mask.sum()), num_sequences=int(mask.any(-1).sum()))
+            mini = MiniBatch(parts=(part,), denominators=totals)
+            (selected,) = shaping.select_tokens(mini, config.actor, self.ranks())
+            total, sums = loss(part, totals, selected)
             (gradient,) = torch.autograd.grad(total, by_token)
-            found.append((sums, gradient))
-        torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=1e-8)
-        torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-8)
+            outcomes.append((sums, gradient))
+        torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(outcomes[0][1], outcomes[1][1], rtol=1e-6, atol=1e-8)
 
     @staticmethod
     def ranks() -> Any:
@@ -254,9 +256,9 @@ class TestResampling:
                 algorithm={**GROUPS, "resample": {"method": "pow", **resampling}},
                 trainer={"seed": seed},
             )
-            part = made_up(pack([replace(packed_rows()[0], index=i) for i in range(40)], torch.device("cpu")))
-            (part,), metrics = resample(config, [part], scores=scores, group_ids=groups, step=step)
-            return list(part.batch.rows), metrics
+            counts, metrics = shaping.draw_rows(config, scores=scores, group_ids=groups, step=step)
+            batch = pack([replace(packed_rows()[0], index=i) for i in range(40)], torch.device("cpu"))
+            return list(made_up(batch, counts).batch.rows), metrics
 
         rows, metrics = drawn(1)
         assert rows == drawn(1)[0]
@@ -293,33 +295,34 @@ class TestResampling:
         config: RunConfig = run_config(
             Path("m"), data={"train_batch_size": 4}, actor={"ppo_mini_batch_size": 2}
         )
-        parts = [
-            made_up(pack([rows[i] for i in bin_], ranks.device))
+        batches = [
+            pack([rows[i] for i in indices], ranks.device)
             for chunk in plan.chunks
-            for bin_ in chunk.micro_batches[0]
+            for indices in chunk.micro_batches[0]
         ]
         counts = torch.tensor([3, 0, 2, 3, 0, 0, 0, 0])
-        minis = cut_mini_batches(config, plan, [repeat_rows(part, counts) for part in parts], ranks)
-        assert [len(one) for one in minis.values()] == [1, 1]
-        whole = minis["actor"][0].denominators
-        assert whole.num_sequences == 8
+        minis = cut_mini_batches(config, plan, [made_up(batch, counts) for batch in batches], ranks)
+        assert [len(group) for group in minis.values()] == [1, 1]
+        totals = minis["actor"][0].denominators
+        assert totals.num_sequences == 8
         tokens = [int(row.response_mask.sum()) for row in rows]
-        assert whole.num_tokens == 3 * tokens[0] + 2 * tokens[2] + 3 * tokens[3]
-        every = cut_mini_batches(config, plan, parts, ranks)["actor"]
-        assert [mini.denominators.num_sequences for mini in every] == [4, 4]
+        assert totals.num_tokens == 3 * tokens[0] + 2 * tokens[2] + 3 * tokens[3]
+        plain = cut_mini_batches(config, plan, [made_up(batch) for batch in batches], ranks)["actor"]
+        assert [mini.denominators.num_sequences for mini in plain] == [4, 4]
 
 
 class TestRolloutCorrection:
     def test_weights_and_metrics_by_hand(
         self, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        seen: list[Prepared] = []
+        seen: list[TrainingBatch] = []
+        make = shaping.training_batch
 
-        def watch(prepared: Any, correction: Any) -> list[Prepared]:
-            seen[:] = with_rollout_weights(prepared, correction)
-            return list(seen)
+        def watch(*arguments: Any) -> TrainingBatch:
+            seen.append(make(*arguments))
+            return seen[-1]
 
-        monkeypatch.setattr(training_step, "with_rollout_weights", watch)
+        monkeypatch.setattr(shaping, "training_batch", watch)
         config = run_config(
             model,
             algorithm={**GROUPS, "rollout_correction": {"method": "tis", "cap": 1.5}},

@@ -186,8 +186,8 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_reported(
     before = weights(learner)
     honest = update.PolicyLoss.__call__
 
-    def poisoned(self: Any, part: Any, whole: Any) -> Any:
-        loss, sums = honest(self, part, whole)
+    def poisoned(self: Any, *arguments: Any) -> Any:
+        loss, sums = honest(self, *arguments)
         sums[0] = math.nan
         return loss * math.nan, sums
 
@@ -233,9 +233,9 @@ def test_a_checkpoint_is_exported_to_a_folder_that_transformers_loads(
 
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.dtype == torch.float32
-    mine = weights(learner)
+    own_weights = weights(learner)
     for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, mine[name]), name
+        assert torch.equal(parameter, own_weights[name]), name
     assert (out / "generation_config.json").is_file()
     with pytest.raises(ModelError, match="is not empty"):
         export(tmp_path, 2, tmp_path / "out")

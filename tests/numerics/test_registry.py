@@ -1,27 +1,25 @@
-"""The tables of algorithms, and the one call that serves every estimator."""
+"""The tables of algorithms: each line fits its function and its options in the configuration."""
 
 from __future__ import annotations
 
 import inspect
+import textwrap
+from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 
 from paceline.config.actor import ActorConfig
-from paceline.config.algorithm import (
-    CRITIC_ESTIMATORS,
-    GREEDY_ESTIMATORS,
-    AdvEstimator,
-    AlgorithmConfig,
-    KLKind,
-)
+from paceline.config.algorithm import AlgorithmConfig, KLKind
+from paceline.config.estimators import ADV_ESTIMATORS
 from paceline.config.load import section_types
 from paceline.config.policy_losses import CovarianceLoss
 from paceline.core.errors import ConfigError
 from paceline.learner.algorithms import advantages, kl, policy_losses, registry
-from paceline.learner.algorithms.estimation import estimate_advantages
+from paceline.learner.algorithms.estimators import EstimatorInputs, of_groups
 from paceline.learner.algorithms.policy_losses import custom
+from paceline.learner.algorithms.statistics import masked_whiten
 
 pytestmark = pytest.mark.torch
 
@@ -42,7 +40,7 @@ def test_a_loss_takes_the_arguments_of_its_options_and_returns_the_metrics_of_it
     clip = {"gspo": 4e-4, "geo_mean": 0.4}.get(name, 0.2)
     arguments = ActorConfig(policy_loss=name, clip_ratio=clip).loss_arguments
     function = getattr(policy_losses, name)
-    tensors = {"log_probs", "old_log_probs", "advantages", "mask", "selected"}
+    tensors = {"inputs", "log_probs", "old_log_probs", "advantages", "mask", "selected"}
     assert arguments.keys() == inspect.signature(function).parameters.keys() - tensors
     ones = torch.ones(1, 2)
     inputs = policy_losses.LossInputs(
@@ -56,49 +54,39 @@ def test_a_loss_takes_the_arguments_of_its_options_and_returns_the_metrics_of_it
     assert selects == ("selected" in inspect.signature(function).parameters)
 
 
-def test_the_configuration_names_what_the_tables_hold():
-    # It imports no torch, so it lists the names itself.
-    assert set(get_args(AdvEstimator)) == registry.ADV_ESTIMATORS.keys()
+def test_the_configuration_lists_the_kinds_of_kl():
     assert set(get_args(KLKind)) == {name + end for name in kl.KL_ESTIMATES for end in ("", "+")}
-    assert {
-        name for name, one in registry.ADV_ESTIMATORS.items() if "values" in one.needs
-    } == CRITIC_ESTIMATORS
-    assert {
-        name for name, one in registry.ADV_ESTIMATORS.items() if "greedy_scores" in one.needs
-    } == GREEDY_ESTIMATORS
 
 
-def test_what_estimators_need():
-    needs = {name: estimator.needs for name, estimator in registry.ADV_ESTIMATORS.items()}
-    assert {name for name in needs if "values" in needs[name]} == {"gae", "vapo"}
-    assert {name for name in needs if "greedy_scores" in needs[name]} == {"remax"}
-    assert {name for name in needs if "group_ids" not in needs[name]} == {
-        "gae",
-        "vapo",
-        "remax",
-        "reinforce_plus_plus",
-    }
+def test_every_estimator_has_its_line_in_both_tables():
+    """What docs/add-an-algorithm.md asks for: a function and a line in each."""
+    missing = ADV_ESTIMATORS.keys() - registry.ADV_ESTIMATORS.keys()
+    assert not missing, f"learner/algorithms/registry.py: ADV_ESTIMATORS has no line for {missing}"
+    missing = registry.ADV_ESTIMATORS.keys() - ADV_ESTIMATORS.keys()
+    assert not missing, f"config/estimators.py: ADV_ESTIMATORS has no line for {missing}"
 
 
-def test_ranks_gather_in_the_same_order():
-    # Each rank is a process of its own, with its own order of sets.
-    order = registry.ESTIMATOR_TENSORS
-    for estimator in registry.ADV_ESTIMATORS.values():
-        assert list(estimator.needs) == sorted(estimator.needs, key=order.index)
+@pytest.mark.parametrize("name", registry.ADV_ESTIMATORS)
+def test_both_lines_of_an_estimator_fit_its_function(name):
+    traits, needs = ADV_ESTIMATORS[name], registry.ADV_ESTIMATORS[name].needs
+    assert traits.needs_critic == ("values" in needs)
+    assert traits.needs_greedy == ("greedy_scores" in needs)
+    assert set(traits.options.values()) <= AlgorithmConfig.model_fields.keys()
+    tensors = {"token_rewards", "mask", "values", "scores", "group_ids", "greedy_scores", "shard"}
+    parameters = inspect.signature(getattr(advantages, name)).parameters
+    options = {key: parameter for key, parameter in parameters.items() if key not in tensors}
+    assert traits.options.keys() <= options.keys()
+    required = {key for key, parameter in options.items() if parameter.default is parameter.empty}
+    assert required <= traits.options.keys()
 
 
-def test_options_are_taken_by_name_and_missed_by_name():
-    with pytest.raises(ConfigError, match="gae needs the option 'lam'; options given: gamma"):
-        registry.select_options(registry.adv_estimator("gae").function, {"gamma": 1.0})
-
-
-def test_options_come_from_the_configuration_by_their_names():
+def test_options_come_from_the_configuration():
     algorithm = AlgorithmConfig(gamma=0.9, lam=0.8, alpha=0.3, norm_adv_by_std_in_grpo=False)
-    assert {
-        name: options
-        for name, one in registry.ADV_ESTIMATORS.items()
-        if (options := registry.configured_options(one.function, algorithm))
-    } == {
+    arguments = {
+        name: algorithm.model_copy(update={"adv_estimator": name}).estimator_arguments
+        for name in ADV_ESTIMATORS
+    }
+    assert {name: options for name, options in arguments.items() if options} == {
         "gae": {"gamma": 0.9, "lam": 0.8},
         "vapo": {"gamma": 0.9, "lam_policy": None, "lam_critic": 1.0, "alpha": 0.3},
         "grpo": {"normalize_by_std": False},
@@ -107,66 +95,54 @@ def test_options_come_from_the_configuration_by_their_names():
 
 
 def test_an_estimator_without_its_tensors_says_which():
-    rewards = torch.ones(2, 2)
-    with pytest.raises(ConfigError, match="gae needs values"):
-        estimate_advantages(
-            registry.adv_estimator("gae"), {"gamma": 1, "lam": 1}, token_rewards=rewards, mask=rewards
-        )
-    with pytest.raises(ConfigError, match="exactly one of per_sequence and per_token"):
-        _ = registry.Estimator().function
+    ones = torch.ones(2, 2)
+    inputs = EstimatorInputs(token_rewards=ones, mask=ones, group_ids=torch.tensor([0, 0]))
+    with pytest.raises(ConfigError, match="needs values, which this batch does not have"):
+        registry.ADV_ESTIMATORS["gae"](inputs, {"gamma": 1.0, "lam": 1.0})
+    with pytest.raises(ConfigError, match="needs greedy_scores"):
+        registry.ADV_ESTIMATORS["remax"](inputs, {})
 
 
-def test_the_one_call_gives_what_the_public_functions_give():
+def test_the_learners_call_gives_what_the_public_functions_give():
     torch.manual_seed(0)
     mask = (torch.rand(6, 5) > 0.3).double()
     mask[:, 0] = 1
     rewards, values = torch.randn(6, 5).double() * mask, torch.randn(6, 5).double()
     groups, greedy, scores = torch.tensor([0, 1, 0, 1, 1, 0]), torch.randn(6).double(), rewards.sum(-1)
-    adv = advantages
-    whiten = adv.masked_whiten
-    expected = {
-        "gae": whiten(adv.gae(rewards, values, mask, 0.9, 0.8)[0], mask) * mask,
-        "vapo": whiten(adv.vapo(rewards, values, mask, 0.9)[0], mask) * mask,
-        "grpo": adv.grpo(scores, mask, groups),
-        "dr_grpo": adv.grpo(scores, mask, groups, normalize_by_std=False),
-        "rloo": adv.rloo(scores, mask, groups),
-        "reinforce_plus_plus": adv.reinforce_plus_plus(rewards, mask, 0.9),
-        "reinforce_plus_plus_baseline": adv.reinforce_plus_plus_baseline(scores, mask, groups),
-        "remax": adv.remax(rewards, mask, greedy),
-        "opo": adv.opo(scores, mask, groups),
-        "gpg": adv.gpg(scores, mask, groups),
-        "pass_at_k": adv.pass_at_k(scores, mask, groups),
+    inputs = EstimatorInputs(
+        token_rewards=rewards, mask=mask, group_ids=groups, values=values, greedy_scores=greedy
+    )
+    tensors = {
+        "gae": (rewards, values, mask),
+        "vapo": (rewards, values, mask),
+        "reinforce_plus_plus": (rewards, mask),
+        "remax": (rewards, mask, greedy),
     }
-    assert expected.keys() == registry.ADV_ESTIMATORS.keys()
-    for name, wanted in expected.items():
-        got, returns = estimate_advantages(
-            registry.adv_estimator(name),
-            {"gamma": 0.9, "lam": 0.8},
-            token_rewards=rewards,
-            mask=mask,
-            group_ids=groups,
-            values=values,
-            greedy_scores=greedy,
-        )
-        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9, msg=name)
-        assert (returns is not None) == (name in ("gae", "vapo"))
+    for name, estimator in registry.ADV_ESTIMATORS.items():
+        arguments = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8).estimator_arguments
+        wanted = getattr(advantages, name)(*tensors.get(name, (scores, mask, groups)), **arguments)
+        got, returns = estimator(inputs, arguments)
+        if ADV_ESTIMATORS[name].needs_critic:
+            assert torch.equal(returns, wanted[1])
+            wanted = masked_whiten(wanted[0], mask) * mask
+        else:
+            assert returns is None
+        assert torch.equal(got, wanted), name
 
 
-def test_the_page_on_adding_an_algorithm_holds(monkeypatch):
-    """The function of docs/add-an-algorithm.md, registered as the page says, through the call that the learner makes."""
+def test_the_page_on_adding_an_algorithm_holds():
+    """The estimator of docs/add-an-algorithm.md, in the line that the page gives it."""
 
-    def median_baseline(scores, lengths, group_ids, scale=1.0):
-        baseline = torch.stack([scores[group_ids == group].median() for group in group_ids])
-        return scale * (scores - baseline)
-
-    table = {**registry.ADV_ESTIMATORS, "median": registry.Estimator(per_sequence=median_baseline)}
-    monkeypatch.setattr(registry, "ADV_ESTIMATORS", table)
+    page = (Path(__file__).parents[2] / "docs" / "add-an-algorithm.md").read_text(encoding="utf-8")
+    code = next(part for part in page.split("```python") if "def median(" in part).split("```")[0]
+    scope = dict(vars(advantages))
+    exec(textwrap.dedent(code), scope)
+    median = of_groups(scope["median"])
     rewards = torch.tensor([[0.0, 1.0], [4.0, 0.0], [0.0, 2.0]])
-    got, _ = estimate_advantages(
-        registry.adv_estimator("median"),
-        {"scale": 2.0, "gamma": 1.0},
+    inputs = EstimatorInputs(
         token_rewards=rewards,
         mask=torch.tensor([[1, 1], [1, 0], [1, 1]]),
         group_ids=torch.tensor([0, 0, 0]),
     )
+    got, _ = median(inputs, {"scale": 2.0})
     assert got.tolist() == [[-2.0, -2.0], [4.0, 0.0], [0.0, 0.0]]

@@ -95,9 +95,9 @@ def test_a_run_from_files_writes_a_model_folder_and_replaces_the_last_one(
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     config = config_of(start, tmp_path, steps=12, batch_size=4)
-    found, left_out = read_pairs(config)
-    assert (len(found), left_out) == (8, 1)
-    assert (found[2].prompt.tolist(), found[2].answer.tolist()) == (
+    pairs, left_out = read_pairs(config)
+    assert (len(pairs), left_out) == (8, 1)
+    assert (pairs[2].prompt.tolist(), pairs[2].answer.tolist()) == (
         AutoTokenizer.from_pretrained(start)("cc")["input_ids"],
         [*AutoTokenizer.from_pretrained(start)("c")["input_ids"], 1],
     )

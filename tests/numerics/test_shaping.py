@@ -19,20 +19,6 @@ def test_overlong_penalty_grows_over_the_buffer():
         shaping.overlong_penalty(lengths, 100, 101)
 
 
-def test_degenerate_groups_have_equal_scores_and_company():
-    scores = torch.tensor([1.0, 0.1, 0.0, 0.1, 1.0, 0.1, 5.0])
-    groups = torch.tensor([3, 8, 3, 8, 3, 8, 1])
-    assert shaping.degenerate_groups(scores, groups).tolist() == [
-        False,
-        True,
-        False,
-        True,
-        False,
-        True,
-        False,
-    ]
-
-
 def test_pow_draws_by_the_size_of_the_score():
     scores = torch.tensor([0.0, 1.0, -2.0, 3.0])
     generator = torch.Generator().manual_seed(0)

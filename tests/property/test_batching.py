@@ -1,4 +1,4 @@
-"""How a step's rows are cut: nothing lost, nothing doubled, budgets kept, every rank alike."""
+"""How a step's rows are cut: each row once, budgets kept, the same plan on every rank."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from paceline.learner.batch.plan import (
     CPU_TOKEN_BUDGET,
     BatchPlan,
     RowLength,
+    deal_evenly,
     effective_budget,
     plan_batch,
-    spread,
 )
 
 BUDGET = 40
@@ -56,19 +56,20 @@ def test_micro_batches_keep_the_budget_and_are_as_many_on_every_rank(
     plan = plan_batch(rows, mini_batch_sizes=[3], world_size=world_size, token_budget=BUDGET)
     longest = max(row.num_tokens for row in rows)
     for chunk in plan.chunks:
-        assert {len(mine) for mine in chunk.micro_batches} == {chunk.num_micro_batches}
+        assert {len(batches) for batches in chunk.micro_batches} == {chunk.num_micro_batches}
         loads = []
-        for mine in chunk.micro_batches:
-            sizes = [sum(rows[row].num_tokens for row in one) for one in mine]
+        for micro_batches in chunk.micro_batches:
+            sizes = [sum(rows[row].num_tokens for row in indices) for indices in micro_batches]
             assert max(sizes) <= BUDGET
             loads.append(sum(sizes))
-            for one in mine:
-                assert list(one) == sorted(one, key=lambda row: (rows[row].num_tokens, row))
+            for indices in micro_batches:
+                assert list(indices) == sorted(indices, key=lambda row: (rows[row].num_tokens, row))
         assert max(loads) - min(loads) <= longest
 
 
 def test_a_plan_by_hand() -> None:
-    # Tokens: 9 7 | 5 3. Two ranks, longest first: rank 0 takes 9 and 3, rank 1 takes 7 and 5; a budget of 10 parts both.
+    # Tokens: 9 7 | 5 3. Two ranks, longest first: rank 0 takes 9 and 3, rank 1 takes 7 and 5.
+    # A budget of 10 tokens splits both.
     rows = rows_of([[(4, 5), (4, 3)], [(2, 3), (2, 1)]])
     plan = plan_batch(rows, mini_batch_sizes=[2], world_size=2, token_budget=10)
     assert plan.chunks[0].micro_batches == (((0,), (3,)), ((1,), (2,)))
@@ -82,7 +83,7 @@ def test_a_rank_without_rows_gets_empty_micro_batches() -> None:
 
 def test_bins_that_would_overflow_when_even_are_filled_first_fit() -> None:
     # 6 5 5 4 4 fit two bins of 12 only as 6+5 and 5+4 | 4: three bins; evenly dealt they are 6 | 5+4 | 5+4.
-    assert spread([0, 1, 2, 3, 4], [6, 5, 5, 4, 4], 3) == [(0,), (3, 1), (4, 2)]
+    assert deal_evenly([0, 1, 2, 3, 4], [6, 5, 5, 4, 4], 3) == [(0,), (3, 1), (4, 2)]
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

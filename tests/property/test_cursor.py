@@ -57,11 +57,11 @@ def test_further_ids_of_a_step_are_the_next_of_the_walk_and_none_comes_twice(
     together, apart = (PromptCursor(ids, batch_size=batch, seed=2) for _ in range(2))
     first = together.take()
     assert apart.take() == first
-    whole = together.take_more(sum(portions), without=first)
+    further = together.take_more(sum(portions), without=first)
     asked = list(first)
     for portion in portions:
         asked += apart.take_more(portion, without=asked)
-    assert asked == first + whole
+    assert asked == first + further
     assert len(set(asked)) == len(asked) == min(num_ids, batch + sum(portions))
     assert together.state == apart.state
     # A walk that goes on from a checkpoint is the same walk.

@@ -1,4 +1,4 @@
-"""The guard's policy over any sequence of readings: bounded scales, counted rollbacks, and a state that can be saved after any step."""
+"""The guard's policy over any sequence of readings: bounded scales, counted rollbacks, a state to save."""
 
 from __future__ import annotations
 

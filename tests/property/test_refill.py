@@ -1,4 +1,4 @@
-"""Dynamic sampling against a plain model: one prompt after the other, until enough of them teach or the bound is spent."""
+"""Dynamic sampling against a plain model, which asks for one prompt after the other."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 def plain(world: World) -> tuple[list[int], list[int], list[int]]:
-    """Ids to train, ids set aside and ids dropped, each ascending, by asking for one prompt after the other."""
+    """Ids to train, set aside and dropped, each ascending, by asking for one prompt after the other."""
     cursor = world.cursor()
     asked = cursor.take()
     fates: dict[str, list[int]] = {"train": [], "aside": [], "drop": []}
@@ -133,7 +133,8 @@ def test_the_batch_is_that_of_asking_for_one_prompt_after_the_other(world: World
     ]
     assert sorted({h.trajectory_id.prompt_id for h in barrier.aside()}) == aside
     assert [group.prompt_id for group in barrier.dropped] == dropped
-    # Nothing is lost and nothing comes twice, no more is asked for than allowed, and no more trained than wanted.
+    # Nothing is lost and nothing comes twice, no more is asked for than allowed, and no more trained than
+    # wanted.
     assert barrier.num_groups == len(train) + len(aside) + len(dropped) == world.num_first + refill.num_extra
     assert refill.num_extra <= world.max_extra
     assert len(train) + len(dropped) == world.num_first - refill.num_unfilled
@@ -144,9 +145,9 @@ def test_the_batch_is_that_of_asking_for_one_prompt_after_the_other(world: World
 @given(worlds(), st.randoms(use_true_random=False), st.randoms(use_true_random=False))
 @settings(max_examples=100, deadline=None)
 def test_the_cursor_ends_in_the_same_place_whatever_came_first(
-    world: World, one: random.Random, other: random.Random
+    world: World, rng: random.Random, other_rng: random.Random
 ) -> None:
-    (_, _, first), (_, _, second) = concurrent(world, one), concurrent(world, other)
+    (_, _, first), (_, _, second) = concurrent(world, rng), concurrent(world, other_rng)
     assert first.state == second.state
 
 

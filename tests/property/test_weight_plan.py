@@ -15,11 +15,11 @@ from paceline.weights.digest.agreement import (
     disagreement,
     model_digest,
 )
-from paceline.weights.digest.definition import digest_array
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, TensorSlice, fsdp_layout
+from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.plan.plan import RELAY_MODES, MessageKey, TransferPlan, build_plan
-from support.tp_layouts import DenseModel, tp_layout
+from support.reference_digest import digest_array
+from support.weight_layouts import DenseModel, fsdp_layout, tp_layout
 
 Arrays = dict[str, np.ndarray]
 

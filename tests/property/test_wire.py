@@ -1,4 +1,4 @@
-"""The wire: what is encoded comes back the same, and what is malformed is rejected with its reason, never a crash."""
+"""The wire: a decoded message is the encoded one; a malformed one is rejected with its reason."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ANY_MESSAGE = (
     domain.prompt_groups | domain.trajectories() | domain.trajectory_headers | domain.scored_headers()
 )
 REASONS = {
-    "not_msgpack", "unknown_schema", "wrong_kind", "missing_field", "wrong_type", "out_of_range", "not_finite",
-    "too_large", "unequal_lengths", "unknown_value", "inconsistent",
+    "not_msgpack", "unknown_schema", "wrong_kind", "missing_field", "wrong_type", "out_of_range",
+    "not_finite", "too_large", "unequal_lengths", "unknown_value", "inconsistent",
 }  # fmt: skip
 
 
@@ -42,17 +42,17 @@ def decode(kind: type[Message], data: bytes, **options: Any) -> Message:
     return CODECS[kind][1](data, **options)
 
 
-def same(one: object, other: object) -> bool:
+def same(left: object, right: object) -> bool:
     """Equality that looks into arrays: dtype, shape and bits."""
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    return one == other
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    return left == right
 
 
-def assert_same(one: Message, other: Message) -> None:
-    assert type(one) is type(other)
-    for field in dataclasses.fields(one):
-        assert same(getattr(one, field.name), getattr(other, field.name)), field.name
+def assert_same(left: Message, right: Message) -> None:
+    assert type(left) is type(right)
+    for field in dataclasses.fields(left):
+        assert same(getattr(left, field.name), getattr(right, field.name)), field.name
 
 
 def altered(message: Message, **fields: Any) -> bytes:

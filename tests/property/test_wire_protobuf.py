@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import InvalidMessageError
 from paceline.core.policy import PolicyTag
+from paceline.core.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent, StepEvent
 from paceline.core.scoring import ScoreItem, ScoreResult
-from paceline.rpc.v1 import common_pb2, reward_pb2
+from paceline.rpc.v1 import common_pb2, controller_pb2, reward_pb2
 from paceline.wire import protobuf
+from paceline.wire.run_events import run_event_from_proto, run_event_to_proto
 from support import domain
 
 items = st.builds(
@@ -29,6 +31,13 @@ scores = st.builds(
     trajectory_id=domain.names,
     reward=domain.finite,
     components=st.dictionaries(domain.names, domain.finite, max_size=3),
+)
+counts = st.integers(0, 2**63 - 1)
+run_events = st.one_of(
+    st.builds(PhaseEvent, step=counts, phase=domain.names, admitted=counts, wanted=counts),
+    st.builds(StepEvent, step=counts, metrics=st.dictionaries(domain.names, domain.finite)),
+    st.builds(NoticeEvent, message=domain.texts),
+    st.builds(EndEvent, ok=st.booleans(), message=domain.texts),
 )
 failures = st.builds(ScoreResult, trajectory_id=domain.names, reward=st.none(), error=domain.names)
 
@@ -96,3 +105,14 @@ def test_extra_that_json_cannot_say_is_refused_before_it_is_sent() -> None:
     item = ScoreItem(trajectory_id="t", prompt="", response="", ground_truth="", extra={"a": b"bytes"})
     with pytest.raises(InvalidMessageError, match="bytes where JSON has no such thing"):
         protobuf.score_item_to_proto(item)
+
+
+@given(run_events)
+@settings(max_examples=60)
+def test_run_events_round_trip(event: RunEvent) -> None:
+    sent = run_event_to_proto(event).SerializeToString()
+    assert run_event_from_proto(controller_pb2.WatchEvent.FromString(sent)) == event
+
+
+def test_an_event_of_a_newer_controller_is_no_event() -> None:
+    assert run_event_from_proto(controller_pb2.WatchEvent()) is None

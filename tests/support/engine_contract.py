@@ -26,7 +26,7 @@ from paceline.weights.receipt import PushReceipt
 from support.fake_engine import FakeEngine
 from support.fake_vllm import fake_qwen2
 from support.push_models import save_config, seeded_model, tiny_config
-from support.tp_layouts import DenseModel
+from support.weight_layouts import DenseModel
 
 CPU = torch.device("cpu")
 VOCAB, MAX_PROMPT, MAX_RESPONSE = 199, 160, 96

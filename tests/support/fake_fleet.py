@@ -1,4 +1,4 @@
-"""A fleet without processes: fake services that record calls, and a task that answers prompts as rollout and reward would."""
+"""A fleet without processes: fake services that record calls, and a task that answers prompts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def report(rank: str, version: int, value: int) -> DigestReport:
 
 
 class FakeServices:
-    """The learner and the rollout servers, behind the interfaces of their clients; records all calls in order.
+    """The learner and the rollout servers, behind the interfaces of their clients; records all calls.
 
     Attributes:
         lose: members whose receive fails.
@@ -183,7 +183,7 @@ def score_all(group: PromptGroup, sample_index: int) -> dict[str, Any]:
 async def answer_prompts(
     broker: Broker, run_id: str, services: FakeServices, answer: Answer = score_all
 ) -> None:
-    """Takes the prompts of the version that was committed last and puts scored headers; runs until cancelled."""
+    """Answers the prompts of the version that was committed last with scored headers, until cancelled."""
     while True:
         version = max((int(c.split()[-1]) for c in services.calls if c.startswith("commit")), default=None)
         if version is None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from support.tp_layouts import DenseModel
+from support.weight_layouts import DenseModel
 
 
 class _Layer(nn.Module):

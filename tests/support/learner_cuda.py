@@ -1,4 +1,4 @@
-"""The learner on a GPU against the same on the CPU; `python -m support.learner_cuda` prints one JSON line of findings."""
+"""The learner on a GPU and on the CPU; `python -m support.learner_cuda` prints its findings as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.learner_scenarios import take_step, train
 
 @contextmanager
 def group_on(device: str) -> Iterator[Ranks]:
-    """All processes of this environment on one kind of device."""
+    """The process group on one kind of device."""
     environment = RankEnvironment.read()
     place = torch.device(device, environment.local_rank) if device == "cuda" else torch.device(device)
     try:
@@ -38,12 +38,12 @@ def steps_on(device: str, config: RunConfig) -> list[dict[str, float]]:
 
 
 def findings(folder: Path) -> dict[str, Any]:
-    """Losses on both devices and in both precisions, a resumed run, and whether a repeat gives the same bits."""
+    """Losses on both devices and in both precisions, those of a repeat, and a resumed run."""
     # Heads of 8: what the variable-length kernels take.
     model = write_model(folder / "model", hidden_size=32)
     exact = run_config(model)
     half = run_config(model, model={"dtype": "bfloat16", "enable_gradient_checkpointing": True})
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "torch": torch.__version__,
         "cpu": steps_on("cpu", exact),
         "cuda": steps_on("cuda", exact),
@@ -57,11 +57,11 @@ def findings(folder: Path) -> dict[str, Any]:
         third = train(learner, 3, 3)
         resumed = Learner.build(half, ranks)
         checkpoint.load(resumed, folder / "step")
-        found["resumed_equals"] = train(resumed, 3, 3) == third
+        results["resumed_equals"] = train(resumed, 3, 3) == third
         began = time.monotonic()
         take_step(resumed, 4)
-        found["step_s"] = time.monotonic() - began
-    return found
+        results["step_s"] = time.monotonic() - began
+    return results
 
 
 if __name__ == "__main__":

@@ -53,7 +53,10 @@ def write_model(
 
 
 def run_config(folder: Path, /, **sections: dict[str, Any]) -> RunConfig:
-    """A run of 8 prompts x 4 samples in two mini-batches, with critic, reference and adaptive KL; sections are merged in."""
+    """A run of 8 prompts x 4 samples in two mini-batches, with critic, reference and adaptive KL.
+
+    `sections` are merged in.
+    """
     tree: dict[str, dict[str, Any]] = {
         "data": {
             "train_files": "none.jsonl",
@@ -89,7 +92,7 @@ def make_batch(
     seed: int = 0,
     with_greedy: bool = False,
 ) -> tuple[tuple[BatchRow, ...], dict[str, bytes]]:
-    """Rows in batch order and their blobs by key; lengths, tokens and rewards from the seed, greedy scores from the prompt id."""
+    """Rows in batch order and their blobs by key, drawn from the seed; greedy scores from the prompt id."""
     rng = np.random.default_rng([seed, step])
     rows, blobs = [], {}
     for prompt_id in range(num_prompts):

@@ -1,4 +1,4 @@
-"""Groups of learner ranks for tests: one in this process, or several processes that run a function of a support module."""
+"""Groups of learner ranks for tests: one in this process, or several processes that run one function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def alone() -> Iterator[Any]:
 
 
 def run_ranks(function: str, world_size: int, *arguments: str, timeout_s: float = 150) -> list[Any]:
-    """Runs MODULE:FUNCTION(ranks, *arguments) in so many processes; returns what each printed, as JSON, by rank."""
+    """Runs MODULE:FUNCTION(ranks, *arguments) in every rank's process; returns their results, by rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -77,7 +77,7 @@ def remax_steps(ranks: Ranks, model: str) -> list[dict[str, float]]:
 
 
 def going_back(ranks: Ranks, model: str, folder: str) -> list[dict[str, float]]:
-    """Step 4 after going back from 3 to 2, and by a fresh learner that loaded the checkpoint and is called version 3 too."""
+    """Step 4 after a rollback from 3 to 2, and by a fresh learner with that checkpoint and version 3."""
     learner = Learner.build(config_of(model), ranks)
     train(learner, 1, 2)
     checkpoint.save(learner, Path(folder), step=2, controller_state=b"{}")
@@ -86,11 +86,11 @@ def going_back(ranks: Ranks, model: str, folder: str) -> list[dict[str, float]]:
     fresh = Learner.build(config_of(model), ranks)
     checkpoint.load(fresh, Path(folder))
     fresh.version = learner.version
-    return [numbers(take_step(one, 4)) for one in (learner, fresh)]
+    return [numbers(take_step(trained, 4)) for trained in (learner, fresh)]
 
 
 def one_rank_has_bad_rows(ranks: Ranks, model: str) -> list[str]:
-    """Rank 1 finds a trajectory of another policy: every rank says so, nothing has changed, and the step can be repeated."""
+    """Rank 1 finds a stale row: every rank reports it, nothing has changed, and the step can be repeated."""
     learner = Learner.build(config_of(model), ranks)
 
     def act() -> None:
@@ -119,12 +119,12 @@ class NanGradient(torch.autograd.Function):
 
 
 def one_rank_has_a_bad_gradient(ranks: Ranks, model: str) -> list[dict[str, float]]:
-    """Three steps; in the second a gradient of the last rank is NaN, in its share of the first mini-batch alone."""
+    """Three steps; in the second, the last rank's gradient of the first mini-batch is NaN."""
     learner = Learner.build(config_of(model), ranks)
     honest, poisoned_steps = PolicyLoss.__call__, {1} if ranks.rank == ranks.world_size - 1 else set()
 
-    def poisoned(self: PolicyLoss, part: Any, whole: Any) -> Any:
-        loss, sums = honest(self, part, whole)
+    def poisoned(self: PolicyLoss, *arguments: Any) -> Any:
+        loss, sums = honest(self, *arguments)
         if learner.version in poisoned_steps:
             poisoned_steps.remove(learner.version)
             loss = NanGradient.apply(loss)
@@ -154,7 +154,7 @@ def one_rank_fails(ranks: Ranks) -> str:
 
 
 def everything(ranks: Ranks, model: str, folder: str) -> list[Any]:
-    """The uninterrupted run, the resumed one, and errors: starting processes takes longer than all of them."""
+    """All scenarios in one set of processes, which take longer to start than the scenarios to run."""
     return [
         five_steps_with_a_checkpoint(ranks, model, folder),
         resumed_steps(ranks, model, folder),

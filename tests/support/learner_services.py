@@ -1,4 +1,4 @@
-"""A real learner of one rank in the place of the fake one: behind its own servicer and commands, without processes between."""
+"""A real learner of one rank in place of the fake one: behind its own servicer, in the same process."""
 
 from __future__ import annotations
 

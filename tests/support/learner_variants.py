@@ -51,7 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def one_step(ranks: Ranks, model: str, name: str, **actor: Any) -> dict[str, float]:
-    """The metrics of a variant's first training step, of two mini-batches; `actor` goes over the variant's own."""
+    """Metrics of a variant's first training step, with two mini-batches; `actor` overrides the variant's."""
     sections = dict(VARIANTS[name])
     sections["actor"] = {**sections.get("actor", {}), **actor}
     learner = Learner.build(run_config(Path(model), **sections), ranks)

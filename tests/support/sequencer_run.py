@@ -67,7 +67,7 @@ def prompts(num: int) -> PromptSet:
 
 
 class SequencerRun:
-    """A sequencer with all its parts; tests change `services` and `supervisor`; `notices` are those for people."""
+    """A sequencer with all its parts; tests change `services` and `supervisor`."""
 
     def __init__(
         self,

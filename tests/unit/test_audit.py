@@ -13,7 +13,7 @@ Events = list[dict[str, Any]]
 
 
 def journal() -> Events:
-    """One sound step of prompts 1 and 2, two samples and a greedy answer each: 1 is set aside, 3 comes for it, 2 has no reward."""
+    """One sound step of prompts 1 and 2, two samples and a greedy answer each; 3 replaces 1, 2 is dropped."""
 
     def admitted(*prompts: int) -> Events:
         names = [
@@ -110,5 +110,5 @@ def test_more_groups_than_the_step_began_with_are_a_breach() -> None:
     refill = only(events, "refill")
     refill.update(set_aside=[], prompts=[3])
     events = [event for event in events if not str(event.get("id", "")).endswith((":2:0", ":2:1"))]
-    found = violations(events, num_samples=2)
-    assert "I2: step 1 trained 3 prompts, more than the 2 that it began with" in found
+    breaches = violations(events, num_samples=2)
+    assert "I2: step 1 trained 3 prompts, more than the 2 that it began with" in breaches

@@ -24,7 +24,8 @@ def lost(peer: Peer) -> PeerLostError:
 @pytest.mark.parametrize(
     ("learner", "servers", "expelled"),
     [
-        # The learner lost rank 0, which had given up because rank 1 passed nothing on; rank 1 lost the learner then.
+        # The learner lost rank 0, which had given up because rank 1 passed nothing on; rank 1 lost the
+        # learner then.
         (A, {"a": B, "b": LEARNER, "c": LEARNER}, ["b"]),
         # The learner had sent everything before a relay stalled.
         (None, {"a": B, "b": GROUP, "c": A}, ["b"]),

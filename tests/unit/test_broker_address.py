@@ -53,14 +53,14 @@ def test_the_pool_needs_room_for_more_than_blocking_reads() -> None:
 
 
 async def test_brokers_of_one_memory_name_share_their_streams() -> None:
-    one, two, other = open_broker("memory://x"), open_broker("memory://x"), open_broker("memory://")
-    await one.ensure_group("s", "g")
-    await one.append(messages("s", ["0"]))
+    first, second, other = open_broker("memory://x"), open_broker("memory://x"), open_broker("memory://")
+    await first.ensure_group("s", "g")
+    await first.append(messages("s", ["0"]))
     assert await other.length("s") == 0
-    await one.close()
-    assert payloads(await drain(two, "s", "g", "a")) == ["0"]
+    await first.close()
+    assert payloads(await drain(second, "s", "g", "a")) == ["0"]
     with pytest.raises(BrokerError, match="closed"):
-        await one.append([])
+        await first.append([])
 
 
 async def test_a_lease_is_measured_by_the_clock_given() -> None:

@@ -51,7 +51,7 @@ def test_illegal_moves_name_both_phases(current: Phase, to: Phase) -> None:
 
 def test_the_dead_do_not_come_back() -> None:
     for gone in (Health.DEAD, Health.LEFT):
-        with pytest.raises(IllegalTransitionError, match="register anew"):
+        with pytest.raises(IllegalTransitionError, match="register again"):
             move_member(gone, Health.ALIVE)
 
 

@@ -1,4 +1,4 @@
-"""The guard in the loop of a run, against fake services: what is journalled, told, adjusted, gone back to, and what ends the run."""
+"""The guard in the loop of a run, against fakes: the journal, notices, adjustments, rollbacks, ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.controller.run.checkpoints import ControllerState, folder_of
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.guard import Reading
 from paceline.data.cursor import CursorState
-from support.sequencer_run import SequencerRun, run
+from support.sequencer_run import SequencerRun, config, run, run_of
 
 
 def ppo_kl(value: float, skipped: int = 0) -> list[Reading]:
@@ -42,11 +42,11 @@ async def test_every_firing_is_journalled_with_its_numbers_and_told_once_a_strea
         await it.enlist_all()
         it.services.readings = {1: ppo_kl(0.04), 2: ppo_kl(0.06, 3), 3: ppo_kl(0.01), 4: ppo_kl(0.045)}
         await it.go()
-        found = [
+        firings = [
             (e["step"], e["action"], e["value"], e["bound"], e["skipped"], e["streak"])
             for e in of(it, "guard")
         ]
-        assert found == [
+        assert firings == [
             (1, "warn", 0.04, 0.03, 0, 1),
             (2, "skip", 0.06, 0.05, 3, 2),
             (4, "warn", 0.045, 0.03, 0, 1),
@@ -95,7 +95,8 @@ async def test_a_rollback_takes_the_last_good_weights_under_the_number_of_the_st
         it.services.writes = True
         it.services.readings = {3: ppo_kl(0.06, 1), 4: ppo_kl(0.3, 1)}
         await it.go()
-        # Step 3 had skipped something and is no place to go back to; version 4 is sent once only, with what was gone back to.
+        # Step 3 had skipped something and is no place to go back to; version 4 is sent once only, with what
+        # was gone back to.
         calls = [c for c in it.services.calls if c.startswith(("train", "load", "publish", "save"))]
         assert calls == [
             *(
@@ -246,8 +247,21 @@ async def test_a_rollback_that_sends_other_weights_is_found_by_the_audit(tmp_pat
 
         it.services.learner.load = other  # type: ignore[method-assign]
         await it.go()
-        (found,) = violations(it.events(), num_samples=2)
-        assert found.startswith("I4b: version 2 is a rollback to 1, which was committed as 0000000000000008")
+        (breach,) = violations(it.events(), num_samples=2)
+        assert breach.startswith("I4b: version 2 is a rollback to 1, which was committed as 0000000000000008")
+
+
+async def test_a_run_that_resumes_from_step_0_writes_its_metrics_once(tmp_path: Path) -> None:
+    changes = guarded(1, ppo_kl={"rollback": 0.1})
+    async with run(tmp_path, **changes) as it:
+        await it.enlist_all()
+        await it.go()
+        state = ControllerState.from_plain(json.loads(it.services.saved[0]))
+    assert state.step == 0
+    async with run_of(config(**changes), tmp_path, resumed=state) as it:
+        await it.enlist_all()
+        await it.go()
+        assert [line["step"] for line in it.lines()] == [0, 1]
 
 
 def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:

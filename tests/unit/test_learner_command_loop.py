@@ -130,13 +130,14 @@ def test_rows_are_fetched_by_index_and_checked_once_more() -> None:
     def fetch(batch: tuple[BatchRow, ...] = rows, policy: PolicyTag = POLICY) -> Any:
         return fetch_rows(store, batch, [2, 0], policy=policy, vocab_size=48)
 
-    found = fetch()
-    assert list(found) == [2, 0]
-    assert found[2].index == 2
-    assert len(found[2].response_token_ids) == rows[2].num_response_tokens
-    assert found[2].response_log_probs.dtype == np.float32
+    fetched = fetch()
+    assert list(fetched) == [2, 0]
+    assert fetched[2].index == 2
+    assert len(fetched[2].response_token_ids) == rows[2].num_response_tokens
+    assert fetched[2].response_log_probs.dtype == np.float32
     with pytest.raises(
-        VersionMismatchError, match=r"train:1:1:0 was drawn from v0@0123456789abcdef, the step trains on v1@"
+        VersionMismatchError,
+        match=r"train:1:1:0 was sampled from v0@0123456789abcdef, the step trains on v1@",
     ):
         fetch(policy=PolicyTag(version=1, digest=POLICY.digest))
     swapped = (*rows[:2], BatchRow(**{**fields(rows[2]), "blob_key": rows[3].blob_key}), rows[3])
@@ -146,7 +147,7 @@ def test_rows_are_fetched_by_index_and_checked_once_more() -> None:
     with pytest.raises(DataError, match=r"tokens, its header says \d+ \+ 99"):
         fetch(short)
     greedy = TrajectoryId(step=1, purpose="greedy", prompt_id=1, sample_index=0)
-    with pytest.raises(DataError, match=r"greedy:1:1:0 was not drawn to be trained on"):
+    with pytest.raises(DataError, match=r"greedy:1:1:0 was not sampled for training"):
         fetch((*rows[:2], BatchRow(**{**fields(rows[2]), "trajectory_id": greedy}), rows[3]))
     with pytest.raises(PacelineError, match="token"):
         fetch_rows(store, rows, [2], policy=POLICY, vocab_size=3)

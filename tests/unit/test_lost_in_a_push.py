@@ -1,4 +1,4 @@
-"""A rollout server that dies in a push where nobody else notices, as over NCCL: the others are freed, and only it is put out."""
+"""A rollout server dies in a push and no other notices, as over NCCL: only it is expelled."""
 
 from __future__ import annotations
 

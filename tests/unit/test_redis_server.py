@@ -1,4 +1,4 @@
-"""Finding and starting a Redis server: what a user is told when it does not work, and what the server is started with."""
+"""Finding and starting a Redis server: the messages when it fails, and the server's settings."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class TestStarting:
         assert not config.exists()
 
     def test_every_server_has_its_own_password(self, tmp_path: Path) -> None:
-        with RedisServer.start(tmp_path / "a") as one, RedisServer.start(tmp_path / "b") as two:
-            mixed = one.url.replace(f":{one.port}/", f":{two.port}/")
+        with RedisServer.start(tmp_path / "a") as first, RedisServer.start(tmp_path / "b") as second:
+            mixed = first.url.replace(f":{first.port}/", f":{second.port}/")
             with redis.Redis.from_url(mixed) as client, pytest.raises(redis.AuthenticationError):
                 client.ping()
 

@@ -85,8 +85,10 @@ async def test_a_lost_rollout_is_put_out_and_the_rest_go_on(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("known", [True, False])
 async def test_who_only_lost_a_peer_stays(known: bool, tmp_path: Path) -> None:
-    """A server that dies in a push takes its peers' connections along: all fail, one is put out. Where its own call is answered by nobody
-    that shows it; else the learner names its rank."""
+    """A server that dies in a push breaks its peers' connections: all fail, one is expelled.
+
+    Its own call shows that if nobody answers it; otherwise the learner names its rank.
+    """
     async with run(tmp_path, trainer__val_before_train=False) as it:
         await it.enlist_all()
         receive, publish = it.services.rollout.receive, it.services.learner.publish
@@ -263,7 +265,8 @@ async def test_groups_of_equal_scores_are_replaced_within_their_step(tmp_path: P
         await it.enlist_all()
         await it.go(only_some_teach(walk[0], walk[2], walk[5], walk[6]))
         first, second = it.services.batches
-        # Step 1: 0 1 2 of the walk, 3 for 1, 4 for 3, 5 for 4. Step 2 has one prompt left of the epoch and begins the next one.
+        # Step 1: 0 1 2 of the walk, 3 for 1, 4 for 3, 5 for 4. Step 2 has one prompt left of the epoch and
+        # begins the next one.
         assert sorted({p for p, _ in first}) == sorted(walk[i] for i in (0, 2, 5))
         assert len(first) == 6
         refills = [e for e in it.events() if e["event"] == "refill" and e["step"] == 1]

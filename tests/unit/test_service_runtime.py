@@ -79,7 +79,8 @@ def test_a_bug_shows_its_traceback_above_the_sentence() -> None:
 
 
 def test_a_spawned_task_that_dies_takes_the_service_down() -> None:
-    body = "async def work():\n    raise ModelError('beat lost')\ncontext.spawn('beat', work())\nawait asyncio.sleep(100)"
+    task = "async def work():\n    raise ModelError('beat lost')\n"
+    body = f"{task}context.spawn('beat', work())\nawait asyncio.sleep(100)"
     code, out, err = end(start(body))
     assert (code, out) == (2, ENDED)
     assert "fatal: beat lost" in err

@@ -8,7 +8,7 @@ import torch
 from paceline.core.errors import ModelError
 from paceline.rollout.engines.vllm.layout import describe_model, split_parameters
 from support.fake_vllm import fake_qwen2
-from support.tp_layouts import DenseModel, tp_layout
+from support.weight_layouts import DenseModel, tp_layout
 
 pytestmark = pytest.mark.torch
 

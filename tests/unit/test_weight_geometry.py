@@ -16,13 +16,15 @@ from paceline.weights.digest.agreement import (
     format_digest,
     model_digest,
 )
-from paceline.weights.digest.definition import digest_array, name_factor
+from paceline.weights.digest.definition import name_factor
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.cover import Need, assign_sources
-from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows, expand_full, fsdp_layout
+from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows, expand_full
 from paceline.weights.plan.flows import take_leading
 from paceline.weights.plan.plan import TransferPlan, build_plan
 from paceline.weights.plan.spec import WeightGroupSpec
+from support.reference_digest import digest_array
+from support.weight_layouts import fsdp_layout
 
 
 def full(name: str, shape: tuple[int, ...]) -> RankLayout:

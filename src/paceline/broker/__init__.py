@@ -1,4 +1,4 @@
-"""The message broker: mailboxes with explicit acknowledgement, and blobs; Redis Streams or memory behind one Protocol."""
+"""The message broker: mailboxes with acknowledgement, and blobs; Redis or memory behind one Protocol."""
 
 from paceline.broker.backpressure import append_when_room
 from paceline.broker.base import Broker, Entry, Outgoing

@@ -1,4 +1,4 @@
-"""Broker addresses: which kinds there are, and how one is shown without its password."""
+"""Broker addresses: their schemes, and how to show an address without its password."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def scheme_of(url: str) -> str:
     """The address's scheme.
 
     Raises:
-        ConfigError: it is none that Paceline knows.
+        ConfigError: the scheme is unknown.
     """
     scheme = urlsplit(url).scheme
     if scheme not in REDIS_SCHEMES | {MEMORY_SCHEME}:
         raise ConfigError(
-            f"broker.url {redact(url)!r} has the scheme {scheme!r}; write redis://[:password@]host:port/db, rediss:// for "
-            "TLS, unix://[:password@]/path/to/socket, or memory:// for tests inside one process"
+            f"broker.url {redact(url)!r} has the scheme {scheme!r}; write redis://[:password@]host:port/db, "
+            "rediss:// for TLS, unix://[:password@]/path/to/socket, or memory:// for tests inside one process"
         )
     return scheme
 

@@ -16,18 +16,19 @@ _LONGEST_PAUSE_S = 0.5
 async def append_when_room(
     broker: Broker, messages: Sequence[Outgoing], *, max_length: int, timeout_s: float
 ) -> list[str]:
-    """Appends once every stream concerned has fewer than `max_length` entries that are not done.
+    """Appends once each of the messages' streams has fewer than `max_length` entries.
 
-    Entries that are done still count until the stream is trimmed, so a full one is trimmed first. Writers that find room at
-    the same moment may overshoot by one batch each: the bound protects the broker's memory, it is not a quota.
+    Acknowledged entries count until the stream is trimmed, so a full stream is trimmed first. Writers that
+    find room at the same moment may each exceed the bound by one batch: it protects the broker's memory and
+    is no quota.
 
     Raises:
-        DeadlineError: no room came within `timeout_s` seconds; names the stream.
+        DeadlineError: the stream was still full after `timeout_s` seconds; names the stream.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = _FIRST_PAUSE_S
     for stream in dict.fromkeys(message.stream for message in messages):
-        # Streams have no message for "there is room again": this is the one place that asks repeatedly.
+        # Redis sends no message when a stream has room again, so this is the only place that polls.
         while await broker.length(stream) >= max_length:
             if await broker.trim(stream) > 0:
                 continue

@@ -1,11 +1,11 @@
 """The seam between the services and the message broker.
 
-A stream is a mailbox: entries are appended, delivered to one consumer of a group at a time, and stay that consumer's until it
-acknowledges them. Another consumer can reclaim an entry whose consumer has gone silent: delivery is at least once, and
-readers must drop repeats by the message's own id. Blobs are plain values beside the streams.
+A stream is a mailbox. An entry is delivered to one consumer of a group at a time and stays that consumer's
+until it is acknowledged. Another consumer can reclaim an entry whose consumer has gone silent: delivery is at
+least once, and readers must drop repeats by the message's own id. Blobs are plain values beside the streams.
 
-A stream or group that does not exist has no entries: reading it gives [] after the wait, renewing gives nothing,
-acknowledging does nothing. So a reader whose stream is deleted gets no more entries, and no error.
+A stream or group that does not exist has no entries: reading it returns [] after the wait, renewing returns
+[], acknowledging does nothing. A reader whose stream is deleted gets no more entries, and no error.
 
 Every method may raise BrokerError (the broker refused or is gone) and DeadlineError (no answer in time).
 """
@@ -29,7 +29,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outgoing:
-    """A message to append, with blobs that must be there before anybody can read it."""
+    """A message to append, with blobs that must be stored before a reader can see it."""
 
     stream: str
     payload: bytes
@@ -41,14 +41,14 @@ class Broker(Protocol):
     """Streams with consumer groups, and blobs."""
 
     async def ensure_group(self, stream: str, group: str) -> None:
-        """Makes stream and group where they are missing; the group sees the stream from its first entry."""
+        """Creates stream and group where they are missing; the group starts at the stream's first entry."""
         ...
 
     async def append(self, messages: Sequence[Outgoing]) -> list[str]:
         """Stores messages in order, each with its blobs before it; returns entry ids.
 
-        Nobody sees a message whose blobs are not there. A command repeated after a lost connection may store a message
-        twice: readers drop repeats by the message's own id.
+        A message is never visible before its blobs. A command repeated after a lost connection may store a
+        message twice: readers drop repeats by the message's own id.
         """
         ...
 
@@ -67,20 +67,21 @@ class Broker(Protocol):
     async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
         """Reports that the consumer still works on these entries, which resets their idle time.
 
-        Returns the ids that are still the consumer's; entries that another has reclaimed, or that are done, stay as they are.
+        Returns the ids that are still the consumer's. Entries that another has reclaimed, or that are
+        acknowledged, are not touched.
         """
         ...
 
     async def release(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
-        """Gives entries back undone: another consumer can reclaim them at once."""
+        """Gives entries back without acknowledging them: another consumer can reclaim them at once."""
         ...
 
     async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
-        """Ends the delivery of entries; unknown ids are ignored."""
+        """Acknowledges entries: they are not delivered again. Unknown ids are ignored."""
         ...
 
     async def length(self, stream: str) -> int:
-        """Entries in the stream, read or not."""
+        """Number of entries in the stream, read or not."""
         ...
 
     async def trim(self, stream: str) -> int:

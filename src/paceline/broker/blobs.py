@@ -1,4 +1,4 @@
-"""Reading blobs without an event loop: for the learner's ranks, which fetch their own rows."""
+"""Reads blobs without an event loop, for the learner's ranks, which fetch their own rows."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class BlobReader:
 
     Args:
         url: the broker's redis address.
-        timeout_s: longest wait for one portion of at most 64 blobs.
+        timeout_s: longest wait for one request, which fetches at most 64 blobs.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
         if scheme_of(url) not in REDIS_SCHEMES:
             raise ConfigError(
-                f"blobs of {redact(url)!r} exist in one process only: a learner needs a broker.url of redis://"
+                f"blobs of {redact(url)!r} exist in one process only: set broker.url to redis://"
             )
         self._url, self._timeout_s = url, timeout_s
         self._client: redis.Redis = redis.Redis.from_url(
@@ -63,16 +63,16 @@ class BlobReader:
                 values += portion
         except (RedisError, OSError) as error:
             raise translate(error, url=self._url, command="MGET", timeout_s=self._timeout_s) from error
-        found = [value for value in values if value is not None]
-        if len(found) < len(keys):
+        present = [value for value in values if value is not None]
+        if len(present) < len(keys):
             missing = [key for key, value in zip(keys, values, strict=True) if value is None]
             more = f" and {len(missing) - _KEYS_NAMED} more" if len(missing) > _KEYS_NAMED else ""
             raise DataError(
                 f"{len(missing)} of {len(keys)} blobs are not at the broker {redact(self._url)}: "
                 f"{', '.join(missing[:_KEYS_NAMED])}{more}; they were deleted, or the server lost its data"
             )
-        return found
+        return present
 
     def close(self) -> None:
-        """Lets go of the connection."""
+        """Closes the connection."""
         self._client.close()

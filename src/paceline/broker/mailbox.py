@@ -1,4 +1,4 @@
-"""A consumer of one stream: takes entries, keeps their leases alive while they are worked on, gives back what is left."""
+"""A consumer of one stream: takes entries, renews their leases during the work, gives back the rest."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ log = logging.getLogger(__name__)
 class Mailbox:
     """One consumer of a group, as a context manager.
 
-    An entry taken stays this consumer's for `lease_s` seconds at a time; a background task renews the lease until
-    `done` is called. An entry whose consumer has died goes to another after at most 1.5 leases. On leaving, what is not
-    done is given back at once.
+    An entry that was taken is this consumer's for `lease_s` seconds; a background task renews the lease until
+    `done` is called. An entry whose consumer has died goes to another after at most 1.5 leases. On leaving,
+    entries that are not done are given back at once.
 
     Args:
-        broker: where the stream lives.
-        stream: its name; it and the group are made where missing.
-        group: consumers of one group share the stream, each entry goes to one of them.
+        broker: where the stream is.
+        stream: its name; stream and group are created where missing.
+        group: consumers of one group share the stream; each entry goes to one of them.
         consumer: unique within the group: two of the same name would renew each other's leases.
-        lease_s: silence after which an entry may go to another consumer.
-        max_entries: how many one `take` brings, unless it says otherwise.
-        block_s: how long a `take` waits for a first entry, unless it says otherwise.
+        lease_s: seconds without renewal after which an entry may go to another consumer.
+        max_entries: most entries that one `take` returns, unless the call says otherwise.
+        block_s: how long a `take` waits for a first entry, unless the call says otherwise.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Mailbox:
         """Acknowledges entries: they will not be delivered again."""
         self._check_renewing()
         entry_ids = [entry.entry_id for entry in entries]
-        # Forgotten first, or a renewal under way would miss them at the broker and report them as lost.
+        # Removed first: a renewal under way would not find them at the broker and report them as lost.
         leased = self._leased.intersection(entry_ids)
         self._leased -= leased
         try:
@@ -104,14 +104,14 @@ class Mailbox:
         )
         if len(entries) < wanted:
             self._next_reclaim_s = now + self._lease_s / 2
-        # A lease that lapsed while this very process was stalled comes back to it: it works on that entry already.
+        # After a stall of this process its own lapsed entries come back to it, and are already worked on.
         fresh = [entry for entry in entries if entry.entry_id not in self._leased]
         if fresh:
             log.info("%s: %d entries reclaimed by %s", self.stream, len(fresh), self.consumer)
         return fresh
 
     async def _read(self, wanted: int, deadline: float) -> list[Entry]:
-        # Waking up for the next reclaim keeps the recovery time bounded by the lease, however long the caller waits.
+        # Wakes up for the next reclaim: the lease bounds the recovery time, however long the caller waits.
         until = min(deadline, self._next_reclaim_s)
         return await self._broker.read(
             self.stream,
@@ -130,7 +130,7 @@ class Mailbox:
             try:
                 renewed = await self._broker.renew(self.stream, self.group, self.consumer, entry_ids)
             except (BrokerError, DeadlineError) as error:
-                # The next round may succeed in time; if not, the entries lapse and are delivered again, which is allowed.
+                # The next round may succeed in time; if not, the entries are delivered again.
                 log.warning("%s: %d leases not renewed: %s", self.stream, len(entry_ids), error)
                 continue
             lost = self._leased.intersection(entry_ids) - set(renewed)
@@ -154,5 +154,5 @@ class Mailbox:
         try:
             await self._broker.release(self.stream, self.group, self.consumer, entry_ids)
         except (BrokerError, DeadlineError) as error:
-            # Their leases lapse anyway; giving them back would only have been quicker.
+            # Their leases lapse anyway; giving them back is only quicker.
             log.warning("%s: %d entries not given back: %s", self.stream, len(entry_ids), error)

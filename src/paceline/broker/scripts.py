@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-# KEYS: the blobs' keys, then one stream per message. ARGV: the numbers of blobs and of messages, the blobs' values, then payload
-# and traceparent of each message. A script that fails stops where it is: blobs come first, so no message is without them.
+# KEYS: the blobs' keys, then one stream per message. ARGV: the numbers of blobs and of messages, the blobs'
+# values, then payload and traceparent of each message. Blobs come first because a script that fails stops
+# where it is: no message is stored without its blobs.
 APPEND = """
 local blobs, messages = tonumber(ARGV[1]), tonumber(ARGV[2])
 for i = 1, blobs do
@@ -23,8 +24,8 @@ end
 return ids
 """
 
-# KEYS: the stream. ARGV: group, consumer, idle milliseconds to set, entry ids. Returns the ids that are the consumer's.
-# XCLAIM alone would take back what another consumer has reclaimed in the meantime, and the two would rob each other.
+# KEYS: the stream. ARGV: group, consumer, idle milliseconds to set, entry ids. Returns the consumer's own
+# ids. XCLAIM alone would take entries back that another consumer has reclaimed in the meantime.
 TOUCH = """
 local own = {}
 for i = 4, #ARGV do

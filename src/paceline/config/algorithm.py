@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from paceline.config.base import Section
+from paceline.config.base import OneOf, Section
+from paceline.config.estimators import ADV_ESTIMATORS, EstimatorTraits
 from paceline.config.shaping import OverlongConfig, ResampleConfig, RolloutCorrectionConfig
 
-AdvEstimator = Literal[
-    "gae",
-    "vapo",
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "opo",
-    "gpg",
-    "pass_at_k",
-]
 KLKind = Literal[
     "k1",
     "abs",
@@ -38,12 +26,6 @@ KLKind = Literal[
     "mse+",
     "low_var_kl+",
 ]
-
-CRITIC_ESTIMATORS: frozenset[str] = frozenset({"gae", "vapo"})
-"""The advantage estimators that read values; the learner's registry says the same, and a test compares the two."""
-
-GREEDY_ESTIMATORS: frozenset[str] = frozenset({"remax"})
-"""Those that read the score of a greedy answer to each prompt; likewise."""
 
 
 class KLControlConfig(Section):
@@ -78,7 +60,7 @@ class DynamicSamplingConfig(Section):
 class AlgorithmConfig(Section):
     """How rewards become advantages."""
 
-    adv_estimator: AdvEstimator = Field(
+    adv_estimator: Annotated[str, OneOf(tuple(ADV_ESTIMATORS))] = Field(
         "gae", description="gae and vapo need a critic; the others do without."
     )
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
@@ -101,6 +83,11 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
     @property
-    def normalize_by_std(self) -> bool:
-        """norm_adv_by_std_in_grpo, by the name of the function's option."""
-        return self.norm_adv_by_std_in_grpo
+    def estimator(self) -> EstimatorTraits:
+        """What adv_estimator needs."""
+        return ADV_ESTIMATORS[self.adv_estimator]
+
+    @property
+    def estimator_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of adv_estimator's function."""
+        return {argument: getattr(self, key) for argument, key in self.estimator.options.items()}

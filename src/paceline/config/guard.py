@@ -11,14 +11,14 @@ from paceline.core.guard import RULES, Action, Limits
 
 
 class RuleConfig(Section):
-    """One rule: a bound for each action, null for an action that it does not take."""
+    """A rule: a bound for each action, null for an action that it does not take."""
 
     enabled: bool = Field(True, description="Whether the rule is looked at.")
     warn: float | None = Field(None, ge=0, description="Journal, notice to watchers, report.")
     skip: float | None = Field(
         None,
         ge=0,
-        description="Do not take the optimizer step (of a rule over the whole batch: any of the step's).",
+        description="Skip the optimizer step; a rule over the whole batch skips all steps of the batch.",
     )
     lower_kl_coef: float | None = Field(
         None, ge=0, description="Multiply the KL coefficient by guard.kl_factor, from the next step on."
@@ -55,7 +55,7 @@ def _rule(description: str, **bounds: float | int) -> Any:
 
 
 class GuardConfig(Section):
-    """Rules that watch a run. `guard.RULE.ACTION` is the bound beyond which the rule takes the action; see docs/guard-rails.md."""
+    """Rules that watch a run: beyond its bound `guard.RULE.ACTION` a rule acts; see docs/guard-rails.md."""
 
     enabled: bool = Field(
         True, description="false: no rule is looked at. Steps that are not finite are skipped all the same."
@@ -85,7 +85,8 @@ class GuardConfig(Section):
     )
     reference_kl: RuleConfig = _rule("KL to the reference model, mean over the step's sequences.", warn=1.0)
     grad_norm: RuleConfig = _rule(
-        "Gradient norm of a mini-batch that exceeds grad_clip, in multiples of its running median; actor and critic each.",
+        "Gradient norm of a mini-batch that exceeds grad_clip, in multiples of its running median; "
+        "actor and critic each.",
         warn=10.0,
         skip=100.0,
     )
@@ -109,19 +110,21 @@ class GuardConfig(Section):
         skip=1000.0,
     )
     non_finite: RuleConfig = _rule(
-        "Losses, gradients and metrics of the step that are NaN or infinite, counted; such an optimizer step is never taken.",
+        "Number of losses, gradients and metrics of the step that are NaN or infinite; "
+        "such an optimizer step is never taken.",
         warn=0.0,
         stop=0.0,
         patience=10,
     )
     throughput: RuleConfig = _rule(
-        "Tokens per second of generating, scoring and learning, as a share of its running median; fires at or below its bounds.",
+        "Tokens per second of generating, scoring and learning, as a share of its running median; "
+        "fires at or below its bounds.",
         warn=0.25,
     )
 
     @property
     def limits(self) -> dict[str, Limits]:
-        """By rule, those that are looked at."""
+        """The limits of every enabled rule, by its name."""
         rules = {name: getattr(self, name) for name in RULES} if self.enabled else {}
         return {name: rule.limits for name, rule in rules.items() if rule.enabled}
 
@@ -132,7 +135,7 @@ class GuardConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _over_the_defaults(cls, tree: Any) -> Any:
-        """What is given of a rule replaces its defaults key by key; `false` (in YAML also `off`) turns a rule off, or all."""
+        """A rule's given keys replace its defaults; `false` (in YAML also `off`) disables a rule, or all."""
         if isinstance(tree, bool):
             return {"enabled": tree}
         if not isinstance(tree, dict):
@@ -144,7 +147,8 @@ class GuardConfig(Section):
                 given = {"enabled": given}
             if isinstance(given, int | float | str):
                 raise ValueError(
-                    f"guard.{name}={given}: which action? Write guard.{name}.warn={given}, say, or guard.{name}=off"
+                    f"guard.{name}={given}: which action? Write guard.{name}.warn={given}, say, "
+                    f"or guard.{name}=off"
                 )
             if isinstance(given, dict):
                 merged[name] = {**cls.model_fields[name].default.model_dump(), **given}
@@ -155,6 +159,6 @@ class GuardConfig(Section):
         for name, rule in RULES.items():
             for action in Action:
                 if action not in rule.actions and getattr(getattr(self, name), action.value) is not None:
-                    allowed = ", ".join(one.value for one in rule.actions)
+                    allowed = ", ".join(allowed.value for allowed in rule.actions)
                     raise ValueError(f"guard.{name} cannot {action.value}; its actions are {allowed}")
         return self

@@ -46,8 +46,8 @@ class RewardConfig(Section):
         0.5,
         ge=0,
         le=1,
-        description="Largest share of a step's prompt groups that may be dropped for reward errors; beyond it "
-        "the run stops.",
+        description="Largest share of a step's prompt groups that may be dropped for reward errors; the run "
+        "stops beyond it.",
     )
 
     @model_validator(mode="after")

@@ -24,7 +24,7 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: int = Field(1, gt=0, description="GPUs (or CPU ranks) per engine.")
     n: int = Field(8, gt=0, description="Samples per training prompt.")
     temperature: float = Field(
-        1.0, gt=0, description="Of training samples; the learner divides its logits by the same."
+        1.0, gt=0, description="Temperature of training samples; the learner divides its logits by it."
     )
     top_p: float = Field(
         1.0, gt=0, le=1, description="Anything but 1 changes the sampled distribution and is refused."
@@ -43,13 +43,13 @@ class RolloutConfig(Section):
     )
     enforce_eager: bool = Field(False, description="No CUDA graphs, no compilation (always so on a CPU).")
     threads: int | None = Field(
-        None, gt=0, description="CPU: threads per engine rank; null: all cores, shared out over the replicas."
+        None, gt=0, description="CPU: threads per engine rank; null: all cores, divided among the replicas."
     )
     devices: tuple[int, ...] | None = Field(
         None,
-        description="GPU indices, shared out over the replicas in order; null: all that the learner leaves.",
+        description="GPU indices, divided among the replicas in order; null: all that the learner leaves.",
     )
-    request_timeout_s: float = Field(600.0, gt=0, description="Longest that one prompt group may take.")
+    request_timeout_s: float = Field(600.0, gt=0, description="Longest time for a prompt group.")
     engine_kwargs: dict[str, bool | int | float | str | dict[str, object]] = Field(
         {}, description="Further arguments of vLLM's AsyncEngineArgs."
     )
@@ -58,7 +58,7 @@ class RolloutConfig(Section):
     def _unbiased(self) -> RolloutConfig:
         if self.top_p != 1.0 or self.top_k != 0:
             raise ValueError(
-                f"top_p={self.top_p}, top_k={self.top_k}: truncated sampling draws from another distribution than the one that the "
-                "loss divides by; write top_p: 1.0 and top_k: 0"
+                f"top_p={self.top_p}, top_k={self.top_k}: truncated sampling draws from another distribution "
+                "than the one that the loss divides by; write top_p: 1.0 and top_k: 0"
             )
         return self

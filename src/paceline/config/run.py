@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from paceline.config.actor import ActorConfig, CriticConfig
-from paceline.config.algorithm import CRITIC_ESTIMATORS, GREEDY_ESTIMATORS, AlgorithmConfig
+from paceline.config.algorithm import AlgorithmConfig
 from paceline.config.base import Section
 from paceline.config.data import DataConfig
 from paceline.config.guard import GuardConfig
@@ -49,12 +49,12 @@ class RunConfig(Section):
     @property
     def needs_critic(self) -> bool:
         """Whether advantages are made from values."""
-        return self.algorithm.adv_estimator in CRITIC_ESTIMATORS
+        return self.algorithm.estimator.needs_critic
 
     @property
     def needs_greedy(self) -> bool:
         """Whether advantages are made from the score of a greedy answer to each prompt."""
-        return self.algorithm.adv_estimator in GREEDY_ESTIMATORS
+        return self.algorithm.estimator.needs_greedy
 
     @property
     def needs_reference(self) -> bool:
@@ -88,9 +88,11 @@ class RunConfig(Section):
                 f"actor.ppo_max_token_len_per_gpu={self.actor.ppo_max_token_len_per_gpu} cannot hold one sequence of "
                 f"data.max_prompt_length + data.max_response_length = {self.max_model_len} tokens; raise it"
             )
-        if self.algorithm.adv_estimator == "pass_at_k" and self.rollout.n < 2:
+        min_samples = self.algorithm.estimator.min_samples
+        if self.rollout.n < min_samples:
             raise ValueError(
-                "algorithm.adv_estimator=pass_at_k compares a group's best two: rollout.n must be at least 2"
+                f"algorithm.adv_estimator={self.algorithm.adv_estimator} compares the samples of a group: rollout.n must be "
+                f"at least {min_samples}"
             )
         if self.algorithm.dynamic_sampling.enable and self.rollout.n < 2:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""`trainer.*`, `learner.*`, `barrier.*`, `broker.*`, `service.*`, `telemetry.*`, `sft.*`: the run and its processes."""
+"""The run and its processes: `trainer`, `learner`, `barrier`, `broker`, `weights`, `service` and so on."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class LearnerConfig(Section):
     """The learner group."""
 
     world_size: int = Field(
-        1, gt=0, description="Processes that `paceline train` starts, one a GPU or CPU core share."
+        1, gt=0, description="Processes that `paceline train` starts, one per GPU or share of the CPU cores."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the machine has a GPU.")
     devices: tuple[int, ...] | None = Field(
         None, description="GPU indices of the ranks; null: the first world_size."
     )
@@ -47,19 +47,19 @@ class LearnerConfig(Section):
         None, gt=0, description="CPU: torch threads per rank; null: the cores shared out over the ranks."
     )
     command_timeout_s: float = Field(
-        3600.0, gt=0, description="Longest that one command (a training step, a checkpoint) may take."
+        3600.0, gt=0, description="Longest duration of a command (a training step, a checkpoint)."
     )
     collective_timeout_s: float = Field(
-        300.0, gt=0, description="Longest that a rank waits for another within a command."
+        300.0, gt=0, description="Longest time that a rank waits for another within a command."
     )
 
 
 class BarrierConfig(Section):
     """Which trajectories a batch admits."""
 
-    collect_timeout_s: float = Field(1800.0, gt=0, description="Longest that one step's collection may take.")
+    collect_timeout_s: float = Field(1800.0, gt=0, description="Longest duration of a step's collection.")
     stall_timeout_s: float = Field(
-        300.0, gt=0, description="Longest without a single trajectory while collecting."
+        300.0, gt=0, description="Longest time without a new trajectory during the collection."
     )
 
 
@@ -68,7 +68,8 @@ class BrokerConfig(Section):
 
     url: str | None = Field(
         None,
-        description="redis://[:password@]host:port/db of a running server; null: `paceline train` starts one for the run.",
+        description="redis://[:password@]host:port/db of a running server; "
+        "null: `paceline train` starts a server for the run.",
     )
     lease_s: float = Field(
         5.0, gt=0, description="A message whose taker has not renewed it for so long goes to another."
@@ -85,24 +86,22 @@ class WeightsConfig(Section):
     staging_mib: int = Field(
         1024,
         gt=1,
-        description="Most memory beside the parameters that a push takes on any rank; two rounds share it.",
+        description="Most memory beside the parameters that a push uses on any rank; two rounds share it.",
     )
     relay: Literal["auto", "never", "always"] = Field(
         "auto",
-        description="Rollout ranks that need the same weights pass them on to each other. auto: where the learner's links would "
-        "hold the push up otherwise; always: wherever two need the same, for tests.",
+        description="Whether rollout ranks that need the same weights pass them on to each other. auto: if "
+        "the learner's links would slow the push down otherwise; always: wherever possible, for tests.",
     )
-    push_timeout_s: float = Field(30.0, gt=0, description="Longest that one push may take.")
-    join_timeout_s: float = Field(60.0, gt=0, description="Longest that forming the group may take.")
+    push_timeout_s: float = Field(30.0, gt=0, description="Longest duration of a push.")
+    join_timeout_s: float = Field(60.0, gt=0, description="Longest duration of forming the weight group.")
 
 
 class ServiceConfig(Section):
     """Addresses, heartbeats and deadlines of the services."""
 
-    host: str = Field(
-        "127.0.0.1", description="Address that servers bind to; loopback unless told otherwise."
-    )
-    controller_port: int = Field(0, ge=0, le=65535, description="0: any free one.")
+    host: str = Field("127.0.0.1", description="Address that servers bind to.")
+    controller_port: int = Field(0, ge=0, le=65535, description="Port of the controller; 0: any free port.")
     heartbeat_s: float = Field(1.0, gt=0, description="How often members report.")
     suspect_after_s: float = Field(5.0, gt=0, description="Silence after which a member is suspected.")
     dead_after_s: float = Field(12.0, gt=0, description="Silence after which a member is dead.")
@@ -121,7 +120,7 @@ class TelemetryConfig(Section):
         None, description="OTLP/gRPC endpoint; null: metrics.jsonl and spans.jsonl in the run directory."
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        "INFO", description="Of the services' logs."
+        "INFO", description="Level of the services' logs."
     )
 
 

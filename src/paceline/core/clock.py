@@ -1,4 +1,4 @@
-"""Time as a parameter: what waits or measures takes a Clock, so that tests decide what time it is."""
+"""Time as a parameter: code that waits or measures takes a Clock, so that tests set the time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds; `monotonic` for durations and deadlines, `wall` for records that people read."""
+    """`monotonic` seconds for durations and deadlines, `wall` seconds for records that people read."""
 
     def monotonic(self) -> float:
         """Seconds since some fixed moment, never going back."""

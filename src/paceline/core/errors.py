@@ -1,4 +1,4 @@
-"""The one exception tree. Every class is also the standard-library type that it refines.
+"""The exception tree. Every class is also the standard-library type that it refines.
 
 PacelineError
 ├── ConfigError(ValueError)          what the user wrote cannot be run
@@ -47,11 +47,11 @@ class EnvironmentLackError(PacelineError, RuntimeError):
 
 
 GIVEN_ERRORS = (ConfigError, DataError, ModelError, EnvironmentLackError)
-"""Errors of what a run was given, not of what happened in it: starting it again as it is leads to the same end."""
+"""Errors in what the run was given, not in what happened: starting it again unchanged fails the same way."""
 
 
 def exit_code(error: BaseException) -> int:
-    """A process's exit code after an error: 2 where what it was given or finds on the machine cannot be used, else 1."""
+    """A process's exit code: 2 where its inputs or the machine are unusable (GIVEN_ERRORS), else 1."""
     if isinstance(error, BaseExceptionGroup):
         return min(exit_code(part) for part in error.exceptions)
     return 2 if isinstance(error, GIVEN_ERRORS) else 1
@@ -101,7 +101,7 @@ class DeadlineError(PacelineError, TimeoutError):
 
 
 class PeerLostError(PacelineError, ConnectionError):
-    """A member of the fleet died or cannot be reached; `peer` is its member id, or its rank in the weight group."""
+    """A member of the fleet died or cannot be reached; `peer` is its member id or rank."""
 
     def __init__(self, message: str, *, peer: Peer) -> None:
         super().__init__(message)
@@ -148,7 +148,7 @@ class CheckpointError(PacelineError, RuntimeError):
 
 
 class NumericsError(PacelineError, ArithmeticError):
-    """A loss, gradient, mask or statistic makes no sense."""
+    """A loss, gradient, mask or statistic has an impossible value."""
 
 
 class GuardError(PacelineError, RuntimeError):
@@ -158,5 +158,5 @@ class GuardError(PacelineError, RuntimeError):
 def _rebuild(
     kind: type[PacelineError], args: tuple[object, ...], keywords: dict[str, object]
 ) -> PacelineError:
-    """Makes an error again on the far side of a process boundary."""
+    """Rebuilds an error on the other side of a process boundary."""
     return kind(*args, **keywords)

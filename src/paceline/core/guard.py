@@ -1,7 +1,8 @@
-"""Guard rules: which numbers of a training step are watched, and what a number beyond its bound asks for. Pure: no I/O, no clock.
+"""Guard rules: which numbers of a training step are judged, and which actions their bounds call for.
 
 reading (a rule's number, the worst of a step) + limits -> actions
-actions beyond skip -> adjustments of the next steps, a rollback, or the end: `paceline.controller.guard.policy`
+actions beyond skip -> adjustments of the next steps, a rollback, or the end:
+`paceline.controller.guard.policy`
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from statistics import median
 
 
 class Action(enum.Enum):
-    """What a rule does, from the mildest to the strongest; the value is the word in configuration and journal."""
+    """What a rule does, mildest first; the value is the word in configuration and journal."""
 
     WARN = "warn"
     SKIP = "skip"
@@ -35,13 +36,14 @@ class Sense(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One number that is watched.
+    """One number that is judged.
 
     Attributes:
-        metric: what it is of; for an optimizer step the name of its metric.
+        metric: its name; for an optimizer step, the name of its metric.
         relative: a bound is a multiple of the number's running median.
-        networks: the networks whose optimizer steps it judges one by one; () for a rule that judges the step as a whole.
-        actions: those that it can take.
+        networks: the networks whose optimizer steps it judges one by one; () for a rule that judges the step
+            as a whole.
+        actions: those that it may take.
     """
 
     name: str
@@ -81,8 +83,12 @@ RULES: Mapping[str, Rule] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one rule is configured to do: a bound by action, and for how many steps in a row it must be crossed before any action beyond
-    SKIP is taken."""
+    """The configuration of one rule.
+
+    Attributes:
+        bounds: the bound of each action.
+        patience: for how many steps in a row a bound must be crossed before any action beyond SKIP is taken.
+    """
 
     bounds: Mapping[Action, float]
     patience: int = 1
@@ -95,7 +101,8 @@ class Reading:
     Attributes:
         network: "actor" or "critic" where the rule judges optimizer steps, else "".
         reference: the running median that a relative rule measures by; 0 for others.
-        num_skipped: optimizer steps that were not taken because of it; of a rule over the whole batch, batches.
+        num_skipped: optimizer steps that were not taken because of it; of a rule over the whole batch,
+            batches.
     """
 
     rule: str
@@ -116,9 +123,12 @@ class Reading:
 
 
 def crossed(limits: Limits, reading: Reading) -> tuple[Action, ...]:
-    """The actions whose bound is crossed, mildest first. A value that is not a number crosses nothing: `non_finite` counts those."""
+    """The actions whose bound is crossed, mildest first.
+
+    A value that is not a number crosses nothing; the rule `non_finite` counts those.
+    """
     rule = RULES[reading.rule]
-    found = []
+    actions = []
     for action in Action:
         bound = limits.bounds.get(action)
         if bound is None or (rule.relative and reading.reference <= 0.0):
@@ -126,18 +136,21 @@ def crossed(limits: Limits, reading: Reading) -> tuple[Action, ...]:
         threshold = reading.threshold(bound)
         beyond = reading.value > threshold if rule.sense is Sense.ABOVE else reading.value <= threshold
         if beyond:
-            found.append(action)
-    return tuple(found)
+            actions.append(action)
+    return tuple(actions)
 
 
 def describe(reading: Reading, bound: float, action: Action) -> str:
-    """What was found and which key says so, in one clause."""
+    """The reading, the bound and its configuration key, in one clause."""
     rule = RULES[reading.rule]
     of = f"{reading.network} " if reading.network else ""
     limit = f"{reading.threshold(bound):.4g}"
     if rule.relative:
         limit += f", {bound:g} times its running median"
-    return f"{of}{rule.metric} is {reading.value:.4g}, {rule.sense.value} {limit} (guard.{rule.name}.{action.value})"
+    return (
+        f"{of}{rule.metric} is {reading.value:.4g}, {rule.sense.value} {limit} "
+        f"(guard.{rule.name}.{action.value})"
+    )
 
 
 def spread(values: Sequence[float]) -> float:
@@ -149,35 +162,35 @@ def spread(values: Sequence[float]) -> float:
 
 
 def worst(readings: Iterable[Reading]) -> list[Reading]:
-    """One reading of each rule and network: the worst, with all skipped steps counted; in the order of first appearance."""
-    found: dict[tuple[str, str], Reading] = {}
+    """The worst reading of each rule and network, with all skipped steps, in order of first appearance."""
+    by_rule: dict[tuple[str, str], Reading] = {}
     for reading in readings:
         key = reading.rule, reading.network
-        before = found.get(key)
+        before = by_rule.get(key)
         if before is None:
-            found[key] = reading
+            by_rule[key] = reading
             continue
-        chosen = max(before, reading, key=lambda one: one.badness)
-        found[key] = Reading(
+        chosen = max(before, reading, key=lambda candidate: candidate.badness)
+        by_rule[key] = Reading(
             rule=chosen.rule,
             value=chosen.value,
             network=chosen.network,
             reference=chosen.reference,
             num_skipped=before.num_skipped + reading.num_skipped,
         )
-    return list(found.values())
+    return list(by_rule.values())
 
 
 @dataclass(kw_only=True, slots=True)
 class Histories:
-    """Running medians by name, over the last `window` values; part of the checkpoint, so that a resumed run judges alike."""
+    """Running medians by name, over the last `window` values; part of the checkpoint."""
 
     window: int = 100
     min_history: int = 10
     _values: dict[str, deque[float]] = field(default_factory=dict)
 
     def reference(self, name: str) -> float | None:
-        """The median of the values so far; None before `min_history` of them, and where it is not above 0."""
+        """The median of the values; None if there are fewer than `min_history`, or if it is not above 0."""
         values = self._values.get(name, ())
         if len(values) < self.min_history:
             return None
@@ -185,7 +198,10 @@ class Histories:
         return middle if middle > 0.0 else None
 
     def add(self, name: str, value: float) -> None:
-        """Takes a value in, one that was refused too: a lasting change must become the rule. One that is not finite is left out."""
+        """Adds a value, unless it is not finite.
+
+        Values of skipped steps count too, so that the median follows a lasting change.
+        """
         if math.isfinite(value):
             self._values.setdefault(name, deque(maxlen=self.window)).append(value)
 
@@ -200,7 +216,7 @@ class Histories:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adjustments:
-    """What the guard has changed of the configuration: whole values, not changes, so that they may be sent any number of times.
+    """The guard's changes to the configuration, as absolute values: sending them twice changes nothing.
 
     Attributes:
         lr_scale: multiplies every learning rate.

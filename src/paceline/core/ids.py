@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class Purpose(enum.Enum):
     """What a prompt group is generated for.
 
-    TRAIN: to be trained on. GREEDY: one greedy answer to a training prompt, whose score is a baseline (ReMax); never trained on.
-    VALIDATE: to measure.
+    TRAIN: for training. GREEDY: one greedy answer to a training prompt, whose score is a baseline (ReMax); it
+    is never trained on. VALIDATE: for measuring.
     """
 
     TRAIN = "train"
@@ -39,7 +39,7 @@ class TrajectoryId:
 
     @classmethod
     def parse(cls, text: str) -> TrajectoryId:
-        """Reads what `str()` wrote; raises ValueError on anything else."""
+        """Reads the text that `str()` writes; raises ValueError on anything else."""
         purpose, step, prompt_id, sample_index = text.split(":")
         return cls(
             step=int(step),
@@ -52,8 +52,8 @@ class TrajectoryId:
 def sample_seed(*, run_seed: int, step: int, prompt_id: int, sample_index: int) -> int:
     """The sampling seed of one trajectory, in [0, 2**31).
 
-    A repeat of the same sample after a crash draws the same tokens, whichever server makes it; the same prompt in a
-    later step draws others.
+    A sample that is repeated after a crash gets the same tokens on any server; the same prompt in a later
+    step gets others.
     """
     words = f"{run_seed}/{step}/{prompt_id}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 33
@@ -65,5 +65,5 @@ def new_run_id(name: str = "run") -> str:
 
 
 def run_id_for(folder_name: str, name: str) -> str:
-    """The id of a run in a folder: the folder's own name where `new_run_id` made it, else a new id."""
+    """The id of a run in a folder: the folder's name where `new_run_id` made it, else a new id."""
     return folder_name if re.fullmatch(r".+-\d{8}-\d{6}-[0-9a-f]{4}", folder_name) else new_run_id(name)

@@ -1,4 +1,4 @@
-"""Kinds and states of the members of a run's fleet; a value is the word on the wire, in the journal and in `paceline status`."""
+"""Kinds and states of the fleet's members; a value is the word on the wire and in the journal."""
 
 from __future__ import annotations
 

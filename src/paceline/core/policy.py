@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class PolicyTag:
     """A version number and the digest of the weights that it names.
 
-    `version` counts optimizer steps of the run (0: the starting model); `digest` is 16 hexadecimal digits over every
-    bit of every parameter in the wire dtype. Two tags are the same policy only if both agree.
+    `version` counts the run's optimizer steps (0: the starting model). `digest` is 16 hexadecimal digits over
+    every bit of every parameter in the dtype of the push. Two tags name the same policy only if both fields
+    agree.
     """
 
     version: int

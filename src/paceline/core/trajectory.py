@@ -1,7 +1,7 @@
-"""What travels between the services: prompt groups, trajectories and their headers.
+"""The messages between the services: prompt groups, trajectories and their headers.
 
-A trajectory's arrays travel in a blob beside a small header (claim check): the controller and the reward's scheduling
-see headers only, each learner rank fetches only the rows it trains on.
+A trajectory's arrays travel in a blob beside a small header (claim check): the controller and the reward's
+scheduling see headers only, each learner rank fetches only the rows it trains on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SamplingSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardContext:
-    """What a scorer needs beside the response; it goes with the prompt and comes back with each trajectory."""
+    """What a scorer needs beside the response; it travels with the prompt and with each trajectory."""
 
     ground_truth: str
     data_source: str = ""
@@ -54,7 +54,7 @@ class RewardContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PromptGroup:
-    """An order for `len(seeds)` samples of one prompt, from exactly the policy `policy`."""
+    """An order for `len(seeds)` samples of one prompt, drawn from exactly the policy `policy`."""
 
     run_id: str
     step: int
@@ -82,8 +82,9 @@ class PromptGroup:
 class Trajectory:
     """One sample with its arrays.
 
-    Shapes: `prompt_token_ids` (P,), the three response arrays (R,) with R >= 1. `response_log_probs` are natural logs under the
-    distribution that was sampled from; `response_mask` is 1 on tokens that the policy produced and 0 on tool tokens.
+    Shapes: `prompt_token_ids` (P,), the three response arrays (R,) with R >= 1. `response_log_probs` are
+    natural logs under the distribution that was sampled from; `response_mask` is 1 on tokens that the policy
+    produced and 0 on tool tokens.
     """
 
     run_id: str
@@ -102,7 +103,7 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryHeader:
-    """What the mailboxes carry of a trajectory; the arrays lie in the blob `blob_key`."""
+    """The part of a trajectory that the mailboxes carry; the arrays are in the blob `blob_key`."""
 
     run_id: str
     trajectory_id: TrajectoryId
@@ -118,7 +119,7 @@ class TrajectoryHeader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredHeader:
-    """A trajectory's header with its verdict; without the reward context, which only scorers need.
+    """A trajectory's header with its reward, and without the reward context, which only scorers need.
 
     Exactly one of `reward` and `reward_error` is set. `reward_error` is (RewardErrorKind value, message).
     """

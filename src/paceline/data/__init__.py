@@ -1,1 +1,1 @@
-"""Prompts: reading rows, making token ids of them, and the order in which a run visits them; imports no torch itself."""
+"""Prompts: reads rows, tokenizes them, and orders the run's visits to them; imports no torch."""

@@ -1,4 +1,4 @@
-"""Which prompts come next: a deterministic walk over shuffled prompt ids that can be put down and taken up again."""
+"""Which prompts come next: a deterministic walk over shuffled prompt ids that can be saved and resumed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from paceline.core.errors import CheckpointError, DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CursorState:
-    """Where the walk stands: prompts taken of the current epoch."""
+    """The position of the walk: the epoch, and the prompts taken of it."""
 
     epoch: int
     position: int
 
 
 class PromptCursor:
-    """Yields batches of distinct prompt ids; every epoch visits each id once, in an order drawn from (seed, epoch).
+    """Yields batches of distinct prompt ids; an epoch visits each id once, in an order from (seed, epoch).
 
-    What is left at an epoch's end, and is too little for a batch, is passed over, so that no id appears twice in a batch.
+    Ids left over at the end of an epoch that do not fill a batch are skipped, so that no id appears twice in
+    a batch.
 
     Args:
         ids: the prompt ids, in any order.
@@ -37,7 +38,8 @@ class PromptCursor:
         self._ids = sorted(ids)
         if len(self._ids) < batch_size:
             raise DataError(
-                f"{len(self._ids)} usable prompts cannot fill data.train_batch_size={batch_size}; lower it or add prompts"
+                f"{len(self._ids)} usable prompts cannot fill data.train_batch_size={batch_size}; "
+                "lower it or add prompts"
             )
         self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
         self._epoch, self._position = 0, 0
@@ -45,15 +47,15 @@ class PromptCursor:
 
     @property
     def state(self) -> CursorState:
-        """What a checkpoint keeps."""
+        """The position, for a checkpoint."""
         return CursorState(epoch=self._epoch, position=self._position)
 
     def restore(self, state: CursorState) -> None:
-        """Goes to where `state` was taken; raises CheckpointError where this data set has no such place."""
+        """Goes to the position `state`; raises CheckpointError where this data set has no such position."""
         if not 0 <= state.position <= len(self._ids) or state.epoch < 0:
             raise CheckpointError(
-                f"the checkpoint stands at prompt {state.position} of epoch {state.epoch}, but there are {len(self._ids)} prompts; "
-                "resume with the data files of the first run"
+                f"the checkpoint stands at prompt {state.position} of epoch {state.epoch}, but there are "
+                f"{len(self._ids)} prompts; resume with the data files of the first run"
             )
         self._epoch, self._position = state.epoch, state.position
         self._order = self._epoch_order()
@@ -67,12 +69,12 @@ class PromptCursor:
         return batch
 
     def take_more(self, count: int, *, without: Collection[int]) -> list[int]:
-        """The next `count` ids of the walk that are not in `without`, which are passed over; fewer where there are no others.
+        """The next `count` ids of the walk that are not in `without`; fewer where there are no others.
 
-        Taken one by one or together, the ids are the same.
+        Several calls return the same ids as a single call for all of them.
 
         Args:
-            without: ids of this data set, say those of the step: they come up again where an epoch ends within it.
+            without: ids to skip, say those of the step: they come up again if an epoch ends within it.
         """
         taken: list[int] = []
         passed = set(without)

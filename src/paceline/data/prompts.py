@@ -1,4 +1,4 @@
-"""Prompts as token ids, with what their scorers need."""
+"""Loads prompts as token ids, with the context that their scorers need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.data.rows import Row, read_rows
 
 
 class Decoder(Protocol):
-    """From the token ids of a response to its text."""
+    """Turns the token ids of a response into its text."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids."""
@@ -50,14 +50,16 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     path = Path(folder)
     if not path.is_dir():
         raise ModelError(
-            f"model folder {path} does not exist; set model.path (or model.tokenizer_path) to a folder in the Hugging Face layout"
+            f"model folder {path} does not exist; set model.path (or model.tokenizer_path) to a folder in "
+            "the Hugging Face layout"
         )
     if not any(
         (path / name).is_file()
         for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     ):
         raise ModelError(
-            f"model folder {path} has no tokenizer (tokenizer.json); save one there, or set model.tokenizer_path"
+            f"model folder {path} has no tokenizer (tokenizer.json); save one there, or set "
+            "model.tokenizer_path"
         )
     try:
         tokenizer: Tokenizer = _tokenizer_class(path).from_pretrained(str(path), local_files_only=True)
@@ -68,7 +70,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 def _tokenizer_class(path: Path) -> Any:
     if (path / "tokenizer.json").is_file():
-        # It says all there is to say; looking up the model's own class would make transformers import torch, ten seconds of a core.
+        # The file is complete; to look up the model's class transformers would import torch: ten seconds.
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
@@ -78,33 +80,34 @@ def _tokenizer_class(path: Path) -> Any:
 
 
 def stop_token_ids(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end a response: of generation_config.json, config.json and the tokenizer, each once, sorted.
+    """Ids that end a response, from generation_config.json, config.json and the tokenizer: each once, sorted.
 
     Raises:
-        ModelError: none of them names one; responses would never end.
+        ModelError: none of them names such an id; responses would never end.
     """
-    found: set[int] = set()
+    ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
         if file.is_file():
             value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            found.update(value if isinstance(value, list) else [] if value is None else [value])
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
     if tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    if not found:
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
         raise ModelError(
             f"{folder} names no end-of-sequence token; set eos_token_id in generation_config.json"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(ids))
 
 
 def render_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> str:
-    """The text of a prompt: a string, or messages through the chat template with the assistant's turn opened."""
+    """The text of a prompt: a string, or messages in the chat template with the assistant's turn opened."""
     is_text = isinstance(value, str)
     if prompt_format == "text" or (prompt_format == "auto" and is_text):
         if not is_text:
             raise DataError(
-                f"a prompt is a {type(value).__name__}, but data.prompt_format is text; use chat for lists of messages"
+                f"a prompt is a {type(value).__name__}, but data.prompt_format is text; "
+                "use chat for lists of messages"
             )
         return str(value)
     messages = [{"role": "user", "content": value}] if is_text else value
@@ -114,13 +117,14 @@ def render_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> st
         raise DataError("a prompt must be a string or a list of {role, content} messages")
     if not tokenizer.chat_template:
         raise ModelError(
-            "the tokenizer has no chat template, but the prompts are chat messages; set data.prompt_format: text or add a template"
+            "the tokenizer has no chat template, but the prompts are chat messages; set data.prompt_format: "
+            "text or add a template"
         )
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def encode_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> list[int]:
-    """Token ids of a prompt. Chat templates write their own special tokens; plain text gets the tokenizer's."""
+    """Token ids of a prompt. A chat template adds its own special tokens; plain text gets the tokenizer's."""
     text = render_prompt(tokenizer, value, prompt_format)
     plain = prompt_format == "text" or (prompt_format == "auto" and isinstance(value, str))
     ids: list[int] = tokenizer(text, add_special_tokens=plain)["input_ids"]
@@ -148,8 +152,8 @@ class PromptSet:
         """Reads, tokenizes and filters `data.train_files` or (split="val") `data.val_files`.
 
         Raises:
-            DataError: a file or column is missing, a row is unusable, a prompt is too long under overlong_prompts=error, or
-                nothing is left.
+            DataError: a file or column is missing, a row is unusable, a prompt is too long with
+                overlong_prompts=error, or no prompt is left.
         """
         files = config.train_files if split == "train" else config.val_files
         required = [config.prompt_key, config.ground_truth_key, *config.extra_keys]
@@ -161,12 +165,14 @@ class PromptSet:
         if dropped and config.overlong_prompts == "error":
             worst = max(prompts, key=lambda p: len(p.token_ids))
             raise DataError(
-                f"{dropped} of {len(rows)} {split} prompts are empty or longer than data.max_prompt_length={limit} tokens (row {worst.prompt_id} "
-                f"has {len(worst.token_ids)}); raise the limit, or set data.overlong_prompts: filter"
+                f"{dropped} of {len(rows)} {split} prompts are empty or longer than "
+                f"data.max_prompt_length={limit} tokens (row {worst.prompt_id} has {len(worst.token_ids)}); "
+                "raise the limit, or set data.overlong_prompts: filter"
             )
         if not kept:
             raise DataError(
-                f"none of the {len(rows)} {split} prompts fits data.max_prompt_length={limit} tokens; raise the limit"
+                f"none of the {len(rows)} {split} prompts fits data.max_prompt_length={limit} tokens; "
+                "raise the limit"
             )
         return cls(prompts=kept, num_filtered=dropped)
 

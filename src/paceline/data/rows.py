@@ -1,4 +1,4 @@
-"""Rows out of parquet and JSONL files."""
+"""Reads rows from parquet and JSONL files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ def read_rows(files: Sequence[str | Path], required: Iterable[str] = ()) -> list
     """Reads all rows of `files`, in order; the suffix decides the format.
 
     Raises:
-        DataError: a file is missing, unreadable or of an unknown kind, lacks a column of `required`, or nothing is in them.
+        DataError: a file is missing, unreadable, of an unknown kind or without a column of `required`, or all
+            are empty.
     """
     rows: list[Row] = []
     for file in files:
         rows += _read_file(Path(file), tuple(required))
     if not rows:
         raise DataError(
-            f"no rows in {', '.join(map(str, files)) or 'an empty list of files'}; give a file with at least one row"
+            f"no rows in {', '.join(map(str, files)) or 'an empty list of files'}; "
+            "give a file with at least one row"
         )
     return rows
 
@@ -75,5 +77,6 @@ def _require(where: Path | str, required: tuple[str, ...], present: Iterable[str
     for column in required:
         if column not in present:
             raise DataError(
-                f"{where} has no column {column!r}; it has {', '.join(present)}: name the right one under data.*_key"
+                f"{where} has no column {column!r}; it has {', '.join(present)}: "
+                "name the right one under data.*_key"
             )

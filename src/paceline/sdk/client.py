@@ -20,7 +20,7 @@ class RewardClient:
 
     Args:
         address: host:port.
-        token: what the server asks for; None takes PACELINE_REWARD_TOKEN from the environment.
+        token: the server's token; None takes PACELINE_REWARD_TOKEN from the environment.
     """
 
     def __init__(self, address: str, *, token: str | None = None) -> None:
@@ -39,14 +39,14 @@ class RewardClient:
     async def score(
         self, items: Sequence[ScoreItem], *, timeout_s: float = 30.0, run_id: str = "", step: int = 0
     ) -> list[ScoreResult]:
-        """The results in the order of the items.
+        """Scores items; returns the results in their order.
 
         Raises:
             DeadlineError: no answer within `timeout_s`.
             PeerLostError: the server cannot be reached.
-            RewardError: WRONG_COUNT, when the server did not answer with one result for each item.
+            RewardError: WRONG_COUNT, if the server did not answer with one result for each item.
             InvalidMessageError: an item cannot be sent, or a result is not finite.
-            PacelineError: what the server raised.
+            PacelineError: the server's own error.
         """
         request = reward_pb2.ScoreRequest(
             run_id=run_id, step=step, items=[score_item_to_proto(item) for item in items]
@@ -61,8 +61,8 @@ class RewardClient:
         results = {result.trajectory_id: score_result_from_proto(result) for result in answer.results}
         if len(answer.results) != len(items) or results.keys() != {item.trajectory_id for item in items}:
             raise RewardError(
-                f"the reward server at {self._address} answered {len(answer.results)} results to {len(items)} items, or under "
-                "other trajectory ids than theirs",
+                f"the reward server at {self._address} answered {len(answer.results)} results to "
+                f"{len(items)} items, or under other trajectory ids than theirs",
                 kind=RewardErrorKind.WRONG_COUNT,
             )
         return [results[item.trajectory_id] for item in items]

@@ -32,16 +32,16 @@ class RewardServer:
     """Serves `RewardService.Score` by a function; an async context manager.
 
     Args:
-        function: `f(response, ground_truth, **extra) -> float | dict[str, float]`, plain or async. With `batch`, instead
-            `f(items: list[ScoreItem]) -> list[float | dict[str, float]]`, one value for each item.
+        function: `f(response, ground_truth, **extra) -> float | dict[str, float]`, plain or async. With
+            `batch` instead `f(items: list[ScoreItem]) -> list[float | dict[str, float]]`, one value per item.
         host, port: where to listen; port 0 takes any free one.
-        token: what callers must carry; None takes PACELINE_REWARD_TOKEN from the environment. Required where other
-            machines can reach the address.
-        batch: hand over all items of a call at once; one call at a time, as a model on one device wants it.
-        max_concurrent: how many items are scored at the same time, plain functions each in a thread of its own.
+        token: what callers must carry; None takes PACELINE_REWARD_TOKEN from the environment. Required if
+            other machines can reach the address.
+        batch: pass all items of a call at once, and serve one call at a time, as suits a model on one device.
+        max_concurrent: how many items are scored at the same time; a plain function runs in threads.
 
     Raises:
-        ConfigError: the function cannot be called so.
+        ConfigError: the function cannot be called like this.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class RewardServer:
         )
 
     async def stop(self) -> None:
-        """Lets calls under way finish for two seconds, then ends. A function that hangs in its thread is left behind."""
+        """Gives calls under way two seconds, then stops. A function that hangs in its thread is abandoned."""
         if self._running is not None:
             await self._running.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def score(self, items: Sequence[ScoreItem]) -> list[ScoreResult]:
-        """What the server answers: one result for each item, an item's error beside the others' rewards."""
+        """The server's answer: one result for each item; the error of an item does not affect the others."""
         if self._batch:
             return await self._score_batch(list(items))
         return list(await asyncio.gather(*(self._score_one(item) for item in items)))
@@ -133,9 +133,9 @@ class RewardServer:
             )
             return [_failed(item, RewardErrorKind.WRONG_COUNT, message) for item in items]
         results = []
-        for item, one in zip(items, returned, strict=True):
+        for item, value in zip(items, returned, strict=True):
             try:
-                results.append(self._result(item, one))
+                results.append(self._result(item, value))
             except RewardError as error:
                 results.append(_failed(item, error.kind, str(error)))
         return results
@@ -153,7 +153,7 @@ class RewardServer:
 
     def _result(self, item: ScoreItem, returned: object) -> ScoreResult:
         value, further = check_value(self._name, returned)
-        components = {label.removeprefix(f"{self._name}/"): one for label, one in further.items()}
+        components = {label.removeprefix(f"{self._name}/"): part for label, part in further.items()}
         return ScoreResult(trajectory_id=item.trajectory_id, reward=value, components=components)
 
 
@@ -203,7 +203,7 @@ class _Servicer(reward_pb2_grpc.RewardServiceServicer):
 def _guarded(
     function: Callable[..., object], *positional: object, **keywords: object
 ) -> tuple[object, Exception | None]:
-    """Runs in a thread. A future cannot carry StopIteration, and SystemExit from one would end the server."""
+    """Runs in a thread. A future cannot carry StopIteration, and SystemExit would end the server."""
     try:
         return function(*positional, **keywords), None
     except (StopIteration, SystemExit, KeyboardInterrupt) as error:
@@ -215,8 +215,8 @@ def _guarded(
 def _batch_function(name: str, function: object) -> RewardFunction:
     if not callable(function):
         raise ConfigError(
-            f"reward function {name!r} is {type(function).__name__}, not a function: write f(items: list[ScoreItem]) -> "
-            "list[float]"
+            f"reward function {name!r} is {type(function).__name__}, not a function: "
+            "write f(items: list[ScoreItem]) -> list[float]"
         )
     return RewardFunction(
         reference=name, call=function, named=frozenset(), required=frozenset(), takes_any=False

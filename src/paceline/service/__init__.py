@@ -1,1 +1,1 @@
-"""What every service shares: gRPC servers and channels, the link to the controller, the runtime, telemetry."""
+"""What every service shares: the member bootstrap, gRPC servers and channels, the runtime, telemetry."""

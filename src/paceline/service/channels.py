@@ -1,4 +1,4 @@
-"""Calls to other services: channels with keep-alive, and calls with deadlines that raise our own errors."""
+"""Calls to other services: channels with keep-alive, deadlines, and Paceline's own errors."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def connect(
     token: str = "",
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
-    """A channel to host:port; connects when first used.
+    """A channel to host:port, which connects at its first use.
 
     Args:
         address: host:port.
         token: sent with every call.
-        max_message_bytes: largest message either way.
+        max_message_bytes: largest message in either direction.
     """
     options = [
         *common_options(max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 2000),
-        # Control calls stay in the cluster; a proxy of the environment would swallow them.
+        # Control calls stay in the cluster, so the environment's HTTP proxy must not get them.
         ("grpc.enable_http_proxy", 0),
     ]
     headers = _Headers(token)
@@ -59,12 +59,12 @@ async def call(
     """One unary call with a deadline.
 
     Args:
-        method: a generated stub's method.
+        method: of a generated stub.
         request: its message.
         timeout_s: the deadline in seconds.
-        phase: what is being done, for the error's sentence.
-        peer: member id of who is called, for the error's sentence.
-        wait_for_ready: wait for a peer that is not up yet instead of failing at once; the deadline holds all the same.
+        phase: what is being done, for the error's message.
+        peer: member id of the service that is called, for the error's message.
+        wait_for_ready: wait for a peer that is not up yet, until the deadline, instead of failing at once.
 
     Raises:
         DeadlineError: no answer within `timeout_s`.
@@ -86,10 +86,10 @@ async def stream(
     peer: str,
     timeout_s: float | None = None,
 ) -> AsyncIterator[_Reply]:
-    """The answers of a server-streaming call; errors as in `call`.
+    """The replies of a server-streaming call; errors as in `call`.
 
-    `timeout_s` bounds the whole stream; None leaves that to the keep-alive, which ends a stream whose peer is frozen or gone
-    after about 15 s.
+    `timeout_s` bounds the duration of the stream. With None only the keep-alive ends it, about 15 s after the
+    peer froze or died.
     """
     answers = method(request, timeout=timeout_s)
     try:

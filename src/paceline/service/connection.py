@@ -1,4 +1,4 @@
-"""What both ends of a gRPC connection agree on: keep-alive, message caps, the token and the metadata's names."""
+"""What both ends of a gRPC connection share: keep-alive, message limits, the token, names of metadata."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ KEEPALIVE_TIMEOUT_S = 5
 
 
 def common_options(max_message_bytes: int) -> ChannelOptions:
-    """Options of client and server alike: a frozen peer is found after about 15 s, idle or not.
+    """Options of client and server alike: a frozen peer is noticed after about 15 s, with and without calls.
 
-    Without `grpc.http2.ping_timeout_ms` beside the keep-alive timeout, it takes more than a minute.
+    With the keep-alive timeout alone, without `grpc.http2.ping_timeout_ms`, it takes more than a minute.
     """
     return [
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
@@ -38,7 +38,7 @@ def bearer(token: str) -> str:
 
 
 def token_matches(token: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Whether the call's metadata carries the token; in constant time. An empty token lets everybody in."""
+    """Whether a call's metadata carry the token, in constant time. With an empty token every call matches."""
     if not token:
         return True
     given = next((value for key, value in metadata or () if key == TOKEN_KEY), "")

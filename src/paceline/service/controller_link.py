@@ -1,6 +1,6 @@
-"""A member's side of its membership: register, report, leave.
+"""A member's client of the controller: registers, sends heartbeats, leaves.
 
-REGISTER -> heartbeat every heartbeat_s, and at once after `poke()` -> (unknown: REGISTER again) -> run over, or LEAVE
+register -> heartbeats, every heartbeat_s and at `poke()` -> (unknown: register again) -> run over, or leave
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ _PARTING_S = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registration:
-    """What the controller tells a new member. `resume_from` is a checkpoint folder to load, or None."""
+    """The controller's answer to a new member. `resume_from` is a checkpoint folder to load, or None."""
 
     run_id: str
     run_dir: Path
@@ -46,7 +44,7 @@ class Registration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReport:
-    """What a member reports of itself in a heartbeat."""
+    """The content of a heartbeat."""
 
     state: MemberState
     policy: PolicyTag | None = None
@@ -54,7 +52,7 @@ class MemberReport:
 
 
 class ControllerLink:
-    """The connection of one member, one incarnation of its process, to its controller."""
+    """The connection of one incarnation of a member to its controller."""
 
     def __init__(
         self,
@@ -88,8 +86,6 @@ class ControllerLink:
             member_id=self.member_id,
             incarnation=self.incarnation,
             address=self.address,
-            pid=os.getpid(),
-            host=socket.gethostname(),
             num_ranks=self._num_ranks,
         )
         deadline = time.monotonic() + timeout_s
@@ -106,7 +102,7 @@ class ControllerLink:
                 )
                 break
             except PeerLostError:
-                # It went away while it answered: a restart. The deadline bounds the repeats.
+                # The controller went away during its answer: a restart. The deadline bounds the repeats.
                 await asyncio.sleep(0.2)
             except DeadlineError as error:
                 raise DeadlineError(
@@ -120,7 +116,7 @@ class ControllerLink:
         return self._registration
 
     def poke(self) -> None:
-        """Sends the next heartbeat at once: the state has changed. Call it from the event loop's thread."""
+        """Sends the next heartbeat at once, after a change of state. Call it from the event loop's thread."""
         self._poked.set()
 
     async def run(
@@ -132,9 +128,9 @@ class ControllerLink:
         """Heartbeats until the controller says that the run is over.
 
         Args:
-            report: what to say, asked anew each time.
-            on_reregistered: called when the controller had forgotten this member (it was taken for dead, or the controller
-                restarted): whatever the member holds may be stale.
+            report: makes the content of each heartbeat.
+            on_reregistered: called when the controller had forgotten this member (it took it for dead, or has
+                restarted): the member's weights may be stale.
 
         Raises:
             PeerLostError: the controller has been unreachable for service.dead_after_s.
@@ -150,7 +146,7 @@ class ControllerLink:
                 answer = await self._heartbeat(report(), timeout_s=max(2.0, registration.heartbeat_s))
                 silent_since = None
             except (PeerLostError, DeadlineError) as error:
-                # Counted from the first failed attempt: a loop that was busy itself has not lost anybody.
+                # Counted from the first failed call: time in which this process was busy is no silence.
                 silent_since = started if silent_since is None else silent_since
                 silent_s = time.monotonic() - silent_since
                 log.warning("controller silent for %.1f s: %s", silent_s, error)
@@ -173,7 +169,7 @@ class ControllerLink:
             await self._pause(registration.heartbeat_s)
 
     async def fail(self, message: str) -> None:
-        """Tells the controller in one sentence why this process is about to end; best effort, within 3 s."""
+        """Tells the controller why this process is about to end; best effort, within 3 s."""
         try:
             await self._heartbeat(None, timeout_s=_PARTING_S, failure=message)
         except PacelineError as error:
@@ -190,7 +186,7 @@ class ControllerLink:
             log.warning("could not say goodbye: %s", error)
 
     async def close(self) -> None:
-        """Lets go of the connection."""
+        """Closes the connection."""
         await self._channel.close()
 
     def _require(self) -> Registration:
@@ -219,8 +215,8 @@ class ControllerLink:
         after = await self.register(timeout_s)
         if after.run_id != before.run_id:
             raise ProtocolError(
-                f"the controller at {self._controller_address} leads run {after.run_id}, this member belongs to {before.run_id}; "
-                "start a new member for the new run"
+                f"the controller at {self._controller_address} leads run {after.run_id}, "
+                f"this member belongs to {before.run_id}; start a new member for the new run"
             )
         return after
 

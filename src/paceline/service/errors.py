@@ -1,6 +1,7 @@
-"""The one table between the exception tree and gRPC: status codes out, the same exception class back in.
+"""Maps the exception tree to gRPC status codes, and rebuilds the same exception class at the caller.
 
-An error travels as its status code, its message in the details, and the class with its fields as JSON in trailing metadata.
+An error travels as its status code, with its message in the details and its class and fields as JSON in the
+trailing metadata.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from paceline.core.errors import (
 from paceline.core.members import Peer, peer_from_plain, peer_to_plain
 
 ERROR_KEY = "paceline-error-bin"
-# gRPC drops headers above 8 KiB, and with them the class of the error.
+# gRPC drops headers above 8 KiB, and with them the error's class.
 MAX_MESSAGE_CHARS = 2000
 
 # UNAVAILABLE is not in the table: it means that the peer cannot be reached.
@@ -65,7 +66,7 @@ def status_code(error: PacelineError) -> grpc.StatusCode:
 
 
 def to_metadata(error: PacelineError) -> tuple[tuple[str, bytes], ...]:
-    """Trailing metadata that `from_metadata` makes the error from again."""
+    """Trailing metadata from which `from_metadata` rebuilds the error."""
     body = {"class": type(error).__name__, "message": clip(str(error)), "fields": _fields(error)}
     return ((ERROR_KEY, json.dumps(body).encode()),)
 

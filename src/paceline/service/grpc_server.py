@@ -1,4 +1,4 @@
-"""gRPC servers of the services: token check, errors by one table, trace context, health, keep-alive."""
+"""gRPC servers: token check, errors as status codes, trace context, health, keep-alive."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 _Servicer = TypeVar("_Servicer")
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
-# Orchestrators probe health without a token; it tells nothing but up or down.
+# Orchestrators probe health without a token; the answer says only up or down.
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
 
 
 @dataclass(kw_only=True, slots=True)
 class RunningServer:
-    """A server that listens. `address` is what others connect to."""
+    """A server that listens."""
 
     host: str
     port: int
@@ -44,11 +44,11 @@ class RunningServer:
 
     @property
     def address(self) -> str:
-        """host:port; for a wildcard bind the machine's name."""
+        """host:port to connect to; for a wildcard bind the machine's name."""
         return f"{socket.gethostname() if self.host in _WILDCARDS else self.host}:{self.port}"
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Refuses new calls, lets those under way finish for `grace_s` seconds, then cancels them."""
+        """Refuses new calls, and cancels the calls under way after `grace_s` seconds."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -65,36 +65,36 @@ async def start_server(
 ) -> RunningServer:
     """Starts a grpc.aio server with health checks; `port` 0 takes any free one.
 
-    A PacelineError raised by a method reaches the caller's `channels.call` as the same class; anything else as
-    PacelineError with the type's name, and its traceback goes to the log here.
+    A PacelineError that a method raises reaches the caller's `channels.call` as the same class. Any other
+    error arrives as PacelineError with the type's name, and is logged here with its traceback.
 
     Args:
         add: the generated add_XServicer_to_server.
         servicer: with `async def` methods.
         host: address to bind to.
         port: port to bind to.
-        token: what every call must carry; empty lets everybody in, on loopback only.
-        max_message_bytes: largest message either way.
-        port_key: what the user changes when the port is taken, for the error's sentence.
+        token: what every call must carry; an empty token lets every call in, and is for loopback only.
+        max_message_bytes: largest message in either direction.
+        port_key: what the user changes when the port is taken, for the error's message.
 
     Raises:
-        ConfigError: no token on an address that other machines reach.
+        ConfigError: no token on an address that other machines can reach.
         EnvironmentLackError: the port is taken or the address is not this machine's.
     """
     if not token and not is_loopback(host):
         raise ConfigError(
-            f"refusing to listen on {host} without a token: set PACELINE_TOKEN to the same secret for every service, "
-            "or bind to 127.0.0.1"
+            f"refusing to listen on {host} without a token: set PACELINE_TOKEN to the same secret for every "
+            "service, or bind to 127.0.0.1"
         )
     check_port(host, port, port_key)
     server = grpc.aio.server(
         interceptors=[_Door(token)],
         options=[
             *common_options(max_message_bytes),
-            # Without these the server takes the clients' keep-alive for abuse and kills healthy calls.
+            # Without these the server takes the clients' keep-alive for abuse and ends healthy calls.
             ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_S * 500),
             ("grpc.http2.max_ping_strikes", 0),
-            # Two processes on one port would each get some of the calls.
+            # With port reuse two processes could share the port, and each would get some of the calls.
             ("grpc.so_reuseport", 0),
         ],
     )
@@ -110,14 +110,14 @@ async def start_server(
 
 
 def check_port(host: str, port: int, port_key: str) -> None:
-    """Binds once by hand: the system's own word for what is wrong reads better than gRPC's.
+    """Binds the port once, because the system's error message is clearer than gRPC's.
 
     Raises:
-        EnvironmentLackError: the port is taken or the address is not this machine's; says to change `port_key`.
+        EnvironmentLackError: the port is taken or the address is not this machine's; names `port_key`.
     """
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        infos = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = infos[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
@@ -130,8 +130,8 @@ def _port_taken(
 ) -> EnvironmentLackError:
     if number in (errno.EADDRINUSE, None):
         return EnvironmentLackError(
-            f"port {port} on {host} is taken ({why}); stop what listens there, or set {port_key} to another port "
-            "(0 takes any free one)"
+            f"port {port} on {host} is taken ({why}); stop what listens there, or set {port_key} to another "
+            "port (0 takes any free one)"
         )
     return EnvironmentLackError(
         f"cannot listen on {host}:{port} ({why}); give a host address of this machine and a port it may use "
@@ -140,7 +140,7 @@ def _port_taken(
 
 
 class _Door(grpc.aio.ServerInterceptor):
-    """Wraps every method but health: checks the token, maps errors, opens a span where the caller is traced."""
+    """Wraps every method but health: checks the token, maps errors, opens a span if the caller is traced."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -194,7 +194,7 @@ def _guard_unary(inner: Any, guard: _Guard) -> Callable[[Any, Any], Awaitable[An
                 return await inner(request, context)
         except grpc.aio.AbortError:
             raise
-        except Exception as error:  # noqa: BLE001 - the boundary: every error is answered, unknown ones are logged
+        except Exception as error:  # noqa: BLE001 - the boundary: every error is answered, or logged too
             await guard.refuse(context, error)
 
     return method

@@ -1,4 +1,4 @@
-"""One line a record, with the service's name, on standard error."""
+"""Log records as lines on standard error, each with the service's name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 
 class LineFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z INFO rollout-0 paceline.rollout.app: message`; a traceback follows on its own lines."""
+    """`2026-01-31T12:00:00.123Z INFO rollout-0 paceline.rollout.app: message`, then the traceback if any."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -18,7 +18,7 @@ class LineFormatter(logging.Formatter):
 
 
 def setup_logging(name: str, level: str = "INFO") -> None:
-    """Sends this process's records to standard error; replaces handlers that were there."""
+    """Sends this process's records to standard error, instead of to earlier handlers."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(name))
     logging.basicConfig(handlers=[handler], force=True)
@@ -26,6 +26,6 @@ def setup_logging(name: str, level: str = "INFO") -> None:
 
 
 def set_level(level: str) -> None:
-    """Sets the level of our own records; libraries stay at WARNING unless ours is DEBUG."""
+    """Sets the level of Paceline's records; libraries stay at WARNING unless it is DEBUG."""
     logging.getLogger("paceline").setLevel(level)
     logging.getLogger().setLevel("DEBUG" if level == "DEBUG" else "WARNING")

@@ -1,7 +1,7 @@
 """The bootstrap that every member of a run's fleet shares; a service adds only what is particular to it.
 
-gRPC server -> register -> log level, telemetry -> heartbeats -> the service's work, until the run is over or a signal comes
--> the service's own shutdown steps -> goodbye -> connection to the controller -> gRPC server
+gRPC server -> register -> log level, telemetry -> heartbeats -> the service's work, until the run is over or
+a signal comes -> the service's shutdown steps -> goodbye -> close the connection -> stop the gRPC server
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Servicer = TypeVar("_Servicer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberOptions:
-    """A member's command line; everything else comes from the controller, and the run's token from PACELINE_TOKEN."""
+    """A member's command line. PACELINE_TOKEN holds the run's token; the controller sends the rest."""
 
     controller: str
     member_id: str
@@ -89,13 +89,13 @@ class MemberSession:
         *,
         on_reregistered: Callable[[], None] | None = None,
     ) -> Registration:
-        """Serves gRPC, registers, and begins the heartbeats; the service ends when the controller says that the run is over.
+        """Serves gRPC, registers, begins the heartbeats; the service stops when the controller ends the run.
 
         Args:
             add: the generated add_XServicer_to_server.
             servicer: with `async def` methods.
-            report: what a heartbeat says, called for each.
-            on_reregistered: called when the controller had forgotten this member, so that its state may be stale.
+            report: makes the content of each heartbeat.
+            on_reregistered: called when the controller had forgotten this member: its weights may be stale.
 
         Raises:
             DeadlineError: no controller at the address.
@@ -136,21 +136,22 @@ class MemberSession:
         return registration
 
     def poke(self) -> None:
-        """Sends a heartbeat at once: the state has changed. Call it from the event loop's thread."""
+        """Sends a heartbeat at once, after a change of state. Call it from the event loop's thread."""
         if self._link is not None:
             self._link.poke()
 
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts a named task beside the service's work; an error ends the service, and the controller is told why."""
+        """Starts a named task; an error of it ends the service and is reported to the controller."""
         return self.context.spawn(name, self.reporting(work))
 
     async def reporting(self, work: Awaitable[None]) -> None:
-        """Awaits `work`; an error is told to the controller and raised. While the service stops it is only logged."""
+        """Awaits `work`; reports its error to the controller and raises it. While stopping, only logs it."""
         try:
             await work
         except Exception as error:
             if self.context.stopping.is_set():
-                # The launcher's signal reaches peers and child processes too: that they end is expected.
+                # The launcher's signal also reaches peers and child processes, so errors about their end are
+                # expected.
                 log.info("while stopping: %s", _reason(error))
                 return
             if self._link is not None:
@@ -174,7 +175,7 @@ def run_member(
     kind: MemberKind,
     num_ranks: int = 1,
 ) -> int:
-    """Runs a member's process until `serve` returns; returns the exit code. An error is told to the controller first."""
+    """Runs a member's process until `serve` returns; returns the exit code."""
 
     async def main(context: ServiceContext) -> None:
         session = MemberSession(context, options, kind=kind, num_ranks=num_ranks)
@@ -184,7 +185,7 @@ def run_member(
 
 
 def _reason(error: BaseException) -> str:
-    """An error in one sentence; a group's errors one after the other."""
+    """An error as text; the errors of a group are joined."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(_reason(part) for part in error.exceptions)
     return str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What a process needs of Linux: to die with its parent, to adopt orphans, to hand over its address in a file."""
+"""Processes on Linux: dying with the parent, adopting orphans, writing files atomically."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent() -> None:
-    """Where PACELINE_DIE_WITH_PARENT=1 is set: SIGTERM comes to this process when its parent ends, however it ends."""
+    """With PACELINE_DIE_WITH_PARENT=1 this process gets SIGTERM when its parent ends, for whatever reason."""
     if os.environ.get(DIE_WITH_PARENT) != "1":
         return
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # Taken out: for the processes that this one starts, it is the wrong one.
+    # Removed, because this process's own children must not inherit it.
     expected = os.environ.pop(PARENT_PID, None)
     if expected and int(expected) != os.getppid():
         raise SystemExit("the launcher ended before this process had started")
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of whatever its descendants leave behind, so that it can end them."""
+    """Makes this process the parent of its descendants' orphans, so that it can end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def env_token() -> str:
-    """The run's token; "" where none is set."""
+    """The run's token, or ""."""
     return os.environ.get(TOKEN, "")
 
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Readers see the whole text or no file."""
+    """Writes a file by renaming a complete one: readers see all of the text or no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)

@@ -19,12 +19,13 @@ from paceline.service.shutdown import ShutdownStack, Step
 log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A parent of several threads that is killed makes the kernel send its death signal more than once: that is not impatience.
+# When a parent with several threads is killed, the kernel sends its death signal more than once: not a second
+# request.
 _SAME_SIGNAL_S = 0.5
 
 
 class ServiceContext:
-    """What a service's main function is given."""
+    """The process around a service's main function: its tasks, its shutdown steps, the request to stop."""
 
     def __init__(self, name: str, tasks: asyncio.TaskGroup) -> None:
         self.name = name
@@ -38,8 +39,7 @@ class ServiceContext:
         self._stack.defer(name, step, budget_s=budget_s)
 
     def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Starts a named task beside main. It runs on during the deferred steps and is cancelled after them; if it
-        raises, the service ends with that error."""
+        """Starts a named task beside main; its error ends the service. Cancelled after the deferred steps."""
         task = self._tasks.create_task(work, name=f"{self.name}/{name}")
         self._spawned.append(task)
         return task
@@ -68,10 +68,10 @@ Main = Callable[[ServiceContext], Awaitable[None]]
 
 
 def run_service(main: Main, *, name: str, grace_s: float = 15.0) -> int:
-    """Runs `main` to its end and returns the process's exit code: 0, or after an error, which is logged, that of `core.errors.exit_code`.
+    """Runs `main` to its end, logs its error if any, and returns the exit code (`core.errors.exit_code`).
 
-    SIGTERM and SIGINT set `context.stopping`; main should then return. After `grace_s` seconds, or at a second signal, it is
-    cancelled. The deferred steps run in every case.
+    SIGTERM and SIGINT set `context.stopping`, and main should then return. It is cancelled after `grace_s`
+    seconds or at a second signal. The deferred steps run in every case.
     """
     die_with_parent()
     setup_logging(name)
@@ -98,7 +98,7 @@ async def _serve(main: Main, name: str, grace_s: float) -> None:
                 await main(context)
                 await context._finish()
     finally:
-        # After an error: the tasks are gone, what was opened is still closed in order.
+        # After an error the tasks are gone; the deferred steps still run in order.
         if context is not None:
             await context._finish()
 
@@ -136,7 +136,7 @@ def _cancel(task: asyncio.Task[Any] | None) -> None:
 
 
 def _report(error: BaseException) -> None:
-    """One line for what was raised on purpose, a traceback above the line for what was not."""
+    """Logs one line for Paceline's own errors, and a traceback with the line for all others."""
     if isinstance(error, BaseExceptionGroup):
         for part in error.exceptions:
             _report(part)

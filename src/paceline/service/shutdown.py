@@ -1,4 +1,4 @@
-"""An ordered end: named steps, undone in reverse order, each within its own time."""
+"""Ordered shutdown: named steps, run in reverse order, each within its own time budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Step = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """How a step of the shutdown went; `error` is None where it went well."""
+    """The outcome of a shutdown step; `error` is None after success."""
 
     name: str
     seconds: float
@@ -23,17 +23,17 @@ class StepOutcome:
 
 
 class ShutdownStack:
-    """Steps to take at the end. A step that fails or runs out of time is logged, and the next one follows."""
+    """Steps to run at the end. A step that fails or runs out of time is logged, and the next step runs."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[str, Step, float]] = []
 
     def defer(self, name: str, step: Step, *, budget_s: float = 5.0) -> None:
-        """Adds a step; the last one added runs first."""
+        """Adds a step; the last step added runs first."""
         self._steps.append((name, step, budget_s))
 
     async def close(self) -> list[StepOutcome]:
-        """Runs what was deferred, once."""
+        """Runs the deferred steps, once."""
         outcomes = []
         while self._steps:
             outcomes.append(await _take(*self._steps.pop()))

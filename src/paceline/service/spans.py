@@ -1,4 +1,4 @@
-"""Spans as lines of JSON in one file that every process of a run appends to."""
+"""Writes spans as lines of JSON into a file that all processes of a run append to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 
 
 class SystemIdGenerator(IdGenerator):
-    """Ids from the system: the default draws from `random`, and would disturb whoever seeded it."""
+    """Ids from the system: the default draws from `random` and would disturb a seeded generator."""
 
     def generate_span_id(self) -> int:
         """64 random bits, never 0."""
@@ -25,14 +25,14 @@ class SystemIdGenerator(IdGenerator):
 
 
 class SpanFileExporter(SpanExporter):
-    """Appends one JSON object a span; each in one write, so that processes do not tear each other's lines."""
+    """Appends one JSON object per span, each in a single write, so that processes' lines do not mix."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Writes the spans; a full disk loses spans, not the run."""
+        """Writes the spans; a full disk loses spans but does not end the run."""
         try:
             for span in spans:
                 os.write(self._file, json.dumps(_describe(span)).encode() + b"\n")

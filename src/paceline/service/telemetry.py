@@ -1,7 +1,7 @@
-"""Traces and metrics by OpenTelemetry: to an OTLP endpoint where one is given, else spans to a file of the run.
+"""OpenTelemetry traces and metrics: to an OTLP endpoint if configured, else spans to a file of the run.
 
-Nothing happens at import, and no global provider is set: the process's telemetry is what `setup` made.
-Before `setup` spans are not recorded, but trace context passes through.
+Nothing happens at import, and no global provider is set: `setup` starts the process's telemetry. Before
+`setup` spans are not recorded, but trace context passes through.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TRACEPARENT = "traceparent"
 
 
 class Telemetry:
-    """A process's tracer and gauges, and how to flush them."""
+    """A process's tracer and gauges."""
 
     def __init__(self, tracer: trace.Tracer, closers: list[object], meter: Meter | None) -> None:
         self.tracer = tracer
@@ -46,7 +46,7 @@ class Telemetry:
         self._gauges[name].set(value, dict(attributes or {}))
 
     def close(self) -> None:
-        """Sends what is buffered."""
+        """Sends buffered spans and metrics, and ends."""
         for closer in self._closers:
             closer.shutdown()  # type: ignore[attr-defined]
 
@@ -65,7 +65,7 @@ def setup(
 
     Args:
         service_name: "controller", "rollout", ...
-        run_dir: spans go to RUN_DIR/spans.jsonl where there is no endpoint; None: nowhere.
+        run_dir: without an endpoint spans go to RUN_DIR/spans.jsonl; None: nowhere.
         otlp_endpoint: OTLP/gRPC endpoint for spans and metrics.
         instance: the member id.
 
@@ -96,7 +96,7 @@ def setup(
 
 
 def shutdown() -> None:
-    """Flushes and ends the process's telemetry; harmless where there is none."""
+    """Flushes and ends the process's telemetry, if any."""
     global _current
     _current.close()
     _current = Telemetry(trace.NoOpTracer(), [], None)
@@ -109,7 +109,7 @@ def span(
     traceparent: str | None = None,
     attributes: Mapping[str, AttributeValue] | None = None,
 ) -> Iterator[trace.Span]:
-    """A span around a block; its parent is `traceparent` (W3C) where given, else the span that is open here.
+    """A span around a block; its parent is `traceparent` (W3C) if given, else the open span.
 
     An exception that leaves the block is recorded on the span.
     """
@@ -121,14 +121,14 @@ def span(
 
 
 def current_traceparent() -> str:
-    """The open span as W3C traceparent, to hand to whoever goes on with the work; "" where none is open."""
+    """The open span as W3C traceparent, to pass on with the work; "" without an open span."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier)
     return carrier.get(_TRACEPARENT, "")
 
 
 def record(name: str, value: float, attributes: Mapping[str, AttributeValue] | None = None) -> None:
-    """Sets a gauge of the OpenTelemetry metrics API; without an OTLP endpoint nobody listens."""
+    """Sets a gauge of the OpenTelemetry metrics API; does nothing without an OTLP endpoint."""
     _current.record(name, value, attributes)
 
 
@@ -138,7 +138,8 @@ def _otlp(endpoint: str, resource: Resource) -> tuple[SpanExporter, MeterProvide
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise EnvironmentLackError(
-            f"telemetry.otlp_endpoint={endpoint} needs the OTLP exporter: pip install 'paceline[otlp]', or unset it"
+            f"telemetry.otlp_endpoint={endpoint} needs the OTLP exporter: pip install 'paceline[otlp]', "
+            "or unset it"
         ) from error
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader

@@ -1,6 +1,6 @@
-"""What travels, as bytes: msgpack for the mailboxes, protobuf for the calls, validation at the door of both."""
+"""Codecs: msgpack for the mailboxes, protobuf for the calls, with validation at the door of both."""
 
-from paceline.wire.limits import DEFAULT_LIMITS, Limits
+from paceline.wire.fields import DEFAULT_LIMITS, Limits
 from paceline.wire.messages import (
     decode_prompt_group,
     decode_scored_header,

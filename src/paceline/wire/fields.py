@@ -1,9 +1,10 @@
-"""Reading and writing a message's fields: every value is checked for type, range and size on its way in."""
+"""Reads and writes a message's fields; every value that is read is checked for type, range and size."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgpack
@@ -12,18 +13,41 @@ import numpy.typing as npt
 
 from paceline.core.errors import InvalidMessageError
 from paceline.core.trajectory import SCHEMA_VERSION
-from paceline.wire.limits import Limits
 
 INT64_MAX = 2**63 - 1
 MAX_NAME_CHARS = 512
-"""Of ids, keys and other words that name things."""
+"""Of ids, keys and other names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Limits that decoders enforce.
+
+    Args:
+        max_bytes: of a message or blob; a larger one is rejected unread.
+        max_tokens: of an array of token ids.
+        max_text_chars: of a text field: a response, a ground truth.
+        max_samples: of a prompt group.
+        max_items: of any other list or mapping: stop tokens, reward components.
+        max_depth: of nesting in a reward context's `extra`.
+    """
+
+    max_bytes: int = 64 * 2**20
+    max_tokens: int = 2**20
+    max_text_chars: int = 2**20
+    max_samples: int = 4096
+    max_items: int = 1024
+    max_depth: int = 8
+
+
+DEFAULT_LIMITS = Limits()
 
 
 def pack(kind: str, fields: dict[str, Any]) -> bytes:
     """A message's bytes: its schema version, its kind, its fields.
 
     Raises:
-        InvalidMessageError: a field holds what msgpack cannot say.
+        InvalidMessageError: a field holds a value that msgpack cannot express.
     """
     try:
         packed: bytes = msgpack.packb({"schema": SCHEMA_VERSION, "kind": kind, **fields})
@@ -84,7 +108,7 @@ class Fields:
         self.reject("wrong_type", f"{name} is a {type(value).__name__}, wanted {wanted}")
 
     def integer(self, name: str, *, minimum: int = 0, maximum: int = INT64_MAX) -> int:
-        """A whole number in [minimum, maximum]; a bool is none."""
+        """An integer in [minimum, maximum]; a bool is rejected."""
         return self._integer(name, self._get(name), minimum, maximum)
 
     def _integer(self, name: str, value: Any, minimum: int, maximum: int) -> int:
@@ -97,7 +121,7 @@ class Fields:
     def integers(
         self, name: str, *, max_items: int, minimum: int = 0, maximum: int = INT64_MAX
     ) -> tuple[int, ...]:
-        """A list of at most `max_items` whole numbers."""
+        """A list of at most `max_items` integers."""
         values = self.items(name, max_items=max_items)
         return tuple(self._integer(name, value, minimum, maximum) for value in values)
 
@@ -119,11 +143,11 @@ class Fields:
         return number
 
     def text(self, name: str) -> str:
-        """Text of any length within the limits, perhaps empty."""
+        """Text within the limits, possibly empty."""
         return self._text(name, self._get(name), self._limits.max_text_chars)
 
     def name(self, name: str) -> str:
-        """A short text that is not empty: an id or a key."""
+        """A short, non-empty text: an id or a key."""
         value = self._text(name, self._get(name), MAX_NAME_CHARS)
         if not value:
             self.reject("out_of_range", f"{name} is empty")
@@ -137,7 +161,7 @@ class Fields:
         return value
 
     def items(self, name: str, *, max_items: int) -> list[Any]:
-        """A list of anything, at most `max_items` long; the caller checks the items."""
+        """A list of at most `max_items` values, which the caller checks."""
         value = self._get(name)
         if type(value) is not list:
             self._wrong_type(name, value, "a list")
@@ -171,7 +195,7 @@ class Fields:
         }
 
     def plain(self, name: str) -> dict[str, object]:
-        """A mapping of what JSON can say: text keys; text, finite numbers, bools, None, lists, mappings."""
+        """A mapping of JSON values: text keys; text, finite numbers, bools, None, lists, mappings."""
         value = self._get(name)
         if type(value) is not dict:
             self._wrong_type(name, value, "a mapping")
@@ -181,7 +205,7 @@ class Fields:
         return value
 
     def array(self, name: str, dtype: str, *, min_items: int) -> npt.NDArray[Any]:
-        """A packed little-endian array of shape (n,), n >= min_items, as an own writable copy in native order."""
+        """A packed little-endian array of shape (n,), n >= min_items, copied to native byte order."""
         value = self._get(name)
         if type(value) is not bytes:
             self._wrong_type(name, value, "bytes")
@@ -200,7 +224,7 @@ class Fields:
     def token_ids(self, name: str, vocab_size: int | None) -> npt.NDArray[np.int32]:
         """Token ids (n,), n >= 1, all in [0, 2**31) and below `vocab_size` where it is given."""
         ids: npt.NDArray[np.int32] = self.array(name, "<i4", min_items=1)
-        # Seen as unsigned, a negative id is larger than any that is allowed: one pass checks both ends.
+        # As an unsigned number a negative id exceeds every allowed one, so a single pass checks both bounds.
         limit = 2**31 if vocab_size is None else vocab_size
         largest = int(np.maximum.reduce(ids.view(np.uint32)))
         if largest >= limit:
@@ -210,7 +234,7 @@ class Fields:
 
 
 def plain_problem(value: object, depth: int) -> tuple[str, str] | None:
-    """What keeps a value from being plain data: (reason, detail), or None where nothing does."""
+    """Why a value is no plain data: (reason, detail), or None if it is."""
     if value is None or type(value) in (str, bool):
         return None
     if type(value) is int:
@@ -231,7 +255,7 @@ def plain_problem(value: object, depth: int) -> tuple[str, str] | None:
 
 
 _DTYPES = {name: (np.dtype(name), np.dtype(name).newbyteorder("=")) for name in ("<i4", "<f4", "|u1")}
-"""Of arrays on the wire, and the machine's own for each."""
+"""The dtypes of arrays on the wire, each with the machine's own byte order."""
 
 
 def pack_array(name: str, array: npt.NDArray[Any], dtype: str) -> bytes:
@@ -239,7 +263,8 @@ def pack_array(name: str, array: npt.NDArray[Any], dtype: str) -> bytes:
     wanted, native = _DTYPES[dtype]
     if array.ndim != 1 or array.dtype != native:
         raise InvalidMessageError(
-            f"{name} is an array of {array.dtype} with shape {array.shape}; it must be {wanted.name} of shape (n,)",
+            f"{name} is an array of {array.dtype} with shape {array.shape}; "
+            f"it must be {wanted.name} of shape (n,)",
             reason="wrong_type",
         )
     return array.astype(wanted, copy=False).tobytes()

@@ -1,4 +1,4 @@
-"""Kinds and states of members <-> what registrations and heartbeats carry."""
+"""Kinds and states of members <-> the fields of registrations and heartbeats."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The four messages of the mailboxes as msgpack bytes: prompt group, trajectory, its header, its scored header.
+"""The messages of the mailboxes as msgpack: prompt group, trajectory, its header, its scored header.
 
-Every decoder is the door of a trust boundary: it returns a valid domain object or raises InvalidMessageError with a
-reason; it runs no code that the bytes could choose.
+Every decoder is the door of a trust boundary: it returns a valid domain object or raises InvalidMessageError
+with a reason. It runs no code that the bytes could choose.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from paceline.core.trajectory import (
     Trajectory,
     TrajectoryHeader,
 )
-from paceline.wire.fields import Fields, pack, pack_array, unpack
-from paceline.wire.limits import DEFAULT_LIMITS, Limits
+from paceline.wire.fields import DEFAULT_LIMITS, Fields, Limits, pack, pack_array, unpack
 from paceline.wire.parts import (
     pack_context,
     pack_policy,
@@ -41,7 +40,7 @@ PROMPT_GROUP, TRAJECTORY, HEADER, SCORED = (
 )
 
 LOG_PROB_TOLERANCE = 1e-3
-"""A log-probability is at most 0; float arithmetic may land this much above it."""
+"""A log-probability is at most 0; rounding may leave it this much above."""
 
 _MAX_SEED = 2**63 - 1
 
@@ -70,7 +69,7 @@ def decode_prompt_group(
     """Reads and checks an order for samples.
 
     Raises:
-        InvalidMessageError: anything about it is wrong; `reason` says what in one word.
+        InvalidMessageError: the message is invalid; `reason` is a short word for why.
     """
     fields = unpack(PROMPT_GROUP, data, limits)
     seeds = fields.integers("seeds", max_items=limits.max_samples, maximum=_MAX_SEED)
@@ -113,10 +112,10 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 def decode_trajectory(
     data: bytes, *, vocab_size: int | None = None, limits: Limits = DEFAULT_LIMITS
 ) -> Trajectory:
-    """Reads and checks a sample; its arrays are own, writable copies.
+    """Reads and checks a sample; its arrays are writable copies.
 
     Raises:
-        InvalidMessageError: anything about it is wrong; `reason` says what in one word.
+        InvalidMessageError: the message is invalid; `reason` is a short word for why.
     """
     fields = unpack(TRAJECTORY, data, limits)
     response = fields.token_ids("response_token_ids", vocab_size)
@@ -148,8 +147,8 @@ def decode_trajectory(
 
 
 def _check_log_probs(fields: Fields, log_probs: Any) -> None:
-    # NaN fails every comparison, and min and max carry it on: two passes find NaN, both infinities and the range.
-    # (The ufuncs themselves: an array's own methods take longer to call than these arrays to scan.)
+    # NaN fails every comparison, and min and max propagate it: two passes find NaN, infinities and the range.
+    # (Ufuncs, because calling an array's methods takes longer than scanning such an array.)
     if np.minimum.reduce(log_probs) > -np.inf and np.maximum.reduce(log_probs) <= LOG_PROB_TOLERANCE:
         return
     if not np.isfinite(log_probs).all():
@@ -161,7 +160,7 @@ def _check_log_probs(fields: Fields, log_probs: Any) -> None:
 
 
 def encode_trajectory_header(header: TrajectoryHeader) -> bytes:
-    """What the mailbox carries of a sample, as bytes."""
+    """A sample's header as bytes."""
     return pack(
         HEADER,
         {
@@ -183,7 +182,7 @@ def decode_trajectory_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) ->
     """Reads and checks a header.
 
     Raises:
-        InvalidMessageError: anything about it is wrong; `reason` says what in one word.
+        InvalidMessageError: the message is invalid; `reason` is a short word for why.
     """
     fields = unpack(HEADER, data, limits)
     return TrajectoryHeader(
@@ -201,7 +200,7 @@ def decode_trajectory_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) ->
 
 
 def encode_scored_header(header: ScoredHeader) -> bytes:
-    """A header with its verdict, as bytes."""
+    """A scored header as bytes."""
     return pack(
         SCORED,
         {
@@ -228,7 +227,7 @@ def decode_scored_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> Sco
     """Reads and checks a scored header; exactly one of reward and reward error is set.
 
     Raises:
-        InvalidMessageError: anything about it is wrong; `reason` says what in one word.
+        InvalidMessageError: the message is invalid; `reason` is a short word for why.
     """
     fields = unpack(SCORED, data, limits)
     reward = None if fields.missing("reward") else fields.number("reward")

@@ -1,4 +1,4 @@
-"""The parts that several messages share: identities, policy tags, sampling, reward contexts."""
+"""Codecs of the parts that several messages share: ids, policy tags, sampling, reward contexts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from paceline.core.errors import InvalidMessageError
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import RewardContext, SamplingSpec
-from paceline.wire.fields import Fields, plain_problem
-from paceline.wire.limits import DEFAULT_LIMITS
+from paceline.wire.fields import DEFAULT_LIMITS, Fields, plain_problem
 
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _PURPOSES = tuple(purpose.value for purpose in Purpose)

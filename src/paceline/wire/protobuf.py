@@ -1,4 +1,4 @@
-"""Domain types <-> generated protobuf messages, so that generated types stay at the edge of a service."""
+"""Domain types <-> protobuf messages: policy tags, items to score and their results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from paceline.core.errors import InvalidMessageError
 from paceline.core.policy import PolicyTag
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.rpc.v1 import common_pb2, reward_pb2
-from paceline.wire.fields import plain_problem, reject
-from paceline.wire.limits import DEFAULT_LIMITS
+from paceline.wire.fields import DEFAULT_LIMITS, plain_problem, reject
 
 
 def policy_tag_to_proto(tag: PolicyTag) -> common_pb2.PolicyTag:
@@ -38,7 +37,7 @@ def score_item_to_proto(item: ScoreItem) -> reward_pb2.ScoreItem:
     """An item to score as a message.
 
     Raises:
-        InvalidMessageError: `extra` holds what JSON cannot say.
+        InvalidMessageError: `extra` holds a value that JSON cannot express.
     """
     extra = dict(item.extra)
     problem = plain_problem(extra, DEFAULT_LIMITS.max_depth)
@@ -91,7 +90,7 @@ def _read_extra(message: reward_pb2.ScoreItem) -> dict[str, object]:
 
 
 def score_result_to_proto(result: ScoreResult) -> reward_pb2.ScoreResult:
-    """A verdict as a message; an error without words becomes "unknown error"."""
+    """A score as a message; an empty error becomes "unknown error"."""
     if result.error is not None or result.reward is None:
         return reward_pb2.ScoreResult(
             trajectory_id=result.trajectory_id, error=result.error or "unknown error"
@@ -102,7 +101,7 @@ def score_result_to_proto(result: ScoreResult) -> reward_pb2.ScoreResult:
 
 
 def score_result_from_proto(message: reward_pb2.ScoreResult) -> ScoreResult:
-    """Reads a verdict.
+    """Reads a score.
 
     Raises:
         InvalidMessageError: no trajectory id, or a number that is not finite.

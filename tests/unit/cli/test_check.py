@@ -22,7 +22,8 @@ def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixtu
     assert lines[3] == "-     training prompts: not checked, as the model has a fault"
     assert lines[4].startswith("FAULT validation prompts: data file gone.jsonl does not exist")
     assert lines[5].startswith("FAULT reward: there is no built-in reward function 'exact_macth'")
-    assert lines[6] == "ok    engine: vllm"
+    assert lines[6] == "ok    policy loss: ppo_clip"
+    assert lines[7] == "ok    engine: vllm"
     assert lines[-1] == "3 fault(s); nothing was started"
 
 

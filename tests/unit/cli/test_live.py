@@ -9,10 +9,11 @@ import time
 import pytest
 from rich.console import Console
 
-from paceline.cli.live.follow import RunEnd, follow
+from paceline.cli.live.follow import follow
 from paceline.cli.live.table import LiveView
 from paceline.cli.live.view import PlainView, step_line
 from paceline.core.errors import PeerLostError
+from paceline.core.run_events import EndEvent
 from paceline.rpc.v1 import controller_pb2 as pb
 from support.fake_controller import FakeController, end_event, serve, step_event
 
@@ -42,7 +43,7 @@ def test_a_step_in_one_line() -> None:
     assert step_line(0, 9, {"val/reward/mean": 0.31}) == "step 0/9  val 0.310"
 
 
-def test_kl_is_the_one_to_the_reference_where_there_is_one() -> None:
+def test_the_kl_column_prefers_the_reference() -> None:
     assert "KL 0.0123" in step_line(1, 9, METRICS)
     assert step_line(1, 9, {"actor/ppo_kl": 0.5}) == "step 1/9  KL 0.5000"
 
@@ -129,7 +130,7 @@ class Recorder:
         self.told.append("close")
 
 
-async def test_following_goes_on_over_a_restart_of_the_stream() -> None:
+async def test_following_survives_a_restart_of_the_stream() -> None:
     fake = FakeController()
     phase = pb.WatchEvent(phase=pb.PhaseEvent(step=1, phase="collect", admitted=1, wanted=4))
     fake.script, fake.end_after_stop = [phase, step_event(1)], False
@@ -143,7 +144,7 @@ async def test_following_goes_on_over_a_restart_of_the_stream() -> None:
         pb.WatchEvent(notice=pb.NoticeEvent(message="n")),
         end_event(ok=True, message="done"),
     ]
-    assert await following == RunEnd(ok=True, message="done")
+    assert await following == EndEvent(ok=True, message="done")
     assert view.told == ["collect 1/4", "step 1", "step 2", "n"]
     await server.stop(0)
 

@@ -44,7 +44,7 @@ def test_gpus_go_to_the_learner_first_and_the_rest_to_the_engines_in_order() -> 
     }
 
 
-def test_too_few_gpus_are_told_with_what_to_lower() -> None:
+def test_an_error_for_too_few_gpus_says_what_to_lower() -> None:
     with pytest.raises(ConfigError, match=r"need 2 GPUs, 1 are left beside the learner's \(0\)"):
         plan.share_gpus(config(rollout={"replicas": 2}), (0, 1))
     with pytest.raises(ConfigError, match="learner.world_size=2 needs as many GPUs, there are 1"):

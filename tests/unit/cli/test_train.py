@@ -45,7 +45,7 @@ def test_overrides_may_stand_on_both_sides_of_options(
     assert not (project / "runs").exists()
 
 
-def test_a_taken_controller_port_is_told_before_anything_is_made(
+def test_a_taken_controller_port_is_refused_before_anything_is_made(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -57,7 +57,7 @@ def test_a_taken_controller_port_is_told_before_anything_is_made(
     assert not (project / "runs").exists()
 
 
-def test_what_the_controller_dies_of_at_start_is_the_commands_last_line(project: Path) -> None:
+def test_the_controllers_error_at_start_is_the_commands_last_line(project: Path) -> None:
     words = ["run.yaml", "trainer.run_dir=r", "broker.url=redis://127.0.0.1:1/0"]
     done = subprocess.run(
         [sys.executable, "-m", "paceline.cli.main", "train", *words],

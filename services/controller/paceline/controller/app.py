@@ -1,4 +1,4 @@
-"""The controller service: puts the parts together, runs the sequencer beside the supervisor, and ends in order."""
+"""The controller service: builds the parts, runs the sequencer beside the supervisor, and ends in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.broker.mailbox import Mailbox
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.controller.batch.dispatch import Collector
-from paceline.controller.batch.inputs import load_inputs
+from paceline.controller.batch.inputs import Inputs, load_inputs
 from paceline.controller.events import EventHub
 from paceline.controller.fleet.clients import Channels, LearnerClient, RolloutClient
 from paceline.controller.fleet.membership import Fleet
@@ -39,7 +39,8 @@ from paceline.service.runtime import ServiceContext
 
 log = logging.getLogger(__name__)
 
-# How long members have to hear of the end and to leave before the server stops; a rollout server takes some seconds to end its engine.
+# How long members have to hear of the end and to leave before the server stops; a rollout server takes some
+# seconds to end its engine.
 _FAREWELL_S = 8.0
 # Members without whom a collection cannot go on.
 _COLLECTING = (MemberKind.ROLLOUT, MemberKind.REWARD)
@@ -80,8 +81,10 @@ async def serve(context: ServiceContext, options: Options) -> None:
     run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=EventHub())
     progress = Progress(run, step=state.step if state else 0)
     await journal.record("run", run_id=run_id, step=progress.step, resumed_from=resume_from or None)
-    silence = {"suspect_after_s": config.service.suspect_after_s, "dead_after_s": config.service.dead_after_s}
-    supervisor = Supervisor(Fleet(clock, **silence), journal, run.events)
+    fleet = Fleet(
+        clock, suspect_after_s=config.service.suspect_after_s, dead_after_s=config.service.dead_after_s
+    )
+    supervisor = Supervisor(fleet, journal, run.events)
     stop = asyncio.get_running_loop().create_future()
     servicer = ControllerServicer(
         run,
@@ -91,35 +94,48 @@ async def serve(context: ServiceContext, options: Options) -> None:
         resume_from=resume_from,
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
-    await _listen(context, options, config, servicer, token)
-    guard = Guard(run)
-    if state:
-        guard.load_state_dict(state.guard)
     channels = Channels(config, token)
     context.defer("channels", channels.close)
-    learner, rollout = LearnerClient(config, channels), RolloutClient(config, channels)
-    epochs = Epochs(config, learner, rollout, supervisor.expel, supervisor.gone)
+    await _listen(context, options, config, servicer, token)
     scored = names.scored(run_id)
     async with Mailbox(
         broker, scored, names.CONTROLLER_GROUP, "controller", lease_s=config.broker.lease_s
     ) as box:
-        sequencer = Sequencer(
+        collector = Collector(
             run,
-            progress,
-            inputs=inputs,
-            collector=Collector(
-                run,
-                broker=broker,
-                box=box,
-                check_fleet=lambda: [supervisor.require(kind) for kind in _COLLECTING],
-                count=progress.count,
-            ),
-            learner=learner,
-            push=WeightPush(epochs, learner, rollout),
-            supervisor=supervisor,
-            guard=guard,
+            broker=broker,
+            box=box,
+            check_fleet=lambda: [supervisor.require(kind) for kind in _COLLECTING],
+            count=progress.count,
         )
+        guard = Guard(run)
+        if state:
+            guard.load_state_dict(state.guard)
+        sequencer = _sequencer(run, progress, inputs, collector, channels, supervisor, guard)
         await _run_to_the_end(context, run, sequencer, supervisor, servicer, stop)
+
+
+def _sequencer(
+    run: Run,
+    progress: Progress,
+    inputs: Inputs,
+    collector: Collector,
+    channels: Channels,
+    supervisor: Supervisor,
+    guard: Guard,
+) -> Sequencer:
+    learner, rollout = LearnerClient(run.config, channels), RolloutClient(run.config, channels)
+    epochs = Epochs(run.config, learner, rollout, supervisor.expel, supervisor.gone)
+    return Sequencer(
+        run,
+        progress,
+        inputs=inputs,
+        collector=collector,
+        learner=learner,
+        push=WeightPush(epochs, learner, rollout),
+        supervisor=supervisor,
+        guard=guard,
+    )
 
 
 async def _open_broker(context: ServiceContext, url: str, run_id: str) -> Broker:

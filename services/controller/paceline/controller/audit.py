@@ -1,12 +1,12 @@
-"""The offline checker: reads a run's journal and says which invariant does not hold.
+"""The offline checker: reads a run's journal and reports the invariants that do not hold.
 
 I1  every trained token has the step's policy version and digest
-I2  every prompt that a finished step asked for, at first or in a refill, is asked for once and ends in exactly one of {trained once,
-    dropped with a reason, set aside with a reason when all its samples were in}; where greedy answers are asked for, each trained
-    prompt has one
+I2  every prompt that a finished step asked for, at first or in a refill, is asked for once and ends in
+    exactly one of {trained once, dropped with a reason, set aside with a reason when all its samples were
+    in}; where greedy answers are asked for, each trained prompt has one
 I3  no trajectory is admitted twice in a step
 I4  a version is committed with one digest
-I4b after a rollback the version is committed with the digest of the step that was gone back to
+I4b after a rollback the version is committed with the digest of the step that the run went back to
 I5  phases follow each other as `phases.move` allows
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,14 @@ def violations(events: Iterable[Event], *, num_samples: int) -> list[str]:
     """
     auditor = _Auditor(num_samples)
     for event in events:
-        auditor.see(event)
-    return auditor.found
+        auditor.check(event)
+    return auditor.violations
 
 
 class _Auditor:
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
-        self.found: list[str] = []
+        self.violations: list[str] = []
         self._phase: Phase | None = None
         self._digests: dict[int, str] = {}
         self._went_back: dict[int, int] = {}
@@ -61,10 +61,20 @@ class _Auditor:
         self._greedy = Counter[TrajectoryId]()
         self._untrained: set[int] = set()
         self._collecting = False
+        self._handlers: Mapping[str, Callable[[Event], None]] = {
+            "run": self._on_run,
+            "phase": self._on_phase,
+            "commit": self._on_commit,
+            "rollback": self._on_rollback,
+            "dispatch": self._on_dispatch,
+            "trajectory": self._on_trajectory,
+            "group_dropped": self._on_group_dropped,
+            "refill": self._on_refill,
+        }
 
-    def see(self, event: Event) -> None:
-        """Takes one event in."""
-        handler = getattr(self, f"_on_{event['event']}", None)
+    def check(self, event: Event) -> None:
+        """Checks one event against those before it."""
+        handler = self._handlers.get(event["event"])
         if handler is not None:
             handler(event)
 
@@ -79,7 +89,7 @@ class _Auditor:
             try:
                 move(self._phase, to)
             except IllegalTransitionError as error:
-                self.found.append(f"I5: event {event['n']}: {error}")
+                self.violations.append(f"I5: event {event['n']}: {error}")
         self._phase = to
         if to is Phase.LEARN:
             self._collecting = False
@@ -87,13 +97,14 @@ class _Auditor:
     def _on_commit(self, event: Event) -> None:
         version, digest = int(event["version"]), str(event["digest"])
         if self._digests.setdefault(version, digest) != digest:
-            self.found.append(
+            self.violations.append(
                 f"I4: version {version} was committed as {self._digests[version]} and as {digest}"
             )
         source = self._went_back.pop(version, version)
         if self._digests.get(source, digest) != digest:
-            self.found.append(
-                f"I4b: version {version} is a rollback to {source}, which was committed as {self._digests[source]}, but has {digest}"
+            self.violations.append(
+                f"I4b: version {version} is a rollback to {source}, which was committed as "
+                f"{self._digests[source]}, but has {digest}"
             )
         self._current = f"v{version}@{digest}"
         if self._wanted and version == self._step:
@@ -108,8 +119,9 @@ class _Auditor:
         self._num_first, self._num_greedy = len(self._wanted), int(bool(event.get("greedy")))
         self._admitted, self._greedy, self._untrained, self._collecting = Counter(), Counter(), set(), True
         if self._policy != self._current:
-            self.found.append(
-                f"I1: step {self._step} was dispatched for {self._policy}, but {self._current or 'nothing'} is committed"
+            self.violations.append(
+                f"I1: step {self._step} was dispatched for {self._policy}, but "
+                f"{self._current or 'nothing'} is committed"
             )
 
     def _on_trajectory(self, event: Event) -> None:
@@ -117,13 +129,13 @@ class _Auditor:
         if event["verdict"] != "admitted" or key.purpose == Purpose.VALIDATE.value:
             return
         if event.get("policy", self._policy) != self._policy:
-            self.found.append(f"I1: {key} of {event['policy']} was admitted in a step of {self._policy}")
+            self.violations.append(f"I1: {key} of {event['policy']} was admitted in a step of {self._policy}")
         if key.step != self._step or not self._collecting:
-            self.found.append(f"I1: {key} was admitted outside the collection of its step")
+            self.violations.append(f"I1: {key} was admitted outside the collection of its step")
         admitted = self._greedy if key.purpose == Purpose.GREEDY.value else self._admitted
         admitted[key] += 1
         if admitted[key] == 2:
-            self.found.append(f"I3: {key} was admitted twice")
+            self.violations.append(f"I3: {key} was admitted twice")
 
     def _on_group_dropped(self, event: Event) -> None:
         self._leave_out(int(event["prompt"]), "dropped", event)
@@ -133,23 +145,24 @@ class _Auditor:
         for prompt, _ in event["set_aside"]:
             self._leave_out(int(prompt), "set aside", event)
             if per_prompt[prompt] != self._num_samples:
-                self.found.append(
-                    f"I2: prompt {prompt} of step {self._step} was set aside with {per_prompt[prompt]} of {self._num_samples} samples"
+                self.violations.append(
+                    f"I2: prompt {prompt} of step {self._step} was set aside with {per_prompt[prompt]} of "
+                    f"{self._num_samples} samples"
                 )
         for prompt in event["prompts"]:
             if prompt in self._wanted:
-                self.found.append(f"I2: prompt {prompt} was asked for twice in step {self._step}")
+                self.violations.append(f"I2: prompt {prompt} was asked for twice in step {self._step}")
             self._wanted.add(prompt)
 
     def _leave_out(self, prompt: int, how: str, event: Event) -> None:
         if not event.get("reason"):
-            self.found.append(f"I2: prompt {prompt} of step {event['step']} was {how} without a reason")
+            self.violations.append(f"I2: prompt {prompt} of step {event['step']} was {how} without a reason")
         if prompt not in self._wanted:
-            self.found.append(
+            self.violations.append(
                 f"I2: prompt {prompt} was {how} in step {event['step']}, which did not ask for it"
             )
         if prompt in self._untrained:
-            self.found.append(
+            self.violations.append(
                 f"I2: prompt {prompt} of step {event['step']} was {how} though it was out already"
             )
         self._untrained.add(prompt)
@@ -159,20 +172,23 @@ class _Auditor:
         with_greedy = Counter(key.prompt_id for key in self._greedy)
         trained = sorted(self._wanted - self._untrained)
         if len(trained) > self._num_first:
-            self.found.append(
-                f"I2: step {self._step} trained {len(trained)} prompts, more than the {self._num_first} that it began with"
+            self.violations.append(
+                f"I2: step {self._step} trained {len(trained)} prompts, more than the {self._num_first} that "
+                "it began with"
             )
         for prompt in trained:
             if per_prompt[prompt] != self._num_samples:
-                self.found.append(
-                    f"I2: prompt {prompt} of step {self._step} ended with {per_prompt[prompt]} of {self._num_samples} samples and was not dropped"
+                self.violations.append(
+                    f"I2: prompt {prompt} of step {self._step} ended with {per_prompt[prompt]} of "
+                    f"{self._num_samples} samples and was not dropped"
                 )
             if with_greedy[prompt] != self._num_greedy:
-                self.found.append(
-                    f"I2: prompt {prompt} of step {self._step} was trained with {with_greedy[prompt]} of {self._num_greedy} greedy answers"
+                self.violations.append(
+                    f"I2: prompt {prompt} of step {self._step} was trained with {with_greedy[prompt]} of "
+                    f"{self._num_greedy} greedy answers"
                 )
         for prompt in sorted(set(per_prompt) - self._wanted):
-            self.found.append(
+            self.violations.append(
                 f"I2: prompt {prompt} was trained in step {self._step}, which did not ask for it"
             )
         self._wanted = set()

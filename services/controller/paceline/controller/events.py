@@ -4,45 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+
+from paceline.core.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent, StepEvent
 
 _MAX_QUEUED = 4096
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseEvent:
-    """The run is in a phase; `admitted` of `wanted` trajectories are in, where it collects."""
-
-    step: int
-    phase: str
-    admitted: int = 0
-    wanted: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepEvent:
-    """A step is finished."""
-
-    step: int
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoticeEvent:
-    """A sentence for people."""
-
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndEvent:
-    """The run is over."""
-
-    ok: bool
-    message: str
-
-
-Event = PhaseEvent | StepEvent | NoticeEvent | EndEvent
 
 
 class EventHub:
@@ -55,7 +20,7 @@ class EventHub:
         self._steps: list[StepEvent] = []
         self._phase: PhaseEvent | None = None
         self._end: EndEvent | None = None
-        self._queues: set[asyncio.Queue[Event | None]] = set()
+        self._queues: set[asyncio.Queue[RunEvent | None]] = set()
 
     def phase(self, *, step: int, phase: str, admitted: int = 0, wanted: int = 0) -> None:
         """Announces the phase, and how far a collection is."""
@@ -78,11 +43,11 @@ class EventHub:
             self._end = EndEvent(ok=ok, message=message)
             self._announce(self._end)
 
-    async def follow(self, from_step: int) -> AsyncIterator[Event]:
+    async def follow(self, from_step: int) -> AsyncIterator[RunEvent]:
         """Events from `from_step` on until the run ends."""
-        queue: asyncio.Queue[Event | None] = asyncio.Queue(_MAX_QUEUED)
-        # No await between reading the missed events and adding the queue: nothing comes twice, nothing is lost.
-        missed: list[Event] = [event for event in self._steps if event.step >= from_step]
+        queue: asyncio.Queue[RunEvent | None] = asyncio.Queue(_MAX_QUEUED)
+        # No await between reading missed events and adding the queue: nothing comes twice, nothing is lost.
+        missed: list[RunEvent] = [event for event in self._steps if event.step >= from_step]
         missed += [event for event in (self._phase, self._end) if event is not None]
         self._queues.add(queue)
         try:
@@ -97,7 +62,7 @@ class EventHub:
         finally:
             self._queues.discard(queue)
 
-    def _announce(self, event: Event) -> None:
+    def _announce(self, event: RunEvent) -> None:
         for queue in list(self._queues):
             try:
                 queue.put_nowait(event)

@@ -1,7 +1,8 @@
-"""The journal: what happened, in order, written before it takes effect.
+"""The journal: the events of a run in order, each written before it takes effect.
 
 Every event is one JSON line of events.jsonl in the run directory:
-`{"n": 17, "time": 1763690000.1, "event": "trajectory", "step": 3, ...}`. `n` counts without gaps within one file.
+`{"n": 17, "time": 1763690000.1, "event": "trajectory", "step": 3, ...}`. `n` counts without gaps within one
+file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ Event = Mapping[str, Any]
 
 
 class Journal:
-    """Appends events to the file, with one unbuffered write per call: a killed process loses no event whose effect was seen."""
+    """Appends events to the file, with one unbuffered write per call.
+
+    A killed process therefore loses no event whose effect was seen.
+    """
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self._clock = clock

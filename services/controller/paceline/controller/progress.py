@@ -43,7 +43,7 @@ class Progress:
         self.metrics: dict[str, float] = {}
 
     async def move(self, to: Phase) -> None:
-        """Enters a phase, after the journal has it; raises IllegalTransitionError for a move that does not exist."""
+        """Journals a phase, then enters it; raises IllegalTransitionError for a move that does not exist."""
         phase = phases.move(self.phase, to)
         await self._run.journal.record("phase", step=self.step, source=self.phase.value, to=phase.value)
         self.phase, self.phase_began = phase, time.monotonic()

@@ -1,4 +1,4 @@
-"""ControllerService: members register, report and leave; people ask for the status, follow the run and stop it."""
+"""ControllerService: members register, report and leave; people see the status, follow the run, stop it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import grpc
 
-from paceline.controller.events import EndEvent, Event, NoticeEvent, PhaseEvent, StepEvent
 from paceline.controller.fleet.membership import Member
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.progress import Progress, Run
 from paceline.core.errors import InvalidMessageError
-from paceline.core.policy import PolicyTag
-from paceline.rpc.v1 import common_pb2, controller_pb2, controller_pb2_grpc
+from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.wire.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
+from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
+from paceline.wire.run_events import run_event_to_proto
 
 
 class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
@@ -85,9 +85,8 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         # A member that reports why it ends need not have a state any more.
         only_failure = request.failure and not request.state
         state = None if only_failure else member_state_from_word(member.kind, request.state)
-        policy = None
-        if request.HasField("policy") and request.policy.digest:
-            policy = PolicyTag(version=request.policy.version, digest=request.policy.digest)
+        # A learner's policy has no digest until it is published.
+        policy = policy_tag_from_proto(request.policy) if request.policy.digest else None
         known, changes = self._supervisor.fleet.heartbeat(
             request.member_id,
             request.incarnation,
@@ -119,7 +118,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
                 kind=member_kind_to_proto(member.kind),
                 state=_status_word(member),
                 address=member.address,
-                policy=_tag(member.policy),
+                policy=policy_tag_to_proto(member.policy) if member.policy else None,
                 seconds_since_heartbeat=now - member.last_heard,
                 in_flight=member.in_flight,
             )
@@ -132,7 +131,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             total_steps=self._run.config.trainer.total_steps,
             phase=progress.phase.value,
             seconds_in_phase=now - progress.phase_began,
-            policy=_tag(progress.policy),
+            policy=policy_tag_to_proto(progress.policy) if progress.policy else None,
             members=members,
             metrics=progress.metrics,
             trajectories_admitted=progress.admitted,
@@ -144,7 +143,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     ) -> AsyncIterator[controller_pb2.WatchEvent]:
         """Events until the run ends."""
         async for event in self._run.events.follow(request.from_step):
-            yield _event_to_proto(event)
+            yield run_event_to_proto(event)
 
     async def StopRun(
         self, request: controller_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -154,28 +153,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         return controller_pb2.StopRunResponse()
 
 
-def _event_to_proto(event: Event) -> controller_pb2.WatchEvent:
-    match event:
-        case PhaseEvent():
-            phase = controller_pb2.PhaseEvent(
-                step=event.step, phase=event.phase, admitted=event.admitted, wanted=event.wanted
-            )
-            return controller_pb2.WatchEvent(phase=phase)
-        case StepEvent():
-            return controller_pb2.WatchEvent(
-                step=controller_pb2.StepEvent(step=event.step, metrics=event.metrics)
-            )
-        case NoticeEvent():
-            return controller_pb2.WatchEvent(notice=controller_pb2.NoticeEvent(message=event.message))
-        case EndEvent():
-            return controller_pb2.WatchEvent(end=controller_pb2.EndEvent(ok=event.ok, message=event.message))
-
-
 def _status_word(member: Member) -> str:
     if not member.usable:
         return member.health.value
     return member.state.value if member.state else "registered"
-
-
-def _tag(policy: PolicyTag | None) -> common_pb2.PolicyTag | None:
-    return None if policy is None else common_pb2.PolicyTag(version=policy.version, digest=policy.digest)

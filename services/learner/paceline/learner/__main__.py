@@ -1,4 +1,4 @@
-"""`python -m paceline.learner`: one rank of the learner group, started once per rank with torchrun's environment."""
+"""`python -m paceline.learner`: a rank of the learner group, started with torchrun's environment."""
 
 from __future__ import annotations
 
@@ -34,5 +34,6 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stdout.flush()
-    # Not sys.exit: a thread that waits in a collective for a rank that is gone would hold the interpreter's end.
+    # Not sys.exit: a thread that waits in a collective for a rank that is gone would hold the interpreter's
+    # end.
     os._exit(code)

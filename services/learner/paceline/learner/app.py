@@ -1,6 +1,6 @@
-"""The learner's processes: rank 0 registers and serves gRPC beside the training thread, the others follow its commands.
+"""The learner's processes: rank 0 serves gRPC beside its training thread, the others follow its commands.
 
-rank 0:  gRPC server -> register -> training thread: form the group, load, resume -> ready -> commands until the run is over
+rank 0:  join the fleet -> training thread: form the group, load, resume -> commands until the run is over
 others:  form the group -> load, resume -> commands until STOP
 """
 
@@ -53,7 +53,7 @@ _GROUP_KEY = "paceline/group"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """What a rank must know of the run."""
+    """The part of the registration that every rank needs."""
 
     config: RunConfig
     broker_url: str
@@ -61,7 +61,7 @@ class Assignment:
     publish_host: str
 
     def to_bytes(self) -> bytes:
-        """For the other ranks. It carries the broker's password, so it goes over the group and not into its store."""
+        """Bytes for the other ranks; with the broker's password, so for the group and not for its store."""
         resume_from = str(self.resume_from) if self.resume_from else ""
         fields = [self.config.model_dump_json(), self.broker_url, resume_from, self.publish_host]
         return json.dumps(fields).encode()
@@ -109,7 +109,7 @@ class LearnerApp:
             await self._stop(training)
 
     def _start_training(self, assignment: Assignment) -> asyncio.Future[None]:
-        """The thread that alone touches torch; a daemon, so that a collective which never ends cannot hold the process."""
+        """Starts the only thread that uses torch; a daemon: a hanging collective must not hold the process."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -156,7 +156,7 @@ def lead(
     """Rank 0's training thread: forms the group, tells the others, serves commands until STOP."""
     settings = assignment.config.learner
     store = open_store(environment, settings.collective_timeout_s)
-    # The others know only the store's address; what the group is made of must be there before the group.
+    # The other ranks know only the store's address; they need these settings to form the group.
     group = [settings.device, settings.devices, settings.threads, settings.collective_timeout_s]
     store.set(_GROUP_KEY, json.dumps(group))
     _serve(environment, store, assignment, queue, ready)
@@ -194,7 +194,7 @@ def _serve(
     device = choose_device(device_word, environment, tuple(devices) if devices else None)
     ranks = form_group(environment, store, device, timeout_s)
     if queue is None:
-        # From now on rank 0 decides when the group ends; a signal to all must not break it from below.
+        # From now on rank 0 ends the group; a signal to all processes must not end single ranks.
         signal.signal(signal.SIGTERM, lambda number, frame: log.info("SIGTERM: rank 0 will end the group"))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.ExitStack() as stack:

@@ -25,7 +25,7 @@ from paceline.core.errors import CheckpointError
 from paceline.learner.distributed.collectives import agree, attempt
 from paceline.learner.model.loading import as_fsdp, state_by_name
 from paceline.learner.train.learner import Learner
-from paceline.learner.train.trainable import Trainable
+from paceline.learner.train.optimizer import Trainable
 from paceline.service.process import write_atomically
 
 MANIFEST = "manifest.json"

@@ -1,6 +1,6 @@
-"""`python -m paceline.learner.export RUN STEP OUT`: a checkpoint's policy as a folder that transformers and vLLM load.
+"""`python -m paceline.learner.export RUN STEP OUT`: a checkpoint's policy as a Hugging Face folder.
 
-One process, no GPU: the shards are put together in memory.
+It runs in one process without a GPU and assembles the shards in memory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
         run_dir: of the run; its config.resolved.yaml names the model that the run started from.
         step: of a complete checkpoint.
         out: new or empty folder.
-        dtype: of the weights written; None: model.dtype of the run.
+        dtype: of the weights written; None for the run's model.dtype.
 
     Returns:
         `out`.
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        ModelError: the starting model is gone, or `out` is not empty.
+        ModelError: `out` is not empty.
     """
     folder = run_dir / "checkpoints" / f"step_{step:06d}"
     manifest = Manifest.read(folder)
@@ -48,7 +48,8 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
     source = Path(manifest.model_path)
     if not (source / "config.json").is_file():
         raise CheckpointError(
-            f"the checkpoint's model started from {source}, which is gone; put that folder back for its config and tokenizer"
+            f"the checkpoint's model started from {source}, which is gone; put that folder back for its "
+            "config and tokenizer"
         )
     tokenizer = Path(config.model.tokenizer_path) if config.model.tokenizer_path else None
     write_folder(
@@ -62,21 +63,25 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
 
 
 def read_policy(folder: Path) -> dict[str, Tensor]:
-    """The policy's whole tensors, by Hugging Face name, out of a checkpoint folder."""
+    """The policy's full tensors by Hugging Face name, read from a checkpoint folder.
+
+    Raises:
+        CheckpointError: the folder holds no policy.
+    """
     entries: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
     prefix = f"{POLICY}."
-    whole: dict[str, Tensor] = {
+    tensors: dict[str, Tensor] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    if not whole:
+    if not tensors:
         raise CheckpointError(f"{folder} holds no policy")
     with warnings.catch_warnings():
-        # torch warns of loading in a single process even where it is asked to.
+        # torch warns about loading in a single process even with no_dist=True.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        load_shards(whole, checkpoint_id=folder, no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in whole.items()}
+        load_shards(tensors, checkpoint_id=folder, no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
-"""`python -m paceline.learner.sft --config resolved.yaml`: trains a model on prompt/answer pairs, one process per rank.
+"""`python -m paceline.learner.sft --config resolved.yaml`: supervised fine-tuning on prompt/answer pairs.
 
-Same networks, packing, micro-batches and optimizer as reinforcement learning; the loss is the mean negative log-prob of
-the answers' tokens, the end of sequence among them.
+One process per rank. Networks, packing, micro-batches and optimizer are those of reinforcement learning; the
+loss is the mean negative log-prob of the answers' tokens and their end of sequence.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from paceline.core.errors import DataError, ModelError, NumericsError, PacelineE
 from paceline.core.trajectory import Int32Array
 from paceline.data.prompts import encode_prompt, load_tokenizer
 from paceline.data.rows import read_rows
-from paceline.learner.batch.pack import MicroBatch, PackedRow, pack
+from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import RowLength, effective_budget, plan_batch
+from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import (
     RankEnvironment,
     Ranks,
@@ -35,12 +37,11 @@ from paceline.learner.distributed.ranks import (
     open_store,
     use_threads,
 )
-from paceline.learner.model.folder import gather_whole, write_folder
+from paceline.learner.model.folder import gather_tensors, write_folder
 from paceline.learner.model.loading import Precision, load_policy
 from paceline.learner.model.networks import PolicyNetwork, num_parameters
 from paceline.learner.train.learner import DTYPES
-from paceline.learner.train.optimizer import Optimizer, Schedule
-from paceline.learner.train.trainable import Trainable
+from paceline.learner.train.optimizer import Optimizer, Schedule, Trainable
 from paceline.service.logs import setup_logging
 from paceline.service.process import die_with_parent
 
@@ -52,20 +53,20 @@ _MAX_SKIPPED = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pair:
-    """Token ids of a prompt and of its answer with the end of sequence."""
+    """Token ids of a prompt, and of its answer with the end of sequence."""
 
     prompt: Int32Array
     answer: Int32Array
 
     @property
     def num_tokens(self) -> int:
-        """Both together."""
+        """Prompt and answer together."""
         return len(self.prompt) + len(self.answer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SftProgress:
-    """One optimizer step: mean negative log-prob per answer token before the step, and the gradient's norm."""
+    """One optimizer step; `loss` is the mean negative log-prob per answer token before it."""
 
     step: int
     loss: float
@@ -74,16 +75,18 @@ class SftProgress:
 
 
 def read_pairs(config: SftRunConfig) -> tuple[list[Pair], int]:
-    """All pairs that fit the limits, and how many were left out.
+    """All pairs that fit the length limits, and how many do not.
 
     Raises:
-        DataError: a file or column is missing, a row is unusable, or nothing is left.
+        DataError: a file or column is missing, a row is unusable, or no pair fits.
         ModelError: the tokenizer is unusable.
     """
     sft, data = config.sft, config.data
     tokenizer: Any = load_tokenizer(config.model.tokenizer_path or config.model.path)
     if tokenizer.eos_token_id is None:
-        raise ModelError("the tokenizer has no end-of-sequence token: answers could never end; set eos_token")
+        raise ModelError(
+            "the tokenizer has no end-of-sequence token, so answers could never end; set eos_token"
+        )
     rows = read_rows(sft.train_files, [data.prompt_key, sft.answer_key])
     answers = [row[sft.answer_key] for row in rows]
     for number, answer in enumerate(answers):
@@ -111,7 +114,7 @@ def read_pairs(config: SftRunConfig) -> tuple[list[Pair], int]:
 
 
 def batch_indices(num_pairs: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Batches for ever: every epoch visits each pair at most once, in an order drawn from (seed, epoch).
+    """Endless batches; every epoch visits each pair at most once, in an order drawn from (seed, epoch).
 
     Raises:
         DataError: there are fewer pairs than one batch needs.
@@ -127,10 +130,10 @@ def batch_indices(num_pairs: int, batch_size: int, seed: int) -> Iterator[list[i
 
 
 class SftTrainer:
-    """Takes optimizer steps on batches of pairs; every rank calls it alike.
+    """Takes optimizer steps on batches of pairs; every rank calls it.
 
     Args:
-        config: of the whole run.
+        config: of the run.
         network: sharded over `ranks`.
         ranks: the group.
     """
@@ -151,7 +154,7 @@ class SftTrainer:
         self._num_skipped = 0
 
     def step(self, step: int, pairs: Sequence[Pair]) -> SftProgress:
-        """One optimizer step, `step` from 1.
+        """Takes one optimizer step; `step` counts from 1.
 
         Raises:
             NumericsError: too many steps in a row had no finite loss or gradient.
@@ -161,7 +164,7 @@ class SftTrainer:
             RowLength(prompt_id=i, num_prompt_tokens=len(pair.prompt), num_response_tokens=len(pair.answer))
             for i, pair in enumerate(pairs)
         ]
-        longest = max(one.num_tokens for one in lengths)
+        longest = max(pair.num_tokens for pair in pairs)
         budget = effective_budget(self._config.sft.max_token_len_per_gpu, ranks.device.type, longest)
         plan = plan_batch(
             lengths, mini_batch_sizes=[len(pairs)], world_size=ranks.world_size, token_budget=budget
@@ -178,7 +181,8 @@ class SftTrainer:
             share = -batch.table(log_probs).where(batch.mask, 0.0).sum() / num_tokens
             return share, share.detach().double().reshape(1)
 
-        outcome, sums = self._trainable.update(batches, loss, step=step, ranks=ranks)
+        losses = [partial(loss, batch) for batch in batches]
+        outcome, sums = self._trainable.update(losses, step=step, ranks=ranks)
         self._num_skipped = 0 if outcome.taken else self._num_skipped + 1
         if self._num_skipped >= _MAX_SKIPPED:
             raise NumericsError(f"{_MAX_SKIPPED} steps in a row: {outcome.skip_reason}; lower sft.lr")
@@ -191,10 +195,10 @@ class SftTrainer:
 
 
 def train(config: SftRunConfig, environment: RankEnvironment) -> None:
-    """Trains and writes the folder; the whole life of one rank.
+    """Trains and writes the folder; the main function of one rank.
 
     Raises:
-        DataError, ModelError, ConfigError: what the user gave is unusable.
+        DataError, ModelError, ConfigError: the data, the model or the configuration is unusable.
         NumericsError: training diverged.
     """
     settings = config.learner
@@ -213,8 +217,9 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
     pairs, num_left_out = read_pairs(config)
     _say(
         ranks,
-        f"sft: {num_parameters(network):,} parameters, {len(pairs):,} pairs ({num_left_out} over-long left out), "
-        f"{config.sft.steps} steps of {config.sft.batch_size} on {ranks.world_size} {device.type} ranks",
+        f"sft: {num_parameters(network):,} parameters, {len(pairs):,} pairs ({num_left_out} over-long left "
+        f"out), {config.sft.steps} steps of {config.sft.batch_size} on {ranks.world_size} "
+        f"{device.type} ranks",
     )
     trainer = SftTrainer(config, network, ranks)
     order = batch_indices(len(pairs), config.sft.batch_size, config.seed)
@@ -228,8 +233,8 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
             rate = num_tokens / (time.monotonic() - began)
             _say(
                 ranks,
-                f"sft: step {step}/{config.sft.steps} loss {progress.loss:.4f} grad_norm {progress.grad_norm:.3f} "
-                f"lr {progress.lr:.2e} {rate:,.0f} tokens/s",
+                f"sft: step {step}/{config.sft.steps} loss {progress.loss:.4f} "
+                f"grad_norm {progress.grad_norm:.3f} lr {progress.lr:.2e} {rate:,.0f} tokens/s",
             )
     _write(config, network, ranks)
     _say(ranks, f"sft: wrote {config.sft.output} after {time.monotonic() - began:.1f} s")
@@ -237,23 +242,23 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
 
 
 def _write(config: SftRunConfig, network: PolicyNetwork, ranks: Ranks) -> None:
-    """Rank 0 writes beside the output and puts it in place when it is whole; an older output is replaced."""
-    whole = gather_whole(network, keep=ranks.rank == 0)
+    """Rank 0 writes a folder beside the output, then replaces the output with it."""
+    tensors = gather_tensors(network, keep=ranks.rank == 0)
     if ranks.rank != 0:
         return
     model, out = config.model, Path(config.sft.output)
-    partial = out.with_name(f".{out.name}.partial")
-    _remove(partial)
+    unfinished = out.with_name(f".{out.name}.partial")
+    _remove(unfinished)
     tokenizer = Path(model.tokenizer_path) if model.tokenizer_path else None
     write_folder(
-        partial, whole, source=Path(model.path), tokenizer_source=tokenizer, dtype=DTYPES[model.dtype]
+        unfinished, tensors, source=Path(model.path), tokenizer_source=tokenizer, dtype=DTYPES[model.dtype]
     )
     _remove(out)
-    partial.rename(out)
+    unfinished.rename(out)
 
 
 def _remove(folder: Path) -> None:
-    """Removes a model folder, and nothing that does not look like one."""
+    """Removes a model folder; refuses a folder that holds other files."""
     if not folder.exists():
         return
     strange = [
@@ -263,7 +268,8 @@ def _remove(folder: Path) -> None:
     ]
     if strange:
         raise ModelError(
-            f"{folder} holds {', '.join(strange[:4])}, which no model folder does; set sft.output to another path"
+            f"{folder} holds {', '.join(strange[:4])}, which no model folder does; set sft.output to "
+            "another path"
         )
     for path in folder.iterdir():
         path.unlink()

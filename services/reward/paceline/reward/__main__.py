@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from paceline.core.members import MemberKind
-from paceline.reward.app import RewardService
+from paceline.reward.app import RewardApp
 from paceline.service.member import MemberOptions, run_member
 from paceline.service.process import REWARD_TOKEN
 
@@ -15,9 +15,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = MemberOptions.parse(
         arguments,
         prog="python -m paceline.reward",
-        description=f"A reward service of a run. The token for remote reward services comes from {REWARD_TOKEN}.",
+        description=f"A reward service of a run. {REWARD_TOKEN} holds the token of remote reward services.",
     )
-    return run_member(lambda session: RewardService(session).run(), options, kind=MemberKind.REWARD)
+    return run_member(lambda session: RewardApp(session).run(), options, kind=MemberKind.REWARD)
 
 
 if __name__ == "__main__":

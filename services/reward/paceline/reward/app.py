@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 _WIND_UP_S = 5.0
 
 
-class RewardService:
-    """One reward service of a run."""
+class RewardApp:
+    """The process of a reward service."""
 
     def __init__(self, session: MemberSession) -> None:
         self._session = session

@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     return run_member(lambda session: RolloutApp(session).run(), options, kind=MemberKind.ROLLOUT)
 
 
-# The engine's processes import this module again: without the guard each would start a service of its own.
+# The engine's processes import this module again; without this condition each would start a service.
 if __name__ == "__main__":
     code = main()
     end_all_children()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -20,7 +21,6 @@ from paceline.broker import names
 from paceline.broker.backpressure import append_when_room
 from paceline.broker.base import Broker, Entry
 from paceline.broker.mailbox import Mailbox
-from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import DeadlineError, InvalidMessageError
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import PromptGroup
@@ -56,12 +56,10 @@ class Sampler:
         consumer: str,
         limits: SamplerLimits,
         spawn: Spawn,
-        clock: Clock | None = None,
     ) -> None:
         self._engine, self._broker, self._limits = engine, broker, limits
         self._run_id, self._server_id, self._consumer = run_id, server_id, consumer
-        self._spawn, self._clock = spawn, clock or SystemClock()
-        self._serials = itertools.count()
+        self._spawn, self._serials = spawn, itertools.count()
         self._session: asyncio.Task[None] | None = None
         self._capacity = Capacity(limits)
 
@@ -144,11 +142,11 @@ class Sampler:
 
         try:
             with telemetry.span("rollout.generate", traceparent=entry.traceparent, attributes=attributes):
-                started = self._clock.monotonic()
+                started = time.monotonic()
                 samples = await self._draw(group, sample_ended)
                 delivering = len(samples)
                 self._capacity.delivery_began(delivering)
-                seconds = self._clock.monotonic() - started
+                seconds = time.monotonic() - started
                 await append_when_room(
                     self._broker,
                     trajectory_messages(group, samples, server_id=self._server_id, seconds=seconds),

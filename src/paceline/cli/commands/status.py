@@ -9,11 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.commands import arguments
+from paceline.cli.controller_client import ControllerClient, RunStatus
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.live.view import phase_words, step_line
 from paceline.core.errors import ConfigError
-from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
-from paceline.service import channels
 from paceline.service.process import env_token
 
 
@@ -48,33 +47,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _ask(address: str, token: str) -> controller_pb2.GetStatusResponse:
-    channel = channels.connect(address, token=token)
-    try:
-        stub = controller_pb2_grpc.ControllerServiceStub(channel)
-        request = controller_pb2.GetStatusRequest()
-        answer: controller_pb2.GetStatusResponse = await channels.call(
-            stub.GetStatus, request, timeout_s=5.0, phase="STATUS", peer=f"the controller at {address}"
-        )
-        return answer
-    finally:
-        await channel.close()
+async def _ask(address: str, token: str) -> RunStatus:
+    async with ControllerClient(address, token) as controller:
+        return await controller.status()
 
 
-def _show(status: controller_pb2.GetStatusResponse) -> None:
+def _show(status: RunStatus) -> None:
     console = Console(highlight=False)
-    words = phase_words(status.phase, status.trajectories_admitted, status.trajectories_wanted)
+    now = status.now
+    words = phase_words(now.phase, now.admitted, now.wanted)
     console.print(f"run       {status.run_id}\nfolder    {status.run_dir}")
-    console.print(
-        f"now       step {status.step}/{status.total_steps}: {words}, {status.seconds_in_phase:.1f} s"
-    )
-    if status.HasField("policy"):
-        console.print(f"policy    v{status.policy.version}@{status.policy.digest}")
+    console.print(f"now       step {now.step}/{status.total_steps}: {words}, {status.seconds_in_phase:.1f} s")
+    if status.policy:
+        console.print(f"policy    {status.policy}")
     table = Table("member", "state", "policy", "in flight", "heard", "address", box=None, pad_edge=False)
     for member in status.members:
-        policy = f"v{member.policy.version}" if member.HasField("policy") else ""
+        policy = f"v{member.policy.version}" if member.policy else ""
         heard = f"{member.seconds_since_heartbeat:.1f} s ago"
         table.add_row(member.member_id, member.state, policy, str(member.in_flight), heard, member.address)
     console.print(table)
     if status.metrics:
-        console.print(step_line(status.step, status.total_steps, dict(status.metrics)))
+        console.print(step_line(now.step, status.total_steps, status.metrics))

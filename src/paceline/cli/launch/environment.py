@@ -47,12 +47,7 @@ def examine() -> list[Finding]:
 def _python() -> Iterable[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     fits = (3, 11) <= sys.version_info[:2] < (3, 13)
-    yield Finding(
-        part="Python",
-        state=version,
-        status=Status.OK if fits else Status.LACKING,
-        hint="" if fits else "use Python 3.11 or 3.12",
-    )
+    yield _judge("Python", version, fits, hint="use Python 3.11 or 3.12", otherwise=Status.LACKING)
 
 
 def _packages() -> Iterable[Finding]:
@@ -163,36 +158,28 @@ def _shared_memory() -> Iterable[Finding]:
         yield Finding(part="/dev/shm", state="no", status=Status.LACKING, hint="mount a tmpfs on /dev/shm")
         return
     free = stats.f_bavail * stats.f_frsize / _GIB
-    small = free < 1
-    hint = "give the container more (docker run --shm-size=8g): vLLM and NCCL use it" if small else ""
-    yield Finding(
-        part="/dev/shm", state=f"{free:.1f} GiB free", status=Status.NOTE if small else Status.OK, hint=hint
-    )
+    hint = "give the container more (docker run --shm-size=8g): vLLM and NCCL use it"
+    yield _judge("/dev/shm", f"{free:.1f} GiB free", free >= 1, hint=hint)
 
 
 def _resources() -> Iterable[Finding]:
     cores = num_cores()
-    yield Finding(
-        part="cores",
-        state=f"{cores} usable of {os.cpu_count()}",
-        status=Status.OK if cores >= 2 else Status.NOTE,
-        hint="" if cores >= 2 else "services will wait for each other; 2 or more are better",
-    )
+    usable = f"{cores} usable of {os.cpu_count()}"
+    hint = "services will wait for each other; 2 or more are better"
+    yield _judge("cores", usable, cores >= 2, hint=hint)
     memory = psutil.virtual_memory()
-    small = memory.available < 6 * _GIB
-    yield Finding(
-        part="memory",
-        state=f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB available",
-        status=Status.NOTE if small else Status.OK,
-        hint="the demo wants about 6 GiB" if small else "",
-    )
-    disk = shutil.disk_usage(".")
-    full = disk.free < 5 * _GIB
-    yield Finding(
-        part="disk here",
-        state=f"{disk.free / _GIB:.1f} GiB free",
-        status=Status.NOTE if full else Status.OK,
-        hint="checkpoints hold the model, its optimizer's state and a critic" if full else "",
+    available = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB available"
+    yield _judge("memory", available, memory.available >= 6 * _GIB, hint="the demo needs about 6 GiB")
+    free = shutil.disk_usage(".").free
+    hint = "checkpoints hold the model, its optimizer's state and a critic"
+    yield _judge("disk here", f"{free / _GIB:.1f} GiB free", free >= 5 * _GIB, hint=hint)
+
+
+def _judge(part: str, state: str, ok: bool, *, hint: str, otherwise: Status = Status.NOTE) -> Finding:
+    return (
+        Finding(part=part, state=state)
+        if ok
+        else Finding(part=part, state=state, status=otherwise, hint=hint)
     )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.controller_client import ControllerClient
 from paceline.cli.launch import plan
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.launch.machine import Machine, free_port
@@ -25,12 +26,11 @@ from paceline.cli.launch.outcome import Outcome, error_at_start, failed, outcome
 from paceline.cli.launch.plan import ProcessSpec, Role
 from paceline.cli.launch.process_tree import ProcessTree
 from paceline.cli.launch.processes import ManagedProcess, wait_for_exit
-from paceline.cli.live.follow import RunEnd, follow
+from paceline.cli.live.follow import follow
 from paceline.cli.live.view import View
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError, exit_code
-from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
-from paceline.service import channels
+from paceline.core.run_events import EndEvent
 from paceline.service.process import BROKER_URL, TOKEN, adopt_orphans
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class _Launcher:
         self._tree = ProcessTree(run_dir / "logs")
         self._stop_redis: Callable[[], None] | None = None
         self._signal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._following: asyncio.Task[RunEnd] | None = None
+        self._following: asyncio.Task[EndEvent] | None = None
         self._address = ""
 
     async def run(self) -> Outcome:
@@ -212,7 +212,7 @@ class _Launcher:
 
     async def _until_the_end(
         self,
-        following: asyncio.Task[RunEnd],
+        following: asyncio.Task[EndEvent],
         redis_exit: asyncio.Task[None],
     ) -> Outcome:
         while True:
@@ -244,7 +244,7 @@ class _Launcher:
                 return failed(ended.result().describe_end("ended unexpectedly"))
         return outcome
 
-    async def _after_exit(self, process: ManagedProcess, following: asyncio.Task[RunEnd]) -> Outcome | None:
+    async def _after_exit(self, process: ManagedProcess, following: asyncio.Task[EndEvent]) -> Outcome | None:
         """What the end of a process means for the run; None if the run goes on."""
         is_clean = process.exited.result() == 0
         # Members leave when the run is over, and their exit may be seen before the controller's last event.
@@ -288,13 +288,9 @@ class _Launcher:
             return
         if not self._tree.running(Role.CONTROLLER):
             return
-        channel = channels.connect(self._address, token=self._token)
         try:
-            stub = controller_pb2_grpc.ControllerServiceStub(channel)
-            request = controller_pb2.StopRunRequest(reason=outcome.message)
-            await channels.call(stub.StopRun, request, timeout_s=2.0, phase="STOP", peer="controller")
+            async with ControllerClient(self._address, self._token) as controller:
+                await controller.stop_run(outcome.message)
             await asyncio.wait([following], timeout=3.0)
         except PacelineError as error:
             log.info("could not tell the controller to stop: %s", error)
-        finally:
-            await channel.close()

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass
 
 from paceline.cli.launch.processes import ManagedProcess
-from paceline.cli.live.follow import RunEnd
 from paceline.core.errors import ConfigError, PacelineError, PeerLostError
+from paceline.core.run_events import EndEvent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ def failed(message: str) -> Outcome:
     return Outcome(ok=False, message=message, exit_code=1)
 
 
-def outcome_of_run(following: asyncio.Task[RunEnd]) -> Outcome:
+def outcome_of_run(following: asyncio.Task[EndEvent]) -> Outcome:
     """The outcome that the controller reported, or the loss of the controller; `following` must be done."""
     try:
         end = following.result()

@@ -133,7 +133,7 @@ def _policy_loss(config: RunConfig) -> str:
     loss = config.actor.policy_loss
     if not isinstance(loss, CustomLoss):
         return loss.type
-    # In a process of its own, as `paceline train` does it: it imports torch and runs the user's module.
+    # In another process, as in `paceline train`: the check imports torch and runs the user's module.
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(dump_yaml(config))
         file.flush()

@@ -1,27 +1,18 @@
-"""Follows a run through the controller's event stream to its end; reconnects after a lost connection."""
+"""Follows a run through the controller's events to its end; reconnects after a lost connection."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
+from paceline.cli.controller_client import ControllerClient
 from paceline.cli.live.view import View
 from paceline.core.errors import PeerLostError
-from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
-from paceline.service import channels
+from paceline.core.run_events import EndEvent, NoticeEvent, PhaseEvent, StepEvent
 
 _RETRY_S = 0.5
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunEnd:
-    """The controller's last event."""
-
-    ok: bool
-    message: str
-
-
-async def follow(address: str, token: str, view: View, *, patience_s: float = 15.0) -> RunEnd:
+async def follow(address: str, token: str, view: View, *, patience_s: float = 15.0) -> EndEvent:
     """Shows every event until the run ends.
 
     Raises:
@@ -30,19 +21,15 @@ async def follow(address: str, token: str, view: View, *, patience_s: float = 15
     next_step = 0
     silent_since: float | None = None
     loop = asyncio.get_running_loop()
-    channel = channels.connect(address, token=token)
-    stub = controller_pb2_grpc.ControllerServiceStub(channel)
-    try:
+    async with ControllerClient(address, token) as controller:
         while True:
             try:
-                request = controller_pb2.WatchRequest(from_step=next_step)
-                async for event in channels.stream(stub.Watch, request, phase="WATCH", peer="controller"):
+                async for event in controller.watch(from_step=next_step):
                     silent_since = None
-                    kind = event.WhichOneof("event")
-                    if kind == "end":
-                        return RunEnd(ok=event.end.ok, message=event.end.message)
-                    if kind == "step":
-                        next_step = event.step.step + 1
+                    if isinstance(event, EndEvent):
+                        return event
+                    if isinstance(event, StepEvent):
+                        next_step = event.step + 1
                     _show(event, view)
             except PeerLostError:
                 silent_since = loop.time() if silent_since is None else silent_since
@@ -50,18 +37,13 @@ async def follow(address: str, token: str, view: View, *, patience_s: float = 15
                     raise
             # The stream ended early: the connection was lost, or this client read too slowly.
             await asyncio.sleep(_RETRY_S)
-    finally:
-        await channel.close()
 
 
-def _show(event: controller_pb2.WatchEvent, view: View) -> None:
-    match event.WhichOneof("event"):
-        case "phase":
-            now = event.phase
-            view.phase(step=now.step, phase=now.phase, admitted=now.admitted, wanted=now.wanted)
-        case "step":
-            view.step(event.step.step, dict(event.step.metrics))
-        case "notice":
-            view.notice(event.notice.message)
-        case _:
-            pass  # an event of a newer controller
+def _show(event: PhaseEvent | StepEvent | NoticeEvent, view: View) -> None:
+    match event:
+        case PhaseEvent():
+            view.phase(step=event.step, phase=event.phase, admitted=event.admitted, wanted=event.wanted)
+        case StepEvent():
+            view.step(event.step, event.metrics)
+        case NoticeEvent():
+            view.notice(event.message)

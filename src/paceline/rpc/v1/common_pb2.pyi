@@ -38,7 +38,7 @@ Global___MemberKind: _TypeAlias = MemberKind  # noqa: Y015
 
 @_typing.final
 class PolicyTag(_message.Message):
-    """Which weights: a version number and the digest of the weights that it names."""
+    """Names weights: a version number and the weights' digest."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -46,7 +46,7 @@ class PolicyTag(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     digest: _builtins.str
-    """16 hexadecimal digits; empty where it is not known yet"""
+    """16 hexadecimal digits; empty if not known yet"""
     def __init__(
         self,
         *,

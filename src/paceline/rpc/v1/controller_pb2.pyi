@@ -27,8 +27,6 @@ class RegisterRequest(_message.Message):
     MEMBER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
-    PID_FIELD_NUMBER: _builtins.int
-    HOST_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     kind: _common_pb2.MemberKind.ValueType
     member_id: _builtins.str
@@ -36,11 +34,9 @@ class RegisterRequest(_message.Message):
     incarnation: _builtins.str
     """new at every start of the process"""
     address: _builtins.str
-    """host:port of the member's own gRPC server; empty for one that serves none"""
-    pid: _builtins.int
-    host: _builtins.str
+    """host:port of the member's own gRPC server"""
     num_ranks: _builtins.int
-    """processes behind this member (tensor parallel ranks, learner ranks)"""
+    """processes of this member (tensor parallel ranks, learner ranks)"""
     def __init__(
         self,
         *,
@@ -48,13 +44,11 @@ class RegisterRequest(_message.Message):
         member_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         address: _builtins.str = ...,
-        pid: _builtins.int = ...,
-        host: _builtins.str = ...,
         num_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "incarnation", b"incarnation", "kind", b"kind", "member_id", b"member_id", "num_ranks", b"num_ranks", "pid", b"pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "kind", b"kind", "member_id", b"member_id", "num_ranks", b"num_ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -109,14 +103,14 @@ class HeartbeatRequest(_message.Message):
     member_id: _builtins.str
     incarnation: _builtins.str
     state: _builtins.str
-    """the member's own state word"""
+    """a state of the member's kind (paceline.core.members); may be empty with a failure"""
     in_flight: _builtins.int
     """requests or items under way"""
     failure: _builtins.str
-    """why it is about to end; empty while it is well"""
+    """why it is about to end; empty otherwise"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag:
-        """the policy it holds"""
+        """the policy that it holds"""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class ControllerServiceServicer(object):
     """
 
     def Register(self, request, context):
-        """The only way in: at start, after a restart and for a late joiner alike. Idempotent for one incarnation.
+        """Adds a member: at the start, after a restart or in the middle of a run. Idempotent for an incarnation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -17,7 +17,7 @@ class ControllerServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_controller_pb2.RegisterRequest, _controller_pb2.RegisterResponse]
-    """The only way in: at start, after a restart and for a late joiner alike. Idempotent for one incarnation."""
+    """Adds a member: at the start, after a restart or in the middle of a run. Idempotent for an incarnation."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_controller_pb2.HeartbeatRequest, _controller_pb2.HeartbeatResponse]
     Leave: _aio.UnaryUnaryMultiCallable[_controller_pb2.LeaveRequest, _controller_pb2.LeaveResponse]
     GetStatus: _aio.UnaryUnaryMultiCallable[_controller_pb2.GetStatusRequest, _controller_pb2.GetStatusResponse]
@@ -36,7 +36,7 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.RegisterRequest,
         context: _aio.ServicerContext[_controller_pb2.RegisterRequest, _abc.Awaitable[_controller_pb2.RegisterResponse]],
     ) -> _abc.Awaitable[_controller_pb2.RegisterResponse]:
-        """The only way in: at start, after a restart and for a late joiner alike. Idempotent for one incarnation."""
+        """Adds a member: at the start, after a restart or in the middle of a run. Idempotent for an incarnation."""
 
     @_abc_1.abstractmethod
     def Heartbeat(

@@ -48,7 +48,7 @@ class DescribeLearnerWeightsResponse(_message.Message):
     version: _builtins.int
     """policy version that the learner holds (steps trained)"""
     device: _builtins.str
-    """"cpu" or "cuda": which transport carries its weights"""
+    """"cpu" or "cuda"; decides the transport of the weights"""
     @_builtins.property
     def rank_layouts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """msgpack, one per learner rank"""
@@ -223,7 +223,7 @@ Global___AbandonPushResponse: _TypeAlias = AbandonPushResponse  # noqa: Y015
 
 @_typing.final
 class BatchRow(_message.Message):
-    """One trajectory of the batch: where its arrays lie and what it scored."""
+    """A trajectory of the batch: the key of its arrays, and its reward."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -239,7 +239,7 @@ class BatchRow(_message.Message):
     num_prompt_tokens: _builtins.int
     num_response_tokens: _builtins.int
     greedy_score: _builtins.float
-    """of the greedy answer to the same prompt, for estimators that take it as a baseline"""
+    """of the greedy answer to the same prompt, as a baseline"""
     def __init__(
         self,
         *,
@@ -262,7 +262,7 @@ Global___BatchRow: _TypeAlias = BatchRow  # noqa: Y015
 
 @_typing.final
 class GuardAdjustments(_message.Message):
-    """What the guard has changed of the configuration; absent: nothing."""
+    """The guard's changes to the configuration; absent: none."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -294,7 +294,7 @@ Global___GuardAdjustments: _TypeAlias = GuardAdjustments  # noqa: Y015
 
 @_typing.final
 class GuardReading(_message.Message):
-    """A guard rule's number in one step, the worst of several."""
+    """A guard rule's value in a step, the worst of several."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -308,7 +308,7 @@ class GuardReading(_message.Message):
     network: _builtins.str
     """"actor", "critic"; "" for the step as a whole"""
     reference: _builtins.float
-    """the running median, where the rule measures by it"""
+    """the running median, if the rule uses it"""
     num_skipped: _builtins.int
     """optimizer steps not taken because of it"""
     def __init__(
@@ -426,9 +426,9 @@ class SaveCheckpointRequest(_message.Message):
     CONTROLLER_STATE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     folder: _builtins.str
-    """absolute, on storage that every learner rank and the controller see"""
+    """absolute, on storage that all learner ranks and the controller share"""
     controller_state: _builtins.bytes
-    """JSON, goes into the manifest as it is"""
+    """JSON, copied into the manifest"""
     def __init__(
         self,
         *,
@@ -472,7 +472,7 @@ class LoadCheckpointRequest(_message.Message):
     folder: _builtins.str
     """absolute, as written by SaveCheckpoint"""
     version: _builtins.int
-    """what the learner is at, and what the loaded weights are called from now on"""
+    """the learner's version, which the loaded weights get"""
     def __init__(
         self,
         *,

@@ -82,7 +82,7 @@ class LearnerServiceServicer(object):
     """
 
     def DescribeWeights(self, request, context):
-        """What slice of which tensor each learner rank holds, and where the weight group meets.
+        """The slices of tensors that each learner rank holds, and the rendezvous of the weight group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,14 +108,15 @@ class LearnerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbandonPush(self, request, context):
-        """Frees every rank that waits for a lost one in the join or a push of this epoch. Answered while JoinWeightGroup or PublishWeights is under way.
+        """Frees every rank that waits for a lost rank in the join or a push of this epoch. Answered while
+        JoinWeightGroup or PublishWeights is under way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TrainStep(self, request, context):
-        """One whole training step. Idempotent: the same step answers with the first call's result.
+        """One training step. Idempotent: the same step returns the first call's result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,7 +129,8 @@ class LearnerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Takes the weights and all else that trains from a checkpoint of this run. The version stays the one that the learner is at.
+        """Loads weights, optimizer and other training state from a checkpoint of this run. The learner's version
+        does not change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -17,18 +17,22 @@ class LearnerServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeWeights: _aio.UnaryUnaryMultiCallable[_learner_pb2.DescribeLearnerWeightsRequest, _learner_pb2.DescribeLearnerWeightsResponse]
-    """What slice of which tensor each learner rank holds, and where the weight group meets."""
+    """The slices of tensors that each learner rank holds, and the rendezvous of the weight group."""
     JoinWeightGroup: _aio.UnaryUnaryMultiCallable[_learner_pb2.JoinLearnerGroupRequest, _learner_pb2.JoinLearnerGroupResponse]
     PublishWeights: _aio.UnaryUnaryMultiCallable[_learner_pb2.PublishWeightsRequest, _learner_pb2.PublishWeightsResponse]
     """Sends the current weights to the group. Idempotent in its effect: the same version sends the same bytes."""
     LeaveWeightGroup: _aio.UnaryUnaryMultiCallable[_learner_pb2.LeaveLearnerGroupRequest, _learner_pb2.LeaveLearnerGroupResponse]
     AbandonPush: _aio.UnaryUnaryMultiCallable[_learner_pb2.AbandonPushRequest, _learner_pb2.AbandonPushResponse]
-    """Frees every rank that waits for a lost one in the join or a push of this epoch. Answered while JoinWeightGroup or PublishWeights is under way."""
+    """Frees every rank that waits for a lost rank in the join or a push of this epoch. Answered while
+    JoinWeightGroup or PublishWeights is under way.
+    """
     TrainStep: _aio.UnaryUnaryMultiCallable[_learner_pb2.TrainStepRequest, _learner_pb2.TrainStepResponse]
-    """One whole training step. Idempotent: the same step answers with the first call's result."""
+    """One training step. Idempotent: the same step returns the first call's result."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.SaveCheckpointRequest, _learner_pb2.SaveCheckpointResponse]
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.LoadCheckpointRequest, _learner_pb2.LoadCheckpointResponse]
-    """Takes the weights and all else that trains from a checkpoint of this run. The version stays the one that the learner is at."""
+    """Loads weights, optimizer and other training state from a checkpoint of this run. The learner's version
+    does not change.
+    """
 
 class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by rank 0 of the learner group; called by the controller."""
@@ -39,7 +43,7 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.DescribeLearnerWeightsRequest,
         context: _aio.ServicerContext[_learner_pb2.DescribeLearnerWeightsRequest, _abc.Awaitable[_learner_pb2.DescribeLearnerWeightsResponse]],
     ) -> _abc.Awaitable[_learner_pb2.DescribeLearnerWeightsResponse]:
-        """What slice of which tensor each learner rank holds, and where the weight group meets."""
+        """The slices of tensors that each learner rank holds, and the rendezvous of the weight group."""
 
     @_abc_1.abstractmethod
     def JoinWeightGroup(
@@ -69,7 +73,9 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.AbandonPushRequest,
         context: _aio.ServicerContext[_learner_pb2.AbandonPushRequest, _abc.Awaitable[_learner_pb2.AbandonPushResponse]],
     ) -> _abc.Awaitable[_learner_pb2.AbandonPushResponse]:
-        """Frees every rank that waits for a lost one in the join or a push of this epoch. Answered while JoinWeightGroup or PublishWeights is under way."""
+        """Frees every rank that waits for a lost rank in the join or a push of this epoch. Answered while
+        JoinWeightGroup or PublishWeights is under way.
+        """
 
     @_abc_1.abstractmethod
     def TrainStep(
@@ -77,7 +83,7 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.TrainStepRequest,
         context: _aio.ServicerContext[_learner_pb2.TrainStepRequest, _abc.Awaitable[_learner_pb2.TrainStepResponse]],
     ) -> _abc.Awaitable[_learner_pb2.TrainStepResponse]:
-        """One whole training step. Idempotent: the same step answers with the first call's result."""
+        """One training step. Idempotent: the same step returns the first call's result."""
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(
@@ -92,6 +98,8 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.LoadCheckpointRequest,
         context: _aio.ServicerContext[_learner_pb2.LoadCheckpointRequest, _abc.Awaitable[_learner_pb2.LoadCheckpointResponse]],
     ) -> _abc.Awaitable[_learner_pb2.LoadCheckpointResponse]:
-        """Takes the weights and all else that trains from a checkpoint of this run. The version stays the one that the learner is at."""
+        """Loads weights, optimizer and other training state from a checkpoint of this run. The learner's version
+        does not change.
+        """
 
 def add_LearnerServiceServicer_to_server(servicer: LearnerServiceServicer, server: _aio.Server) -> None: ...

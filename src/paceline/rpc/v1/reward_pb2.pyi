@@ -109,7 +109,7 @@ class ScoreResult(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     reward: _builtins.float
-    """ignored where `error` is set"""
+    """ignored if `error` is set"""
     error: _builtins.str
     """empty: scored"""
     @_builtins.property

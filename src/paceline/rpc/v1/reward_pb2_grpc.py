@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RewardServiceStub(object):
-    """The one contract of every scorer: Paceline's own reward service and anybody's.
+    """The contract of every scorer: Paceline's own reward service and any other.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class RewardServiceStub(object):
 
 
 class RewardServiceServicer(object):
-    """The one contract of every scorer: Paceline's own reward service and anybody's.
+    """The contract of every scorer: Paceline's own reward service and any other.
     """
 
     def Score(self, request, context):
-        """Scores every item: as many results as items, each under its item's trajectory_id, in any order.
+        """Scores items. Returns one result per item, with the item's trajectory_id, in any order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService(object):
-    """The one contract of every scorer: Paceline's own reward service and anybody's.
+    """The contract of every scorer: Paceline's own reward service and any other.
     """
 
     @staticmethod

@@ -13,14 +13,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RewardServiceStub:
-    """The one contract of every scorer: Paceline's own reward service and anybody's."""
+    """The contract of every scorer: Paceline's own reward service and any other."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
-    """Scores every item: as many results as items, each under its item's trajectory_id, in any order."""
+    """Scores items. Returns one result per item, with the item's trajectory_id, in any order."""
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The one contract of every scorer: Paceline's own reward service and anybody's."""
+    """The contract of every scorer: Paceline's own reward service and any other."""
 
     @_abc_1.abstractmethod
     def Score(
@@ -28,6 +28,6 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ScoreRequest,
         context: _aio.ServicerContext[_reward_pb2.ScoreRequest, _abc.Awaitable[_reward_pb2.ScoreResponse]],
     ) -> _abc.Awaitable[_reward_pb2.ScoreResponse]:
-        """Scores every item: as many results as items, each under its item's trajectory_id, in any order."""
+        """Scores items. Returns one result per item, with the item's trajectory_id, in any order."""
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _aio.Server) -> None: ...

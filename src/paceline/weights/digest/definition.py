@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -71,22 +71,6 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
     return (x ^ (x >> np.uint64(31))) | np.uint64(1)
-
-
-def digest_array(name: str, global_shape: tuple[int, ...], box: Box, values: npt.NDArray[Any]) -> int:
-    """The reference: the digest of the elements of `box`.
-
-    Args:
-        values: the elements, in the box's shape, of a type of 2 or 4 bytes; bfloat16, which numpy lacks, is
-            given as its int16 patterns.
-    """
-    if values.shape != box.shape:
-        raise ValueError(f"{name}: values of shape {values.shape} for a box of shape {box.shape}")
-    bits = np.ascontiguousarray(values).view(np.dtype(f"i{values.dtype.itemsize}")).astype(np.int64)
-    rows = bits.view(np.uint64).reshape(box.shape[0], -1)
-    sums = (rows * column_factors(global_shape, box)).sum(axis=1, dtype=np.uint64)
-    total = (sums * row_factors(box.start[0], box.stop[0])).sum(dtype=np.uint64)
-    return int(total) * name_factor(name) & MASK
 
 
 def signed(value: int) -> int:

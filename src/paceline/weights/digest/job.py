@@ -19,7 +19,7 @@ _CHUNK: Final = 1 << 17
 
 
 class TensorDigester:
-    """`digest_array` for torch tensors on any device, bit for bit; keeps the factor tables on the device.
+    """Digests torch tensors on any device; keeps the factor tables on the device.
 
     Integer arithmetic in torch wraps around, so int64 represents the integers modulo 2^64. Nothing is copied
     to the host: `add` returns a zero-dimensional int64 tensor, `finish` reads many of them at once.

@@ -116,34 +116,6 @@ def chunk_rows(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
     return min(rank * size, num_rows), min((rank + 1) * size, num_rows)
 
 
-def fsdp_layout(
-    shapes: Mapping[str, tuple[int, ...]], *, rank: int, world_size: int, dtype: str
-) -> RankLayout:
-    """The layout of one FSDP2 rank: every tensor sharded along dimension 0.
-
-    Args:
-        shapes: global shape by tensor name, in the model's order.
-        rank: this rank in the sharding mesh.
-        world_size: size of the sharding mesh.
-        dtype: element type of the shards.
-
-    Raises:
-        WeightSyncError: a tensor has no dimensions, so it cannot be sharded.
-    """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not in 0..{world_size - 1}")
-    slices = []
-    for name, shape in shapes.items():
-        if not shape:
-            raise WeightSyncError(f"{name}: a tensor without dimensions cannot be sharded; leave it out")
-        first, last = chunk_rows(shape[0], rank, world_size)
-        box = Box((first, *(0 for _ in shape[1:])), (last, *shape[1:]))
-        if box.volume:
-            offset = (0,) * len(shape)
-            slices.append(TensorSlice(name=name, global_shape=shape, box=box, param=name, offset=offset))
-    return RankLayout(dtype=dtype, slices=tuple(slices))
-
-
 def tensor_shapes(layouts: Iterable[RankLayout]) -> dict[str, tuple[int, ...]]:
     """Global shape by tensor name, in order of first mention; raises WeightSyncError if ranks disagree."""
     shapes: dict[str, tuple[int, ...]] = {}

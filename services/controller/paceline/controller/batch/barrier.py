@@ -2,10 +2,11 @@
 
     scored headers -> judge -> admitted groups -> (closed) -> batch in (prompt id, sample index) order
 
-With v the step's policy and d its digest, a header is admitted only if its version is v and its digest is d; each trajectory id at most
-once. The barrier closes when every expected group is complete or dropped; further groups may be expected while it is open. A complete
-group may be set aside: it is not trained, though nothing is wrong with it. Nothing here depends on the order of arrival, but for which of
-several repeats of one trajectory is kept, and repeats carry the same tokens.
+With v the step's policy version and d its digest, a header is admitted only if its version is v and its
+digest is d; each trajectory id is admitted at most once. The barrier closes when every expected group is
+complete or dropped; groups may be added while it is open. A complete group may be set aside: it is not
+trained, though nothing is wrong with it. The batch does not depend on the order of arrival: of repeats of a
+trajectory the first is kept, and repeats carry the same tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paceline.core.trajectory import FinishReason, ScoredHeader
 
 
 class Verdict(enum.Enum):
-    """What becomes of one scored header; the value is the word in the journal."""
+    """The barrier's judgement of one scored header; the value is the word in the journal."""
 
     ADMITTED = "admitted"
     DUPLICATE = "duplicate"
@@ -36,7 +37,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DroppedGroup:
-    """A prompt group that the step goes on without, and why."""
+    """A prompt group that is not trained, and why."""
 
     prompt_id: int
     reason: str
@@ -49,8 +50,8 @@ class Barrier:
     Args:
         step, purpose: which collection this is; headers of another are UNKNOWN.
         policy: the only policy whose tokens are admitted.
-        expected: samples wanted of each prompt id.
-        with_greedy: whether each group also wants one greedy answer, which is no row of the batch.
+        expected: number of samples of each prompt id.
+        with_greedy: whether each group also needs a greedy answer, which is no row of the batch.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Barrier:
         self.verdicts = Counter[Verdict]()
 
     def expect(self, further: Mapping[int, int]) -> None:
-        """Wants further groups, samples by prompt id; raises ProtocolError for one that is already known."""
+        """Adds groups, samples by prompt id; raises ProtocolError for a prompt that is already expected."""
         known = sorted(further.keys() & self._expected.keys())
         if known:
             raise ProtocolError(f"prompt {known[0]} is asked for twice in step {self.step}")
@@ -87,17 +88,17 @@ class Barrier:
 
     @property
     def num_admitted(self) -> int:
-        """Trajectories admitted so far, those of groups dropped later included."""
+        """Trajectories admitted so far, including those of groups that were dropped later."""
         return len(self._admitted)
 
     @property
     def num_wanted(self) -> int:
-        """Trajectories that all groups together want."""
+        """Trajectories that all groups together need."""
         return sum(self._expected.values()) + self._num_greedy * len(self._expected)
 
     @property
     def num_groups(self) -> int:
-        """Groups expected so far, those that came to nothing included."""
+        """Groups expected so far, including those that were dropped or set aside."""
         return len(self._expected)
 
     @property
@@ -111,7 +112,7 @@ class Barrier:
         return [self._dropped[prompt_id] for prompt_id in sorted(self._dropped)]
 
     def judge(self, header: ScoredHeader) -> Verdict:
-        """What `header` would become. Changes nothing, so that the journal can be written first."""
+        """The verdict on `header`. Changes nothing, so that the journal can be written first."""
         key = header.trajectory_id
         if header.policy.version != self.policy.version:
             return Verdict.WRONG_VERSION
@@ -128,7 +129,7 @@ class Barrier:
         return Verdict.REWARD_ERROR if header.reward_error is not None else Verdict.ADMITTED
 
     def apply(self, header: ScoredHeader, verdict: Verdict) -> None:
-        """Lets a verdict of `judge` take effect."""
+        """Applies a verdict of `judge`."""
         self.verdicts[verdict] += 1
         prompt_id = header.trajectory_id.prompt_id
         if verdict is Verdict.ADMITTED:
@@ -141,12 +142,12 @@ class Barrier:
             self.drop(prompt_id, reason=f"reward:{kind}", message=message)
 
     def drop(self, prompt_id: int, *, reason: str, message: str) -> None:
-        """Goes on without a group; its trajectories, admitted or still to come, are not trained."""
+        """Drops a group; its trajectories, admitted or still to come, are not trained."""
         self._dropped.setdefault(prompt_id, DroppedGroup(prompt_id=prompt_id, reason=reason, message=message))
         self._open.discard(prompt_id)
 
     def set_aside(self, prompt_id: int) -> None:
-        """Does not train a group that is complete; raises ProtocolError for any other."""
+        """Excludes a complete group from training; raises ProtocolError for any other."""
         if not self.is_complete(prompt_id):
             raise ProtocolError(
                 f"prompt {prompt_id} of step {self.step} is not complete: it cannot be set aside"
@@ -159,12 +160,16 @@ class Barrier:
         return settled and prompt_id not in self._dropped and prompt_id not in self._aside
 
     def group(self, prompt_id: int) -> list[ScoredHeader]:
-        """What is admitted of a group, by sample index; a greedy answer comes first."""
+        """The admitted headers of a group, by sample index; a greedy answer comes first."""
         keys = sorted(key for key in self._keys_of(prompt_id) if key in self._admitted)
         return [self._admitted[key] for key in keys]
 
     def batch(self) -> list[ScoredHeader]:
-        """The headers of groups to train in (prompt id, sample index) order; raises ProtocolError while the barrier is open."""
+        """The headers of the groups to train, in (prompt id, sample index) order.
+
+        Raises:
+            ProtocolError: the barrier is still open.
+        """
         if not self.closed:
             raise ProtocolError(
                 f"the barrier of step {self.step} is still open for {len(self._open)} prompt groups"

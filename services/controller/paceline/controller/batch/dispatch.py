@@ -3,8 +3,8 @@
     prompt ids -> prompts:vN mailbox -> (rollout, reward) -> scored mailbox -> barrier -> batch
                         ^-------------- refill <- groups that teach nothing ------'
 
-Unblocked by: a scored header, a change in the fleet. Deadlines: barrier.collect_timeout_s for the collection, barrier.stall_timeout_s
-without a single header.
+Unblocked by: a scored header, a change in the fleet. Deadlines: barrier.collect_timeout_s for the collection,
+barrier.stall_timeout_s without a single header.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BLOCK_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """The prompts of one collection; `with_greedy` asks for one greedy answer to each prompt besides its samples."""
+    """The prompts of one collection; `with_greedy` adds one greedy answer to each prompt's samples."""
 
     step: int
     purpose: Purpose
@@ -124,10 +124,11 @@ class Collector:
         )
 
     async def collect(self, order: Order, refill: Refill | None = None) -> Batch:
-        """Waits for the barrier to close; meanwhile `refill` sets groups aside and draws prompts to replace them.
+        """Waits for the barrier to close; meanwhile `refill` replaces groups that teach nothing.
 
         Raises:
-            DeadlineError: nothing came for barrier.stall_timeout_s, or not all within barrier.collect_timeout_s.
+            DeadlineError: nothing came for barrier.stall_timeout_s, or not all within
+                barrier.collect_timeout_s.
         """
         barrier = Barrier(
             step=order.step,
@@ -207,7 +208,7 @@ class Collector:
     async def _refill(
         self, refill: Refill, order: Order, barrier: Barrier, headers: Sequence[ScoredHeader]
     ) -> None:
-        """Judges the groups that `headers` may have completed, and dispatches prompts that replace those set aside."""
+        """Judges the groups that `headers` may have completed; dispatches prompts for those set aside."""
         replacement = refill.settle(barrier, (header.trajectory_id.prompt_id for header in headers))
         if not replacement.set_aside:
             return
@@ -254,8 +255,8 @@ class Collector:
             phase="COLLECT",
             peer="the rollout and reward services",
             seconds=round(seconds, 1),
-            hint=f"{len(missing)} prompt groups of step {barrier.step} are incomplete (the first is prompt {missing[0]}); look into the "
-            "rollout and reward logs, or raise barrier.stall_timeout_s",
+            hint=f"{len(missing)} prompt groups of step {barrier.step} are incomplete (the first is prompt "
+            f"{missing[0]}); look into the rollout and reward logs, or raise barrier.stall_timeout_s",
         )
 
 

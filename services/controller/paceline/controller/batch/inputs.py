@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """Training and held-out prompts, the cursor over the training prompts, and the tokens that end an answer."""
+    """Training and held-out prompts, the cursor over the former, and the tokens that end an answer."""
 
     train: PromptSet
     val: PromptSet | None

@@ -1,11 +1,13 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): which groups teach nothing, and which prompts take their places.
+"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): replaces prompt groups that teach nothing.
 
     complete groups -> equal scores? -> set aside, and the next prompts of the data cursor in their places
 
-With p1, p2, ... the prompts as the cursor yields them, B the prompts of a step, E the bound on further ones and d(k) the number of the
-first k groups whose scores are all equal, a step asks for p1 ... pk with the smallest k for which k = B + min(d(k), E). Each group that is
-set aside draws one prompt at once, not when all others are in. That does not make the batch depend on arrival: prompt k + 1 is drawn only
-when k + 1 - B of the first k are set aside, which the smallest k rules out in any order. A group without a reward is not replaced.
+With p1, p2, ... the prompts as the cursor yields them, B the prompts of a step, E the bound on further ones
+and d(k) the number of the first k groups whose scores are all equal, a step asks for p1 ... pk with the
+smallest k for which k = B + min(d(k), E). Each group that is set aside draws one prompt at once, not when all
+others are in. That does not make the batch depend on arrival: prompt k + 1 is drawn only when k + 1 - B of
+the first k are set aside, which the smallest k rules out in any order. A group without a reward is not
+replaced.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from paceline.core.trajectory import ScoredHeader
 from paceline.data.prompts import Prompt
 
 DEGENERATE = "degenerate"
-"""The reason, in the journal, of a group that was set aside for its equal scores."""
+"""The reason, in the journal, of a group that was set aside because its scores are equal."""
 
 Draw = Callable[[int, Collection[int]], Mapping[int, Prompt]]
-"""`draw(count, without)`: the next `count` prompts whose ids are not in `without`; fewer where there are no others."""
+"""`draw(count, without)`: the next `count` prompts with ids not in `without`; fewer if there are no more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """Groups set aside, each with its one score, and the prompts in their places, which may be fewer."""
+    """Groups set aside, each with its one score, and the prompts that replace them, which may be fewer."""
 
     set_aside: Mapping[int, float]
     prompts: Mapping[int, Prompt]
@@ -37,7 +39,7 @@ class Refill:
     """One step's refilling.
 
     Args:
-        asked: the step's first prompt ids.
+        asked: the prompt ids that the step begins with.
         num_samples: samples of each prompt.
         max_extra: most prompts beyond them.
         draw: where further prompts come from.
@@ -68,7 +70,7 @@ class Refill:
         return self._num_aside - self.num_extra
 
     def settle(self, barrier: Barrier, prompt_ids: Iterable[int]) -> Replacement:
-        """Judges those of the groups that are complete: `barrier` sets aside what teaches nothing and expects what comes instead.
+        """Judges complete groups: `barrier` sets aside those with equal scores, and expects others.
 
         Raises:
             ConfigError: a sample lacks the component `metric`.
@@ -94,6 +96,8 @@ class Refill:
             return header.components[self._metric]
         except KeyError:
             raise ConfigError(
-                f"algorithm.dynamic_sampling.metric={self._metric!r} is no component of the reward of {header.trajectory_id}; its components "
-                f"are {', '.join(sorted(header.components)) or 'none'}; write one of them, or null for the whole reward"
+                f"algorithm.dynamic_sampling.metric={self._metric!r} is no component of the reward of "
+                f"{header.trajectory_id}; its components are "
+                f"{', '.join(sorted(header.components)) or 'none'}; "
+                "write one of them, or null for the whole reward"
             ) from None

@@ -1,4 +1,4 @@
-"""The batch of a training step: which prompts it asks for, whether enough of them came back, and the rows for the learner.
+"""The batch of a training step: which prompts it asks for, whether enough came back, rows for the learner.
 
 cursor -> plan -> (DISPATCH, COLLECT with refills) -> check -> rows
 """
@@ -25,7 +25,7 @@ class TrainingBatches:
         self._config, self._journal, self._events, self._inputs = run.config, run.journal, run.events, inputs
 
     async def plan(self, *, step: int, policy: PolicyTag) -> tuple[Order, Refill | None]:
-        """Draws a step's prompts and journals them; with dynamic sampling, the refill replaces some of them."""
+        """Draws a step's prompts and journals them; the refill is None without dynamic sampling."""
         config, inputs = self._config, self._inputs
         order = Order(
             step=step,
@@ -88,8 +88,9 @@ class TrainingBatches:
         share, limit = len(dropped) / batch.num_groups, self._config.reward.max_dropped_share
         if share > limit or len(dropped) == batch.num_groups:
             raise RewardError(
-                f"step {step}: {len(dropped)} of {batch.num_groups} prompt groups have no reward; the first, prompt {dropped[0].prompt_id}: "
-                f"{dropped[0].reason}: {dropped[0].message}. Correct the reward, or raise reward.max_dropped_share={limit}",
+                f"step {step}: {len(dropped)} of {batch.num_groups} prompt groups have no reward; the first, "
+                f"prompt {dropped[0].prompt_id}: {dropped[0].reason}: {dropped[0].message}. "
+                f"Correct the reward, or raise reward.max_dropped_share={limit}",
                 kind=RewardErrorKind.UNAVAILABLE,
             )
 
@@ -99,7 +100,8 @@ class TrainingBatches:
             return
         num_groups = len({header.trajectory_id.prompt_id for header in batch.samples})
         message = (
-            f"step {step}: {num_groups} of {wanted} prompt groups have scores that differ, after {refill.num_extra} further prompts "
+            f"step {step}: {num_groups} of {wanted} prompt groups have scores that differ, after "
+            f"{refill.num_extra} further prompts "
             f"(algorithm.dynamic_sampling.max_extra_factor={sampling.max_extra_factor:g})"
         )
         await self._journal.record(
@@ -108,13 +110,14 @@ class TrainingBatches:
         self._events.notice(message)
         if not batch.samples:
             raise DataError(
-                f"{message}: there is nothing to learn from. The prompts are all too hard or all too easy for the model: choose others, raise "
-                "rollout.n or max_extra_factor, or begin with a model that solves some of them"
+                f"{message}: there is nothing to learn from. The prompts are all too hard or all too easy "
+                "for the model: choose others, raise rollout.n or max_extra_factor, or begin with a model "
+                "that solves some of them"
             )
 
 
 def rows(batch: Batch) -> tuple[BatchRow, ...]:
-    """The rows that the learner gets, in batch order."""
+    """The rows that the learner trains on, in batch order."""
     greedy = {i: header.reward or 0.0 for i, header in batch.greedy.items()}
     return tuple(
         BatchRow(

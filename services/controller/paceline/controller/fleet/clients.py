@@ -2,7 +2,8 @@
 
     Channels -> LearnerClient, RolloutClient
 
-Every call is about one member and raises what `paceline.service.channels.call` raises, with the member's id as the peer.
+Every call is to one member and raises what `paceline.service.channels.call` raises, with the member's id
+as the peer.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from paceline.controller.fleet.membership import Member
 from paceline.core.errors import InvalidMessageError
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
-from paceline.rpc.v1 import common_pb2, learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from paceline.service.channels import call, connect
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.receipt import PushReceipt
+from paceline.wire.protobuf import policy_tag_to_proto
 from paceline.wire.training import order_to_proto, result_from_proto
 
-# A rank waits for others no longer than the configured time. The call's deadline is later, so that the rank's own error, which names
-# the rank that it waited for, arrives first.
+# A rank waits for others no longer than the configured time. The call's deadline is later, so that the
+# rank's own error, which names the rank that it waited for, arrives first.
 _GRACE_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerWeights:
-    """The learner's description of its weights: a layout per rank, the rendezvous, the version it holds, its device."""
+    """The learner's weights: a layout per rank, the rendezvous, the version that it holds, its device."""
 
     layouts: tuple[RankLayout, ...]
     store_host: str
@@ -180,7 +182,7 @@ class LearnerClient:
         return float(reply.seconds)
 
     async def load(self, member: Member, *, folder: str, version: int) -> float:
-        """Makes the learner, which is at `version`, load the weights of a checkpoint; returns the seconds it took."""
+        """Makes the learner, at `version`, load the weights of a checkpoint; returns the seconds it took."""
         reply = await call(
             self._stub(member).LoadCheckpoint,
             learner_pb2.LoadCheckpointRequest(folder=folder, version=version),
@@ -212,7 +214,7 @@ class RolloutClient:
         return tuple(RankLayout.from_bytes(data) for data in reply.rank_layouts)
 
     async def join(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
-        """Makes a server's ranks join the weight group of a packed `WeightGroupSpec`, from group rank `rank_offset` on."""
+        """Makes a server's ranks join the group of a packed `WeightGroupSpec`, from rank `rank_offset` on."""
         await call(
             self._stub(member).JoinWeightGroup,
             rollout_pb2.JoinRolloutGroupRequest(epoch=epoch, spec=spec, rank_offset=rank_offset),
@@ -236,9 +238,7 @@ class RolloutClient:
         """Makes a received version the policy that a server samples from."""
         await call(
             self._stub(member).Commit,
-            rollout_pb2.CommitRequest(
-                policy=common_pb2.PolicyTag(version=policy.version, digest=policy.digest)
-            ),
+            rollout_pb2.CommitRequest(policy=policy_tag_to_proto(policy)),
             timeout_s=self._timeouts.quick,
             phase="COMMIT",
             peer=member.member_id,

@@ -1,7 +1,8 @@
-"""The fleet: who is registered, who is silent, who is dead. Pure; the clock is a parameter.
+"""The fleet: which members are registered, silent or dead. Pure; the clock is a parameter.
 
-The transition that matters is the one that does not exist: a DEAD or LEFT member never comes back. A restarted process registers
-a new incarnation and starts from the beginning, with weights that only a completed push gives it.
+The transition that matters is the one that does not exist: a DEAD or LEFT member never comes back. A
+restarted process registers a new incarnation and starts from the beginning; only a completed push gives it
+weights.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def move(current: Health, to: Health) -> Health:
     """Returns `to` where the move exists, else raises IllegalTransitionError that names both."""
     if to not in _MOVES[current]:
         raise IllegalTransitionError(
-            f"a {current.value} member cannot become {to.value}; it must register anew"
+            f"a {current.value} member cannot become {to.value}; it must register again"
         )
     return to
 
@@ -59,13 +60,13 @@ class Member:
 
     @property
     def usable(self) -> bool:
-        """Whether it may be called: neither dead nor gone."""
+        """Whether it can be called: it is neither dead nor gone."""
         return self.health in (Health.ALIVE, Health.SUSPECT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetChange:
-    """Something that happened to a member, for the journal and for who waits on the fleet."""
+    """A change of a member, for the journal and for tasks that wait for one."""
 
     member: Member
     what: str
@@ -100,7 +101,7 @@ class Fleet:
     def register(
         self, *, kind: MemberKind, member_id: str, incarnation: str, address: str, num_ranks: int
     ) -> list[FleetChange]:
-        """Takes a member in; the same incarnation twice is once. An older incarnation in the slot is dead."""
+        """Adds a member, unless this incarnation is known already; an older incarnation is marked dead."""
         changes: list[FleetChange] = []
         old = self._members.get(member_id)
         if old is not None:
@@ -130,7 +131,7 @@ class Fleet:
         in_flight: int,
         failure: str = "",
     ) -> tuple[bool, list[FleetChange]]:
-        """Notes a sign of life; (False, []) for one that is unknown, dead or gone and must register anew.
+        """Notes a heartbeat; (False, []) for a member that is unknown, dead or gone and must register again.
 
         `state` is None where a member only reports why it fails.
         """
@@ -152,7 +153,7 @@ class Fleet:
         return True, changes
 
     def leave(self, member_id: str, incarnation: str, reason: str) -> list[FleetChange]:
-        """Lets a member go in order."""
+        """Notes that a member left in order."""
         member = self._members.get(member_id)
         if member is None or member.incarnation != incarnation or not member.usable:
             return []
@@ -160,14 +161,14 @@ class Fleet:
         return [FleetChange(member=member, what="left", reason=reason)]
 
     def mark_dead(self, member: Member, reason: str) -> list[FleetChange]:
-        """Puts a member out of the fleet for good."""
+        """Removes a member from the fleet for good."""
         if not member.usable:
             return []
         member.health, member.failure = move(member.health, Health.DEAD), reason
         return [FleetChange(member=member, what="dead", reason=reason)]
 
     def sweep(self) -> list[FleetChange]:
-        """Judges everyone's silence by the clock; call it about twice a second."""
+        """Suspects silent members, or marks them dead; call it about twice a second."""
         now = self._clock.monotonic()
         changes: list[FleetChange] = []
         for member in self.members():

@@ -1,4 +1,4 @@
-"""The supervisor of the fleet: journals every change, judges silence, and says which members there are to work with."""
+"""The supervisor of the fleet: journals changes, judges silence, and returns the members to work with."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Supervisor:
             for member in self.fleet.members(MemberKind.LEARNER):
                 if member.health is Health.DEAD:
                     raise PeerLostError(
-                        f"the learner ({member.member_id}) is lost: {member.failure}; see its log, then start the same command "
-                        "again: it goes on from the newest checkpoint",
+                        f"the learner ({member.member_id}) is lost: {member.failure}; see its log, then "
+                        "start the same command again: it goes on from the newest checkpoint",
                         peer=member.member_id,
                     )
             await asyncio.sleep(_SWEEP_S)
@@ -87,8 +87,9 @@ class Supervisor:
     def rollouts(self) -> list[Member]:
         """The rollout servers that can take part in a push.
 
-        A suspect server is left out while there are others; if it comes back, it is a newcomer without weights. The last server is
-        tried even if it is suspect: on an overloaded machine, silence does not mean death.
+        A suspect server is left out while there are others; if it comes back, it is a newcomer without
+        weights. The last server is tried even if it is suspect: on an overloaded machine, silence does not
+        mean death.
         """
         ready = [m for m in self.fleet.usable(MemberKind.ROLLOUT) if m.state in RECEIVABLE_STATES]
         return [m for m in ready if m.health is Health.ALIVE] or ready
@@ -97,10 +98,12 @@ class Supervisor:
         """The usable members of a kind; raises PeerLostError, with the last failure, where none is left."""
         members = self.fleet.usable(kind)
         if not members:
-            gone = [f"{m.member_id}: {m.failure or m.health.value}" for m in self.fleet.members(kind)]
+            gone = "; ".join(
+                f"{m.member_id}: {m.failure or m.health.value}" for m in self.fleet.members(kind)
+            )
             raise PeerLostError(
-                f"no {kind.value} service is left ({'; '.join(gone) or 'none ever registered'}); see its log, then start the same "
-                "command again: it goes on from the newest checkpoint",
+                f"no {kind.value} service is left ({gone or 'none ever registered'}); see its log, "
+                "then start the same command again: it goes on from the newest checkpoint",
                 peer=kind.value,
             )
         return members
@@ -119,7 +122,7 @@ class Supervisor:
                 await self._changed.wait_for(lambda: not any(m.usable for m in self.fleet.members()))
 
     async def all_ready(self, *, num_rollouts: int, step: int, timeout_s: float) -> None:
-        """Waits for the learner, a reward service and `num_rollouts` rollout servers, and announces what is missing.
+        """Waits for the learner, a reward service and `num_rollouts` servers; announces what is missing.
 
         Raises:
             PeerLostError: a member died while others were still missing.

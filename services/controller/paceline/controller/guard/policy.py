@@ -1,6 +1,6 @@
-"""From a step's readings to what is done about them: streaks, patience, adjustments, rollbacks counted. Pure; its state is part of the checkpoint.
+"""The guard's policy: from a step's readings to a decision. Pure; its state is part of the checkpoint.
 
-readings -> firings -> {nothing more, adjustments of the next steps, rollback, stop}
+readings -> firings -> {only a warning, adjustments of the next steps, rollback, stop}
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Firing:
     """A rule that fired in a step.
 
     Attributes:
-        actions: those that are taken, the strongest last.
-        bound: of the strongest.
+        actions: the actions taken, the strongest last.
+        bound: that of the strongest action.
         streak: steps in a row in which the rule has fired, this one included.
-        news: whether people should be told: the first of a streak, or more than a warning or a skip.
+        news: whether to tell people: the first of a streak, or an action beyond a warning or a skip.
     """
 
     reading: Reading
@@ -34,7 +34,7 @@ class Firing:
 
     @property
     def action(self) -> Action:
-        """The strongest that is taken."""
+        """The strongest action taken."""
         return self.actions[-1]
 
     @property
@@ -46,7 +46,12 @@ class Firing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardDecision:
-    """What a step's readings ask for. `good`: no bound but those of warnings was crossed, so that one may go back to a checkpoint of this step."""
+    """What follows from a step's readings.
+
+    Attributes:
+        good: no bound but those of warnings was crossed, so that a rollback may return to this step.
+        stop: why the run must end; "" if it goes on.
+    """
 
     firings: tuple[Firing, ...] = ()
     good: bool = True
@@ -55,13 +60,13 @@ class GuardDecision:
 
     @property
     def reason(self) -> str:
-        """Why a rollback is asked for."""
-        return "; ".join(one.sentence for one in self.firings if Action.ROLLBACK in one.actions)
+        """Why a rollback is due."""
+        return "; ".join(firing.sentence for firing in self.firings if Action.ROLLBACK in firing.actions)
 
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """How a rule has fared over the run."""
+    """How often a rule fired over the run, and its worst reading."""
 
     steps: int = 0
     skipped: int = 0
@@ -72,7 +77,13 @@ class Tally:
 
 @dataclass(kw_only=True, slots=True)
 class _Streaks:
-    """Steps in a row: by rule and network, and of those the ones that crossed an action's bound since it was last taken."""
+    """Steps in a row.
+
+    Attributes:
+        firing: in which a rule fired, by rule and network.
+        waiting: in which an action's bound was crossed since the action was last taken, by rule, network and
+            action.
+    """
 
     firing: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
@@ -83,7 +94,7 @@ class GuardPolicy:
 
     Args:
         config: bounds and factors.
-        kl_coef: what `fixed_kl` falls back to where the configuration names no coefficient.
+        kl_coef: the coefficient of `fixed_kl` if the configuration names none.
     """
 
     def __init__(self, config: GuardConfig, *, kl_coef: float) -> None:
@@ -96,10 +107,11 @@ class GuardPolicy:
         self.histories = Histories(window=config.window, min_history=config.min_history)
 
     def judge(self, step: int, readings: Sequence[Reading]) -> GuardDecision:
-        """Takes a finished step's readings in; adjustments are in force from the next step on."""
+        """Judges a finished step by its readings; adjustments take effect from the next step on."""
         before, self._streaks = self._streaks, _Streaks()
-        judged = [(one, crossed(self._limits[one.rule], one)) for one in readings if one.rule in self._limits]
-        firings = [self._fire(step, one, beyond, before) for one, beyond in judged if beyond]
+        limited = [reading for reading in readings if reading.rule in self._limits]
+        judged = [(reading, crossed(self._limits[reading.rule], reading)) for reading in limited]
+        firings = [self._fire(step, reading, beyond, before) for reading, beyond in judged if beyond]
         fired = tuple(firing for firing in firings if firing is not None)
         taken = {action for firing in fired for action in firing.actions}
         stop = next((firing.sentence for firing in fired if firing.action is Action.STOP), "")
@@ -112,7 +124,7 @@ class GuardPolicy:
         return GuardDecision(firings=fired, good=good, rollback=rollback, stop=stop)
 
     def rolled_back(self) -> None:
-        """The weights are those of an earlier step: streaks mean nothing any more, and the next steps go slower."""
+        """Notes a rollback: streaks start from zero, and the next steps use lower learning rates."""
         self.num_rollbacks += 1
         self._streaks = _Streaks()
         self._lower_lr()
@@ -152,7 +164,7 @@ class GuardPolicy:
             tally.badness, tally.worst, tally.worst_step = reading.badness, reading.value, step
 
     def _adjust(self, taken: set[Action]) -> None:
-        """Each kind once a step, however many rules ask for it."""
+        """Makes each adjustment once per step, even if several rules ask for it."""
         if Action.LOWER_LR in taken:
             self._lower_lr()
         if Action.LOWER_KL_COEF in taken:
@@ -178,7 +190,7 @@ class GuardPolicy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """From the checkpoint; {} of one without a guard leaves everything as it begins."""
+        """From the checkpoint; {} changes nothing."""
         if not state:
             return
         self.adjustments = Adjustments(**state["adjustments"])

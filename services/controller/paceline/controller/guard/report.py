@@ -1,9 +1,10 @@
-"""The guard on the controller's side: readings of a finished step go to the warden, what it decides to the journal and to people.
+"""The guard of a run: gathers a step's readings, applies the policy, reports to the journal and to people.
 
-    TrainStep's reply, the step's tokens and seconds -> readings -> warden -> decision
+    learner's result, the step's tokens and seconds -> readings -> policy -> decision
 
-Every firing is an event `guard` with the numbers that caused it. People are told at the first step of a streak and whenever more than a
-warning or a skip is done; how often each rule fired is said at the end.
+Every firing is an event `guard` with the numbers that caused it. People are told at the first step of a
+streak and whenever the action is more than a warning or a skip; a summary at the end says how often each rule
+fired.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paceline.core.training import TrainResult
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """A step as the guard sees it, between LEARN and PUBLISH: its batch, what the learner said, the seconds since its dispatch."""
+    """A step between LEARN and PUBLISH: its batch, the learner's result, the seconds since its dispatch."""
 
     step: int
     batch: Batch
@@ -31,10 +32,10 @@ class StepOutcome:
 
 
 class Guard:
-    """Judges every step of a run and tells.
+    """Judges every step of a run and reports.
 
     Attributes:
-        good: whether one may go back to the weights that the learner holds.
+        good: whether a rollback may return to the weights that the learner holds.
     """
 
     def __init__(self, run: Run) -> None:
@@ -46,11 +47,11 @@ class Guard:
 
     @property
     def adjustments(self) -> Adjustments:
-        """What the next step is to be trained with."""
+        """The adjustments for the next step."""
         return self._policy.adjustments
 
     async def judge(self, outcome: StepOutcome) -> tuple[GuardDecision, dict[str, float]]:
-        """What is to be done after a step, and the metrics of `guard/`; whatever fired is in the journal and told."""
+        """Decides what follows after a step and reports it; returns the metrics of `guard/` too."""
         result, skipped = outcome.result, "; ".join(dict.fromkeys(outcome.result.skip_reasons))
         if skipped:
             await self._journal.record("update_skipped", step=outcome.step, reason=skipped)
@@ -68,41 +69,43 @@ class Guard:
             return decision, {}
         return decision, {
             "guard/fired": float(len(decision.firings)),
-            "guard/skipped": float(sum(one.num_skipped for one in readings if one.rule != "non_finite")),
+            "guard/skipped": float(sum(r.num_skipped for r in readings if r.rule != "non_finite")),
             "guard/lr_scale": in_force.lr_scale,
             "guard/kl_scale": in_force.kl_scale,
             "guard/rollbacks": float(self._policy.num_rollbacks),
         }
 
     def rolled_back(self, step: int, *, to_step: int) -> None:
-        """The learner holds the weights of a good checkpoint again."""
+        """Notes that the learner holds the weights of a good checkpoint again."""
         self._policy.rolled_back()
         self.good = True
         share = self._policy.adjustments.lr_scale
         self._events.notice(
-            f"step {step}: back to the weights of step {to_step}; learning rates now {share:g} of the configured"
+            f"step {step}: back to the weights of step {to_step}; "
+            f"learning rates now {share:g} of the configured"
         )
 
     async def summarize(self) -> None:
-        """Says at the end how often each rule fired."""
+        """Reports at the end how often each rule fired."""
         tallies = self._policy.tallies
         if not tallies:
             return
         rules = {
             key: {
-                "steps": one.steps,
-                "skipped": one.skipped,
-                "worst": one.worst,
-                "worst_step": one.worst_step,
+                "steps": tally.steps,
+                "skipped": tally.skipped,
+                "worst": tally.worst,
+                "worst_step": tally.worst_step,
             }
-            for key, one in sorted(tallies.items())
+            for key, tally in sorted(tallies.items())
         }
         await self._journal.record("guard_summary", rollbacks=self._policy.num_rollbacks, rules=rules)
-        for key, one in sorted(tallies.items()):
-            skipped = f", {one.skipped} updates skipped" if one.skipped else ""
-            steps = "1 step" if one.steps == 1 else f"{one.steps} steps"
+        for key, tally in sorted(tallies.items()):
+            skipped = f", {tally.skipped} updates skipped" if tally.skipped else ""
+            steps = "1 step" if tally.steps == 1 else f"{tally.steps} steps"
             self._events.notice(
-                f"guard: {key.strip('/')} fired in {steps}{skipped}; worst {one.worst:.4g} in step {one.worst_step}"
+                f"guard: {key.strip('/')} fired in {steps}{skipped}; "
+                f"worst {tally.worst:.4g} in step {tally.worst_step}"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,7 +117,7 @@ class Guard:
         self._policy.load_state_dict(state)
 
     def _own_readings(self, outcome: StepOutcome) -> list[Reading]:
-        """Of rules that the learner cannot judge."""
+        """Readings of the rules that the learner cannot judge."""
         readings = []
         bad = sum(not math.isfinite(value) for value in outcome.result.metrics.values())
         if bad:

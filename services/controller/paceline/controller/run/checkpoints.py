@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the controller's part of the manifest, which one a run resumes from, which are kept, and rollbacks."""
+"""The checkpoints of a run: the controller's part of the manifest, resuming, removing old ones, rollbacks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerState:
-    """Everything of the controller that a resumed run needs.
+    """The controller's state that a resumed run needs.
 
     Attributes:
         num_prompts: shows whether the data changed.
@@ -57,7 +57,7 @@ class ControllerState:
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """Where a step's checkpoint lies."""
+    """The folder of a step's checkpoint."""
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
@@ -84,7 +84,8 @@ def complete(run_dir: Path) -> Iterator[tuple[Path, ControllerState]]:
 def prune(run_dir: Path, keep: int) -> list[Path]:
     """Removes old checkpoints and returns their folders.
 
-    The newest `keep` checkpoints and the newest good one stay; incomplete ones stay if they are newer than the newest complete one.
+    The newest `keep` checkpoints and the newest good one stay. Incomplete ones stay only if they are newer
+    than the newest complete one.
     """
     folders = sorted((run_dir / "checkpoints").glob("step_*"))
     finished = [folder for folder in folders if (folder / MANIFEST).is_file()]
@@ -102,7 +103,7 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
 
 
 def resume(run_dir: Path, config: RunConfig, inputs: Inputs) -> tuple[Path, ControllerState] | None:
-    """The newest checkpoint, with the cursor of `inputs` set to its position; None where the run starts from the beginning.
+    """The newest checkpoint, with the cursor of `inputs` set to its position; None if the run starts afresh.
 
     Raises:
         CheckpointError: the checkpoint is of other data or of another seed.
@@ -114,8 +115,9 @@ def resume(run_dir: Path, config: RunConfig, inputs: Inputs) -> tuple[Path, Cont
     num_prompts, seed = len(inputs.train.prompts), config.trainer.seed
     if (state.num_prompts, state.seed) != (num_prompts, seed):
         raise CheckpointError(
-            f"{folder} was written with {state.num_prompts} prompts and seed {state.seed}; now there are {num_prompts} and {seed}. "
-            "Resume with the same data and seed, or set trainer.resume: never and another trainer.run_dir"
+            f"{folder} was written with {state.num_prompts} prompts and seed {state.seed}; now there are "
+            f"{num_prompts} and {seed}. Resume with the same data and seed, or set trainer.resume: never and "
+            "another trainer.run_dir"
         )
     inputs.cursor.restore(state.cursor)
     log.info("resuming run %s after step %d from %s", state.run_id, state.step, folder)
@@ -129,7 +131,7 @@ class Checkpoints:
         self._run, self._learner = run, learner
 
     async def save(self, learner: Member, state: ControllerState) -> float:
-        """Makes the learner write a checkpoint and removes old ones; returns the seconds that writing took."""
+        """Makes the learner write a checkpoint and removes old ones; returns the seconds of the former."""
         journal, folder = self._run.journal, folder_of(self._run.dir, state.step)
         seconds = await self._learner.save(
             learner, step=state.step, folder=str(folder), controller_state=state.to_bytes()
@@ -140,7 +142,7 @@ class Checkpoints:
         return seconds
 
     async def roll_back(self, learner: Member, *, step: int, reason: str) -> dict[str, float]:
-        """Makes the learner load the last good checkpoint's weights; the version stays `step`. Returns metrics.
+        """Makes the learner load the last good weights as version `step`; returns metrics.
 
         Raises:
             CheckpointError: there is none.
@@ -148,8 +150,8 @@ class Checkpoints:
         last_good = self._last_good(step)
         if last_good is None:
             raise CheckpointError(
-                f"step {step}: {reason}, but there is no checkpoint to go back to; set trainer.save_freq, or "
-                "guard.RULE.rollback: null"
+                f"step {step}: {reason}, but there is no checkpoint to go back to; set trainer.save_freq, "
+                "or guard.RULE.rollback: null"
             )
         folder, state = last_good
         await self._run.journal.record(
@@ -163,8 +165,8 @@ class Checkpoints:
         last_good = self._last_good(step)
         where = f"the last good checkpoint is {last_good[0]}" if last_good else "there is no good checkpoint"
         return GuardError(
-            f"step {step}: the guard ends the run: {reason}. The weights of this step were not published; {where}. "
-            "docs/guard-rails.md says what the sign usually means and what to change"
+            f"step {step}: the guard ends the run: {reason}. The weights of this step were not published; "
+            f"{where}. docs/guard-rails.md says what the sign usually means and what to change"
         )
 
     def _last_good(self, step: int) -> tuple[Path, ControllerState] | None:

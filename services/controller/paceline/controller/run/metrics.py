@@ -24,7 +24,10 @@ def assemble(
     cleanup_s: float,
     step_s: float,
 ) -> dict[str, float]:
-    """The metrics of a training step; the seconds of the phases and the remaining `timing_s/other` add up to `timing_s/step`."""
+    """The metrics of a training step.
+
+    The seconds of the phases and `timing_s/other`, the rest, add up to `timing_s/step`.
+    """
     update_weights_s = push["weights/pause_ms"] / 1e3
     claimed = batch.gen_s + batch.reward_s + learn_s + update_weights_s
     metrics = {

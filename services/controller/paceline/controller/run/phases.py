@@ -10,9 +10,16 @@ from paceline.core.errors import IllegalTransitionError
 class Phase(enum.Enum):
     """What the sequencer is doing.
 
-    FORMING: waiting for members and forming the weight group. DISPATCH: prompts go out. COLLECT: scored trajectories come in.
-    LEARN: the learner trains. ROLLBACK: it takes the weights of the last good checkpoint instead. PUBLISH: weights travel. COMMIT: every rollout server holds the same digest; the version becomes current.
-    VALIDATE: held-out prompts are answered and scored. CHECKPOINT: the learner writes. ENDED, FAILED: nothing follows.
+    FORMING     waits for members and forms the weight group
+    DISPATCH    sends prompts out
+    COLLECT     takes scored trajectories in
+    LEARN       the learner trains
+    ROLLBACK    the learner loads the weights of the last good checkpoint instead
+    PUBLISH     weights go to the rollout servers, and digests are compared; no server samples from them
+    COMMIT      the version is in the journal; the servers that hold its digest begin to sample from it
+    VALIDATE    held-out prompts are answered and scored
+    CHECKPOINT  the learner writes a checkpoint
+    ENDED, FAILED   nothing follows
     """
 
     STARTING = "starting"
@@ -57,5 +64,5 @@ def move(current: Phase, to: Phase) -> Phase:
         return to
     allowed = ", ".join(sorted(p.name for p in _MOVES[current])) or "none"
     raise IllegalTransitionError(
-        f"no move from {current.name} to {to.name}; from {current.name} one may go to: {allowed}"
+        f"no move from {current.name} to {to.name}; from {current.name} a run may go to: {allowed}"
     )

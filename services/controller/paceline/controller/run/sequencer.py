@@ -1,15 +1,15 @@
 """The loop of a run, strictly on policy.
 
-    FORMING -> PUBLISH v0 -> COMMIT -> (VALIDATE)
-      -> { DISPATCH -> COLLECT -> LEARN -> (ROLLBACK) -> PUBLISH -> COMMIT -> (VALIDATE) (CHECKPOINT) } -> ENDED
+    FORMING -> PUBLISH v0 -> COMMIT -> (VALIDATE) ->
+      { DISPATCH -> COLLECT -> LEARN -> (ROLLBACK) -> PUBLISH -> COMMIT -> (VALIDATE) (CHECKPOINT) } -> ENDED
 
     consumes     prompt ids of the cursor, scored headers
     waits for    the barrier to close, the learner to train, the servers to hold the new digest
     unblocked by trajectories, TrainStep's reply, ReceiveWeights' replies; each with a deadline
     produces     policy versions, one line of metrics per step, checkpoints
 
-Step k (from 1) trains version k-1 into version k; after a rollback version k has the weights of an earlier one. Every transition is
-journalled before it takes effect.
+Step k (from 1) trains version k-1 into version k; after a rollback version k has the weights of an earlier
+one. Every transition is journalled before it takes effect.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Sequencer:
     # --- weights
 
     async def _publish(self, version: int) -> dict[str, float]:
-        """PUBLISH and COMMIT, over a new weight group where the current one does not fit the fleet any more."""
+        """PUBLISH and COMMIT, over a new weight group if the current one no longer fits the fleet."""
         while True:
             await self._ensure_epoch(version)
             await self.progress.move(Phase.PUBLISH)
@@ -193,8 +193,8 @@ class Sequencer:
         learner_version = await self._push.epochs.form(learner, rollouts)
         if learner_version != version:
             raise PeerLostError(
-                f"the learner holds version {learner_version}, the run stands at {version}: it was restarted; start the same "
-                "command again: it goes on from the newest checkpoint",
+                f"the learner holds version {learner_version}, the run stands at {version}: it was "
+                "restarted; start the same command again: it goes on from the newest checkpoint",
                 peer=learner.member_id,
             )
 

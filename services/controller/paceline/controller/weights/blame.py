@@ -1,7 +1,8 @@
 """Decides which rollout servers are at fault when a join or a push fails.
 
-A member that gives up cuts all of its connections, so one failure spreads to members that did nothing wrong. Their errors name
-the member or rank that they lost (`PeerLostError.peer`, `DeadlineError.peer`); an error that names nobody else is the member's own.
+A member that gives up cuts all of its connections, so one failure spreads to members that did nothing wrong.
+Their errors name the member or rank that they lost (`PeerLostError.peer`, `DeadlineError.peer`); an error
+that names no other member is the member's own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def is_own_failure(member: Member, error: BaseException) -> bool:
 
 
 def is_learner_lost(learner: Member, error: BaseException) -> bool:
-    """Whether an error of a call to the learner means that the learner is gone or hangs, not a rank that it sends to."""
+    """Whether an error of a call to the learner means that the learner itself is gone or hangs."""
     peer = _peer(error)
     return peer == learner.member_id or (isinstance(peer, RankRef) and peer.kind is MemberKind.LEARNER)
 
@@ -30,9 +31,11 @@ def is_learner_lost(learner: Member, error: BaseException) -> bool:
 def at_fault(
     failures: Sequence[Failure], learner_error: BaseException | None, owners: Sequence[Member]
 ) -> list[Failure]:
-    """The failures of the servers to expel: those that failed by themselves, else the one that the others' errors lead to.
+    """The failures of the servers to expel.
 
-    Where the errors lead to no server that failed, all failures are returned: without that, the next attempt would fail alike.
+    They are those of servers that failed by themselves; if there are none, the failure of the one server that
+    the others' errors lead to. If the errors lead to no server that failed, all are expelled: otherwise the
+    next attempt would fail in the same way.
 
     Args:
         failures: every rollout server whose call failed.
@@ -62,9 +65,9 @@ def _accused(error: BaseException, owners: Sequence[Member]) -> str | None:
 
 
 def _last_accused(accusations: Mapping[str, str | None], first: str | None) -> str | None:
-    """Follows the accusations from `first`, or else from the first that any server makes, to a server that accuses nobody further.
+    """Follows the accusations from `first`, or else from the first that any server makes, to their end.
 
-    A server that passes weights on gives up when it loses a peer, so the first that is accused may only be a victim.
+    A server that passes weights on gives up when it loses a peer, so the first accused may only be a victim.
     """
     accused = first or next((other for other in accusations.values() if other is not None), None)
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Membership epochs: the weight group of the learner and a set of rollout servers, and the calls that its members answer together.
+"""Membership epochs: the weight group of the learner and some rollout servers, and calls to all its members.
 
     describe all -> one spec -> all join at once -> epoch e
 
@@ -158,9 +158,9 @@ class Epochs:
         *,
         beside: asyncio.Task[Any] | None = None,
     ) -> dict[str, T]:
-        """Calls all members at once, waits for them and for the learner's part `beside`, and expels the members at fault.
+        """Calls all members at once and waits for them and for the learner's call `beside`.
 
-        Returns results by member id, in the members' order, without those that failed.
+        Members at fault for a failure are expelled. Returns results by member id, without failed members.
         """
         outcomes = await asyncio.gather(*(act(m) for m in members), return_exceptions=True)
         if beside is not None:

@@ -3,8 +3,8 @@
     transfer: learner publishes while every server receives -> digests compared -> candidate
     commit:   candidate -> its servers sample the new version
 
-A server that fails in either is expelled from the fleet; after a failed transfer the rest form a new epoch. No server samples from a
-version whose digests were not compared.
+A server that fails in either is expelled from the fleet; after a failed transfer the rest form a new epoch.
+No server samples from a version whose digests were not compared.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ class WeightPush:
         self.epochs, self._learner, self._rollout = epochs, learner, rollout
 
     async def transfer(self, version: int) -> Candidate | None:
-        """Sends `version` to every server of the current epoch and compares digests; no server samples from it yet.
+        """Sends `version` to every server of the current epoch and compares digests.
 
-        A server whose digest differs from the learner's is expelled, and the reason says what differs. Returns None if a server was
-        lost during the transfer: the epoch is dissolved then; form another and transfer again.
+        A server whose digest differs from the learner's is expelled, and the reason says what differs.
+        Returns None
+        if a server was lost during the transfer: the epoch is dissolved then; form another and transfer
+            again.
 
         Raises:
             PeerLostError, DeadlineError: the learner's side failed.

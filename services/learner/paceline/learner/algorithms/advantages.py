@@ -1,22 +1,26 @@
-"""Advantage estimators: how much better a token did than was to be expected.
+"""Advantage estimators: how much better a token did than expected.
 
-B sequences, T positions, mask 1 on tokens of the policy; a hole in the mask (a tool's tokens) is stepped over as if
-it were not there. None of the results carries a gradient.
+B sequences, T positions, mask 1 on tokens of the policy. A hole in the mask (a tool's tokens) is skipped as if it
+were not there. No result carries a gradient.
+
+An estimator that looks beyond its own row takes `shard`: with the batch on several ranks, each rank passes its rows and
+gets its rows of what the whole batch would give.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from paceline.core.errors import NumericsError
-from paceline.learner.algorithms import group_baselines
-from paceline.learner.algorithms.checks import require_range, require_rows, require_same_shape
-from paceline.learner.algorithms.statistics import full_precision, keep, masked_whiten
-
-Whiten = Callable[[Tensor, Tensor], Tensor]
+from paceline.learner.algorithms.checks import (
+    require_positions,
+    require_range,
+    require_rows,
+    require_same_shape,
+)
+from paceline.learner.algorithms.groups import GroupScores
+from paceline.learner.algorithms.statistics import ALL_ROWS, RowShard, full_precision, keep, masked_whiten
 
 
 def gae(
@@ -24,21 +28,21 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16), from the last token to the first.
 
-    delta = r_t + gamma V' - V_t and A_t = delta + gamma lam A'. On a masked position V' and A' pass through unchanged.
+    delta = r_t + gamma V' - V_t and A_t = delta + gamma lam A'. A masked position passes V' and A' on unchanged.
 
     Args:
         token_rewards: (B, T).
         values: (B, T).
         mask: (B, T).
-        gamma: discount for each token, in [0, 1].
-        lam: lambda in [0, 1], or one for each sequence, (B,).
+        gamma: discount per token, in [0, 1].
+        lam: lambda in [0, 1], or one per sequence, (B,).
 
     Returns:
-        advantages (B, T), not whitened, and returns = advantages + values, (B, T). Under the mask both are the
-        carried values and mean nothing.
+        advantages (B, T), not whitened, and returns = advantages + values, (B, T). Under the mask both have no
+        meaning.
     """
     require_same_shape(token_rewards=token_rewards, values=values, mask=mask)
-    _require_positions(mask)
+    require_positions(mask)
     require_range("gamma", gamma, at_least=0.0, at_most=1.0)
     if isinstance(lam, Tensor):
         require_rows(mask.shape[0], lam=lam)
@@ -84,8 +88,8 @@ def vapo(
 ) -> tuple[Tensor, Tensor]:
     """Decoupled and length-adaptive GAE (VAPO, arXiv:2504.05118; VC-PPO, arXiv:2503.01491).
 
-    The advantages are made with `lam_policy`, or where that is None with `length_adaptive_lambda` of each response;
-    the critic's targets with `lam_critic`. Shapes and the rest as `gae`.
+    `lam_policy`, or if None each response's `length_adaptive_lambda`, gives the advantages, `lam_critic` the critic's
+    targets. Shapes and the rest as `gae`.
     """
     lam: float | Tensor
     if lam_policy is None:
@@ -98,16 +102,23 @@ def vapo(
 
 
 def grpo(
-    scores: Tensor, mask: Tensor, group_ids: Tensor, normalize_by_std: bool = True, eps: float = 1e-6
+    scores: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    normalize_by_std: bool = True,
+    eps: float = 1e-6,
+    *,
+    shard: RowShard = ALL_ROWS,
 ) -> Tensor:
     """Group-relative advantages, (s - mean_g) / (std_g + eps) on every token (arXiv:2402.03300, section 4.1.2).
 
     Args:
         scores: (B,).
         mask: (B, T).
-        group_ids: (B,) integers: equal for samples of one prompt.
+        group_ids: (B,) integers: equal for samples of one prompt, and meaning the same on every rank.
         normalize_by_std: False leaves out the division: Dr. GRPO (arXiv:2503.20783).
         eps: added to the unbiased standard deviation.
+        shard: this rank's rows of the batch.
 
     Returns:
         (B, T), 0 under the mask. A group of one keeps its score (mean 0, std 1).
@@ -115,45 +126,87 @@ def grpo(
     Raises:
         NumericsError: no sequences, everything is masked, or shapes do not fit.
     """
-    return _spread(group_baselines.grpo(scores, _lengths(mask), group_ids, normalize_by_std, eps), mask)
+    batch = GroupScores.gather(scores, mask, group_ids, shard)
+    if not normalize_by_std:
+        return batch.spread(batch.deviation)
+    require_range("eps", eps, above=0.0)
+    return batch.spread(batch.deviation / (batch.std + eps))
 
 
-def rloo(scores: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    """Leave-one-out: (s - mean_g) n / (n - 1) on every token (RLOO, arXiv:2402.14740); shapes as `grpo`."""
-    return _spread(group_baselines.rloo(scores, _lengths(mask), group_ids), mask)
+def dr_grpo(scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard = ALL_ROWS) -> Tensor:
+    """s - mean_g on every token: `grpo` without the division (Dr. GRPO, arXiv:2503.20783)."""
+    return grpo(scores, mask, group_ids, normalize_by_std=False, shard=shard)
 
 
-def opo(scores: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    """Against the group's mean weighted by length (OPO, arXiv:2505.23585); shapes as `grpo`."""
-    return _spread(group_baselines.opo(scores, _lengths(mask), group_ids), mask)
+def rloo(scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard = ALL_ROWS) -> Tensor:
+    """The score minus the mean of the others, (s - mean_g) n / (n - 1), on every token (RLOO, arXiv:2402.14740).
+
+    Arguments and results as `grpo`.
+    """
+    batch = GroupScores.gather(scores, mask, group_ids, shard)
+    sizes = batch.groups.sizes[batch.groups.row]
+    # A group of one has mean 0, and 1 / 1 as its factor.
+    return batch.spread(batch.deviation * (sizes / (sizes - 1).clamp(min=1)))
 
 
-def gpg(scores: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    """(B / number of non-zero scores) (s - mean_g) (GPG, arXiv:2504.02546); shapes as `grpo`."""
-    return _spread(group_baselines.gpg(scores, _lengths(mask), group_ids), mask)
+def opo(scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard = ALL_ROWS) -> Tensor:
+    """The score minus the group's mean weighted by length, the baseline of least variance (OPO, arXiv:2505.23585).
+
+    Arguments and results as `grpo`.
+    """
+    batch = GroupScores.gather(scores, mask, group_ids, shard)
+    baseline = batch.groups.mean(batch.scores, batch.lengths.to(batch.scores.dtype))
+    return batch.spread(batch.scores - baseline[batch.groups.row])
 
 
-def pass_at_k(scores: Tensor, mask: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
-    """The group's best gets (best - second best) / (std_g + eps), the rest 0 (arXiv:2503.19595); shapes as `grpo`.
+def gpg(scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard = ALL_ROWS) -> Tensor:
+    """(B / number of non-zero scores) (s - mean_g), over all ranks' sequences (GPG, arXiv:2504.02546).
+
+    Scores that are all 0 give 0. Arguments and results as `grpo`.
+    """
+    batch = GroupScores.gather(scores, mask, group_ids, shard)
+    num_signals = torch.count_nonzero(batch.scores).clamp(min=1)
+    return batch.spread(batch.deviation * (batch.scores.numel() / num_signals))
+
+
+def pass_at_k(
+    scores: Tensor, mask: Tensor, group_ids: Tensor, eps: float = 1e-6, *, shard: RowShard = ALL_ROWS
+) -> Tensor:
+    """The group's best gets (best - second best) / (std_g + eps), the rest 0 (arXiv:2503.19595).
+
+    Arguments and results as `grpo`.
 
     Raises:
         NumericsError: a group of one.
     """
-    return _spread(group_baselines.pass_at_k(scores, _lengths(mask), group_ids, eps), mask)
+    require_range("eps", eps, above=0.0)
+    batch = GroupScores.gather(scores, mask, group_ids, shard)
+    groups = batch.groups
+    if int(groups.sizes.min().item()) < 2:
+        raise NumericsError(
+            "pass_at_k compares the best sample of a group with the second best, and a group has one sample; set "
+            "rollout.n to 2 or more"
+        )
+    best, place = groups.table(batch.scores, -torch.inf).topk(2, dim=-1)
+    gain = (best[:, 0] - best[:, 1]) / (groups.std(batch.scores) + eps)
+    return batch.spread(torch.where(groups.column == place[groups.row, 0], gain[groups.row], 0.0))
 
 
 def reinforce_plus_plus_baseline(
-    scores: Tensor, mask: Tensor, group_ids: Tensor, *, whiten: Whiten = masked_whiten
+    scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard = ALL_ROWS
 ) -> Tensor:
-    """whiten((s - mean_g) mask) mask over the batch (REINFORCE++-baseline, arXiv:2501.03262); shapes as `grpo`."""
-    spread = _spread(group_baselines.group_mean(scores, _lengths(mask), group_ids), mask)
-    return keep(whiten(spread, mask), mask)
+    """whiten((s - mean_g) mask) mask over the batch's tokens (REINFORCE++-baseline, arXiv:2501.03262).
+
+    Arguments and results as `grpo`.
+    """
+    deviation = dr_grpo(scores, mask, group_ids, shard=shard)
+    return keep(masked_whiten(deviation, mask, shard.all_reduce), mask)
 
 
 def return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted sum of the rewards from each token on, (B, T); a masked position carries it through undiscounted."""
+    """Discounted sum of the rewards from each token on, (B, T); a masked position passes it on undiscounted."""
     require_same_shape(token_rewards=token_rewards, mask=mask)
-    _require_positions(mask)
+    require_positions(mask)
     require_range("gamma", gamma, at_least=0.0, at_most=1.0)
     rewards, kept = full_precision(token_rewards.detach()), mask.bool()
     running = torch.zeros_like(rewards[:, 0])
@@ -165,15 +218,15 @@ def return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def reinforce_plus_plus(
-    token_rewards: Tensor, mask: Tensor, gamma: float, *, whiten: Whiten = masked_whiten
+    token_rewards: Tensor, mask: Tensor, gamma: float, *, shard: RowShard = ALL_ROWS
 ) -> Tensor:
     """Return-to-go, whitened over the batch, times mask (REINFORCE++, arXiv:2501.03262).
 
     Args:
         token_rewards: (B, T), usually with the KL in the reward.
         mask: (B, T).
-        gamma: discount for each token, in [0, 1].
-        whiten: whitens over the batch; over several ranks one made of `whiten_across`.
+        gamma: discount per token, in [0, 1].
+        shard: this rank's rows of the batch.
 
     Returns:
         (B, T), 0 under the mask.
@@ -181,7 +234,8 @@ def reinforce_plus_plus(
     Raises:
         NumericsError: fewer than two tokens are unmasked.
     """
-    return keep(whiten(return_to_go(token_rewards, mask, gamma), mask), mask)
+    returns = return_to_go(token_rewards, mask, gamma)
+    return keep(masked_whiten(returns, mask, shard.all_reduce), mask)
 
 
 def remax(token_rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> Tensor:
@@ -198,19 +252,3 @@ def remax(token_rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> Tensor:
     require_rows(mask.shape[0], greedy_scores=greedy_scores)
     baseline = full_precision(greedy_scores.detach()).unsqueeze(-1)
     return keep(return_to_go(token_rewards, mask, 1.0) - baseline, mask)
-
-
-def _require_positions(mask: Tensor) -> None:
-    if mask.dim() != 2 or mask.shape[-1] == 0:
-        raise NumericsError(f"mask must have shape (B, T) with T at least 1, not {tuple(mask.shape)}")
-
-
-def _lengths(mask: Tensor) -> Tensor:
-    _require_positions(mask)
-    return mask.bool().sum(-1)
-
-
-def _spread(per_sequence: Tensor, mask: Tensor) -> Tensor:
-    if not bool(mask.any()):
-        raise NumericsError("all tokens are masked: no advantage would be used; look at the response mask")
-    return torch.where(mask.bool(), per_sequence.unsqueeze(-1), 0.0)

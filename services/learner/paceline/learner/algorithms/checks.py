@@ -10,7 +10,7 @@ from paceline.core.errors import ConfigError, NumericsError
 
 
 def require_same_shape(**tensors: Tensor | None) -> None:
-    """Raises NumericsError unless all given tensors have one shape; broadcasting here is nearly always a bug."""
+    """Raises NumericsError unless all given tensors have one shape; broadcasting is nearly always a bug."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1:
         listing = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -24,6 +24,12 @@ def require_rows(rows: int, **tensors: Tensor | None) -> None:
             raise NumericsError(
                 f"{name} must have shape ({rows},), one entry for each sequence, not {tuple(tensor.shape)}"
             )
+
+
+def require_positions(mask: Tensor) -> None:
+    """Raises NumericsError unless the mask has shape (B, T) with T at least 1."""
+    if mask.dim() != 2 or mask.shape[-1] == 0:
+        raise NumericsError(f"mask must have shape (B, T) with T at least 1, not {tuple(mask.shape)}")
 
 
 def require_range(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigError, NumericsError
 from paceline.learner.algorithms.checks import require_range, require_rows, require_same_shape
-from paceline.learner.algorithms.statistics import full_precision, keep, masked_mean
+from paceline.learner.algorithms.statistics import full_precision, keep
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def k2(difference: Tensor) -> Tensor:
 
 
 def k3(difference: Tensor) -> Tensor:
-    """exp(x) - x - 1 with x = clip(-d, -20, 20), the result clipped to [-10, 10]: unbiased and never negative."""
+    """exp(x) - x - 1 with x = clip(-d, -20, 20), the result clipped to [-10, 10]: unbiased, never negative."""
     x = torch.clamp(-difference, -20.0, 20.0)
     return torch.clamp(torch.exp(x) - x - 1.0, -10.0, 10.0)
 
@@ -49,8 +49,8 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
     With d = log_probs - ref_log_probs the kinds are `k1` (alias kl) d, `abs` |d|, `k2` (mse) d^2/2 and `k3`
     (low_var_kl) exp(-d) + d - 1, clipped: Schulman 2020, "Approximating KL divergence"
-    (http://joschu.net/blog/kl-approx.html). A trailing `+` keeps the value of the kind and takes the gradient of k2,
-    which on policy is an unbiased gradient of the KL where that of k1 is 0 and that of k3 is of the other KL.
+    (http://joschu.net/blog/kl-approx.html). A trailing `+` keeps the value of the kind and takes the gradient of k2.
+    On policy that is an unbiased gradient of the KL; k1's is 0 in the mean, and k3's is that of the other KL.
 
     Args:
         log_probs: any shape, differentiated.
@@ -68,7 +68,8 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     name = kind.removesuffix("+")
     if name not in KL_ESTIMATES:
         raise ConfigError(
-            f"KL estimate {kind!r} is not known; choose one of {', '.join(KL_ESTIMATES)}, each also with a trailing +"
+            f"KL estimate {kind!r} is not known; choose one of {', '.join(KL_ESTIMATES)}, each also with a "
+            "trailing +"
         )
     difference = full_precision(log_probs) - full_precision(ref_log_probs)
     estimate = KL_ESTIMATES[name](difference)
@@ -106,20 +107,6 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coe
     score = full_precision(scores.detach()).unsqueeze(-1)
     rewards = torch.where(positions == last, score, 0.0)
     return rewards if kl is None else rewards - kl_coef * keep(kl.detach(), mask)
-
-
-def mean_sequence_kl(kl: Tensor, mask: Tensor) -> Tensor:
-    """The controllers' `current_kl`: mean over the sequences of each one's masked mean; 0-dim.
-
-    Sequences without an unmasked token do not count.
-
-    Raises:
-        NumericsError: everything is masked.
-    """
-    num_sequences = mask.bool().any(-1).sum()
-    if int(num_sequences.item()) == 0:
-        raise NumericsError("all tokens are masked: there is no KL to average")
-    return masked_mean(kl, mask, dim=-1).sum() / num_sequences
 
 
 class FixedKLController:
@@ -161,7 +148,7 @@ class AdaptiveKLController:
         self.horizon = float(horizon)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Moves the value; current_kl as of `mean_sequence_kl`, n_steps the number of sequences in the step.
+        """Moves the value; current_kl the mean over sequences of each one's masked mean, n_steps the number of sequences in the step.
 
         Raises:
             NumericsError: current_kl is not finite; the value is left as it was.

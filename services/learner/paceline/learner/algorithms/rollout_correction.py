@@ -1,8 +1,8 @@
 """Weights for tokens whose sampler and trainer differ: same weights, other kernels or another precision.
 
-w = exp(clip(old_log_probs - rollout_log_probs, -20, 20)): the trainer's probability of a token over that with which it
-was sampled. All weights are detached, of shape (B, T) and 0 under the mask; the caller multiplies the per-token
-policy loss with them.
+w = exp(clip(old_log_probs - rollout_log_probs, -20, 20)): the trainer's probability of a token over the sampler's.
+All weights are detached, of shape (B, T) and 0 under the mask; the caller multiplies the per-token policy loss with
+them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.errors import ConfigError, NumericsError
+from paceline.core.errors import ConfigError
 from paceline.learner.algorithms.checks import require_range, require_same_shape
 from paceline.learner.algorithms.statistics import keep, masked_mean, masked_sum
 
@@ -49,8 +49,10 @@ def rollout_weights(
 def tis(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, cap: float, level: str = "token"
 ) -> Tensor:
-    """Truncated importance sampling: min(w, cap) (Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training"); cap above 0, level and shapes as `rollout_weights`."""
+    """Truncated importance sampling: min(w, cap); cap above 0, level and shapes as `rollout_weights`.
+
+    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+    """
     require_range("cap", cap, above=0.0)
     return rollout_weights(old_log_probs, rollout_log_probs, mask, level).clamp(max=cap)
 
@@ -75,8 +77,8 @@ def sequence_mask(
     Args:
         low: at least 0.
         high: above low.
-        level: which weight is looked at: "sequence" or, independent of length, "geometric". "token" drops a sequence
-            for one token out of range.
+        level: whose weight counts: "sequence" or, independent of length, "geometric". "token" drops a sequence for
+            one token out of range.
 
     The other arguments as `rollout_weights`.
     """
@@ -88,8 +90,13 @@ def sequence_mask(
 
 
 def mismatch_kl(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """KL(sampler || trainer) on its own samples: the masked mean of rollout - old log-probs (k1), 0-dim."""
-    return masked_mean(-_log_ratio(old_log_probs, rollout_log_probs, mask), mask)
+    """Per-token estimates of KL(sampler || trainer) on the sampler's own tokens, (B, T) in float64.
+
+    k3 without a clip, exp(d) - 1 - d with d = old - rollout log-probs: never negative, and 0 under the mask. The
+    mean over all tokens, summed over parts, is the metric `rollout/mismatch_kl`.
+    """
+    difference = _log_ratio(old_log_probs, rollout_log_probs, mask).double()
+    return difference.exp() - 1.0 - difference
 
 
 def log_prob_diff_max(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -105,33 +112,25 @@ def largest_weight(weights: Tensor, mask: Tensor) -> Tensor:
 
 
 def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
-    """[sum w, sum w^2, n] of the unmasked tokens, shape (3,): add over parts, then `effective_sample_size_from_sums`."""
+    """[sum w, sum w^2, n] of the unmasked tokens, shape (3,): add over parts, then `effective_sample_size`."""
     weights = keep(weights.detach(), mask)
     count = mask.bool().sum().to(weights.dtype)
     return torch.stack([masked_sum(weights, mask), masked_sum(weights.square(), mask), count])
 
 
-def effective_sample_size_from_sums(sums: Tensor) -> Tensor:
-    """(sum w)^2 / (n sum w^2) from added-up `weight_sums`; 0 where all weights are 0 or nothing is unmasked."""
+def effective_sample_size(sums: Tensor) -> Tensor:
+    """Kish's effective sample size as a share of the tokens, (sum w)^2 / (n sum w^2), in [0, 1]; 0-dim.
+
+    1 means equal weights; 1/n that one token carries all of it. 0 where all weights are 0 or nothing is unmasked.
+
+    Args:
+        sums: (3,), `weight_sums` added up over all parts.
+    """
     total, squares, count = sums.unbind()
     denominator = count * squares
     return torch.where(
         denominator > 0, total.square() / denominator.clamp(min=torch.finfo(sums.dtype).tiny), 0.0
     )
-
-
-def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """Kish's effective sample size as a share of the tokens, (sum w)^2 / (n sum w^2), in [0, 1]; 0-dim.
-
-    1 means equal weights; 1/n that one token carries all of it.
-
-    Raises:
-        NumericsError: everything is masked.
-    """
-    sums = weight_sums(weights, mask)
-    if not bool(sums[2] > 0):
-        raise NumericsError("all tokens are masked: there are no weights to judge")
-    return effective_sample_size_from_sums(sums)
 
 
 def _log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:

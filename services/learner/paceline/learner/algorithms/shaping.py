@@ -1,4 +1,4 @@
-"""What happens to scores and batches before the advantages are used: overlong penalty, dead groups, resampling."""
+"""Changes to scores before the advantages, and to the batch after them: overlong penalty, resampling."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigError, NumericsError
-from paceline.learner.algorithms.checks import require_range, require_rows
-from paceline.learner.algorithms.group_baselines import Groups
+from paceline.learner.algorithms.checks import require_range
+from paceline.learner.algorithms.groups import Groups
 from paceline.learner.algorithms.statistics import full_precision
 
 RESAMPLING_METHODS = ("pow", "max_min")
@@ -19,7 +19,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, facto
     Args:
         lengths: (B,) response lengths in tokens.
         max_length: the longest response allowed, in tokens.
-        buffer_length: over how many tokens before it the penalty grows from 0 to `factor`; in [1, max_length].
+        buffer_length: tokens before it over which the penalty grows from 0 to `factor`; in [1, max_length].
         factor: the penalty at max_length, at least 0.
 
     Returns:
@@ -32,21 +32,6 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, facto
     return torch.clamp(-excess / buffer_length * factor, max=0.0)
 
 
-def degenerate_groups(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """Which sequences belong to a group whose scores are all equal, (B,) booleans (DAPO's dynamic sampling).
-
-    Such a group has advantages of 0 and teaches nothing. A group of one is not degenerate: it keeps its score.
-
-    Args:
-        scores: (B,).
-        group_ids: (B,) integers.
-    """
-    require_rows(group_ids.numel(), scores=scores)
-    groups, scores = Groups.of(group_ids), full_precision(scores)
-    equal = groups.table(scores, -torch.inf).amax(-1) == groups.table(scores, torch.inf).amin(-1)
-    return (equal & (groups.sizes > 1))[groups.row]
-
-
 def resample_indices(
     scores: Tensor,
     method: str = "pow",
@@ -57,13 +42,13 @@ def resample_indices(
 ) -> Tensor:
     """Which sequences make up the resampled batch, drawn with replacement (PF-PPO, arXiv:2409.06957).
 
-    Index every tensor of the batch with the result, scores, log-probs and advantages alike, after the advantages are
-    made: sample and advantage move together, and no group is torn before its mean was taken.
+    Index every tensor of the batch with the result, scores, log-probs and advantages, after the advantages are made:
+    sample and advantage move together, and a group's mean is that of the whole group.
 
     Args:
         scores: (B,).
-        method: "pow": with probability proportional to |score|^power (to 1, if all scores are 0); "max_min": evenly
-            from the sequences with the best and the worst score.
+        method: "pow": with probability proportional to |score|^power (to 1, if all scores are 0); "max_min":
+            evenly from the sequences with the best and the worst score.
         power: at least 0; 0 draws evenly.
         group_ids: (B,) integers: best and worst of each group; None for those of the batch. "pow" ignores it.
         num_samples: how many to draw; None for B.

@@ -1,16 +1,16 @@
-"""Masked mean, variance and whitening, whole or from sums that several ranks add up between them.
+"""Masked mean, variance and whitening, of a whole batch or of one whose rows lie on several ranks.
 
 A mask is 1 (or True) on the tokens that count. What lies under a 0 is never read, not even a NaN. Half and integer
-inputs are reduced in float32; float32 and float64 stay what they are.
+inputs are reduced in float32; float32 and float64 keep their precision.
 
-Over several ranks a whitened batch takes two additions: first (sum, count), then the squared deviations from the
-common mean. `whiten_across` does that with a caller's addition; two passes, because sum(x^2) - n mean^2 loses all
-its digits where the mean is large beside the spread.
+Over several ranks whitening takes two additions: (sum, count), then the squared deviations from the common mean. Two
+passes, because sum(x^2) - n mean^2 loses all its digits where the mean is large beside the spread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,18 +24,40 @@ AllReduce = Callable[[Tensor], Tensor]
 """Takes a small 1-D tensor and gives its sum over all ranks."""
 
 
+def _alone(rows: Tensor) -> Tensor:
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowShard:
+    """The rows of a batch that this rank holds; the default is a batch that lies on one rank.
+
+    Attributes:
+        all_reduce: adds a small 1-D tensor over all ranks.
+        gather: (B,) of this rank to (B_all,) of all ranks, in one order everywhere.
+        rows: where this rank's rows lie in what `gather` returns: a slice, or their indices.
+    """
+
+    all_reduce: AllReduce = _alone
+    gather: Callable[[Tensor], Tensor] = _alone
+    rows: slice | Tensor = field(default_factory=lambda: slice(None))
+
+
+ALL_ROWS = RowShard()
+
+
 def full_precision(x: Tensor) -> Tensor:
     """`x` itself if it is float32 or float64, else `x` as float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def keep(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` in full precision where the mask is 1, exactly 0 elsewhere; its gradient too, whatever lies under the mask."""
+    """`x` in full precision where the mask is 1, exactly 0 elsewhere, in value and gradient."""
     return torch.where(mask.bool(), full_precision(x), 0.0)
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of x over the unmasked entries; x and mask of one shape, the result without `dim` (all dims if None)."""
+    """Sum of x over the unmasked entries of `dim` (all dims if None); x and mask have one shape."""
     require_same_shape(x=x, mask=mask)
     kept = keep(x, mask)
     return kept.sum() if dim is None else kept.sum(dim)
@@ -49,8 +71,8 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         mask: the shape of x.
         dim: the dim to reduce; None reduces all and gives a 0-dim tensor.
 
-    The mean of nothing is 0 by this formula: a row of padding adds nothing and is no error. Where nothing at all to
-    count is a fault, `masked_var`, `masked_whiten` and `aggregate` raise.
+    The mean of nothing is 0 by this formula: a row of padding adds nothing and is no error. `masked_var`,
+    `masked_whiten` and `aggregate` raise where everything is masked.
     """
     total = masked_sum(x, mask, dim)
     kept = mask.bool().to(total.dtype)
@@ -66,37 +88,25 @@ def masked_var(x: Tensor, mask: Tensor) -> Tensor:
     return _moments(x, mask, _alone)[1]
 
 
-def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce = _alone) -> Tensor:
     """(x - mu) rsqrt(var + 1e-8) with the mean and unbiased variance of the unmasked entries; the shape of x.
 
-    Masked entries are shifted and scaled alike and mean nothing; multiply by the mask where they would be read.
-
-    Raises:
-        NumericsError: fewer than two entries are unmasked.
-    """
-    return whiten_across(x, mask, _alone)
-
-
-def whiten_across(x: Tensor, mask: Tensor, all_reduce: AllReduce) -> Tensor:
-    """`masked_whiten` of a batch of which this rank holds some rows.
+    Masked entries are shifted and scaled too and mean nothing; multiply by the mask where they would be read.
 
     Args:
-        x: (B_local, T); a rank may hold no rows.
+        x: (B, T); over several ranks this rank's rows, of which there may be none.
         mask: the shape of x.
-        all_reduce: adds a 1-D tensor over all ranks; called twice, by every rank alike.
-
-    Returns:
-        The shape of x: this rank's rows of the whitened whole batch.
+        all_reduce: adds a 1-D tensor over all ranks; called twice, by every rank.
 
     Raises:
-        NumericsError: fewer than two entries are unmasked over all ranks (raised on every rank).
+        NumericsError: fewer than two entries are unmasked, over all ranks (raised on every rank).
     """
     mean, var = _moments(x, mask, all_reduce)
     return whiten_with(x, mean, var)
 
 
 def masked_sums(x: Tensor, mask: Tensor) -> Tensor:
-    """[sum, count] of the unmasked entries, shape (2,): add over ranks or micro-batches, then `mean_from_sums`."""
+    """[sum, count] of the unmasked entries, (2,): add over ranks or micro-batches, then `mean_from_sums`."""
     return torch.stack([masked_sum(x, mask), mask.bool().sum().to(full_precision(x).dtype)])
 
 
@@ -135,7 +145,3 @@ def _moments(x: Tensor, mask: Tensor, all_reduce: AllReduce) -> tuple[Tensor, Te
     mean = mean_from_sums(total, count)
     squared_deviation = all_reduce(masked_squared_deviation(x, mask, mean).reshape(1))[0]
     return mean, var_from_sums(squared_deviation, count)
-
-
-def _alone(sums: Tensor) -> Tensor:
-    return sums

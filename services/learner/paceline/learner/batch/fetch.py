@@ -1,4 +1,4 @@
-"""A rank's rows of a step: fetched by key, decoded, and checked once more against what the step may train on."""
+"""Fetches a rank's rows of a step, decodes them and checks that the step may train on them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow
 from paceline.core.trajectory import Trajectory
-from paceline.learner.batch.pack import PackedRow
+from paceline.learner.batch.types import PackedRow
 from paceline.wire import decode_trajectory
 
 
 class Blobs(Protocol):
-    """Where trajectories lie; `paceline.broker.blobs.BlobReader` is one."""
+    """Stores trajectories by key, as `paceline.broker.blobs.BlobReader` does."""
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """Values in the order of the keys."""
@@ -28,33 +28,35 @@ def fetch_rows(
     """Fetches the rows at the indices `wanted`, by index.
 
     Raises:
-        InvalidMessageError: a blob is no trajectory.
-        VersionMismatchError: a trajectory was drawn from another policy than `policy`.
-        DataError: a trajectory is not the one that its row names, or was not drawn for training, or a blob is missing.
-        BrokerError, DeadlineError: the broker is gone.
+        InvalidMessageError: a blob is not a trajectory.
+        VersionMismatchError: a trajectory was sampled from another policy than `policy`.
+        DataError: a blob is missing, or a trajectory is not the one that its row names or was not sampled for
+            training.
+        BrokerError, DeadlineError: the broker does not answer.
     """
-    found = {}
+    packed = {}
     for index, blob in zip(wanted, blobs.get([rows[index].blob_key for index in wanted]), strict=True):
         trajectory = decode_trajectory(blob, vocab_size=vocab_size)
-        check_row(trajectory, rows[index], policy)
-        found[index] = PackedRow(
+        _check_row(trajectory, rows[index], policy)
+        packed[index] = PackedRow(
             index=index,
             prompt_token_ids=trajectory.prompt_token_ids,
             response_token_ids=trajectory.response_token_ids,
             response_mask=trajectory.response_mask,
             response_log_probs=trajectory.response_log_probs,
         )
-    return found
+    return packed
 
 
-def check_row(trajectory: Trajectory, row: BatchRow, policy: PolicyTag) -> None:
-    """The last door before training: policy, purpose, identity and lengths of one trajectory; raises as `fetch_rows`."""
+def _check_row(trajectory: Trajectory, row: BatchRow, policy: PolicyTag) -> None:
+    """The last check before training: purpose, policy, identity and lengths."""
     name = str(row.trajectory_id)
     if row.trajectory_id.purpose != Purpose.TRAIN.value:
-        raise DataError(f"trajectory {name} was not drawn to be trained on; it must not enter the batch")
+        raise DataError(f"trajectory {name} was not sampled for training; it must not enter the batch")
     if trajectory.policy != policy:
         raise VersionMismatchError(
-            f"trajectory {name} was drawn from {trajectory.policy}, the step trains on {policy}; it must not enter the batch"
+            f"trajectory {name} was sampled from {trajectory.policy}, the step trains on {policy}; it must "
+            "not enter the batch"
         )
     if trajectory.trajectory_id != row.trajectory_id:
         raise DataError(

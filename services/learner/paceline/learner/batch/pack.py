@@ -1,90 +1,20 @@
-"""Micro-batches as tensors: packed tokens for the forward pass, padded (B, R) tables for the losses.
-
-B rows, R the longest response of the micro-batch, T all its tokens, n its response tokens. The model sees (1, T); the
-numbers per response token come out flat, (n,), and `MicroBatch.table` spreads them over (B, R) for
-`paceline.learner.algorithms`, whose functions look at whole sequences.
-"""
+"""Packs rows into a micro-batch: tokens without padding, and padded (B, R) tables for the losses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.trajectory import Float32Array, Int32Array, UInt8Array
-from paceline.learner.model.attention import PackedSequences
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedRow:
-    """One sequence. `index` is its place in the step's batch; -1 marks a row that only fills an empty micro-batch."""
-
-    index: int
-    prompt_token_ids: Int32Array
-    response_token_ids: Int32Array
-    response_mask: UInt8Array
-    response_log_probs: Float32Array
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and response together."""
-        return len(self.prompt_token_ids) + len(self.response_token_ids)
-
-
-def filler_row() -> PackedRow:
-    """Two tokens that count for nothing, for a rank that has no row where others have one."""
-    return PackedRow(
-        index=-1,
-        prompt_token_ids=np.zeros(1, np.int32),
-        response_token_ids=np.zeros(1, np.int32),
-        response_mask=np.zeros(1, np.uint8),
-        response_log_probs=np.zeros(1, np.float32),
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MicroBatch:
-    """Tensors of one forward pass, on the model's device.
-
-    Attributes:
-        rows: place of each row in the step's batch, (B,) on the host; empty for a filler.
-        input_ids: (1, T).
-        position_ids: (1, T), from 0 in each sequence.
-        packed: where the sequences begin.
-        score_positions: (n,), places in T whose hidden state predicts a response token (one before it).
-        targets: (n,), the response tokens.
-        places: (B, R), which of the n numbers belongs there, n on padding.
-        mask: (B, R) bool, True on tokens that the policy produced.
-        rollout_log_probs: (B, R) as sampled, 0 on padding.
-    """
-
-    rows: tuple[int, ...]
-    input_ids: Tensor
-    position_ids: Tensor
-    packed: PackedSequences
-    score_positions: Tensor
-    targets: Tensor
-    places: Tensor
-    mask: Tensor
-    rollout_log_probs: Tensor
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.input_ids.shape[1]
-
-    def table(self, flat: Tensor) -> Tensor:
-        """(n,) spread over (B, R), 0 on padding; differentiable."""
-        return torch.cat([flat, flat.new_zeros(1)])[self.places]
+from paceline.learner.batch.types import MicroBatch, PackedRow, PackedSequences
 
 
 def pack(rows: Sequence[PackedRow], device: torch.device) -> MicroBatch:
-    """Packs rows in the given order; no rows make a filler micro-batch."""
+    """Packs rows in the given order; without rows, a filler micro-batch."""
     real = tuple(row.index for row in rows)
-    rows = list(rows) or [filler_row()]
+    rows = list(rows) or [_filler_row()]
     prompts = np.array([len(row.prompt_token_ids) for row in rows])
     responses = np.array([len(row.response_token_ids) for row in rows])
     lengths = prompts + responses
@@ -114,4 +44,15 @@ def pack(rows: Sequence[PackedRow], device: torch.device) -> MicroBatch:
         places=put(places.astype(np.int64)),
         mask=put(mask),
         rollout_log_probs=put(log_probs),
+    )
+
+
+def _filler_row() -> PackedRow:
+    """Two masked tokens, for a rank that has no row where other ranks have some."""
+    return PackedRow(
+        index=-1,
+        prompt_token_ids=np.zeros(1, np.int32),
+        response_token_ids=np.zeros(1, np.int32),
+        response_mask=np.zeros(1, np.uint8),
+        response_log_probs=np.zeros(1, np.float32),
     )

@@ -1,11 +1,12 @@
-"""How a step's rows are cut: into mini-batches by prompts, over ranks by tokens, into micro-batches by a token budget.
+"""Plans a step: cuts its rows into mini-batches by prompts, over ranks and into micro-batches by tokens.
 
-Everything follows from lengths alone, so every rank works out the same plan without a word to the others. The same
-micro-batches serve old log-probs, reference, values and the update: on policy the first update then sees a ratio of 1.
+The plan follows from the rows' lengths alone, so every rank computes the same one without communication. The
+same micro-batches serve old log-probs, reference, values and the update, so on policy the first update sees a
+ratio of 1.
 
-The unit is the chunk: a run of prompts that divides every mini-batch size in use (the critic's may differ from the
-actor's). A chunk is spread over the ranks and cut into as many micro-batches on each of them, some of which may be empty
-there: sharded models need every rank in every forward pass.
+The unit is the chunk: a run of prompts whose size divides every mini-batch size in use (the critic's may
+differ from the actor's). A chunk is spread over the ranks and cut into the same number of micro-batches on
+each of them; some may be empty, because sharded models need every rank in every forward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from itertools import groupby
 from paceline.core.errors import ConfigError, DataError
 
 CPU_TOKEN_BUDGET = 3072
-"""On a CPU larger micro-batches are slower: their activations leave the caches (a fifth of the time at 8 k tokens)."""
+"""Larger micro-batches run slower on a CPU: their activations leave the caches (a fifth slower at 8 k)."""
 
 Bin = tuple[int, ...]
 """Indices of rows."""
@@ -26,7 +27,7 @@ Bin = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLength:
-    """What the plan needs of a row; rows come ordered by (prompt id, sample index)."""
+    """What the plan needs to know of a row; rows are ordered by (prompt id, sample index)."""
 
     prompt_id: int
     num_prompt_tokens: int
@@ -40,7 +41,7 @@ class RowLength:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A run of prompts. `micro_batches[rank][k]` are the rows of a rank's k-th micro-batch, by length, then index."""
+    """Prompts in a row; `micro_batches[rank][k]` are the rows of a rank's k-th micro-batch, by length."""
 
     rows: Bin
     micro_batches: tuple[tuple[Bin, ...], ...]
@@ -59,10 +60,15 @@ class BatchPlan:
     prompts_per_chunk: int
 
     def mini_batches(self, num_prompts: int) -> list[range]:
-        """Runs of chunk indices that make mini-batches of `num_prompts` prompts; the last may be short."""
+        """Runs of chunk indices that form mini-batches of `num_prompts` prompts; the last may be smaller.
+
+        Raises:
+            ConfigError: the chunk size does not divide `num_prompts`.
+        """
         if num_prompts % self.prompts_per_chunk:
             raise ConfigError(
-                f"a mini-batch of {num_prompts} prompts is no multiple of the chunk of {self.prompts_per_chunk}"
+                f"a mini-batch of {num_prompts} prompts is no multiple of the chunk of "
+                f"{self.prompts_per_chunk}"
             )
         width = num_prompts // self.prompts_per_chunk
         total = len(self.chunks)
@@ -70,23 +76,23 @@ class BatchPlan:
 
     def rows_of(self, rank: int) -> list[int]:
         """The rows of one rank, in the order of its micro-batches."""
-        return [row for chunk in self.chunks for one in chunk.micro_batches[rank] for row in one]
+        return [row for chunk in self.chunks for rows in chunk.micro_batches[rank] for row in rows]
 
 
 def plan_batch(
     rows: Sequence[RowLength], *, mini_batch_sizes: Sequence[int], world_size: int, token_budget: int
 ) -> BatchPlan:
-    """Cuts a step's rows.
+    """Plans a step.
 
     Args:
         rows: all rows of the step, samples of one prompt next to each other.
-        mini_batch_sizes: prompts per optimizer step, of every model that is updated.
-        world_size: ranks that share the work.
+        mini_batch_sizes: prompts per optimizer step, of every network that is updated.
+        world_size: number of ranks.
         token_budget: most tokens of one micro-batch.
 
     Raises:
-        DataError: no rows, or samples of one prompt are not next to each other.
-        ConfigError: one row alone is over the token budget.
+        DataError: there are no rows, or samples of one prompt are not next to each other.
+        ConfigError: one row alone exceeds the token budget.
     """
     lengths = [row.num_tokens for row in rows]
     if not lengths:
@@ -112,35 +118,35 @@ def plan_batch(
 
 
 def effective_budget(token_budget: int, device_type: str, longest: int) -> int:
-    """The budget to cut by: on a CPU less than what is configured, where that runs faster and holds the longest row."""
+    """The budget to cut by: on a CPU at most CPU_TOKEN_BUDGET, or the longest row if that is longer."""
     return min(token_budget, max(longest, CPU_TOKEN_BUDGET)) if device_type == "cpu" else token_budget
 
 
-def spread(members: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[Bin]:
-    """Deals rows to bins, longest first, each to the bin with the fewest tokens (ties: the first)."""
+def deal_evenly(members: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[Bin]:
+    """Deals rows to bins, longest first, each to the bin with the fewest tokens; the first of equals."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
     for index in sorted(members, key=lambda i: (-lengths[i], i)):
         lightest = loads.index(min(loads))
         bins[lightest].append(index)
         loads[lightest] += lengths[index]
-    return [tuple(sorted(one, key=lambda i: (lengths[i], i))) for one in bins]
+    return [tuple(sorted(rows, key=lambda i: (lengths[i], i))) for rows in bins]
 
 
 def _cut(members: Sequence[int], lengths: Sequence[int], world_size: int, budget: int) -> Chunk:
-    shares = spread(members, lengths, world_size)
+    shares = deal_evenly(members, lengths, world_size)
     filled = [_first_fit(share, lengths, budget) for share in shares]
-    count = max(len(one) for one in filled)
+    count = max(len(bins) for bins in filled)
     by_rank = []
     for share, fallback in zip(shares, filled, strict=True):
-        even = spread(share, lengths, count)
-        fits = all(sum(lengths[i] for i in one) <= budget for one in even)
+        even = deal_evenly(share, lengths, count)
+        fits = all(sum(lengths[i] for i in rows) <= budget for rows in even)
         by_rank.append(tuple(even) if fits else (*fallback, *[()] * (count - len(fallback))))
     return Chunk(rows=tuple(members), micro_batches=tuple(by_rank))
 
 
 def _first_fit(members: Sequence[int], lengths: Sequence[int], budget: int) -> list[Bin]:
-    """Rows into bins of at most `budget` tokens, longest first, each into the first bin with room; at least one bin."""
+    """Fills bins of at most `budget` tokens, longest row first, each into the first bin with room."""
     bins: list[list[int]] = [[]]
     room = [budget]
     for index in sorted(members, key=lambda i: (-lengths[i], i)):
@@ -151,4 +157,4 @@ def _first_fit(members: Sequence[int], lengths: Sequence[int], budget: int) -> l
             place = len(bins) - 1
         bins[place].append(index)
         room[place] -= lengths[index]
-    return [tuple(sorted(one, key=lambda i: (lengths[i], i))) for one in bins]
+    return [tuple(sorted(rows, key=lambda i: (lengths[i], i))) for rows in bins]

@@ -156,7 +156,7 @@ class CommandLoop:
         return result
 
     def _cause(self, error: Exception) -> Exception:
-        """The error to die of: a peer's failure if that caused it, else itself; leaves its reason for the peers."""
+        """The error to die of: a peer's failure if that caused it, else this one, left for the peers."""
         if isinstance(error, RuntimeError) and not isinstance(error, PacelineError):
             # A rank leaves its reason before its connections break: the reason is there now, or never.
             rank, reason = _find_reason(self._ranks)

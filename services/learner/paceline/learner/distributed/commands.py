@@ -14,7 +14,7 @@ from paceline.core.errors import CheckpointError, IllegalTransitionError
 from paceline.core.training import TrainResult
 from paceline.learner import checkpoint
 from paceline.learner.batch.fetch import Blobs, fetch_rows
-from paceline.learner.batch.pack import PackedRow
+from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.collectives import CommandError, attempt, gather_bytes
 from paceline.learner.distributed.command_loop import Arguments, Handler
 from paceline.learner.distributed.publisher import WeightPublisher

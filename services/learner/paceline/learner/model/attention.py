@@ -1,18 +1,15 @@
-"""Variable-length causal attention over packed sequences, registered with transformers under the name PACKED_ATTENTION.
+"""Causal attention over packed sequences of different lengths, registered with transformers.
 
-A micro-batch is one row of tokens, its sequences one after the other and without padding. Where they begin is worked out
-once, in `PackedSequences`, and travels through the model as the keyword argument `packed`: no layer derives it from
-position ids again, and no mask is made. On CUDA in half precision the work goes to `torch.nn.attention.varlen`; elsewhere
-sequences of equal length, which `paceline.learner.batch.pack` puts side by side, run as one batch of scaled dot products.
+A micro-batch is one row of tokens, its sequences side by side without padding. `PackedSequences` says where
+they begin; it is computed once and passed through the model as the keyword argument `packed`, so no layer
+derives it from position ids and no mask is built. On CUDA in half precision `torch.nn.attention.varlen` does
+the work. Elsewhere, neighbouring sequences of equal length run as one batch of scaled dot products.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,55 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import ModelError
+from paceline.learner.batch.types import PackedSequences
 
 PACKED_ATTENTION = "paceline_packed"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceBlock:
-    """`num_sequences` neighbouring sequences of `length` tokens each, from token `start` on."""
-
-    start: int
-    num_sequences: int
-    length: int
-
-    @property
-    def stop(self) -> int:
-        """One past the last token."""
-        return self.start + self.num_sequences * self.length
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedSequences:
-    """Where the sequences of a packed row begin.
-
-    Attributes:
-        cu_seqlens: (num_sequences + 1,) int32 on the model's device, from 0 to the number of tokens.
-        max_length: tokens of the longest sequence.
-        blocks: the same as runs of equal length, in order.
-    """
-
-    cu_seqlens: Tensor
-    max_length: int
-    blocks: tuple[SequenceBlock, ...]
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSequences:
-        """For sequences of these lengths (each at least 1), in this order."""
-        ends = [0]
-        for length in lengths:
-            ends.append(ends[-1] + length)
-        blocks, start = [], 0
-        for length, run in groupby(lengths):
-            block = SequenceBlock(start=start, num_sequences=len(list(run)), length=length)
-            blocks.append(block)
-            start = block.stop
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
-        return cls(cu_seqlens=cu_seqlens, max_length=max(lengths), blocks=tuple(blocks))
-
-
 def register() -> None:
-    """Makes PACKED_ATTENTION known to transformers; without a mask function of that name no mask is made."""
+    """Registers PACKED_ATTENTION with transformers, which builds no mask for it: it has no mask function."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
@@ -94,18 +49,18 @@ def packed_attention(
         query: (1, H, T, D).
         key: (1, G, T, D) with G dividing H (grouped-query attention).
         value: as key.
-        attention_mask: None; `packed` says it all.
+        attention_mask: None; `packed` replaces it.
         packed: where the sequences lie.
         scaling: of the scores; None is D ** -0.5.
-        dropout: must be 0, or old and new log-probs would not be comparable.
-        sliding_window: look back at most so many tokens, oneself counted in.
-        others: what the layer passes beside; features that change the result are refused.
+        dropout: must be 0; otherwise old and new log-probs could not be compared.
+        sliding_window: number of tokens that a token sees, itself included.
+        others: further arguments of the layer; those that change the result are refused.
 
     Returns:
-        (1, T, H, D), and None in the place of attention weights.
+        (1, T, H, D), and None in place of attention weights.
 
     Raises:
-        ModelError: the layer asks for something else than plain causal attention.
+        ModelError: the layer asks for more than plain causal attention.
     """
     refused = [name for name in ("softcap", "s_aux") if others.get(name) is not None]
     if refused or dropout or attention_mask is not None:
@@ -153,7 +108,7 @@ def _varlen(
 
 @lru_cache(maxsize=1)
 def _has_grouped_queries() -> bool:
-    """torch 2.11 came without the parameter."""
+    """torch 2.11 does not have the parameter yet."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

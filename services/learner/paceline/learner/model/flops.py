@@ -1,4 +1,4 @@
-"""How much arithmetic an update is, and which share of the device's peak it ran at (MFU: PaLM, arXiv:2204.02311, appendix B)."""
+"""The arithmetic of an update, and the peak of a device, for MFU (PaLM, arXiv:2204.02311, appendix B)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "
 
 
 def update_flops(network: PolicyNetwork, rows: Iterable[RowLength]) -> float:
-    """Operations of one forward and backward pass over the rows; what checkpointing computes again does not count.
+    """Operations of one forward and backward pass over the rows, without activation recomputation.
 
-    Six a parameter and token in the layers, six a parameter of the head and response token, and twelve a token, layer and attention
-    channel for every token that it looks back at, half of which causal attention leaves out.
+    Six per parameter and token in the layers, six per parameter of the head and response token, and twelve
+    per layer, attention channel and pair of tokens, half of which causal attention leaves out.
     """
     layers = decoder_layers(body_of(network.lm))
     config = network.lm.config.get_text_config()  # type: ignore[union-attr, operator]
@@ -35,7 +35,7 @@ def update_flops(network: PolicyNetwork, rows: Iterable[RowLength]) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Of one device; None where it is not known."""
+    """Peak operations per second of a device; None if it is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

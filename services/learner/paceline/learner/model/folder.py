@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from paceline.core.errors import ModelError
 from paceline.learner.model.loading import hugging_face_names
 
-# What a folder may hold beside weights; whatever of it the starting model has goes along.
+# Files beside the weights that are copied from the starting model.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -40,14 +40,14 @@ def write_folder(
     """Writes config.json, safetensors and the companions of `source`.
 
     Args:
-        out: new or empty folder; made where it is missing.
-        tensors: whole tensors by Hugging Face name; a tied head once, under the embedding's name.
-        source: the folder that the model started from.
-        tokenizer_source: where the tokenizer lies, if not in `source`.
+        out: new or empty folder; created if it is missing.
+        tensors: full tensors by Hugging Face name; a tied head once, under the embedding's name.
+        source: folder of the starting model.
+        tokenizer_source: folder of the tokenizer, if it is not in `source`.
         dtype: of the weights written.
 
     Raises:
-        ModelError: `out` is not empty, or tensors are missing for the model of config.json.
+        ModelError: `out` is not empty, or the tensors do not fit the model of config.json.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -72,18 +72,18 @@ def write_folder(
                 shutil.copyfile(folder / name, out / name)
 
 
-def gather_whole(network: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """All tensors of a sharded network, one after the other, on the CPU; every rank takes part.
+def gather_tensors(network: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Gathers the full tensors of a sharded network on the CPU, one at a time; every rank calls it.
 
     Args:
         network: sharded.
-        keep: whether this rank wants them; others get {}.
+        keep: whether this rank keeps them; other ranks get {}.
     """
-    whole = {}
+    tensors = {}
     for name, parameter in hugging_face_names(network):
         tensor = parameter.detach()
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if keep:
-            whole[name] = tensor.cpu()
-    return whole
+            tensors[name] = tensor.cpu()
+    return tensors

@@ -1,7 +1,7 @@
-"""From a model folder to sharded networks: each rank reads its own rows of each tensor and never holds the whole model.
+"""Loads sharded networks: each rank reads only its own rows of each tensor.
 
-The network is made without storage, given storage layer by layer and sharded at once, so that at most one layer exists in
-full on a rank; then every shard is filled from the safetensors files, or from the seed.
+A network is created without storage. Each layer gets storage and is sharded at once, so a rank holds at most
+one full layer. Then every shard is filled from the safetensors files, or from the seed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ReadRows = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """`compute` is what the forward pass runs in; `store` what parameters are kept in."""
+    """`compute` is the type of the forward pass, `store` that of the parameters."""
 
     compute: torch.dtype
     store: torch.dtype = torch.float32
@@ -42,7 +42,7 @@ def read_config(folder: str | Path) -> Any:
     """The transformers configuration of a model folder.
 
     Raises:
-        ModelError: the folder or its config.json is missing or not understood, or the model has dropout.
+        ModelError: config.json is missing or unreadable, or the model has dropout.
     """
     from transformers import AutoConfig
 
@@ -71,15 +71,15 @@ def load_policy(
     """A sharded policy.
 
     Args:
-        folder: Hugging Face layout.
-        ranks: who shares it.
+        folder: in the Hugging Face layout.
+        ranks: the ranks that shard it.
         precision: of computing and storing.
-        checkpointed_share: of the layers, from the first on, that recompute their activations in the backward pass. The last ones'
-            activations are gone before the first recomputation.
-        random_seed: draw the weights from it instead of reading them.
+        checkpointed_share: share of the layers, counted from the first, that recompute their activations in
+            the backward pass. The last layers keep theirs: they are freed before the first recomputation.
+        random_seed: draws the weights instead of reading them.
 
     Raises:
-        ModelError: tensors are missing or have other shapes than the model.
+        ModelError: a tensor is missing or has another shape than the model's.
     """
     lm = _empty_lm(read_config(folder), checkpointed_share)
     network = PolicyNetwork(lm)
@@ -97,7 +97,7 @@ def load_critic(
     checkpointed_share: float = 0.0,
     random_weights: bool = False,
 ) -> ValueNetwork:
-    """A sharded critic; its value head is drawn from the seed where the folder has none. Arguments as `load_policy`."""
+    """A sharded critic; the seed draws its value head if the folder has none. Arguments as `load_policy`."""
     lm = _empty_lm(read_config(folder), checkpointed_share)
     with torch.device("meta"):
         network = ValueNetwork(lm, hidden_size(lm.config))
@@ -108,7 +108,7 @@ def load_critic(
 
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
-    """This rank's part of a parameter, and the rows [start, stop) along dimension 0 that it is."""
+    """This rank's part of a parameter, and which rows [start, stop) of dimension 0 it has."""
     if not isinstance(parameter, DTensor):
         return parameter, 0, parameter.shape[0]
     local, mesh, total = parameter.to_local(), parameter.device_mesh, parameter.shape[0]
@@ -118,13 +118,13 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
 
 
 def hugging_face_names(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by the names that checkpoints in the Hugging Face layout give them; tied ones once."""
+    """Parameters by their names in the Hugging Face layout; tied ones once."""
     for name, parameter in network.named_parameters():
         yield name.removeprefix("lm."), parameter
 
 
 def as_fsdp(network: nn.Module) -> FSDPModule:
-    """The sharded network as what `fully_shard` made of it."""
+    """The network with the type that `fully_shard` gave it."""
     if not isinstance(network, FSDPModule):
         raise TypeError(f"{type(network).__name__} is not sharded")
     return network
@@ -155,7 +155,7 @@ def _materialise(network: nn.Module, body: nn.Module, lm: Any, ranks: Ranks, pre
         fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
     _give_storage(network, lm, ranks.device, precision.store)
     if isinstance(network, PolicyNetwork):
-        lm.tie_weights()  # storage was given to each end of a tie by itself
+        lm.tie_weights()  # tied parameters got storage one by one
     fully_shard(network, mesh=ranks.mesh, mp_policy=policy)
 
 
@@ -172,7 +172,7 @@ def _give_storage(module: nn.Module, lm: Any, device: torch.device, dtype: torch
 
 
 class _Files:
-    """Tensors of the safetensors files of a folder, by name."""
+    """The tensors of a folder's safetensors files, by name."""
 
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
@@ -180,13 +180,14 @@ class _Files:
         self.where: dict[str, Any] = {}
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            paths = [folder / name for name in names]
+            file_names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            paths = [folder / name for name in file_names]
         else:
             paths = sorted(folder.glob("*.safetensors"))
         if not paths:
             raise ModelError(
-                f"model folder {folder} has no safetensors weights; convert them, or set model.load_format=random"
+                f"model folder {folder} has no safetensors weights; convert them, or set "
+                "model.load_format=random"
             )
         self.folder = folder
         for path in paths:
@@ -194,9 +195,8 @@ class _Files:
                 file = safe_open(str(path), framework="pt")
             except Exception as error:
                 raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
-            found: list[str] = file.keys()  # type: ignore[no-untyped-call]
-            for name in found:
-                self.where[name] = file
+            names: list[str] = file.keys()  # type: ignore[no-untyped-call]
+            self.where.update(dict.fromkeys(names, file))
 
     def __contains__(self, name: str) -> bool:
         return name in self.where
@@ -208,16 +208,16 @@ class _Files:
                 f"{', '.join(sorted(self.where)[:4])} and others"
             )
         part = self.where[name].get_slice(name)
-        found = tuple(part.get_shape())
-        if found != tuple(shape):
+        stored = tuple(part.get_shape())
+        if stored != tuple(shape):
             raise ModelError(
-                f"{self.folder}: tensor {name!r} has shape {found}, the model needs {tuple(shape)}"
+                f"{self.folder}: tensor {name!r} has shape {stored}, the model needs {tuple(shape)}"
             )
         return lambda start, stop: cast(Tensor, part[start:stop])
 
 
 class _Seed:
-    """Weights drawn tensor by tensor from (seed, name), so that they do not depend on the number of ranks."""
+    """Weights drawn from (seed, tensor name), so they do not depend on the number of ranks."""
 
     def __init__(self, seed: int, std: float) -> None:
         self.seed, self.std = seed, std
@@ -233,7 +233,7 @@ class _Seed:
 
 
 class _ValueHeadSource:
-    """Another source, with a value head from the seed where that has none."""
+    """Another source, with a value head from the seed if that source has none."""
 
     def __init__(self, inner: _Files | _Seed, seed: int) -> None:
         self.inner, self.seed = inner, seed

@@ -1,4 +1,4 @@
-"""The networks: a policy that scores tokens, a critic that values states; bodies are Hugging Face transformers models."""
+"""The networks: a policy that scores tokens and a critic that values states, around transformers models."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ModelError
 from paceline.learner.algorithms.log_probs import chunked_log_probs, token_log_probs
-from paceline.learner.batch.pack import MicroBatch
+from paceline.learner.batch.types import MicroBatch
 
 MAX_LOGITS_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Largest table of logits (tokens x vocabulary) that is made at once: 256 MiB in float32, 512 MiB in bfloat16."""
+"""Elements of the largest table of logits, tokens by vocabulary: 256 MiB in float32, 512 MiB in bfloat16."""
 
 
 class PolicyNetwork(nn.Module):
-    """A causal language model whose forward pass gives log-probs of response tokens, never all logits.
+    """A causal language model whose forward pass returns log-probs of response tokens, never all logits.
 
     Args:
         lm: the transformers model; its parameters keep their Hugging Face names under `lm`.
@@ -33,7 +33,7 @@ class PolicyNetwork(nn.Module):
         head = output_head(self.lm)
         most = MAX_LOGITS_ELEMENTS[hidden.device.type]
         if hidden.device.type == "cpu" and hidden.shape[0] * head.out_features <= most:
-            # Autograd keeps the logits: no second product.
+            # Autograd keeps the logits, which saves a second product.
             return token_log_probs(head(hidden), batch.targets, temperature, with_entropy)
         log_probs, entropy = chunked_log_probs(
             hidden,
@@ -48,16 +48,16 @@ class PolicyNetwork(nn.Module):
 
 
 class ValueNetwork(nn.Module):
-    """The same kind of body with one number per position.
+    """A transformers body with a value per position.
 
     Args:
-        lm: the transformers model; its language-model head is not kept.
+        lm: the transformers model; its language-model head is dropped.
         hidden_size: width of the body's states.
     """
 
     def __init__(self, lm: nn.Module, hidden_size: int) -> None:
         super().__init__()
-        # The attribute's name is the one in the checkpoint ("model"), so that tensor names stay the same.
+        # The attribute has the body's name in the checkpoint ("model"), so tensor names stay the same.
         self.prefix = str(getattr(lm, "base_model_prefix", "model"))
         setattr(self, self.prefix, body_of(lm))
         self.value_head = nn.Linear(hidden_size, 1)
@@ -69,9 +69,9 @@ class ValueNetwork(nn.Module):
         return body
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Values (n,) in float32 of the states in which the response tokens were chosen."""
+        """Values (n,) in float32 of the states that precede the response tokens."""
         values: Tensor = self.value_head(hidden_states(self.body, batch))
-        # A copy: FSDP's hooks do not survive in-place work on a view that a sharded module returns.
+        # A copy: FSDP's hooks fail on in-place work on a view that a sharded module returns.
         return values.float().squeeze(-1).clone()
 
 
@@ -91,7 +91,7 @@ def body_of(lm: nn.Module) -> nn.Module:
 
 
 def decoder_layers(body: nn.Module) -> nn.ModuleList:
-    """The layers that are sharded one by one.
+    """The decoder layers, which are sharded separately.
 
     Raises:
         ModelError: the model has no list of decoder layers under `layers`.
@@ -108,7 +108,7 @@ def output_head(lm: nn.Module) -> nn.Linear:
     """The language-model head.
 
     Raises:
-        ModelError: it is no plain linear layer without bias.
+        ModelError: it is not a linear layer without bias.
     """
     find: Any = getattr(lm, "get_output_embeddings", None)
     head = None if find is None else find()
@@ -123,11 +123,5 @@ def hidden_size(config: Any) -> int:
 
 
 def num_parameters(network: nn.Module) -> int:
-    """Elements of all parameters over all ranks; tied ones once."""
+    """Number of parameters over all ranks; tied ones count once."""
     return sum(parameter.numel() for parameter in network.parameters())
-
-
-def zero_grad(network: nn.Module) -> None:
-    """Forgets gradients."""
-    for parameter in network.parameters():
-        parameter.grad = None

@@ -1,6 +1,6 @@
-"""From scores, log-probs and values of a rank's rows to their advantages: the numbers of the whole batch, on every rank.
+"""Computes the advantages of a rank's rows from scores, log-probs and values, with statistics of the batch.
 
-Tables are (B, R): B this rank's rows over all its micro-batches, R their longest response.
+Tables are (B, R): B counts this rank's rows over all its micro-batches, R is their longest response.
 """
 
 from __future__ import annotations
@@ -15,46 +15,24 @@ from torch import Tensor
 
 from paceline.config.run import RunConfig
 from paceline.learner.algorithms import kl, registry
-from paceline.learner.algorithms.estimation import estimate_advantages
-from paceline.learner.algorithms.statistics import masked_mean
-from paceline.learner.batch.pack import MicroBatch
+from paceline.learner.algorithms.estimators import EstimatorInputs
+from paceline.learner.algorithms.statistics import RowShard, masked_mean
+from paceline.learner.batch.types import ScoredBatch
 from paceline.learner.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Scored:
-    """What is known of a micro-batch before its update; tables (B, R) of that micro-batch, None where not in use."""
+class Advantages:
+    """A micro-batch's `scores` (B,), `advantages` (B, R) and the critic's targets `returns`, also (B, R)."""
 
-    batch: MicroBatch
-    old_log_probs: Tensor
-    ref_log_probs: Tensor | None = None
-    values: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Prepared:
-    """A micro-batch ready for its updates.
-
-    Attributes:
-        scores: each sequence's reward with the overlong penalty, (B,).
-        weights: rollout correction's factors of the policy loss, (B, R); None without a correction.
-        selected: the tokens that a covariance loss treats apart, (B, R) booleans; None for the other losses.
-    """
-
-    batch: MicroBatch
-    old_log_probs: Tensor
-    ref_log_probs: Tensor | None
-    values: Tensor | None
+    scores: Tensor
     advantages: Tensor
     returns: Tensor | None
-    scores: Tensor | None = None
-    weights: Tensor | None = None
-    selected: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageSummary:
-    """Numbers of the whole batch. `reference_kl` is the mean over sequences; None without a reference."""
+    """Numbers of the whole batch; `reference_kl` is the mean over sequences, None without a reference."""
 
     reference_kl: float | None
     num_sequences: int
@@ -63,7 +41,7 @@ class AdvantageSummary:
 
 def compute_advantages(
     config: RunConfig,
-    scored: Sequence[Scored],
+    scored: Sequence[ScoredBatch],
     *,
     scores: Sequence[float],
     group_ids: Sequence[int],
@@ -71,125 +49,122 @@ def compute_advantages(
     kl_coef: float,
     critic_alone: bool = False,
     ranks: Ranks,
-) -> tuple[list[Prepared], AdvantageSummary]:
-    """Token rewards with the KL penalty, then advantages.
+) -> tuple[list[Advantages], AdvantageSummary]:
+    """Makes token rewards with the KL penalty, then advantages.
 
     Args:
         config: of the run.
-        scored: this rank's micro-batches, fillers among them.
+        scored: this rank's micro-batches, with its fillers.
         scores: of all rows of the step, on every rank.
         group_ids: prompt of all rows of the step.
-        greedy_scores: of the greedy answer to each row's prompt; of no use where a row lacks it.
+        greedy_scores: of the greedy answer to each row's prompt; ignored unless every row has one.
         kl_coef: the penalty's coefficient in this step.
         critic_alone: whether this is a step of the critic's warm-up.
         ranks: over which the batch's statistics are taken.
 
+    Returns:
+        The advantages by micro-batch, and the numbers of the whole batch.
+
     Raises:
-        NumericsError: nothing to whiten, a group too small.
+        NumericsError: too few tokens to whiten, or a group is too small.
     """
     device = ranks.device
-    longest = max(one.batch.mask.shape[1] for one in scored)
-    mine = [row for one in scored for row in one.batch.rows]
-    index = torch.tensor(mine, dtype=torch.int64, device=device)
-    mask = _stack([one.batch.mask for one in scored], scored, longest)
-    old = _stack([one.old_log_probs for one in scored], scored, longest)
-    ref = _stack_known([one.ref_log_probs for one in scored], scored, longest)
-    values = _stack_known([one.values for one in scored], scored, longest)
-    greedy = _all_known(greedy_scores, len(scores), device)
-    my_scores = torch.tensor(scores, dtype=torch.float32, device=device)[index]
+    longest = max(part.batch.mask.shape[1] for part in scored)
+    own_rows = [row for part in scored for row in part.batch.rows]
+    index = torch.tensor(own_rows, dtype=torch.int64, device=device)
+    mask = _stack([part.batch.mask for part in scored], scored, longest)
+    old = _stack([part.old_log_probs for part in scored], scored, longest)
+    ref = _stack_present([part.ref_log_probs for part in scored], scored, longest)
+    values = _stack_present([part.values for part in scored], scored, longest)
+    greedy = _if_all_present(greedy_scores, len(scores), device)
+    own_scores = torch.tensor(scores, dtype=torch.float32, device=device)[index]
 
     penalty = None if ref is None else kl.kl_estimate(old, ref, config.algorithm.kl_penalty)
     in_reward = penalty if config.algorithm.use_kl_in_reward else None
-    token_rewards = kl.token_rewards(my_scores, mask, in_reward, kl_coef)
-    estimator = registry.adv_estimator(config.algorithm.adv_estimator)
+    token_rewards = kl.token_rewards(own_scores, mask, in_reward, kl_coef)
 
     def gather(rows: Tensor) -> Tensor:
-        # Each row is on one rank; adding zeros is exact, and the order is the batch's everywhere.
+        # Each row is on one rank, so the sum only adds zeros and is exact; every rank gets the batch's order.
         everywhere = torch.zeros(len(scores), dtype=rows.dtype, device=device)
         everywhere[index] = rows
         return ranks.all_sum(everywhere)
 
-    advantages, returns = estimate_advantages(
-        estimator,
-        _options(config, estimator, critic_alone=critic_alone),
+    estimator = registry.ADV_ESTIMATORS[config.algorithm.adv_estimator]
+    inputs = EstimatorInputs(
         token_rewards=token_rewards,
         mask=mask,
         group_ids=torch.tensor(group_ids, dtype=torch.int64, device=device)[index],
         values=values,
         greedy_scores=None if greedy is None else greedy[index],
-        all_reduce=ranks.all_sum,
-        gather=gather,
-        rows=index,
+        shard=RowShard(all_reduce=ranks.all_sum, gather=gather, rows=index),
     )
+    advantages, returns = estimator(inputs, _estimator_options(config, critic_alone=critic_alone))
     metrics = _metrics(scores, token_rewards, advantages, returns, values, mask, ranks)
-    prepared = _split(scored, my_scores, advantages, returns)
-    return prepared, AdvantageSummary(
+    return _split(scored, own_scores, advantages, returns), AdvantageSummary(
         reference_kl=None if penalty is None else _mean_over_sequences(penalty, mask, len(scores), ranks),
         num_sequences=len(scores),
         metrics=metrics,
     )
 
 
-def _options(config: RunConfig, estimator: registry.Estimator, *, critic_alone: bool) -> dict[str, Any]:
-    options = registry.configured_options(estimator.function, config.algorithm)
+def _estimator_options(config: RunConfig, *, critic_alone: bool) -> dict[str, Any]:
+    options = config.algorithm.estimator_arguments
     if critic_alone and config.critic.warmup_lam is not None:
         # The advantages are not used; gae makes the critic's targets with lam, vapo with lam_critic.
-        options |= {"lam": config.critic.warmup_lam, "lam_critic": config.critic.warmup_lam}
+        options |= {name: config.critic.warmup_lam for name in ("lam", "lam_critic") if name in options}
     return options
 
 
-def _all_known(scores: Sequence[float | None], number: int, device: torch.device) -> Tensor | None:
-    """The scores, (number,); None where one of them is not there."""
-    known = [score for score in scores if score is not None]
-    return torch.tensor(known, dtype=torch.float32, device=device) if len(known) == number else None
+def _if_all_present(scores: Sequence[float | None], number: int, device: torch.device) -> Tensor | None:
+    """The scores, (number,); None if one is missing."""
+    present = [score for score in scores if score is not None]
+    return torch.tensor(present, dtype=torch.float32, device=device) if len(present) == number else None
 
 
 def _mean_over_sequences(table: Tensor, mask: Tensor, num_sequences: int, ranks: Ranks) -> float:
-    """Mean over all ranks' sequences of each one's masked mean."""
+    """The mean over all ranks' sequences of each sequence's masked mean."""
     total = ranks.all_sum(masked_mean(table, mask, dim=-1).double().sum().reshape(1))
     return float(total.item()) / num_sequences
 
 
-def _stack(tables: Sequence[Tensor], scored: Sequence[Scored], longest: int) -> Tensor:
-    """Tables one below the other, without the fillers' rows."""
-    kept = [
-        F.pad(table[: len(one.batch.rows)], (0, longest - table.shape[1]))
-        for table, one in zip(tables, scored, strict=True)
+def _stack(tables: Sequence[Tensor], scored: Sequence[ScoredBatch], longest: int) -> Tensor:
+    """Concatenates the rows of all tables, padded to the longest, without the fillers'."""
+    padded = [
+        F.pad(table[: len(part.batch.rows)], (0, longest - table.shape[1]))
+        for table, part in zip(tables, scored, strict=True)
     ]
-    return torch.cat(kept)
+    return torch.cat(padded)
 
 
-def _stack_known(tables: Sequence[Tensor | None], scored: Sequence[Scored], longest: int) -> Tensor | None:
-    known = [table for table in tables if table is not None]
-    return _stack(known, scored, longest) if len(known) == len(tables) else None
+def _stack_present(
+    tables: Sequence[Tensor | None], scored: Sequence[ScoredBatch], longest: int
+) -> Tensor | None:
+    present = [table for table in tables if table is not None]
+    return _stack(present, scored, longest) if len(present) == len(tables) else None
 
 
 def _split(
-    scored: Sequence[Scored], scores: Tensor, advantages: Tensor, returns: Tensor | None
-) -> list[Prepared]:
-    """The rows back to their micro-batches; a filler gets zeros."""
-    prepared, first = [], 0
-    for one in scored:
-        count, shape = len(one.batch.rows), one.batch.mask.shape
+    scored: Sequence[ScoredBatch], scores: Tensor, advantages: Tensor, returns: Tensor | None
+) -> list[Advantages]:
+    """The stacked rows back by micro-batch; a filler gets zeros."""
+    split, first = [], 0
+    for part in scored:
+        count, shape = len(part.batch.rows), part.batch.mask.shape
         rows = slice(first, first + count)
         first += count
 
-        def part(table: Tensor, rows: slice = rows, shape: torch.Size = shape) -> Tensor:
-            cut = table[rows, : shape[1]]
-            return cut if len(cut) == shape[0] else table.new_zeros(shape)
+        def cut(table: Tensor, rows: slice = rows, shape: torch.Size = shape) -> Tensor:
+            own = table[rows, : shape[1]]
+            return own if len(own) == shape[0] else table.new_zeros(shape)
 
-        prepared.append(
-            Prepared(
-                batch=one.batch,
-                old_log_probs=one.old_log_probs,
-                ref_log_probs=one.ref_log_probs,
-                values=one.values,
-                advantages=part(advantages),
-                returns=None if returns is None else part(returns),
+        split.append(
+            Advantages(
                 scores=scores[rows] if count else scores.new_zeros(shape[:1]),
+                advantages=cut(advantages),
+                returns=None if returns is None else cut(returns),
             )
         )
-    return prepared
+    return split
 
 
 def _metrics(

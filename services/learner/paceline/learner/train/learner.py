@@ -1,4 +1,4 @@
-"""What a learner rank holds: policy, critic, reference, their optimizers, the KL coefficient, the guard's histories, and the version."""
+"""What a learner rank holds: networks and optimizers, KL controller, guard histories, version."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import Precision, load_critic, load_policy
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.losses import loss_function
-from paceline.learner.train.optimizer import Optimizer, Schedule
-from paceline.learner.train.trainable import N, Trainable
+from paceline.learner.train.optimizer import N, Optimizer, Schedule, Trainable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Learner:
-    """One rank's part of everything that trains. `version` counts training steps; `critic` and `reference` may be absent."""
+    """One rank's part of everything that trains; `version` counts training steps."""
 
     config: RunConfig
     ranks: Ranks
@@ -36,12 +35,12 @@ class Learner:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids that the policy knows."""
         return int(self.actor.network.lm.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
 
     @classmethod
     def build(cls, config: RunConfig, ranks: Ranks) -> Learner:
-        """Loads the networks of a run at version 0; every rank calls it alike.
+        """Loads the networks of a run at version 0; every rank calls it.
 
         Raises:
             ConfigError: a custom policy loss is not there or cannot be trained with.
@@ -71,7 +70,7 @@ class Learner:
             )
             critic = _trainable(values, config.critic.optim, config.critic.grad_clip, config)
         if config.needs_reference:
-            # Never updated, so kept in the type that it computes in.
+            # It is never updated, so it is kept in the type that it computes in.
             frozen = Precision(compute=compute, store=compute)
             reference = load_policy(model.path, ranks, frozen, random_seed=seed if random_weights else None)
             reference.requires_grad_(False)

@@ -1,7 +1,7 @@
-"""The losses of policy and critic on one micro-batch, as shares of the mini-batch's: they add up over micro-batches and ranks.
+"""The losses of policy and critic on one micro-batch, as shares of the mini-batch's loss.
 
-Each is called with a micro-batch and the counts of its mini-batch, and gives the share with its graph and a vector of sums
-for the metrics, whose `names` it has: the whole loss first.
+Shares add up over micro-batches and ranks. A loss takes a micro-batch and the counts of its mini-batch, and
+returns the share with its graph and a vector of sums for the metrics `names`, the loss first.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from paceline.learner.algorithms.policy_losses.base import (
 from paceline.learner.algorithms.statistics import masked_sum
 from paceline.learner.algorithms.value_losses import clipped_value_loss
 from paceline.learner.batch.minibatch import Denominators
-from paceline.learner.batch.pack import MicroBatch
+from paceline.learner.batch.types import MicroBatch, TrainingBatch
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
-from paceline.learner.train.advantages import Prepared
 
 STANDARD_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
 """Token means that every policy loss reports: 0 where a loss has no such thing, as without a clip."""
@@ -49,8 +48,8 @@ def loss_function(config: RunConfig) -> LossFunction:
 class PolicyLoss:
     """The policy's loss on one micro-batch, as a share of the mini-batch's.
 
-    `names` are those of the vector of sums that comes with it: the whole loss, then the metrics, the policy loss's own
-    among them. `kl_scale` multiplies actor.kl_loss_coef.
+    `names` are those of the vector of sums: the loss, then the metrics with the policy loss's own. `kl_scale`
+    multiplies actor.kl_loss_coef.
     """
 
     def __init__(self, config: RunConfig, network: PolicyNetwork, *, kl_scale: float = 1.0) -> None:
@@ -63,29 +62,33 @@ class PolicyLoss:
         self._token_metrics = (*STANDARD_METRICS, *own)
         self.names = ("loss", *self._token_metrics, "pg_loss", "kl_loss")
 
-    def __call__(self, part: Prepared, whole: Denominators) -> tuple[Tensor, Tensor]:
-        """The share, with its graph, and the sums."""
+    def __call__(
+        self, part: TrainingBatch, denominators: Denominators, selected: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The share, with its graph, and the sums; `selected` as `LossInputs`."""
         batch = part.batch
         flat, flat_entropy = self._network(batch, self._temperature, True)
         log_probs = batch.table(flat)
-        per_token, metrics = self._per_token(log_probs, part)
+        per_token, metrics = self._per_token(log_probs, part, selected)
         if part.weights is not None:
             per_token = per_token * part.weights
-        total = pg_loss = self._aggregate(per_token, batch, whole)
+        total = pg_loss = self._aggregate(per_token, batch, denominators)
         assert flat_entropy is not None
         entropy = batch.table(flat_entropy if self._actor.entropy_coeff else flat_entropy.detach())
         if self._actor.entropy_coeff:
-            total = total - self._actor.entropy_coeff * self._aggregate(entropy, batch, whole)
+            total = total - self._actor.entropy_coeff * self._aggregate(entropy, batch, denominators)
         kl_loss = torch.zeros_like(pg_loss)
         if self._actor.use_kl_loss and part.ref_log_probs is not None:
             estimate = kl.kl_estimate(log_probs, part.ref_log_probs, self._actor.kl_loss_type)
-            kl_loss = self._aggregate(estimate, batch, whole)
+            kl_loss = self._aggregate(estimate, batch, denominators)
             total = total + self._kl_loss_coef * kl_loss
         means = {**metrics, "entropy": _mean_of(entropy.detach(), batch)}
-        sums = _sums(total, batch, means, self._token_metrics, whole)
+        sums = _sums(total, batch, means, self._token_metrics, denominators)
         return total, torch.cat([sums, torch.stack([pg_loss, kl_loss]).detach().double()])
 
-    def _per_token(self, log_probs: Tensor, part: Prepared) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def _per_token(
+        self, log_probs: Tensor, part: TrainingBatch, selected: Tensor | None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The policy loss, (B, R), and its metrics, always with `ppo_kl`, on which the guard relies."""
         mask = part.batch.mask
         inputs = LossInputs(
@@ -96,7 +99,7 @@ class PolicyLoss:
             rollout_log_probs=part.batch.rollout_log_probs,
             ref_log_probs=part.ref_log_probs,
             scores=part.scores,
-            selected=part.selected,
+            selected=selected,
         )
         per_token, metrics = self._loss.function(inputs, **self._arguments)
         if metrics.keys() != set(self._loss.metrics):
@@ -109,13 +112,13 @@ class PolicyLoss:
             metrics = {**metrics, "ppo_kl": ppo_kl(log_ratio, mask)}
         return per_token, metrics
 
-    def _aggregate(self, per_token: Tensor, batch: MicroBatch, whole: Denominators) -> Tensor:
+    def _aggregate(self, per_token: Tensor, batch: MicroBatch, denominators: Denominators) -> Tensor:
         return aggregate(
             per_token,
             batch.mask,
             self._actor.loss_agg_mode,
-            num_tokens=whole.num_tokens,
-            num_sequences=whole.num_sequences,
+            num_tokens=denominators.num_tokens,
+            num_sequences=denominators.num_sequences,
             constant=self._constant,
         )
 
@@ -128,21 +131,25 @@ class ValueLoss:
     def __init__(self, config: RunConfig, network: ValueNetwork) -> None:
         self._network, self._clip = network, config.critic.vf_clip_param
 
-    def __call__(self, part: Prepared, whole: Denominators) -> tuple[Tensor, Tensor]:
+    def __call__(self, part: TrainingBatch, denominators: Denominators) -> tuple[Tensor, Tensor]:
         """The share, with its graph, and the sums."""
         batch = part.batch
         assert part.values is not None and part.returns is not None  # noqa: PT018  a critic has made them
         values = batch.table(self._network(batch))
         per_token, metrics = clipped_value_loss(values, part.values, part.returns, batch.mask, self._clip)
-        total = aggregate(per_token, batch.mask, "token-mean", num_tokens=whole.num_tokens)
-        return total, _sums(total, batch, metrics, self.names[1:], whole)
+        total = aggregate(per_token, batch.mask, "token-mean", num_tokens=denominators.num_tokens)
+        return total, _sums(total, batch, metrics, self.names[1:], denominators)
 
 
 def _sums(
-    total: Tensor, batch: MicroBatch, means: Mapping[str, Tensor], names: Sequence[str], whole: Denominators
+    total: Tensor,
+    batch: MicroBatch,
+    means: Mapping[str, Tensor],
+    names: Sequence[str],
+    denominators: Denominators,
 ) -> Tensor:
     """[loss, then each metric's share of the mini-batch's token mean], float64."""
-    share = batch.mask.sum().double() / whole.num_tokens
+    share = batch.mask.sum().double() / denominators.num_tokens
     zero = share.new_zeros(())
     # A loss without such a metric (no clip, say) reports 0.
     return torch.stack([total.detach().double(), *(means.get(name, zero).double() * share for name in names)])

@@ -1,32 +1,30 @@
-"""The updates of policy and critic: epochs of mini-batches, each one optimizer step with denominators of the whole mini-batch."""
+"""Updates policy and critic: epochs of mini-batches, one optimizer step per mini-batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import NumericsError
-from paceline.learner.batch.minibatch import Denominators, MiniBatch
+from paceline.learner.batch.minibatch import MiniBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
-from paceline.learner.train.advantages import Prepared
 from paceline.learner.train.losses import PolicyLoss, ValueLoss
-from paceline.learner.train.selection import with_selected_tokens
-from paceline.learner.train.trainable import Trainable
-from paceline.learner.train.update_guard import NetworkGate, UpdateGate
+from paceline.learner.train.optimizer import PartLoss, Trainable
+from paceline.learner.train.shaping import select_tokens
+from paceline.learner.train.update_guard import NetworkGuard, UpdateGuard
 
 FIRST_KL_TOLERANCE = 1e-6
-"""On policy the first mini-batch's log-ratio is 0; in float32 its mean may be this far off."""
+"""On policy the first mini-batch's log-ratio is 0; rounding in float32 may move its mean this far."""
 
 
 @dataclass(kw_only=True, slots=True)
 class UpdateReport:
-    """What the optimizer steps of one network said, step by step."""
+    """The optimizer steps of one network in a training step."""
 
     metrics: list[dict[str, float]] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -34,9 +32,9 @@ class UpdateReport:
     lr: float = 0.0
 
     def summary(self, prefix: str) -> dict[str, float]:
-        """Means over the mini-batches, under `prefix`; norms that are not finite are left to `skipped_updates`."""
+        """Means over the steps that were taken, under `prefix`, and the number of skipped ones."""
         names = self.metrics[0].keys() if self.metrics else ()
-        means = {f"{prefix}{name}": _mean([one[name] for one in self.metrics]) for name in names}
+        means = {f"{prefix}{name}": _mean([metrics[name] for metrics in self.metrics]) for name in names}
         return means | {
             f"{prefix}grad_norm": _mean(self.grad_norms),
             f"{prefix}lr": self.lr,
@@ -51,24 +49,30 @@ def update_policy(
     *,
     step: int,
     ranks: Ranks,
-    gate: UpdateGate,
+    guard: UpdateGuard,
 ) -> UpdateReport:
-    """All optimizer steps of the policy in one training step.
+    """Takes all optimizer steps of the policy in one training step.
 
     Raises:
-        NumericsError: in float32 the first mini-batch's ratio is not 1: old and new log-probs do not come from the same
-            weights or the same computation, and every number of the step would be in doubt.
+        NumericsError: in float32 the first mini-batch's ratio is not 1, so old and new log-probs come from
+            different weights or different computations; no number of the step could be trusted.
     """
-    report = UpdateReport(lr=actor.schedule.at(step) * gate.adjustments.lr_scale)
-    if gate.refusal:
-        report.skipped += [gate.refusal] * (config.actor.ppo_epochs * len(mini_batches))
+    report = UpdateReport(lr=actor.schedule.at(step) * guard.adjustments.lr_scale)
+    if guard.refusal:
+        report.skipped += [guard.refusal] * (config.actor.ppo_epochs * len(mini_batches))
         return report
-    loss = PolicyLoss(config, actor.network, kl_scale=gate.adjustments.kl_scale)
-    judge = NetworkGate(gate=gate, network="actor", names=loss.names, grad_clip=config.actor.grad_clip)
-    mini_batches = with_selected_tokens(mini_batches, config.actor, ranks)
+    loss = PolicyLoss(config, actor.network, kl_scale=guard.adjustments.kl_scale)
+    network_guard = NetworkGuard(
+        guard=guard, network="actor", names=loss.names, grad_clip=config.actor.grad_clip
+    )
+    selections = [select_tokens(mini, config.actor, ranks) for mini in mini_batches]
     for epoch in range(config.actor.ppo_epochs):
         for number, mini in enumerate(mini_batches):
-            metrics = _step(actor, mini, loss, judge, step=step, ranks=ranks, report=report)
+            losses = [
+                partial(loss, part, mini.denominators, selected)
+                for part, selected in zip(mini.parts, selections[number], strict=True)
+            ]
+            metrics = _step(actor, losses, network_guard, step=step, ranks=ranks, report=report)
             if epoch == number == 0:
                 _check_first(metrics, config)
     return report
@@ -81,43 +85,44 @@ def update_critic(
     *,
     step: int,
     ranks: Ranks,
-    gate: UpdateGate,
+    guard: UpdateGuard,
 ) -> UpdateReport:
-    """All optimizer steps of the critic in one training step."""
-    report = UpdateReport(lr=critic.schedule.at(step) * gate.adjustments.lr_scale)
+    """Takes all optimizer steps of the critic in one training step."""
+    report = UpdateReport(lr=critic.schedule.at(step) * guard.adjustments.lr_scale)
     num_epochs = config.critic.ppo_epochs or config.actor.ppo_epochs
-    if gate.refusal:
-        report.skipped += [gate.refusal] * (num_epochs * len(mini_batches))
+    if guard.refusal:
+        report.skipped += [guard.refusal] * (num_epochs * len(mini_batches))
         return report
     loss = ValueLoss(config, critic.network)
-    judge = NetworkGate(gate=gate, network="critic", names=loss.names, grad_clip=config.critic.grad_clip)
+    network_guard = NetworkGuard(
+        guard=guard, network="critic", names=loss.names, grad_clip=config.critic.grad_clip
+    )
     for _ in range(num_epochs):
         for mini in mini_batches:
-            _step(critic, mini, loss, judge, step=step, ranks=ranks, report=report)
+            losses = [partial(loss, part, mini.denominators) for part in mini.parts]
+            _step(critic, losses, network_guard, step=step, ranks=ranks, report=report)
     return report
 
 
 def _step(
     trainable: Trainable[Any],
-    mini: MiniBatch,
-    loss: Callable[[Prepared, Denominators], tuple[Tensor, Tensor]],
-    judge: NetworkGate,
+    losses: Sequence[PartLoss],
+    network_guard: NetworkGuard,
     *,
     step: int,
     ranks: Ranks,
     report: UpdateReport,
 ) -> dict[str, float]:
-    parts = {id(part.batch): part for part in mini.parts}
+    """Takes one optimizer step on the losses of a mini-batch's parts; reports and returns its metrics."""
     outcome, sums = trainable.update(
-        [part.batch for part in mini.parts],
-        lambda batch: loss(parts[id(batch)], mini.denominators),
+        losses,
         step=step,
         ranks=ranks,
-        lr_scale=judge.gate.adjustments.lr_scale,
-        veto=judge.veto,
+        lr_scale=network_guard.guard.adjustments.lr_scale,
+        veto=network_guard.veto,
     )
-    judge.note(outcome)
-    metrics = dict(zip(judge.names, sums.tolist(), strict=True))
+    network_guard.note(outcome)
+    metrics = dict(zip(network_guard.names, sums.tolist(), strict=True))
     if outcome.taken:
         report.metrics.append(metrics)
         report.grad_norms.append(outcome.grad_norm)
@@ -127,7 +132,7 @@ def _step(
 
 
 def _check_first(metrics: Mapping[str, float], config: RunConfig) -> None:
-    """A loss that is not finite is the optimizer's business, which skips it."""
+    """Checks that the ratio is 1. The optimizer skips a loss that is not finite, so that one passes."""
     ratio_off = abs(metrics["ppo_kl"]) > FIRST_KL_TOLERANCE or metrics["pg_clipfrac"] > FIRST_KL_TOLERANCE
     if config.model.dtype == "float32" and math.isfinite(metrics["loss"]) and ratio_off:
         raise NumericsError(

@@ -1,7 +1,7 @@
-"""The guard on the learner's side: may this optimizer step be taken? Every rank comes to the same answer, from the same numbers.
+"""The guard on the learner: whether an optimizer step may be taken. Every rank judges the same numbers alike.
 
-rewards, reference KL -> judge_batch: any step of this batch at all?
-metrics of a mini-batch, gradient norm -> judge_update: this one?
+rewards, reference KL -> judge_batch: may any step on this batch be taken?
+metrics of a mini-batch, gradient norm -> judge_update: may this step be taken?
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.optimizer import StepOutcome
 
 
-class UpdateGate:
-    """Judges the optimizer steps of one training step and keeps what it saw.
+class UpdateGuard:
+    """Judges the optimizer steps of one training step and keeps their readings.
 
     Args:
         config: the rules.
-        histories: running medians, which outlast the step.
+        histories: running medians, which outlive the step.
         ranks: the group.
-        adjustments: in force in this step.
+        adjustments: those in force in this step.
     """
 
     def __init__(
@@ -46,25 +46,25 @@ class UpdateGate:
         self._limits, self._histories, self._ranks = config.limits, histories, ranks
         self._readings: list[Reading] = []
         self.refusal = ""
-        """Why no optimizer step of this batch may be taken; "" where nothing speaks against it."""
+        """Why no optimizer step on this batch may be taken; "" if steps may be taken."""
 
     @property
     def readings(self) -> list[Reading]:
-        """The worst of every rule and network so far."""
+        """The worst reading of every rule and network so far."""
         return worst(self._readings)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """For the step's line: the largest `ppo_kl` of a mini-batch."""
-        found = [one.value for one in self._readings if one.rule == "ppo_kl"]
-        return {"actor/ppo_kl_max": max(found)} if found else {}
+        """For the step's metrics: the largest `ppo_kl` of a mini-batch."""
+        kls = [reading.value for reading in self._readings if reading.rule == "ppo_kl"]
+        return {"actor/ppo_kl_max": max(kls)} if kls else {}
 
     def judge_batch(self, *, rewards: Sequence[float], reference_kl: float | None) -> None:
-        """Looks at what is known before any update; sets `refusal`.
+        """Judges what is known before any update; sets `refusal`.
 
         Args:
             rewards: of all rows of the step, on every rank.
-            reference_kl: mean over all sequences; None without a reference.
+            reference_kl: the mean over all sequences; None without a reference.
         """
         values = {} if reference_kl is None else {"reference_kl": reference_kl}
         if len(rewards) > 1:
@@ -74,24 +74,31 @@ class UpdateGate:
     def judge_update(
         self, network: str, names: Sequence[str], sums: Tensor, grad_norm: float, grad_clip: float
     ) -> str:
-        """Why an optimizer step of "actor" or "critic" is not to be taken, "" where it is; `sums` are of the metrics `names`.
+        """Why a step of "actor" or "critic" must be skipped, or ""; `sums` are of the metrics `names`.
 
-        A gradient that clipping leaves alone is no matter for `grad_norm`, however much it exceeds the median.
+        The rule `grad_norm` ignores a gradient below the clip, even one far above the median.
         """
         if not self._limits:
             return ""
-        # Reduced numbers all of them; the largest over the ranks makes them equal to the last bit.
+        # The numbers are reduced already; their largest over the ranks makes them equal to the last bit.
         numbers = self._ranks.all_max(torch.cat([sums, sums.new_tensor([grad_norm])])).tolist()
         metrics = dict(zip([*names, "grad_norm"], numbers, strict=True))
-        return self._judge(network, self._of_interest(network, metrics, grad_clip))
+        return self._judge(network, self._judged_values(network, metrics, grad_clip))
 
     def note_non_finite(self, network: str) -> None:
-        """The optimizer did not take a step, since its loss or gradient was not finite."""
-        earlier = [one for one in self._readings if (one.rule, one.network) == ("non_finite", network)]
+        """Counts a step that was skipped because its loss or gradient was not finite."""
+        earlier = [
+            reading
+            for reading in self._readings
+            if (reading.rule, reading.network) == ("non_finite", network)
+        ]
         number = len(earlier) + 1.0
         self._readings.append(Reading(rule="non_finite", value=number, network=network, num_skipped=1))
 
-    def _of_interest(self, network: str, metrics: Mapping[str, float], grad_clip: float) -> dict[str, float]:
+    def _judged_values(
+        self, network: str, metrics: Mapping[str, float], grad_clip: float
+    ) -> dict[str, float]:
+        """The values that the network's rules judge, by rule."""
         values = {
             name: metrics[rule.metric]
             for name, rule in RULES.items()
@@ -102,10 +109,10 @@ class UpdateGate:
         return values
 
     def _judge(self, network: str, values: Mapping[str, float]) -> str:
-        """Readings of the values, and the reasons to refuse."""
+        """Keeps readings of the values by rule; returns why the step must be skipped, else ""."""
         reasons = []
         for name, value in values.items():
-            reading = self._read(name, network, value) if name in self._limits else None
+            reading = self._reading(name, network, value) if name in self._limits else None
             if reading is None:
                 continue
             refused = Action.SKIP in crossed(self._limits[name], reading)
@@ -122,8 +129,8 @@ class UpdateGate:
             )
         return "; ".join(reasons)
 
-    def _read(self, name: str, network: str, value: float) -> Reading | None:
-        """None where there is nothing to judge: no finite value, no median yet."""
+    def _reading(self, name: str, network: str, value: float) -> Reading | None:
+        """The reading of a rule; None if the value is not finite or the rule has no median yet."""
         reference: float | None = 0.0
         if RULES[name].relative:
             key = f"{network}/{name}" if network else name
@@ -135,19 +142,19 @@ class UpdateGate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NetworkGate:
-    """The gate as the update of one network sees it; `names` are those of its metrics' sums."""
+class NetworkGuard:
+    """The guard of one network's updates; `names` are those of its metrics' sums."""
 
-    gate: UpdateGate
+    guard: UpdateGuard
     network: str
     names: Sequence[str]
     grad_clip: float
 
     def veto(self, sums: Tensor, grad_norm: float) -> str:
-        """Why a step is not to be taken, "" where it is."""
-        return self.gate.judge_update(self.network, self.names, sums, grad_norm, self.grad_clip)
+        """Why a step must be skipped, else ""."""
+        return self.guard.judge_update(self.network, self.names, sums, grad_norm, self.grad_clip)
 
     def note(self, outcome: StepOutcome) -> None:
-        """Told what came of a step."""
+        """Takes note of a step's outcome."""
         if not outcome.finite:
-            self.gate.note_non_finite(self.network)
+            self.guard.note_non_finite(self.network)

@@ -1,7 +1,9 @@
-"""Sample requests in vLLM's words, and vLLM's outputs as samples."""
+"""Translates sample requests into vLLM's, and vLLM's outputs into samples."""
 
 from __future__ import annotations
 
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,13 +19,8 @@ async def submit(llm: Any, request: SampleRequest) -> Any:
     Raises:
         InvalidMessageError: vLLM refuses the request.
     """
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-    from vllm.inputs import tokens_input
-    from vllm.sampling_params import RequestOutputKind
-
-    sampling = request.sampling
-    params = SamplingParams(
+    vllm, sampling = _vllm(), request.sampling
+    params = vllm.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -33,17 +30,32 @@ async def submit(llm: Any, request: SampleRequest) -> Any:
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=vllm.FINAL_ONLY,
         skip_clone=True,
     )
-    prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
+    prompt = vllm.tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
     try:
         return await llm.add_request(request.request_id, prompt, params)
     # In 0.24 the first is a subclass of the second, in 0.32 it is not.
-    except (VLLMValidationError, ValueError) as error:
+    except (vllm.VLLMValidationError, ValueError) as error:
         raise InvalidMessageError(
             f"the engine refuses request {request.request_id}: {error}", reason="refused_by_engine"
         ) from error
+
+
+@cache
+def _vllm() -> Any:
+    """The parts of vLLM that a request needs; imported once, since a step makes thousands of requests."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SimpleNamespace(
+        SamplingParams=SamplingParams,
+        tokens_input=tokens_input,
+        FINAL_ONLY=RequestOutputKind.FINAL_ONLY,
+        VLLMValidationError=VLLMValidationError,
+    )
 
 
 def to_sample(output: Any) -> Sample:

@@ -1,7 +1,8 @@
-"""Rollout and reward workers killed at every kind of moment while a step is collected: the batch is what it would have been.
+"""Rollout and reward members are killed at any moment while a step is collected: the batch stays the same.
 
-Real sampler, reward consumer, collector, mailboxes and journal over a broker in memory; the engine computes nothing. A worker is killed at a
-call to its broker, before the call takes effect or after it did but before the worker hears of it; from then on the broker hears nothing of it.
+Real sampler, reward consumer, collector, mailboxes and journal over a broker in memory; the engine computes
+nothing. A member is killed at a call to its broker, before the call takes effect, or after that but before
+the member gets the answer; from then on it makes no calls.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +54,22 @@ PROMPTS = {
     for i in range(10, 22)
 }
 LIMITS = SamplerLimits(
-    num_samples=8, num_groups=3, group_size=NUM_SAMPLES, group_timeout_s=5.0, lease_s=LEASE_S, max_stream_length=1000, append_timeout_s=5.0
-)  # fmt: skip
+    num_samples=8,
+    num_groups=3,
+    group_size=NUM_SAMPLES,
+    group_timeout_s=5.0,
+    lease_s=LEASE_S,
+    max_stream_length=1000,
+    append_timeout_s=5.0,
+)
 
 
 class MortalBroker:
-    """A broker's client whose process dies at its `lifetime`-th call; `hears` tells whether that call still takes effect."""
+    """A client whose process dies at its `lifetime`-th call; `hears` says whether that call takes effect."""
 
     def __init__(self, store: MemoryStore, lifetime: int | None, *, hears: bool) -> None:
         self._broker, self._left, self._hears = MemoryBroker(store=store), lifetime, hears
-        self.dead = asyncio.Event()
+        self.dead, self.lease_s = asyncio.Event(), LEASE_S
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         method = getattr(self._broker, name)
@@ -75,7 +82,7 @@ class MortalBroker:
                     if self._hears:
                         await method(*args, **kwargs)
             if self.dead.is_set():
-                raise BrokerError("this worker was killed")
+                raise BrokerError("this member was killed")
             return await method(*args, **kwargs)
 
         return call
@@ -120,7 +127,7 @@ async def roll_out(broker: MortalBroker, name: str) -> None:
         run_id=RUN,
         server_id=name.partition("/")[0],
         consumer=name,
-        limits=LIMITS,
+        limits=replace(LIMITS, lease_s=broker.lease_s),
         spawn=spawn,
     )
     sampler.open(POLICY)
@@ -129,7 +136,7 @@ async def roll_out(broker: MortalBroker, name: str) -> None:
 
 async def reward(broker: MortalBroker, name: str) -> None:
     """A reward process from its start to its death."""
-    options = ConsumerOptions(run_id=RUN, member_id=name, lease_s=LEASE_S, max_entries=4)
+    options = ConsumerOptions(run_id=RUN, member_id=name, lease_s=broker.lease_s, max_entries=4)
     await Consumer(broker=broker, scorer=Parities(), tokenizer=Letters(), options=options).run()
 
 
@@ -147,6 +154,8 @@ class Fleet:
             mortal = incarnation < self.num_deaths
             lifetime = int(self.rng.integers(1, 14)) if mortal else None
             broker = MortalBroker(self.store, lifetime, hears=bool(self.rng.integers(2)))
+            # Where nobody dies, a slow machine must not look like a death.
+            broker.lease_s = LEASE_S if self.num_deaths else 30.0
             process = asyncio.create_task(work(broker, f"{slot}/{incarnation}"))
             died = asyncio.create_task(broker.dead.wait())
             try:
@@ -187,7 +196,8 @@ async def collect(
 ) -> tuple[Batch, MemoryBroker, Fleet]:
     """One step over two rollout and two reward slots, each of which dies `num_deaths` times.
 
-    With `num_first` fewer than there are, groups of equal scores are replaced by the others, and each prompt has a greedy answer too.
+    With `num_first` fewer than there are, groups of equal scores are replaced by the others, and each prompt
+    has a greedy answer too.
     """
     store, refilled = MemoryStore(), num_first < len(PROMPTS)
     cursor = PromptCursor(list(PROMPTS), batch_size=num_first, seed=seed, shuffle=refilled)

@@ -1,12 +1,13 @@
-"""Shapes and tensor-parallel layouts of a Qwen2-like model, written down without the engine's code."""
+"""Layouts for tests: FSDP2 shards, and a Qwen2-like model's tensor-parallel slices, without the engine's code."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,3 +98,24 @@ def tp_layout(model: DenseModel, rank: int, size: int) -> tuple[RankLayout, dict
     if not model.tied:
         vocab("lm_head.weight")
     return RankLayout(dtype="float32", slices=tuple(slices)), params
+
+
+def fsdp_layout(
+    shapes: Mapping[str, tuple[int, ...]], *, rank: int, world_size: int, dtype: str
+) -> RankLayout:
+    """The layout of one FSDP2 rank: every tensor sharded along dimension 0.
+
+    Args:
+        shapes: global shape by tensor name, in the model's order.
+        rank: this rank in the sharding mesh.
+        world_size: size of the sharding mesh.
+        dtype: element type of the shards.
+    """
+    slices = []
+    for name, shape in shapes.items():
+        first, last = chunk_rows(shape[0], rank, world_size)
+        box = Box((first, *(0 for _ in shape[1:])), (last, *shape[1:]))
+        if box.volume:
+            offset = (0,) * len(shape)
+            slices.append(TensorSlice(name=name, global_shape=shape, box=box, param=name, offset=offset))
+    return RankLayout(dtype=dtype, slices=tuple(slices))

@@ -1,0 +1,131 @@
+"""The records of a batch on its way to the update: rows, micro-batches, scored batches, training batches.
+
+B counts the rows of a micro-batch, R is their longest response, T all their tokens, n their response tokens.
+The model sees (1, T). Its numbers per response token are flat, (n,); `MicroBatch.table` spreads them over
+(B, R) for `paceline.learner.algorithms`, whose functions need complete sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from paceline.core.trajectory import Float32Array, Int32Array, UInt8Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedRow:
+    """One sequence; `index` is its place in the step's batch, -1 for a filler of an empty micro-batch."""
+
+    index: int
+    prompt_token_ids: Int32Array
+    response_token_ids: Int32Array
+    response_mask: UInt8Array
+    response_log_probs: Float32Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceBlock:
+    """`num_sequences` neighbouring sequences of `length` tokens each, from token `start` on."""
+
+    start: int
+    num_sequences: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last token."""
+        return self.start + self.num_sequences * self.length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedSequences:
+    """Where the sequences of a packed row begin.
+
+    Attributes:
+        cu_seqlens: (num_sequences + 1,) int32 on the model's device, from 0 to the number of tokens.
+        max_length: tokens of the longest sequence.
+        blocks: the same sequences as runs of equal length, in order.
+    """
+
+    cu_seqlens: Tensor
+    max_length: int
+    blocks: tuple[SequenceBlock, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSequences:
+        """Sequences of these lengths, each at least 1, in this order."""
+        ends = [0]
+        for length in lengths:
+            ends.append(ends[-1] + length)
+        blocks, start = [], 0
+        for length, run in groupby(lengths):
+            block = SequenceBlock(start=start, num_sequences=len(list(run)), length=length)
+            blocks.append(block)
+            start = block.stop
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
+        return cls(cu_seqlens=cu_seqlens, max_length=max(lengths), blocks=tuple(blocks))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MicroBatch:
+    """Tensors of one forward pass, on the model's device.
+
+    Attributes:
+        rows: place of each row in the step's batch, (B,) on the host; empty for a filler.
+        input_ids: (1, T).
+        position_ids: (1, T), from 0 in each sequence.
+        packed: where the sequences begin.
+        score_positions: (n,), the positions in T that predict a response token: one before it.
+        targets: (n,), the response tokens.
+        places: (B, R), the index among the n of each entry; n on padding.
+        mask: (B, R) bool, True on tokens that the policy produced.
+        rollout_log_probs: (B, R) as sampled, 0 on padding.
+    """
+
+    rows: tuple[int, ...]
+    input_ids: Tensor
+    position_ids: Tensor
+    packed: PackedSequences
+    score_positions: Tensor
+    targets: Tensor
+    places: Tensor
+    mask: Tensor
+    rollout_log_probs: Tensor
+
+    def table(self, flat: Tensor) -> Tensor:
+        """(n,) spread over (B, R), 0 on padding; differentiable."""
+        return torch.cat([flat, flat.new_zeros(1)])[self.places]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoredBatch:
+    """A micro-batch with its scores by the networks; tables (B, R), None where not in use."""
+
+    batch: MicroBatch
+    old_log_probs: Tensor
+    ref_log_probs: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainingBatch:
+    """A micro-batch ready for its updates; tables (B, R), None where not in use.
+
+    Attributes:
+        scores: each sequence's reward with the overlong penalty, (B,).
+        weights: rollout correction's factors of the policy loss.
+    """
+
+    batch: MicroBatch
+    old_log_probs: Tensor
+    ref_log_probs: Tensor | None
+    values: Tensor | None
+    scores: Tensor
+    advantages: Tensor
+    returns: Tensor | None
+    weights: Tensor | None

@@ -1,0 +1,47 @@
+"""Scores a batch before the update: old log-probs, reference log-probs and values, without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.learner.batch.types import MicroBatch, ScoredBatch
+from paceline.learner.model.loading import as_fsdp
+from paceline.learner.train.learner import Learner
+from paceline.learner.train.stopwatch import Stopwatch
+
+
+def score(learner: Learner, batches: Sequence[MicroBatch], watch: Stopwatch) -> list[ScoredBatch]:
+    """This rank's micro-batches with the numbers of every network in use; every rank calls it."""
+    temperature = learner.config.rollout.temperature
+    policy, reference, critic = learner.actor.network, learner.reference, learner.critic
+    absent: list[Tensor | None] = [None] * len(batches)
+    ref, values = absent, absent
+    with watch.phase("old_log_prob"):
+        old = _without_gradient(policy, batches, lambda b: b.table(policy(b, temperature)[0]))
+    if reference is not None:
+        with watch.phase("ref"):
+            ref = [*_without_gradient(reference, batches, lambda b: b.table(reference(b, temperature)[0]))]
+    if critic is not None:
+        with watch.phase("values"):
+            values = [*_without_gradient(critic.network, batches, lambda b: b.table(critic.network(b)))]
+    return [
+        ScoredBatch(batch=batch, old_log_probs=o, ref_log_probs=r, values=v)
+        for batch, o, r, v in zip(batches, old, ref, values, strict=True)
+    ]
+
+
+def _without_gradient(
+    network: nn.Module, batches: Sequence[MicroBatch], call: Callable[[MicroBatch], Tensor]
+) -> list[Tensor]:
+    """Calls every micro-batch without a graph, then frees the network's gathered root parameters.
+
+    FSDP keeps the root's parameters gathered after a forward pass that no backward pass follows. The next
+    forward pass would use the embeddings from before the update.
+    """
+    with torch.no_grad():
+        results = [call(batch) for batch in batches]
+    as_fsdp(network).reshard()
+    return results

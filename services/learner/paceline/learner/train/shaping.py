@@ -1,0 +1,209 @@
+"""Shapes a batch around its advantages: overlong penalty, rollout correction, resampling, token selection.
+
+overlong_scores -> (advantages) -> rollout_weights, draw_rows -> training_batch -> (update) select_tokens
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from paceline.config.actor import ActorConfig
+from paceline.config.policy_losses import CovarianceLoss
+from paceline.config.run import RunConfig
+from paceline.config.shaping import RolloutCorrectionConfig
+from paceline.core.training import BatchRow
+from paceline.learner.algorithms import rollout_correction
+from paceline.learner.algorithms.policy_losses import highest_covariance
+from paceline.learner.algorithms.shaping import overlong_penalty, resample_indices
+from paceline.learner.batch.minibatch import MiniBatch
+from paceline.learner.batch.types import MicroBatch, ScoredBatch, TrainingBatch
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.train.advantages import Advantages
+
+
+def overlong_scores(config: RunConfig, rows: Sequence[BatchRow]) -> tuple[list[float], dict[str, float]]:
+    """All rows' scores with the penalty of `algorithm.overlong` (DAPO, arXiv:2503.14476, eq. 13); metrics.
+
+    Every rank has all rows and computes the same.
+    """
+    scores, overlong = [row.reward for row in rows], config.algorithm.overlong
+    if not overlong.enable:
+        return scores, {}
+    lengths = torch.tensor([row.num_response_tokens for row in rows], dtype=torch.float64)
+    penalties = overlong_penalty(
+        lengths, config.data.max_response_length, overlong.buffer_length, overlong.factor
+    ).tolist()
+    metrics = {
+        "overlong/penalty_mean": sum(penalties) / len(penalties),
+        "overlong/share": sum(penalty < 0 for penalty in penalties) / len(penalties),
+    }
+    return [score + penalty for score, penalty in zip(scores, penalties, strict=True)], metrics
+
+
+def rollout_weights(scored: ScoredBatch, correction: RolloutCorrectionConfig) -> Tensor | None:
+    """A micro-batch's weights of the policy loss by `algorithm.rollout_correction`, (B, R) or None."""
+    old, rollout, mask = scored.old_log_probs, scored.batch.rollout_log_probs, scored.batch.mask
+    if correction.method == "none":
+        return None
+    if correction.method == "tis":
+        return rollout_correction.tis(old, rollout, mask, correction.cap, correction.weight_level)
+    if correction.method == "icepop":
+        return rollout_correction.icepop(old, rollout, mask, correction.low, correction.high)
+    return rollout_correction.sequence_mask(
+        old, rollout, mask, correction.low, correction.high, correction.weight_level
+    )
+
+
+def mismatch_metrics(
+    scored: Sequence[ScoredBatch],
+    weights: Sequence[Tensor | None],
+    correction: RolloutCorrectionConfig,
+    ranks: Ranks,
+) -> dict[str, float]:
+    """The metrics `rollout/*`, over all ranks' tokens; every rank calls it.
+
+    mismatch_kl is KL(sampler || learner) per token, by `rollout_correction.mismatch_kl`, logprob_diff_max the
+    largest difference. effective_sample_size (a share in [0, 1]) and largest_weight are of the weights before any
+    cap, at the correction's level, or per token without a correction. corrected_share, with a correction only, is
+    the share of tokens whose weight was capped or is 0.
+    """
+    kl_and_count = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    weight_sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
+    largest = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    for part, part_weights in zip(scored, weights, strict=True):
+        old, rollout, mask = part.old_log_probs, part.batch.rollout_log_probs, part.batch.mask
+        kl_and_count[0] += rollout_correction.mismatch_kl(old, rollout, mask).sum()
+        kl_and_count[1] += mask.sum()
+        raw = rollout_correction.rollout_weights(
+            old.double(), rollout.double(), mask, correction.weight_level
+        )
+        weight_sums[:3] += rollout_correction.weight_sums(raw, mask)
+        if part_weights is not None:
+            bounded = part_weights == 0 if correction.method != "tis" else raw > correction.cap
+            weight_sums[3] += (bounded & mask).sum()
+        difference = rollout_correction.log_prob_diff_max(old, rollout, mask).double()
+        part_largest = torch.stack([difference, rollout_correction.largest_weight(raw, mask)])
+        largest = torch.maximum(largest, part_largest)
+    kl_sum, num_tokens = ranks.all_sum(kl_and_count).tolist()
+    weight_sums, largest = ranks.all_sum(weight_sums), ranks.all_max(largest)
+    effective = rollout_correction.effective_sample_size(weight_sums[:3])
+    metrics = {
+        "rollout/mismatch_kl": kl_sum / num_tokens,
+        "rollout/logprob_diff_max": float(largest[0].item()),
+        "rollout/effective_sample_size": float(effective.item()),
+        "rollout/largest_weight": float(largest[1].item()),
+    }
+    if correction.method != "none":
+        metrics["rollout/corrected_share"] = float(weight_sums[3].item()) / num_tokens
+    return metrics
+
+
+def draw_rows(
+    config: RunConfig, *, scores: Sequence[float], group_ids: Sequence[int], step: int
+) -> tuple[Tensor | None, dict[str, float]]:
+    """How often `algorithm.resample` draws each row, (rows of the step,), or None without it; its metrics.
+
+    It draws with replacement as many rows as the step has, from a generator seeded by (trainer.seed, step),
+    so every rank draws the same.
+
+    Raises:
+        NumericsError: a score is not finite.
+    """
+    resample = config.algorithm.resample
+    if resample.method == "none":
+        return None, {}
+    digest = hashlib.blake2b(f"resample/{config.trainer.seed}/{step}".encode(), digest_size=8).digest()
+    drawn = resample_indices(
+        torch.tensor(scores, dtype=torch.float64),
+        resample.method,
+        resample.power,
+        torch.tensor(group_ids, dtype=torch.int64),
+        generator=torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1),
+    )
+    counts = torch.bincount(drawn, minlength=len(scores))
+    return counts, {
+        "resample/distinct_share": float((counts > 0).sum()) / len(scores),
+        "resample/largest_count": float(counts.max()),
+        "resample/score_mean": sum(scores[index] for index in drawn.tolist()) / len(scores),
+    }
+
+
+def training_batch(
+    scored: ScoredBatch, advantages: Advantages, weights: Tensor | None, counts: Tensor | None
+) -> TrainingBatch:
+    """A micro-batch ready for its updates; with `counts` its tables hold each row as often as it was drawn.
+
+    A row that was drawn three times runs through the network once. Its numbers stand three times in the
+    tables that the losses read, so its gradient counts three times. A row that was not drawn leaves the
+    tables. Losses, means and counts are those of a batch that really repeats the rows.
+    """
+    places = _places(scored.batch, counts)
+
+    def pick(table: Tensor | None) -> Tensor | None:
+        return table if table is None or places is None else table[places]
+
+    def pick_present(table: Tensor) -> Tensor:
+        return table if places is None else table[places]
+
+    return TrainingBatch(
+        batch=scored.batch if places is None else _repeated(scored.batch, places),
+        old_log_probs=pick_present(scored.old_log_probs),
+        ref_log_probs=pick(scored.ref_log_probs),
+        values=pick(scored.values),
+        scores=pick_present(advantages.scores),
+        advantages=pick_present(advantages.advantages),
+        returns=pick(advantages.returns),
+        weights=pick(weights),
+    )
+
+
+def _places(batch: MicroBatch, counts: Tensor | None) -> Tensor | None:
+    """The rows of the micro-batch's tables, each as often as it was drawn; None to leave them as they are."""
+    if counts is None or not batch.rows:
+        return None
+    own_counts = counts[list(batch.rows)]
+    return torch.arange(len(batch.rows)).repeat_interleave(own_counts).to(batch.mask.device)
+
+
+def _repeated(batch: MicroBatch, places: Tensor) -> MicroBatch:
+    """The same tokens under tables of other rows."""
+    return replace(
+        batch,
+        rows=tuple(batch.rows[index] for index in places.tolist()),
+        places=batch.places[places],
+        mask=batch.mask[places],
+        rollout_log_probs=batch.rollout_log_probs[places],
+    )
+
+
+def select_tokens(mini: MiniBatch, actor: ActorConfig, ranks: Ranks) -> list[Tensor | None]:
+    """The tokens of a mini-batch that a covariance loss treats separately, a table (B, R) per micro-batch.
+
+    They are the highest of the whole mini-batch over all ranks, by the old log-probs, so one selection holds
+    for all epochs; in float64, so it does not depend on how the mini-batch is cut. None for other losses.
+    Every rank calls it.
+    """
+    loss = actor.policy_loss
+    if not isinstance(loss, CovarianceLoss):
+        return [None] * len(mini.parts)
+
+    def row(tables: Sequence[Tensor]) -> Tensor:
+        return torch.cat([table.flatten() for table in tables]).unsqueeze(0)
+
+    masks = [part.batch.mask for part in mini.parts]
+    selected = highest_covariance(
+        row([part.old_log_probs for part in mini.parts]).double(),
+        row([part.advantages for part in mini.parts]).double(),
+        row(masks),
+        loss.cov_fraction,
+        *loss.covariance_band,
+        all_reduce=ranks.all_sum,
+        gather=ranks.all_gather,
+    )
+    pieces = torch.split(selected[0], [mask.numel() for mask in masks])
+    return [piece.reshape(mask.shape) for piece, mask in zip(pieces, masks, strict=True)]

@@ -1,0 +1,105 @@
+"""The command line's client of a controller: its status, its events, and the order to stop the run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+from paceline.core.policy import PolicyTag
+from paceline.core.run_events import PhaseEvent, RunEvent
+from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
+from paceline.service import channels
+from paceline.wire.protobuf import policy_tag_from_proto
+from paceline.wire.run_events import run_event_from_proto
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberStatus:
+    """A member of the fleet; `policy` is None before its first version."""
+
+    member_id: str
+    state: str
+    policy: PolicyTag | None
+    in_flight: int
+    seconds_since_heartbeat: float
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus:
+    """Where a run is; `metrics` are those of the last finished step."""
+
+    run_id: str
+    run_dir: str
+    total_steps: int
+    now: PhaseEvent
+    seconds_in_phase: float
+    policy: PolicyTag | None
+    members: tuple[MemberStatus, ...]
+    metrics: Mapping[str, float]
+
+
+class ControllerClient:
+    """A connection to a controller; use it as an async context manager.
+
+    Methods raise PeerLostError if the controller cannot be reached, ConfigError if it refuses the token.
+    """
+
+    def __init__(self, address: str, token: str) -> None:
+        self._channel = channels.connect(address, token=token)
+        self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
+        self._peer = f"the controller at {address}"
+
+    async def __aenter__(self) -> ControllerClient:
+        """Connects at the first call."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Closes the connection."""
+        await self._channel.close()
+
+    async def status(self) -> RunStatus:
+        """Asks where the run is."""
+        request = controller_pb2.GetStatusRequest()
+        reply = await channels.call(
+            self._stub.GetStatus, request, timeout_s=5.0, phase="STATUS", peer=self._peer
+        )
+        return RunStatus(
+            run_id=reply.run_id,
+            run_dir=reply.run_dir,
+            total_steps=reply.total_steps,
+            now=PhaseEvent(
+                step=reply.step,
+                phase=reply.phase,
+                admitted=reply.trajectories_admitted,
+                wanted=reply.trajectories_wanted,
+            ),
+            seconds_in_phase=reply.seconds_in_phase,
+            policy=policy_tag_from_proto(reply.policy) if reply.HasField("policy") else None,
+            members=tuple(_member(member) for member in reply.members),
+            metrics=dict(reply.metrics),
+        )
+
+    async def watch(self, *, from_step: int) -> AsyncIterator[RunEvent]:
+        """Yields events from `from_step` on; ends early if this client reads too slowly."""
+        request = controller_pb2.WatchRequest(from_step=from_step)
+        async for message in channels.stream(self._stub.Watch, request, phase="WATCH", peer=self._peer):
+            event = run_event_from_proto(message)
+            if event is not None:
+                yield event
+
+    async def stop_run(self, reason: str) -> None:
+        """Ends the run with this reason."""
+        request = controller_pb2.StopRunRequest(reason=reason)
+        await channels.call(self._stub.StopRun, request, timeout_s=2.0, phase="STOP", peer=self._peer)
+
+
+def _member(message: controller_pb2.MemberStatus) -> MemberStatus:
+    return MemberStatus(
+        member_id=message.member_id,
+        state=message.state,
+        policy=policy_tag_from_proto(message.policy) if message.HasField("policy") else None,
+        in_flight=message.in_flight,
+        seconds_since_heartbeat=message.seconds_since_heartbeat,
+        address=message.address,
+    )

@@ -1,0 +1,42 @@
+"""The events of a run that its followers see: phases, steps, notices, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseEvent:
+    """The run is in a phase; `admitted` of `wanted` trajectories have come, both 0 if it collects none."""
+
+    step: int
+    phase: str
+    admitted: int = 0
+    wanted: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepEvent:
+    """A step is finished."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoticeEvent:
+    """A sentence for people."""
+
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndEvent:
+    """The run is over; no event follows."""
+
+    ok: bool
+    message: str
+
+
+RunEvent = PhaseEvent | StepEvent | NoticeEvent | EndEvent

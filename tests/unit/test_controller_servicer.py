@@ -1,0 +1,130 @@
+"""How the controller answers members, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from paceline.controller.events import EventHub
+from paceline.controller.fleet.membership import Fleet, Health
+from paceline.controller.fleet.supervisor import Supervisor
+from paceline.controller.journal import Journal
+from paceline.controller.progress import Progress, Run
+from paceline.controller.servicer import ControllerServicer
+from paceline.core.clock import SystemClock
+from paceline.core.errors import InvalidMessageError
+from paceline.core.members import MemberKind, RolloutState
+from paceline.core.policy import PolicyTag
+from paceline.rpc.v1 import common_pb2, controller_pb2_grpc
+from paceline.rpc.v1 import controller_pb2 as pb
+from paceline.service import channels
+from paceline.service.grpc_server import start_server
+from support.sequencer_run import config
+
+
+class Bench:
+    """The fleet behind a servicer, and calls to it."""
+
+    def __init__(
+        self, supervisor: Supervisor, events: EventHub, stub: controller_pb2_grpc.ControllerServiceStub
+    ) -> None:
+        self.fleet, self.events, self._stub = supervisor.fleet, events, stub
+
+    async def register(self, kind: common_pb2.MemberKind.ValueType, member_id: str) -> pb.RegisterResponse:
+        request = pb.RegisterRequest(kind=kind, member_id=member_id, incarnation="a", address="h:1")
+        return await channels.call(self._stub.Register, request, timeout_s=5, phase="R", peer="controller")
+
+    async def beat(self, member_id: str, state: str, **fields: object) -> pb.HeartbeatResponse:
+        request = pb.HeartbeatRequest(member_id=member_id, incarnation="a", state=state, **fields)  # type: ignore[arg-type]
+        return await channels.call(self._stub.Heartbeat, request, timeout_s=5, phase="H", peer="controller")
+
+    async def follow(self, from_step: int) -> list[pb.WatchEvent]:
+        request = pb.WatchRequest(from_step=from_step)
+        answers = channels.stream(self._stub.Watch, request, phase="W", peer="controller", timeout_s=5)
+        return [event async for event in answers]
+
+    async def status(self) -> dict[str, str]:
+        call = channels.call(self._stub.GetStatus, pb.GetStatusRequest(), timeout_s=5, phase="S", peer="c")
+        return {member.member_id: member.state for member in (await call).members}
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    clock, events = SystemClock(), EventHub()
+    journal = Journal(tmp_path / "events.jsonl", clock)
+    supervisor = Supervisor(Fleet(clock, suspect_after_s=5, dead_after_s=12), journal, events)
+    run = Run(config=config(), id="run-1", dir=tmp_path, journal=journal, events=events)
+    servicer = ControllerServicer(
+        run, Progress(run), supervisor, broker_url="memory://", resume_from="", stop=lambda _: None
+    )
+    add = controller_pb2_grpc.add_ControllerServiceServicer_to_server
+    server = await start_server(add, servicer)
+    channel = channels.connect(server.address)
+    yield Bench(supervisor, events, controller_pb2_grpc.ControllerServiceStub(channel))
+    await channel.close()
+    await server.stop(0)
+    journal.close()
+
+
+async def test_a_heartbeat_brings_state_and_policy(bench: Bench) -> None:
+    assert (await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "rollout-0")).run_id == "run-1"
+    assert await bench.status() == {"rollout-0": "registered"}
+    tag = common_pb2.PolicyTag(version=3, digest="ab" * 8)
+    assert (await bench.beat("rollout-0", "serving", policy=tag, in_flight=7)).known
+    member = bench.fleet.members(MemberKind.ROLLOUT)[0]
+    assert (member.state, member.policy, member.in_flight) == (
+        RolloutState.SERVING,
+        PolicyTag(version=3, digest="ab" * 8),
+        7,
+    )
+    assert await bench.status() == {"rollout-0": "serving"}
+
+
+async def test_a_state_that_is_none_of_the_members_kind_is_rejected_and_changes_nothing(bench: Bench) -> None:
+    await bench.register(common_pb2.MEMBER_KIND_REWARD, "reward-0")
+    with pytest.raises(InvalidMessageError, match="a reward member has no state 'training'") as caught:
+        await bench.beat("reward-0", "training")
+    assert caught.value.reason == "unknown_state"
+    assert bench.fleet.members()[0].state is None
+
+
+async def test_a_failure_needs_no_state(bench: Bench) -> None:
+    await bench.register(common_pb2.MEMBER_KIND_LEARNER, "learner-0")
+    assert (await bench.beat("learner-0", "", failure="out of memory")).known
+    member = bench.fleet.members()[0]
+    assert (member.health, member.failure) == (Health.DEAD, "out of memory")
+    assert await bench.status() == {"learner-0": "dead"}
+    assert not (await bench.beat("learner-0", "ready")).known
+
+
+async def test_an_unknown_member_must_register(bench: Bench) -> None:
+    assert not (await bench.beat("nobody", "ready")).known
+
+
+async def test_a_registration_must_be_complete(bench: Bench) -> None:
+    with pytest.raises(InvalidMessageError, match="kind 0 is none of learner, reward, rollout") as caught:
+        await bench.register(common_pb2.MEMBER_KIND_UNSPECIFIED, "rollout-0")
+    assert caught.value.reason == "incomplete_registration"
+    with pytest.raises(InvalidMessageError, match="must name its id and incarnation; got id ''"):
+        await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "")
+
+
+async def test_a_follower_gets_the_steps_it_missed_and_everything_until_the_end(bench: Bench) -> None:
+    for step in (1, 2):
+        bench.events.step(step, {"m": step / 2})
+    bench.events.phase(step=3, phase="collect", admitted=4, wanted=8)
+    following = asyncio.create_task(bench.follow(from_step=2))
+    await asyncio.sleep(0.2)
+    bench.events.notice("rollout-1 is dead")
+    bench.events.end(ok=True, message="3 steps done")
+    bench.events.end(ok=False, message="too late")
+    assert await following == [
+        pb.WatchEvent(step=pb.StepEvent(step=2, metrics={"m": 1.0})),
+        pb.WatchEvent(phase=pb.PhaseEvent(step=3, phase="collect", admitted=4, wanted=8)),
+        pb.WatchEvent(notice=pb.NoticeEvent(message="rollout-1 is dead")),
+        pb.WatchEvent(end=pb.EndEvent(ok=True, message="3 steps done")),
+    ]
+    assert [event.WhichOneof("event") for event in await bench.follow(from_step=9)] == ["phase", "end"]
