@@ -44,15 +44,15 @@ class Mailbox:
         block_s: float = 1.0,
     ) -> None:
         self._broker = broker
-        self.stream, self.group, self.consumer = stream, group, consumer
+        self._stream, self._group, self._consumer = stream, group, consumer
         self._lease_s, self._max_entries, self._block_s = lease_s, max_entries, block_s
         self._leased: set[str] = set()
         self._next_reclaim_s = 0.0
         self._renewing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        await self._broker.ensure_group(self.stream, self.group)
-        self._renewing = asyncio.create_task(self._renew_leases(), name=f"leases of {self.stream}")
+        await self._broker.ensure_group(self._stream, self._group)
+        self._renewing = asyncio.create_task(self._renew_leases(), name=f"leases of {self._stream}")
         return self
 
     async def __aexit__(
@@ -90,7 +90,7 @@ class Mailbox:
         leased = self._leased.intersection(entry_ids)
         self._leased -= leased
         try:
-            await self._broker.ack(self.stream, self.group, entry_ids)
+            await self._broker.ack(self._stream, self._group, entry_ids)
         except BaseException:
             self._leased |= leased
             raise
@@ -100,23 +100,23 @@ class Mailbox:
         if now < self._next_reclaim_s:
             return []
         entries = await self._broker.reclaim(
-            self.stream, self.group, self.consumer, min_idle_s=self._lease_s, max_entries=wanted
+            self._stream, self._group, self._consumer, min_idle_s=self._lease_s, max_entries=wanted
         )
         if len(entries) < wanted:
             self._next_reclaim_s = now + self._lease_s / 2
         # After a stall of this process its own lapsed entries come back to it, and are already worked on.
         fresh = [entry for entry in entries if entry.entry_id not in self._leased]
         if fresh:
-            log.info("%s: %d entries reclaimed by %s", self.stream, len(fresh), self.consumer)
+            log.info("%s: %d entries reclaimed by %s", self._stream, len(fresh), self._consumer)
         return fresh
 
     async def _read(self, wanted: int, deadline: float) -> list[Entry]:
         # Wakes up for the next reclaim: the lease bounds the recovery time, however long the caller waits.
         until = min(deadline, self._next_reclaim_s)
         return await self._broker.read(
-            self.stream,
-            self.group,
-            self.consumer,
+            self._stream,
+            self._group,
+            self._consumer,
             max_entries=wanted,
             block_s=max(0.0, until - time.monotonic()),
         )
@@ -128,16 +128,16 @@ class Mailbox:
             if not entry_ids:
                 continue
             try:
-                renewed = await self._broker.renew(self.stream, self.group, self.consumer, entry_ids)
+                renewed = await self._broker.renew(self._stream, self._group, self._consumer, entry_ids)
             except (BrokerError, DeadlineError) as error:
                 # The next round may succeed in time; if not, the entries are delivered again.
-                log.warning("%s: %d leases not renewed: %s", self.stream, len(entry_ids), error)
+                log.warning("%s: %d leases not renewed: %s", self._stream, len(entry_ids), error)
                 continue
             lost = self._leased.intersection(entry_ids) - set(renewed)
             self._leased -= lost
             if lost:
                 log.warning(
-                    "%s: %d entries of %s have gone to another", self.stream, len(lost), self.consumer
+                    "%s: %d entries of %s have gone to another", self._stream, len(lost), self._consumer
                 )
 
     def _check_renewing(self) -> None:
@@ -152,7 +152,7 @@ class Mailbox:
         if not entry_ids:
             return
         try:
-            await self._broker.release(self.stream, self.group, self.consumer, entry_ids)
+            await self._broker.release(self._stream, self._group, self._consumer, entry_ids)
         except (BrokerError, DeadlineError) as error:
             # Their leases lapse anyway; giving them back is only quicker.
-            log.warning("%s: %d entries not given back: %s", self.stream, len(entry_ids), error)
+            log.warning("%s: %d entries not given back: %s", self._stream, len(entry_ids), error)

@@ -60,8 +60,12 @@ class Capacity:
     def __init__(self, limits: SamplerLimits) -> None:
         self._limits = limits
         self._group_size = limits.group_size
-        self._drawing = self._delivering = self._num_groups = 0
         self._changed = asyncio.Event()
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is under way."""
+        self._drawing = self._delivering = self._num_groups = 0
 
     @property
     def num_groups(self) -> int:

@@ -108,6 +108,9 @@ class Sampler:
         except BaseExceptionGroup as failures:
             # One cause is enough: the rest was cancelled for it.
             raise failures.exceptions[0] from None
+        finally:
+            # A task that was cancelled before its first step has counted nothing down.
+            self._capacity.clear()
 
     def _admit(self, entry: Entry, policy: PolicyTag) -> PromptGroup | None:
         """The group of an entry, or None if it is refused: it then stays unacknowledged."""

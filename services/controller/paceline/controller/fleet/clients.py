@@ -179,7 +179,7 @@ class LearnerClient:
             phase="CHECKPOINT",
             peer=member.member_id,
         )
-        return float(reply.seconds)
+        return reply.seconds
 
     async def load(self, member: Member, *, folder: str, version: int) -> float:
         """Makes the learner, at `version`, load the weights of a checkpoint; returns the seconds it took."""
@@ -190,7 +190,7 @@ class LearnerClient:
             phase="ROLLBACK",
             peer=member.member_id,
         )
-        return float(reply.seconds)
+        return reply.seconds
 
     def _stub(self, member: Member) -> learner_pb2_grpc.LearnerServiceStub:
         return learner_pb2_grpc.LearnerServiceStub(self._channels.to(member))

@@ -27,9 +27,9 @@ def _split_experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch
     if tensor.ndim == 3 and name.endswith(_GATE_UP):
         prefix = name.removesuffix("gate_up_proj")
         for expert, fused in enumerate(tensor):
-            gate, up = fused.chunk(2, dim=0)
-            yield f"{prefix}{expert}.gate_proj.weight", gate
-            yield f"{prefix}{expert}.up_proj.weight", up
+            gate_proj, up_proj = fused.chunk(2, dim=0)
+            yield f"{prefix}{expert}.gate_proj.weight", gate_proj
+            yield f"{prefix}{expert}.up_proj.weight", up_proj
     elif tensor.ndim == 3 and name.endswith(_DOWN):
         prefix = name.removesuffix("down_proj")
         for expert, down in enumerate(tensor):

@@ -1,0 +1,96 @@
+"""What every `Scorer` promises: functions in child processes, a remote service, the sum of both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from paceline.config.reward import RewardConfig, RewardFunctionConfig, RewardServiceConfig
+from paceline.core.errors import RewardErrorKind
+from paceline.core.scoring import ScoreItem
+from paceline.reward.functions.pool import FunctionPool
+from paceline.reward.functions.spec import FunctionSpec
+from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
+from paceline.reward.scorer import Scorer, ScorerSettings
+from paceline.reward.weighted_sum import WeightedSum
+from paceline.sdk import RewardServer
+
+WEIGHT = 0.5
+
+
+def length_or_error(response: str, ground_truth: str) -> float:
+    if response == "bad":
+        raise KeyError("bad")
+    return float(len(response))
+
+
+def pool(address: str) -> Scorer:
+    function = FunctionSpec(name="length", reference=f"{__file__}:length_or_error", weight=WEIGHT)
+    return FunctionPool([function], num_processes=1, timeout_s=20.0)
+
+
+def remote(address: str) -> Scorer:
+    return RemoteScorer(RemoteOptions(name="length", address=address, weight=WEIGHT, timeout_s=20.0))
+
+
+def weighted_sum(address: str) -> Scorer:
+    config = RewardConfig(
+        functions=(RewardFunctionConfig(name=f"{__file__}:length_or_error", weight=0.3),),
+        services=(RewardServiceConfig(name="length", address=address, weight=0.2),),
+        timeout_s=20.0,
+    )
+    return WeightedSum.configured(ScorerSettings(config=config))
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    async with RewardServer(length_or_error) as server:
+        yield server.address
+
+
+@pytest.fixture(params=[pool, remote, weighted_sum])
+def new_scorer(request: pytest.FixtureRequest, address: str) -> Callable[[], Scorer]:
+    return lambda: request.param(address)
+
+
+@pytest.fixture
+async def scorer(new_scorer: Callable[[], Scorer]) -> AsyncIterator[Scorer]:
+    scorer = new_scorer()
+    await scorer.start()
+    yield scorer
+    await scorer.close()
+
+
+def items(*responses: str) -> list[ScoreItem]:
+    return [
+        ScoreItem(trajectory_id=f"t{index}", prompt="", response=response, ground_truth="")
+        for index, response in enumerate(responses)
+    ]
+
+
+async def test_one_weighted_score_per_item_in_order(scorer: Scorer) -> None:
+    scores = await scorer.score(items("aaa", "", "aa"), run_id="run", step=3)
+    assert [score.trajectory_id for score in scores] == ["t0", "t1", "t2"]
+    assert [score.reward for score in scores] == pytest.approx([1.5, 0.0, 1.0])
+    assert all(set(score.components) == set(scorer.names) for score in scores)
+    assert scores[0].components == dict.fromkeys(scorer.names, 3.0)
+
+
+async def test_an_error_is_its_items_alone(scorer: Scorer) -> None:
+    scores = await scorer.score(items("a", "bad", "a"))
+    assert [score.error_kind for score in scores] == [None, RewardErrorKind.RAISED, None]
+    assert (scores[1].reward, scores[1].components) == (None, {})
+    assert scores[1].error is not None
+    assert "KeyError: 'bad'" in scores[1].error[1]
+
+
+async def test_calls_overlap_and_an_empty_batch_has_no_scores(scorer: Scorer) -> None:
+    batches = await asyncio.gather(*(scorer.score(items(*["a"] * size)) for size in range(4)))
+    assert [len(scores) for scores in batches] == [0, 1, 2, 3]
+    assert {score.reward for scores in batches for score in scores} == {WEIGHT}
+
+
+async def test_closing_what_was_not_started_is_harmless(new_scorer: Callable[[], Scorer]) -> None:
+    await new_scorer().close()
