@@ -25,7 +25,11 @@ BANNED_PARTS = _banned("Words that are gone")
 BANNED_NAMES = _banned("No names")
 FILES = [
     *source.modules().values(),
-    *sorted(path for top in ("tests", "benchmarks", "tools", "examples") for path in (source.ROOT / top).rglob("*.py")),
+    *sorted(
+        path
+        for top in ("tests", "benchmarks", "tools", "examples")
+        for path in (source.ROOT / top).rglob("*.py")
+    ),
 ]
 
 
@@ -58,7 +62,9 @@ def _parts(name: str) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(source.ROOT)))
 def test_no_name_has_a_banned_word(path: Path) -> None:
     names = [(path.stem, 0), *_names(source.tree(path))]
-    wrong = [f"{name} (line {line})" for name, line in names if _parts(name) & BANNED_PARTS or name in BANNED_NAMES]
+    wrong = [
+        f"{name} (line {line})" for name, line in names if _parts(name) & BANNED_PARTS or name in BANNED_NAMES
+    ]
     assert wrong == []
 
 

@@ -22,7 +22,9 @@ def test_every_module_is_in_the_readme(service: str) -> None:
         if path.stem not in _UNNAMED
     }
     rows = [
-        line for line in (folder / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")
+        line
+        for line in (folder / "README.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
     ]
     named = {word for row in rows for word in re.findall(r"`([\w/]+)`", row.split("|")[1])}
     assert in_package - named == set(), f"not in services/{service}/README.md"

@@ -14,7 +14,8 @@ LONGEST = 120
 PAGES = sorted(
     path
     for path in source.ROOT.rglob("*.md")
-    if not {".venv", ".carry", "runs", "node_modules", ".pytest_cache"} & set(path.relative_to(source.ROOT).parts)
+    if not {".venv", ".carry", "runs", "node_modules", ".pytest_cache"}
+    & set(path.relative_to(source.ROOT).parts)
 )
 _POINTER = re.compile(r"`([\w/]+(?:/[\w]+)*\.py):([\w.]+)`")
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from support import source
 from paceline.config.run import RunConfig, SftRunConfig
+from support import source
 
 ALLOWED = source.ROOT / "tests" / "architecture" / "allowed_unused.py"
 
@@ -46,7 +46,20 @@ def test_every_configuration_key_is_read() -> None:
 
 def test_nothing_is_used_by_tests_alone() -> None:
     """The allow-list names what others call: gRPC, pydantic, vLLM, pytest."""
-    command = [sys.executable, "-m", "vulture", "src", "services", str(ALLOWED), "--exclude", "*_pb2*", "--min-confidence", "60"]
-    result = subprocess.run(command, cwd=source.ROOT, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "vulture",
+        "src",
+        "services",
+        str(ALLOWED),
+        "--exclude",
+        "*_pb2*",
+        "--min-confidence",
+        "60",
+    ]
+    result = subprocess.run(
+        command, cwd=source.ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert result.stdout == ""
     assert result.stderr == ""

@@ -20,7 +20,7 @@ def modules() -> dict[str, Path]:
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
         for root in ROOTS
         for path in sorted(root.rglob("*.py"))
-        if GENERATED != path.relative_to(root).parts[1:3]
+        if path.relative_to(root).parts[1:3] != GENERATED
     }
 
 
