@@ -17,7 +17,7 @@ def test_no_import_cycles() -> None:
 
 
 def test_lazy_imports_are_seen() -> None:
-    """The command line imports its launcher inside a function; a graph without such edges would prove nothing."""
+    """Some modules import inside a function; a graph without such edges would prove little."""
     lazy = [
         (name, target)
         for name in source.modules()

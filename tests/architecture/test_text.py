@@ -17,7 +17,8 @@ PAGES = sorted(
     if not {".venv", ".carry", "runs", "node_modules", ".pytest_cache"}
     & set(path.relative_to(source.ROOT).parts)
 )
-_POINTER = re.compile(r"`([\w/]+(?:/[\w]+)*\.py):([\w.]+)`")
+# `path/to/...` stands for a user's own file.
+_POINTER = re.compile(r"`(?!path/to/)([\w/]+\.py):([\w.]+)`")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(source.ROOT)))
@@ -57,15 +58,12 @@ def _is_defined(file: str, name: str) -> bool:
 
 
 def _definitions(path: Path) -> set[str]:
-    """Functions, classes, and members as Class.member."""
+    """Functions, classes, and members, both as Class.member and alone."""
     defined: set[str] = set()
     for node in source.tree(path).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             defined.add(node.name)
         if isinstance(node, ast.ClassDef):
-            defined |= {
-                f"{node.name}.{member.name}"
-                for member in node.body
-                if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef)
-            }
+            members = [n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+            defined.update(members, (f"{node.name}.{member}" for member in members))
     return defined

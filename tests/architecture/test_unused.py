@@ -15,7 +15,6 @@ from paceline.core.guard import Action
 from support import source
 
 
-
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
     """(dotted key, field name) of every leaf."""
     for name, field in model.model_fields.items():
@@ -34,7 +33,7 @@ def _types(annotation: object) -> Iterator[type]:
 
 
 def _read_names() -> set[str]:
-    """Attributes that some module reads, the options that algorithms take by name, and the guard's actions."""
+    """Attributes that some module reads, options that algorithms take by name, and the guard's actions."""
     names = {action.value for action in Action}
     for name, path in source.modules().items():
         for node in ast.walk(source.tree(path)):

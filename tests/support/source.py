@@ -31,7 +31,10 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(name: str) -> Iterator[tuple[str, int]]:
-    """What a module imports of ours, and in which line; imports inside functions count, those for types alone do not."""
+    """What a module imports of ours, and in which line.
+
+    Imports inside functions count, those under TYPE_CHECKING do not.
+    """
     known = modules()
     for node in ast.walk(_without_type_checking(tree(known[name]))):
         if isinstance(node, ast.Import):
