@@ -1,13 +1,15 @@
-"""What the recipes learn: every recipe of examples/recipes, with several seeds, as whole runs through the four services.
+"""What the recipes learn: every recipe, with several seeds, as whole runs through the four services.
 
-    python benchmarks/recipes.py                                   # all of them, seeds 0, 1, 2: an hour and a half on two cores
+    python benchmarks/recipes.py                               # all, seeds 0, 1, 2: 90 minutes on two cores
     python benchmarks/recipes.py --recipes grpo,dapo --seeds 0
-    python benchmarks/recipes.py --table-only                      # the table of what lies in --out
-    python benchmarks/recipes.py --jobs 8 learner.world_size=1 learner.devices=[0] rollout.devices=[0] model.dtype=bfloat16 ...  # all on one GPU
+    python benchmarks/recipes.py --table-only                  # the table of the runs in --out
+    python benchmarks/recipes.py --jobs 8 learner.world_size=1 learner.devices=[0] rollout.devices=[0] \\
+        model.dtype=bfloat16                                   # all on one GPU
 
-A seed governs data, starting model, order of the prompts and sampling. Runs that are complete in --out are not run again. One
-line per run: validation reward (held-out prompts, greedy) before and after, training steps, wall seconds of the command
-(start-up of the services and validation included), the largest `actor/ppo_kl` of a step, and what the guard said.
+A seed governs data, starting model, order of the prompts and sampling. Runs that are complete in --out are
+not run again. One line per run: validation reward (held-out prompts, greedy) before and after, training
+steps, wall seconds of the command (start-up of the services and validation included), the largest
+`actor/ppo_kl` of a step, and the guard's actions.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ RUN_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One run. Rewards are means over the validation prompts; `failure` is empty where the run came to its end."""
+    """One run. Rewards are means over the validation prompts; `failure` is empty if the run was completed."""
 
     recipe: str
     seed: int
@@ -61,12 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     strict=True,
                 )
             )
-            missing = [one for one in wanted if read_finding(out, *one) is None]
-            list(pool.map(lambda one: run(out, starts[one[1]], *one, args.overrides), missing))
-    found = {(recipe, seed): read_finding(out, recipe, seed) for recipe, seed in wanted}
+            missing = [key for key in wanted if read_finding(out, *key) is None]
+            list(pool.map(lambda key: run(out, starts[key[1]], *key, args.overrides), missing))
+    findings = {(recipe, seed): read_finding(out, recipe, seed) for recipe, seed in wanted}
     print(f"\n{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
-    print(table([finding for finding in found.values() if finding is not None]))
-    return 0 if all(finding is not None and not finding.failure for finding in found.values()) else 1
+    print(table([finding for finding in findings.values() if finding is not None]))
+    return 0 if all(finding is not None and not finding.failure for finding in findings.values()) else 1
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -180,26 +182,26 @@ def table(findings: Sequence[Finding]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for recipe in sorted({finding.recipe for finding in findings}):
-        runs = sorted((one for one in findings if one.recipe == recipe), key=lambda one: one.seed)
+        runs = sorted((one for one in findings if one.recipe == recipe), key=lambda finding: finding.seed)
         lines += [row(one) for one in runs]
         before, after = fmean(one.before for one in runs), fmean(one.after for one in runs)
         lines.append(f"| **{recipe}** | mean | **{before:.3f}** | **{after:.3f}** | | | | |")
     return "\n".join(lines)
 
 
-def row(one: Finding) -> str:
+def row(finding: Finding) -> str:
     """A run's line of the table."""
     cells = [
-        one.recipe,
-        str(one.seed),
-        f"{one.before:.3f}",
-        f"{one.after:.3f}",
-        str(one.steps),
-        f"{one.seconds:.0f}",
-        f"{one.ppo_kl_max:.2g}",
-        str(one.firings),
+        finding.recipe,
+        str(finding.seed),
+        f"{finding.before:.3f}",
+        f"{finding.after:.3f}",
+        str(finding.steps),
+        f"{finding.seconds:.0f}",
+        f"{finding.ppo_kl_max:.2g}",
+        str(finding.firings),
     ]
-    return f"| {' | '.join(cells)} |" + (f" {one.failure}" if one.failure else "")
+    return f"| {' | '.join(cells)} |" + (f" {finding.failure}" if finding.failure else "")
 
 
 def run_folder(out: Path, recipe: str, seed: int) -> Path:

@@ -142,7 +142,7 @@ async def reward(broker: MortalBroker, name: str) -> None:
 
 @dataclass
 class Fleet:
-    """Slots whose process is started anew whenever it was killed."""
+    """Slots whose process is started again whenever it is killed."""
 
     store: MemoryStore
     rng: np.random.Generator

@@ -142,7 +142,8 @@ def test_remax_takes_the_greedy_score_off_every_token():
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "pass_at_k"])
 def test_groups_with_equal_scores_give_exactly_nothing(name):
-    # 0.1 three times does not add up to 0.3 in float32; divided by a spread of 1e-6 the rest would be an advantage.
+    # 0.1 three times does not add up to 0.3 in float32; divided by a spread of 1e-6 the rest would be an
+    # advantage.
     scores, groups = torch.full((7,), 0.1), torch.tensor([0, 0, 0, 1, 1, 1, 1])
     mask = torch.tensor([[1, 1]] * 3 + [[1, 0]] * 4)
     assert getattr(advantages, name)(scores, mask, groups).tolist() == [[0.0, 0.0]] * 7
@@ -162,21 +163,23 @@ def test_nothing_to_estimate_is_an_error_that_says_so(name):
 
 
 def test_one_sequence_of_one_token():
-    one = torch.ones(1, 1)
-    assert advantages.grpo(torch.tensor([2.0]), one, torch.tensor([0])).item() == pytest.approx(2.0, rel=1e-5)
-    assert advantages.rloo(torch.tensor([2.0]), one, torch.tensor([0])).item() == 2.0
-    assert advantages.opo(torch.tensor([2.0]), one, torch.tensor([0])).item() == 2.0
-    assert [x.item() for x in advantages.gae(2 * one, 0.5 * one, one, 0.9, 0.9)] == [1.5, 2.0]
+    ones = torch.ones(1, 1)
+    assert advantages.grpo(torch.tensor([2.0]), ones, torch.tensor([0])).item() == pytest.approx(
+        2.0, rel=1e-5
+    )
+    assert advantages.rloo(torch.tensor([2.0]), ones, torch.tensor([0])).item() == 2.0
+    assert advantages.opo(torch.tensor([2.0]), ones, torch.tensor([0])).item() == 2.0
+    assert [x.item() for x in advantages.gae(2 * ones, 0.5 * ones, ones, 0.9, 0.9)] == [1.5, 2.0]
     with pytest.raises(NumericsError, match="one token is unmasked"):
-        advantages.reinforce_plus_plus(one, one, 1.0)
+        advantages.reinforce_plus_plus(ones, ones, 1.0)
 
 
 def test_options_out_of_range():
-    one = torch.ones(1, 1)
+    ones = torch.ones(1, 1)
     with pytest.raises(ConfigError, match=r"gamma is 1\.1"):
-        advantages.gae(one, one, one, 1.1, 0.9)
+        advantages.gae(ones, ones, ones, 1.1, 0.9)
     with pytest.raises(ConfigError, match=r"lam is -0\.1"):
-        advantages.gae(one, one, one, 1.0, -0.1)
+        advantages.gae(ones, ones, ones, 1.0, -0.1)
     with pytest.raises(NumericsError, match="T at least 1"):
         advantages.return_to_go(torch.ones(2, 0), torch.ones(2, 0), 1.0)
 

@@ -1,4 +1,4 @@
-"""What must not matter: padding, what lies under the mask, order, and how a batch is cut over parts and ranks.
+"""What must not matter: padding, values under the mask, order, and how a batch is cut over ranks.
 
 Masks are random with holes, as tool calls leave them; all in float64, so that equal means equal to 1e-9.
 """
@@ -151,7 +151,7 @@ def test_policy_loss_does_not_depend_on_micro_batches(name: str, batch: Batch, d
     num_rows = batch.mask.shape[0]
     owner = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=num_rows, max_size=num_rows)))
     selected = select(batch)
-    whole, gradient, metrics = policy_loss(name, batch, selected, mode)
+    full, gradient, metrics = policy_loss(name, batch, selected, mode)
     num_tokens = int(batch.mask.sum())
     total, pieces, means = torch.zeros(()).double(), torch.zeros_like(gradient), dict.fromkeys(metrics, 0.0)
     for part in range(3):
@@ -166,7 +166,7 @@ def test_policy_loss_does_not_depend_on_micro_batches(name: str, batch: Batch, d
         pieces[index] = grad[:, : gradient.shape[1]]
         share = int(piece.mask.sum()) / num_tokens
         means = {key: means[key] + float(value) * share for key, value in its_metrics.items()}
-    close(total, whole)
+    close(total, full)
     close(pieces, gradient)
     assert means == pytest.approx({key: float(value) for key, value in metrics.items()}, abs=1e-6)
 
@@ -179,10 +179,10 @@ def test_policy_loss_does_not_depend_on_padding_nor_order(
 ) -> None:
     mode = data.draw(st.sampled_from(MODES))
     order = torch.tensor(data.draw(st.permutations(range(batch.mask.shape[0]))))
-    whole, gradient, metrics = policy_loss(name, batch, select(batch), mode)
+    full, gradient, metrics = policy_loss(name, batch, select(batch), mode)
     other = batch.padded(2, value=data.draw(st.sampled_from([torch.nan, torch.inf, 1e30]))).rows(order)
     loss, grad, its_metrics = policy_loss(name, other, select(other), mode)
-    close(loss, whole)
+    close(loss, full)
     close(grad[:, :-2], torch.where(batch.mask, gradient, 0.0)[order])
     assert grad[:, -2:].abs().sum() == 0
     for key, value in metrics.items():
@@ -198,7 +198,8 @@ def test_advantages_do_not_depend_on_padding_nor_order(name: str, batch: Batch, 
     order = torch.tensor(data.draw(st.permutations(range(batch.mask.shape[0]))))
     wanted, wanted_returns = estimate(name, batch)
     got, returns = estimate(name, batch.padded(2, value=torch.nan).rows(order))
-    # A division by a spread of 1e-6 or a variance of 1e-8 magnifies rounding; where there is a spread it does not.
+    # A division by a spread of 1e-6 or a variance of 1e-8 magnifies rounding; where there is a spread it
+    # does not.
     torch.testing.assert_close(got[:, :-2], wanted[order], rtol=1e-7, atol=1e-7)
     assert got[:, -2:].abs().sum() == 0
     if wanted_returns is not None and returns is not None:
@@ -234,9 +235,9 @@ def test_group_advantages_sum_to_zero_and_rloo_is_leave_one_out(batch: Batch) ->
         ):
             close(result[members].sum(), torch.zeros(()).double())
         rloo = advantages.rloo(scores, ones, batch.group_ids)
-        for one in members:
-            others = scores[members[members != one]]
-            close(rloo[one, 0], scores[one] - others.mean())
+        for member in members:
+            others = scores[members[members != member]]
+            close(rloo[member, 0], scores[member] - others.mean())
 
 
 class Ranks:
@@ -300,10 +301,10 @@ def test_covariance_selection_does_not_depend_on_ranks(
         part = batch.rows(slice(0, edge) if rank == 0 else slice(edge, None))
         return choose(part, all_reduce=ranks.all_reduce(rank), gather=ranks.gather(rank))
 
-    whole = choose(batch)
-    assert torch.equal(ranks.run(work), whole)
-    assert int(whole.sum()) <= max(1, int(int(batch.mask.sum()) * fraction))
-    assert not (whole & ~batch.mask).any()
+    full = choose(batch)
+    assert torch.equal(ranks.run(work), full)
+    assert int(full.sum()) <= max(1, int(int(batch.mask.sum()) * fraction))
+    assert not (full & ~batch.mask).any()
 
 
 @FEW
@@ -315,12 +316,12 @@ def test_value_loss_does_not_depend_on_micro_batches_nor_padding(batch: Batch, d
         total = aggregate(loss, part.mask, "token-mean", **denominators)
         return total.detach(), torch.autograd.grad(total, values)[0]
 
-    whole, gradient = run(batch)
+    full, gradient = run(batch)
     cut = data.draw(st.integers(0, batch.mask.shape[0]))
     num_tokens = int(batch.mask.sum())
     first, first_grad = run(batch.rows(slice(0, cut)).padded(1, torch.nan), num_tokens=num_tokens)
     second, second_grad = run(batch.rows(slice(cut, None)).padded(3, torch.inf), num_tokens=num_tokens)
-    close(first + second, whole)
+    close(first + second, full)
     close(torch.cat([first_grad[:, :-1], second_grad[:, :-3]]), gradient)
 
 

@@ -125,7 +125,7 @@ def test_remax_learns_from_scores_beyond_the_greedy_ones(model: Path, ranks: Ran
 def test_remax_without_greedy_scores_is_refused(model: Path, ranks: Ranks) -> None:
     config = run_config(model, algorithm={"adv_estimator": "remax", **WITHOUT_CRITIC})
     learner = Learner.build(config, ranks)
-    with pytest.raises(ConfigError, match="remax needs greedy_scores"):
+    with pytest.raises(ConfigError, match="the advantage estimator needs greedy_scores"):
         take_step(learner, 1)
     assert learner.version == 0
 

@@ -78,12 +78,12 @@ def test_chunks_give_what_the_plain_form_gives_gradients_too(chunk_size, tempera
     seeds = torch.randn(2, 2, 5, dtype=torch.float64)
     plain = token_log_probs(hidden @ weight.t(), targets, temperature, with_entropy=True)
     chunked = chunked_log_probs(hidden, weight, targets, temperature, chunk_size, with_entropy=True)
-    for one, other in zip(plain, chunked, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    for single, other in zip(plain, chunked, strict=True):
+        torch.testing.assert_close(single, other, rtol=1e-12, atol=1e-12)
     wanted = torch.autograd.grad(plain, (hidden, weight), grad_outputs=tuple(seeds))
     got = torch.autograd.grad(chunked, (hidden, weight), grad_outputs=tuple(seeds))
-    for one, other in zip(wanted, got, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    for single, other in zip(wanted, got, strict=True):
+        torch.testing.assert_close(single, other, rtol=1e-12, atol=1e-12)
 
 
 def test_only_what_needs_a_gradient_gets_one():

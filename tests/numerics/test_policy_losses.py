@@ -218,12 +218,12 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name):
 
 
 def test_wrong_options_and_shapes():
-    one = torch.ones(1, 2)
+    ones = torch.ones(1, 2)
     with pytest.raises(ConfigError, match="dual_clip_c is 1; it must be a finite number above 1"):
-        policy_losses.ppo_clip(one, one, one, one, 0.2, 0.2, 1.0)
+        policy_losses.ppo_clip(ones, ones, ones, ones, 0.2, 0.2, 1.0)
     with pytest.raises(ConfigError, match=r"clip_low is 1\.2"):
-        policy_losses.gspo(one, one, one, one, 1.2, 0.2)
+        policy_losses.gspo(ones, ones, ones, ones, 1.2, 0.2)
     with pytest.raises(ConfigError, match="tau_negative is 0"):
-        policy_losses.sapo(one, one, one, one, 1.0, 0.0)
+        policy_losses.sapo(ones, ones, ones, ones, 1.0, 0.0)
     with pytest.raises(NumericsError, match=r"advantages \(1,\)"):
-        policy_losses.gpg(one, one, torch.ones(1), one)
+        policy_losses.gpg(ones, ones, torch.ones(1), ones)

@@ -57,8 +57,8 @@ def test_parts_add_up_to_the_whole():
     kept = x[mask]
     assert mean.item() == pytest.approx(kept.mean().item())
     assert var.item() == pytest.approx(kept.var().item())
-    whole = statistics.masked_whiten(x, mask)
-    torch.testing.assert_close(statistics.whiten_with(x[1:4], mean, var), whole[1:4], rtol=1e-12, atol=1e-12)
+    full = statistics.masked_whiten(x, mask)
+    torch.testing.assert_close(statistics.whiten_with(x[1:4], mean, var), full[1:4], rtol=1e-12, atol=1e-12)
 
 
 def test_half_precision_is_reduced_in_float32_and_float64_stays():

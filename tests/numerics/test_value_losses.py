@@ -17,7 +17,8 @@ def test_hand_worked():
         values, torch.zeros(1, 4), torch.tensor([[2.0, 0.0, 1.0, 0.0]]), torch.tensor([[1, 1, 1, 0]]), 0.5
     )
     loss.sum().backward()
-    # The first is held back (1.5^2 against 1^2), the second is not (0.5^2 against 1^2), the third lies within the clip.
+    # The first is held back (1.5^2 against 1^2), the second is not (0.5^2 against 1^2), the third lies
+    # within the clip.
     assert loss.tolist()[0] == pytest.approx([1.125, 0.5, 0.32, 0.0])
     assert values.grad.tolist()[0] == pytest.approx([0.0, 1.0, -0.8, 0.0])
     assert metrics["vf_clipfrac"].item() == pytest.approx(1 / 3)

@@ -34,7 +34,8 @@ class ActorConfig(Section):
     ppo_mini_batch_size: int = Field(
         64,
         gt=0,
-        description="Prompts per optimizer step (each with rollout.n samples); divides data.train_batch_size.",
+        description="Prompts per optimizer step (each with rollout.n samples); divides "
+        "data.train_batch_size.",
     )
     ppo_epochs: int = Field(1, gt=0, description="Passes over the step's batch.")
     ppo_max_token_len_per_gpu: int = Field(
@@ -42,13 +43,15 @@ class ActorConfig(Section):
     )
     policy_loss: PolicyLossConfig = Field(
         PPOClip(),
-        description="Per-token loss: its type, which is enough by itself (`policy_loss: gspo`), and its own options.",
+        description="Per-token loss: its type, which is enough by itself (`policy_loss: gspo`), and its "
+        "own options.",
     )
     clip_ratio: float = Field(
         0.2,
         gt=0,
-        description="Clip range of the ratio, both sides, where the loss has one and does not set its own. gspo: of "
-        "the sequence's ratio, of the order of 3e-4; geo_mean: of the log-ratio, 0.4 in the paper.",
+        description="Clip range of the ratio, both sides, where the loss has one and does not set its "
+        "own. gspo: of the sequence's ratio, of the order of 3e-4; geo_mean: of the log-ratio, 0.4 in "
+        "the paper.",
     )
     clip_ratio_low: float | None = Field(
         None, gt=0, le=1, description="Lower side, where it differs; 1 leaves it open."
@@ -62,7 +65,8 @@ class ActorConfig(Section):
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = Field(
         "token-mean",
-        description="How per-token losses become one number; denominators are of the whole mini-batch over all ranks.",
+        description="How per-token losses become one number; denominators are of the whole mini-batch "
+        "over all ranks.",
     )
     loss_agg_constant: float | None = Field(
         None, gt=0, description="seq-mean-token-sum-norm: the constant; null: data.max_response_length."
@@ -103,13 +107,15 @@ class CriticConfig(Section):
     warmup: int = Field(
         0,
         ge=0,
-        description="Steps at the start in which only the critic learns (value pre-training); the policy and kl_ctrl's coefficient stay.",
+        description="Steps at the start in which only the critic learns (value pre-training); the policy "
+        "and kl_ctrl's coefficient stay.",
     )
     warmup_lam: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="Lambda of the critic's targets in these steps, 1 being the plain return; null: as afterwards (vapo: lam_critic, gae: lam).",
+        description="Lambda of the critic's targets in these steps, 1 being the plain return; null: as "
+        "afterwards (vapo: lam_critic, gae: lam).",
     )
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
     optim: OptimConfig = OptimConfig(lr=1e-5)

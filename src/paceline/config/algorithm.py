@@ -40,7 +40,7 @@ class KLControlConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """DAPO's dynamic sampling: a group whose scores are all equal is replaced by another prompt's within the step."""
+    """DAPO's dynamic sampling: within a step, other prompts replace groups whose scores are all equal."""
 
     enable: bool = Field(
         False, description="Replace groups that teach nothing; rollout.n must be at least 2."
@@ -48,12 +48,13 @@ class DynamicSamplingConfig(Section):
     max_extra_factor: float = Field(
         2.0,
         gt=0,
-        description="Most prompts drawn in a step beyond data.train_batch_size, as a multiple of it; once they are spent, the step goes "
-        "on with the groups that it has.",
+        description="Most prompts drawn in a step beyond data.train_batch_size, as a multiple of it; once "
+        "they are spent, the step goes on with the groups that it has.",
     )
     metric: str | None = Field(
         None,
-        description="The reward component (a scorer's name, or name/key) whose values are compared; null: the reward.",
+        description="The reward component (a scorer's name, or name/key) whose values are compared; null: "
+        "the reward.",
     )
 
 

@@ -33,8 +33,8 @@ class DataConfig(Section):
     )
     prompt_format: Literal["auto", "chat", "text"] = Field(
         "auto",
-        description="chat: through the tokenizer's chat template (a string becomes one user message); text: tokenized as it is; "
-        "auto: chat for lists of messages, text for strings.",
+        description="chat: through the tokenizer's chat template (a string becomes one user message); "
+        "text: tokenized as it is; auto: chat for lists of messages, text for strings.",
     )
     max_prompt_length: int = Field(512, gt=0, description="Longest prompt in tokens.")
     max_response_length: int = Field(512, gt=0, description="Longest response in tokens.")

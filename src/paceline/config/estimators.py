@@ -1,4 +1,4 @@
-"""`algorithm.adv_estimator`: what each advantage estimator needs of a run. The functions are the learner's."""
+"""`algorithm.adv_estimator`: what each advantage estimator needs; the learner has the functions."""
 
 from __future__ import annotations
 

@@ -20,11 +20,13 @@ S = TypeVar("S", bound=Section)
 def load(kind: type[S], path: str | Path, overrides: Iterable[str] = ()) -> S:
     """Reads `path`, applies `dotted.key=value` overrides and checks the whole.
 
-    A file may begin with `extends: other.yaml`, a path relative to itself: its own keys then go over those of the other, section by
-    section; lists are replaced whole. All other paths in it stay relative to the working directory.
+    A file may begin with `extends: other.yaml`, a path relative to itself: its own keys then go over those
+    of the other, section by section; lists are replaced whole. All other paths in it stay relative to the
+    working directory.
 
     Raises:
-        ConfigError: the file is missing or not YAML, a key is unknown, or a value is not allowed; one line per fault.
+        ConfigError: the file is missing or not YAML, a key is unknown, or a value is not allowed; one line
+            per fault.
     """
     source = Path(path)
     tree = _read(source)
@@ -166,7 +168,8 @@ def _hint(kind: type[BaseModel], loc: Sequence[str | int]) -> str:
 def _place(kind: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
     """The keys that lead to a fault, and the section there; None where that is a plain value.
 
-    pydantic puts the type of a section that comes in several types between its key and its own keys; it is left out.
+    pydantic puts the type of a section that comes in several types between its key and its own keys; it is
+    left out.
     """
     path: list[str] = []
     section: type[BaseModel] | None = kind

@@ -18,7 +18,8 @@ class ModelConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="What the forward pass computes in, on learner and rollout alike, and what weights travel in; masters are float32.",
+        description="What the forward pass computes in, on learner and rollout alike, and what weights "
+        "travel in; masters are float32.",
     )
     enable_gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."
@@ -27,7 +28,8 @@ class ModelConfig(Section):
         1.0,
         gt=0,
         le=1,
-        description="With enable_gradient_checkpointing: share of the layers that recompute; the rest keep their activations, where there is memory.",
+        description="With enable_gradient_checkpointing: share of the layers that recompute; the rest "
+        "keep their activations, where there is memory.",
     )
     load_format: Literal["auto", "random"] = Field(
         "auto", description="random: ignore the weights on disk and draw them from the seed (benchmarks)."

@@ -1,4 +1,4 @@
-"""`actor.policy_loss`: the options of each policy loss, keyed by its `type`. The functions are the learner's."""
+"""`actor.policy_loss`: the options of each policy loss, by its `type`; the learner has the functions."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class PPOClip(ClippedLoss):
         bound = 1 + chosen["clip_high"]
         if default.dual_clip_c is not None and default.dual_clip_c <= bound:
             raise ValueError(
-                f"clip_ratio_c={default.dual_clip_c} must exceed 1 + the upper clip range ({bound}); raise it, or set "
-                "use_dual_clip=false"
+                f"clip_ratio_c={default.dual_clip_c} must exceed 1 + the upper clip range ({bound}); raise "
+                "it, or set use_dual_clip=false"
             )
         return chosen
 
@@ -92,7 +92,8 @@ class GSPO(ClippedLoss):
         low, high = chosen["clip_low"], chosen["clip_high"]
         if max(low, high) > GSPO_CLIP_BOUND:
             raise ValueError(
-                f"policy_loss=gspo clips the ratio of whole sequences, which hardly leaves 1: a range of {low:g} and "
+                "policy_loss=gspo clips the ratio of whole sequences, which hardly leaves 1: a range of "
+                f"{low:g} and "
                 f"{high:g} clips nothing; set actor.clip_ratio_low=3e-4 and actor.clip_ratio_high=4e-4 "
                 f"(arXiv:2507.18071), {GSPO_CLIP_BOUND} at most"
             )
@@ -116,8 +117,9 @@ class GeoMean(ClippedLoss):
         low, high = chosen["clip_low"], chosen["clip_high"]
         if min(low, high) < GEO_MEAN_CLIP_BOUND:
             raise ValueError(
-                f"policy_loss=geo_mean clips each token's log-ratio: a range of {low:g} and {high:g} clips nearly "
-                f"all of them; set actor.clip_ratio=0.4 (arXiv:2507.20673), {GEO_MEAN_CLIP_BOUND} at least"
+                f"policy_loss=geo_mean clips each token's log-ratio: a range of {low:g} and {high:g} clips "
+                "nearly all of them; set actor.clip_ratio=0.4 (arXiv:2507.20673), "
+                f"{GEO_MEAN_CLIP_BOUND} at least"
             )
         return chosen
 
@@ -145,7 +147,8 @@ class ClipCov(CovarianceLoss, ClippedLoss):
     def _band(self) -> ClipCov:
         if self.cov_low > self.cov_high:
             raise ValueError(
-                f"cov_low={self.cov_low:g} must not exceed cov_high={self.cov_high:g}: no token would be selected"
+                f"cov_low={self.cov_low:g} must not exceed cov_high={self.cov_high:g}: no token would be "
+                "selected"
             )
         return self
 

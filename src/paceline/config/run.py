@@ -81,38 +81,44 @@ class RunConfig(Section):
             raise ValueError(f"actor.ppo_mini_batch_size={mini} must divide data.train_batch_size={batch}")
         if self.critic.ppo_mini_batch_size is not None and batch % self.critic.ppo_mini_batch_size:
             raise ValueError(
-                f"critic.ppo_mini_batch_size={self.critic.ppo_mini_batch_size} must divide data.train_batch_size={batch}"
+                f"critic.ppo_mini_batch_size={self.critic.ppo_mini_batch_size} must divide "
+                f"data.train_batch_size={batch}"
             )
         if self.actor.ppo_max_token_len_per_gpu < self.max_model_len:
             raise ValueError(
-                f"actor.ppo_max_token_len_per_gpu={self.actor.ppo_max_token_len_per_gpu} cannot hold one sequence of "
-                f"data.max_prompt_length + data.max_response_length = {self.max_model_len} tokens; raise it"
+                f"actor.ppo_max_token_len_per_gpu={self.actor.ppo_max_token_len_per_gpu} cannot hold one "
+                "sequence of data.max_prompt_length + data.max_response_length = "
+                f"{self.max_model_len} tokens; raise it"
             )
         min_samples = self.algorithm.estimator.min_samples
         if self.rollout.n < min_samples:
             raise ValueError(
-                f"algorithm.adv_estimator={self.algorithm.adv_estimator} compares the samples of a group: rollout.n must be "
-                f"at least {min_samples}"
+                f"algorithm.adv_estimator={self.algorithm.adv_estimator} compares the samples of a group: "
+                f"rollout.n must be at least {min_samples}"
             )
         if self.algorithm.dynamic_sampling.enable and self.rollout.n < 2:
             raise ValueError(
-                "algorithm.dynamic_sampling.enable compares the scores of a group: rollout.n must be at least 2"
+                "algorithm.dynamic_sampling.enable compares the scores of a group: rollout.n must be at "
+                "least 2"
             )
         overlong = self.algorithm.overlong
         if overlong.enable and overlong.buffer_length > self.data.max_response_length:
             raise ValueError(
                 f"algorithm.overlong.buffer_length={overlong.buffer_length} must not exceed "
-                f"data.max_response_length={self.data.max_response_length}: even the shortest response would be penalised; lower it"
+                f"data.max_response_length={self.data.max_response_length}: even the shortest response "
+                "would be penalised; lower it"
             )
         if self.guard.uses(Action.LOWER_KL_COEF) and not self.needs_reference:
             raise ValueError(
-                "a guard rule may lower_kl_coef, but no KL is in use: set algorithm.use_kl_in_reward or actor.use_kl_loss"
+                "a guard rule may lower_kl_coef, but no KL is in use: set algorithm.use_kl_in_reward or "
+                "actor.use_kl_loss"
             )
         if self.guard.uses(Action.FIXED_KL) and not (
             self.algorithm.use_kl_in_reward and self.algorithm.kl_ctrl.type == "adaptive"
         ):
             raise ValueError(
-                "a guard rule may take fixed_kl, but no coefficient is adaptive: set algorithm.use_kl_in_reward and kl_ctrl.type=adaptive"
+                "a guard rule may take fixed_kl, but no coefficient is adaptive: set "
+                "algorithm.use_kl_in_reward and kl_ctrl.type=adaptive"
             )
         if self.service.dead_after_s <= self.service.suspect_after_s:
             raise ValueError("service.dead_after_s must exceed service.suspect_after_s")

@@ -1,4 +1,4 @@
-"""`algorithm.overlong`, `algorithm.resample`, `algorithm.rollout_correction`: what is done to scores, batch and loss around the advantages."""
+"""`algorithm.overlong`, `.resample` and `.rollout_correction`: changes to scores, batch and loss."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ class OverlongConfig(Section):
 
 
 class ResampleConfig(Section):
-    """PF-PPO: the update sees a batch drawn from the step's sequences, with replacement, after the advantages are made."""
+    """PF-PPO: after the advantages, the update's batch is drawn with replacement from the step's."""
 
     method: Literal["none", "pow", "max_min"] = Field(
         "none",
-        description="pow: with probability proportional to |score|^power; max_min: evenly from each group's best and worst.",
+        description="pow: with probability proportional to |score|^power; max_min: evenly from each "
+        "group's best and worst.",
     )
     power: float = Field(2.0, ge=0, description="pow: the exponent; 0 draws evenly.")
 
 
 class RolloutCorrectionConfig(Section):
-    """Weights on the policy loss where sampler and learner give a token different probabilities: w = learner's over sampler's."""
+    """Weights on the policy loss: w, the learner's probability of a token over the sampler's."""
 
     method: Literal["none", "tis", "icepop", "sequence_mask"] = Field(
         "none",
-        description="tis: min(w, cap); icepop: w inside [low, high], else 0; sequence_mask: 1 on sequences with w inside, else 0.",
+        description="tis: min(w, cap); icepop: w inside [low, high], else 0; sequence_mask: 1 on "
+        "sequences with w inside, else 0.",
     )
     level: Literal["token", "sequence", "geometric"] | None = Field(
         None,
-        description="Whose w: the token's, its sequence's product, or its sequence's geometric mean; null: sequence for sequence_mask, else token.",
+        description="Whose w: the token's, its sequence's product, or its sequence's geometric mean; "
+        "null: sequence for sequence_mask, else token.",
     )
     cap: float = Field(2.0, gt=0, description="tis: largest weight.")
     low: float = Field(0.5, ge=0, description="icepop, sequence_mask: least weight that is kept.")
@@ -57,7 +60,7 @@ class RolloutCorrectionConfig(Section):
             raise ValueError(f"low={self.low:g} must be below high={self.high:g}")
         if self.method == "icepop" and self.weight_level != "token":
             raise ValueError(
-                f"method=icepop works token by token, level={self.level} is not for it; leave "
-                "level out, or set method=sequence_mask"
+                f"method=icepop works token by token, level={self.level} is not for it; leave level out, "
+                "or set method=sequence_mask"
             )
         return self

@@ -72,7 +72,7 @@ class RankRef:
 
 
 Peer = str | RankRef
-"""Whom an error is about: a rank of a weight group, or anything else by its name, a member by its id."""
+"""What an error names: a rank of a weight group, a member by its id, or anything else by its name."""
 
 
 def peer_to_plain(peer: Peer) -> str | list[str | int | None]:

@@ -16,8 +16,8 @@ def find_function(reference: str, subject: str) -> object:
     """The object that `reference` names.
 
     Args:
-        reference: `module:function` or `path/to/file.py:function`, both parts not empty; a path is relative to the
-            working directory.
+        reference: `module:function` or `path/to/file.py:function`, both parts not empty; a path is relative
+            to the working directory.
         subject: what it is, for errors: "reward function", "policy loss".
 
     Raises:
@@ -44,8 +44,8 @@ def _load_module(label: str, place: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and (place == error.name or place.startswith(f"{error.name}.")):
             raise ConfigError(
-                f"{label}: there is no module {error.name!r} on the Python path: start Paceline in the folder that "
-                "holds it, install it, or write path/to/file.py:function"
+                f"{label}: there is no module {error.name!r} on the Python path: start Paceline in the "
+                "folder that holds it, install it, or write path/to/file.py:function"
             ) from error
         raise _import_failed(label, place, error) from error
     except (Exception, SystemExit) as error:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 # How long members have to hear of the end and to leave before the server stops; a rollout server takes some
 # seconds to end its engine.
 _FAREWELL_S = 8.0
-# Members without whom a collection cannot go on.
+# Kinds of members that a collection needs.
 _COLLECTING = (MemberKind.ROLLOUT, MemberKind.REWARD)
 
 

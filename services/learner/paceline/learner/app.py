@@ -109,7 +109,7 @@ class LearnerApp:
             await self._stop(training)
 
     def _start_training(self, assignment: Assignment) -> asyncio.Future[None]:
-        """Starts the only thread that uses torch; a daemon: a hanging collective must not hold the process."""
+        """Starts the only thread that uses torch; a daemon: a hanging collective must not hold it."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 

@@ -1,7 +1,7 @@
-"""`python -m paceline.learner.check CONFIG`: can a custom policy loss be trained with? In a process of its own.
+"""`python -m paceline.learner.check CONFIG` calls a custom policy loss, in a process of its own.
 
-Finding the function runs the user's module, which neither the launcher nor the controller may import; and a run
-should end for its faults before the learner's ranks have loaded a model.
+Finding the function runs the user's module, which neither the launcher nor the controller may import; and a
+run should end for its faults before the learner's ranks have loaded a model.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from paceline.core.errors import CheckpointError
 from paceline.learner.distributed.collectives import agree, attempt
-from paceline.learner.model.loading import as_fsdp, state_by_name
+from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.optimizer import Trainable
 from paceline.service.process import write_atomically
@@ -210,6 +210,6 @@ def _state(learner: Learner) -> dict[str, dict[str, Tensor]]:
         trainables["critic"] = learner.critic
     state: dict[str, dict[str, Tensor]] = {"rng": {"cpu": torch.get_rng_state()}}
     for name, trainable in trainables.items():
-        state[name] = dict(state_by_name(trainable.network))
+        state[name] = dict(hugging_face_names(trainable.network))
         state[f"{name}_optimizer"] = trainable.optimizer.state()
     return state

@@ -22,8 +22,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.learner.checkpoint import POLICY, Manifest
 from paceline.learner.model.folder import write_folder
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from paceline.learner.train.learner import DTYPES
 
 
 def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = None) -> Path:

@@ -1,1 +1,1 @@
-"""The members of a run: who is alive, and how they are called."""
+"""The members of a run: which of them are alive, and calls to them."""

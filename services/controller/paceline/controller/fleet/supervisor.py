@@ -76,7 +76,7 @@ class Supervisor:
         """Removes a member from the fleet for good."""
         await self.apply(self.fleet.mark_dead(member, reason))
 
-    # --- who there is
+    # --- members
 
     @property
     def learner(self) -> Member:

@@ -1,10 +1,10 @@
 """Advantage estimators: how much better a token did than expected.
 
-B sequences, T positions, mask 1 on tokens of the policy. A hole in the mask (a tool's tokens) is skipped as if it
-were not there. No result carries a gradient.
+B sequences, T positions, mask 1 on tokens of the policy. A hole in the mask (a tool's tokens) is skipped as
+if it were not there. No result carries a gradient.
 
-An estimator that looks beyond its own row takes `shard`: with the batch on several ranks, each rank passes its rows and
-gets its rows of what the whole batch would give.
+An estimator that looks beyond its own row takes `shard`: with the batch on several ranks, each rank passes
+its rows and gets its rows of what the whole batch would give.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16), from the last token to the first.
 
-    delta = r_t + gamma V' - V_t and A_t = delta + gamma lam A'. A masked position passes V' and A' on unchanged.
+    delta = r_t + gamma V' - V_t and A_t = delta + gamma lam A'. A masked position passes V' and A' on
+    unchanged.
 
     Args:
         token_rewards: (B, T).
@@ -38,8 +39,8 @@ def gae(
         lam: lambda in [0, 1], or one per sequence, (B,).
 
     Returns:
-        advantages (B, T), not whitened, and returns = advantages + values, (B, T). Under the mask both have no
-        meaning.
+        advantages (B, T), not whitened, and returns = advantages + values, (B, T). Under the mask both have
+        no meaning.
     """
     require_same_shape(token_rewards=token_rewards, values=values, mask=mask)
     require_positions(mask)
@@ -88,8 +89,8 @@ def vapo(
 ) -> tuple[Tensor, Tensor]:
     """Decoupled and length-adaptive GAE (VAPO, arXiv:2504.05118; VC-PPO, arXiv:2503.01491).
 
-    `lam_policy`, or if None each response's `length_adaptive_lambda`, gives the advantages, `lam_critic` the critic's
-    targets. Shapes and the rest as `gae`.
+    `lam_policy`, or if None each response's `length_adaptive_lambda`, gives the advantages, `lam_critic` the
+    critic's targets. Shapes and the rest as `gae`.
     """
     lam: float | Tensor
     if lam_policy is None:
@@ -110,7 +111,7 @@ def grpo(
     *,
     shard: RowShard = ALL_ROWS,
 ) -> Tensor:
-    """Group-relative advantages, (s - mean_g) / (std_g + eps) on every token (arXiv:2402.03300, section 4.1.2).
+    """(s - mean_g) / (std_g + eps) on every token (GRPO, arXiv:2402.03300, section 4.1.2).
 
     Args:
         scores: (B,).
@@ -139,7 +140,7 @@ def dr_grpo(scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard 
 
 
 def rloo(scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard = ALL_ROWS) -> Tensor:
-    """The score minus the mean of the others, (s - mean_g) n / (n - 1), on every token (RLOO, arXiv:2402.14740).
+    """The score minus the mean of the others, (s - mean_g) n / (n - 1) (RLOO, arXiv:2402.14740).
 
     Arguments and results as `grpo`.
     """
@@ -150,7 +151,7 @@ def rloo(scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard = A
 
 
 def opo(scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard = ALL_ROWS) -> Tensor:
-    """The score minus the group's mean weighted by length, the baseline of least variance (OPO, arXiv:2505.23585).
+    """The score minus the group's mean weighted by length (OPO, arXiv:2505.23585).
 
     Arguments and results as `grpo`.
     """
@@ -184,8 +185,8 @@ def pass_at_k(
     groups = batch.groups
     if int(groups.sizes.min().item()) < 2:
         raise NumericsError(
-            "pass_at_k compares the best sample of a group with the second best, and a group has one sample; set "
-            "rollout.n to 2 or more"
+            "pass_at_k compares the best sample of a group with the second best, and a group has one "
+            "sample; set rollout.n to 2 or more"
         )
     best, place = groups.table(batch.scores, -torch.inf).topk(2, dim=-1)
     gain = (best[:, 0] - best[:, 1]) / (groups.std(batch.scores) + eps)
@@ -204,7 +205,7 @@ def reinforce_plus_plus_baseline(
 
 
 def return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted sum of the rewards from each token on, (B, T); a masked position passes it on undiscounted."""
+    """Discounted sum of the rewards from each token on, (B, T); not discounted over masked positions."""
     require_same_shape(token_rewards=token_rewards, mask=mask)
     require_positions(mask)
     require_range("gamma", gamma, at_least=0.0, at_most=1.0)

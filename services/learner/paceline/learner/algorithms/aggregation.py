@@ -1,7 +1,7 @@
 """From per-token losses to the one number that is differentiated.
 
-The denominators are those of the mini-batch over all ranks. A caller that holds only a part of it passes them; the
-parts' results then add up to the whole's, and so do their gradients.
+The denominators are those of the mini-batch over all ranks. A caller that holds only a part of it passes
+them; the parts' results then add up to the whole's, and so do their gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def aggregate(
     ==========================  ==========================================================================
     token-mean                  sum(loss) / num_tokens  (DAPO, arXiv:2503.14476, eq. 8)
     seq-mean-token-sum          sum over sequences of their token sums / num_sequences
-    seq-mean-token-mean         sum over sequences of their token means / num_sequences  (GRPO, arXiv:2402.03300, eq. 3)
+    seq-mean-token-mean         sum over sequences of their token means / num_sequences
+                                (GRPO, arXiv:2402.03300, eq. 3)
     seq-mean-token-sum-norm     seq-mean-token-sum / constant  (Dr. GRPO, arXiv:2503.20783)
     ==========================  ==========================================================================
 
@@ -45,8 +46,8 @@ def aggregate(
         mode: one of the names above.
         num_tokens: unmasked tokens of the mini-batch over all ranks; None takes those of `mask`.
         num_sequences: sequences with at least one unmasked token, likewise.
-        constant: the divisor of seq-mean-token-sum-norm, usually the longest response allowed. None takes T, which
-            makes the result depend on padding.
+        constant: the divisor of seq-mean-token-sum-norm, usually the longest response allowed. None takes T,
+            which makes the result depend on padding.
 
     Returns:
         0-dim, in the precision of the loss (float32 for half types). A part without tokens gives 0 where the
@@ -78,7 +79,8 @@ def _denominator(given: Count | None, counted: Tensor, name: str) -> Count:
     if given is None:
         if not bool(counted > 0):
             raise NumericsError(
-                f"all tokens are masked: there is no loss to average; pass {name} of the whole mini-batch if this is a part of one"
+                f"all tokens are masked: there is no loss to average; pass {name} of the whole mini-batch "
+                "if this is a part of one"
             )
         return counted
     # A count on the device is not looked at: that would wait for the device on every micro-batch.

@@ -83,7 +83,7 @@ def of_groups(function: Callable[..., Tensor]) -> Estimator:
 
 
 def with_critic(function: Callable[..., tuple[Tensor, Tensor]]) -> Estimator:
-    """From `f(token_rewards, values, mask, **options) -> (advantages, returns)`; the advantages are whitened here."""
+    """From `f(token_rewards, values, mask, **options) -> (advantages, returns)`; whitens the advantages."""
 
     def call(inputs: EstimatorInputs, **options: Any) -> Estimates:
         raw, returns = function(inputs.token_rewards, inputs.values, inputs.mask, **options)

@@ -1,7 +1,7 @@
 """Prompt groups: which samples answer one prompt, and what a sample's score is compared with.
 
-Group ids are any integers in any order. A group of one has nothing to compare with: its mean is taken as 0, so that
-its score stands as it is.
+Group ids are any integers in any order. A group of one has nothing to compare with: its mean is taken as 0,
+so that its score stands as it is.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Groups:
     def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """Mean of each group, (G,), and 0 for a group of one; with `weights`, (B,), the weighted mean.
 
-        Equal scores give exactly that score: the rounding of a sum, divided by a standard deviation of 0 + 1e-6, would
-        otherwise become an advantage.
+        Equal scores give exactly that score: the rounding of a sum, divided by a standard deviation of 0 +
+        1e-6, would otherwise become an advantage.
         """
         highest, lowest = self.table(x, -torch.inf).amax(-1), self.table(x, torch.inf).amin(-1)
         if weights is None:
@@ -98,7 +98,7 @@ class GroupScores:
 
     @classmethod
     def gather(cls, scores: Tensor, mask: Tensor, group_ids: Tensor, shard: RowShard) -> GroupScores:
-        """From this rank's scores (B,), mask (B, T) and group ids (B,); a few bytes per sequence cross the ranks.
+        """From this rank's scores (B,), mask (B, T) and group ids (B,); ranks exchange a few bytes per row.
 
         Raises:
             NumericsError: shapes do not fit, or there are no sequences.

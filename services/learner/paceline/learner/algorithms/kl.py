@@ -28,7 +28,7 @@ def k2(difference: Tensor) -> Tensor:
 
 
 def k3(difference: Tensor) -> Tensor:
-    """exp(x) - x - 1 with x = clip(-d, -20, 20), the result clipped to [-10, 10]: unbiased, never negative."""
+    """exp(x) - x - 1, x = clip(-d, -20, 20), the result clipped to [-10, 10]: unbiased, never negative."""
     x = torch.clamp(-difference, -20.0, 20.0)
     return torch.clamp(torch.exp(x) - x - 1.0, -10.0, 10.0)
 
@@ -49,8 +49,9 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
     With d = log_probs - ref_log_probs the kinds are `k1` (alias kl) d, `abs` |d|, `k2` (mse) d^2/2 and `k3`
     (low_var_kl) exp(-d) + d - 1, clipped: Schulman 2020, "Approximating KL divergence"
-    (http://joschu.net/blog/kl-approx.html). A trailing `+` keeps the value of the kind and takes the gradient of k2.
-    On policy that is an unbiased gradient of the KL; k1's is 0 in the mean, and k3's is that of the other KL.
+    (http://joschu.net/blog/kl-approx.html). A trailing `+` keeps the value of the kind and takes the
+    gradient of k2. On policy that is an unbiased gradient of the KL; k1's is 0 in the mean, and k3's is that
+    of the other KL.
 
     Args:
         log_probs: any shape, differentiated.
@@ -131,7 +132,8 @@ class FixedKLController:
 class AdaptiveKLController:
     """Steers the coefficient so that the KL comes near its target (arXiv:1909.08593, section 2.2).
 
-    value *= 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) n_steps / horizon, after the value was used in the step.
+    value *= 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) n_steps / horizon, after the value was used in
+    the step.
 
     Args:
         kl_coef: the first value, above 0 (from 0 it would never move).
@@ -148,7 +150,9 @@ class AdaptiveKLController:
         self.horizon = float(horizon)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Moves the value; current_kl the mean over sequences of each one's masked mean, n_steps the number of sequences in the step.
+        """Moves the value after a step of `n_steps` sequences.
+
+        `current_kl` is the mean over sequences of each sequence's masked mean.
 
         Raises:
             NumericsError: current_kl is not finite; the value is left as it was.

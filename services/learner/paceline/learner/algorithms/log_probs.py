@@ -1,4 +1,4 @@
-"""Token log-probs and entropy from logits, plain, or from hidden states in chunks that never hold all logits."""
+"""Token log-probs and entropy: from logits, or from hidden states in chunks without ever all logits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def token_log_probs(
         with_entropy: also H = logsumexp(z) - sum(softmax(z) z).
 
     Returns:
-        log_probs (...) and entropy (...) or None; float32, or float64 for float64 logits. The log-probs are the same
-        to the bit with and without entropy.
+        log_probs (...) and entropy (...) or None; float32, or float64 for float64 logits. The log-probs are
+        the same to the bit with and without entropy.
     """
     _check(logits, targets, temperature)
     z = full_precision(logits)
@@ -49,10 +49,10 @@ def chunked_log_probs(
     chunk_size: int = 1024,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`token_log_probs(hidden @ lm_head_weight.T, ...)` with at most chunk_size rows of logits in memory at a time.
+    """`token_log_probs(hidden @ lm_head_weight.T, ...)` with at most chunk_size rows of logits in memory.
 
-    The backward pass makes each chunk's logits again, so peak memory grows with chunk_size x V instead of N x V, at
-    the price of one more product with the head.
+    The backward pass makes each chunk's logits again, so peak memory grows with chunk_size x V instead of N
+    x V, at the price of one more product with the head.
 
     Args:
         hidden: (..., H), the last hidden states.

@@ -1,7 +1,8 @@
 """What some rows of logits give: log-probs, norms and entropy, and the gradient by the logits.
 
-On CUDA each of the two is one Triton kernel that reads the logits once, in the type in which the head's product made them;
-elsewhere it is plain torch. Logits (n, V), everything else (n,), in float32 (float64 for float64 logits).
+On CUDA each of the two is one Triton kernel that reads the logits once, in the type in which the head's
+product made them; elsewhere it is plain torch. Logits (n, V), everything else (n,), in float32 (float64 for
+float64 logits).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowScores:
-    """`log_norms` are the logsumexps of logits / temperature; `entropy` is None where it was not asked for."""
+    """`log_norms` are the logsumexps of logits / temperature; `entropy` is None without `with_entropy`."""
 
     log_probs: Tensor
     log_norms: Tensor
@@ -33,8 +34,8 @@ def score(logits: Tensor, targets: Tensor, temperature: float, with_entropy: boo
     if _has_kernel(logits):
         from paceline.learner.algorithms import logits_rows_kernel
 
-        found = logits_rows_kernel.score(logits, targets, temperature, with_entropy)
-        return RowScores(log_probs=found[0], log_norms=found[1], entropy=found[2])
+        log_probs, log_norms, entropy = logits_rows_kernel.score(logits, targets, temperature, with_entropy)
+        return RowScores(log_probs=log_probs, log_norms=log_norms, entropy=entropy)
     z = _scaled(logits, temperature)
     log_norms = torch.logsumexp(z, dim=-1)
     log_probs = z.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_norms

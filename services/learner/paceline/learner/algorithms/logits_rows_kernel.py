@@ -26,8 +26,8 @@ def _score(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64)
     values = logits + row * stride
-    # With d = z - top: the sums of e^d and of d e^d, moved along where a block has a higher top. Nothing is infinite, since 0 times
-    # infinity would be NaN.
+    # With d = z - top: the sums of e^d and of d e^d, rescaled when a block has a higher top. All values are
+    # finite, since 0 times infinity would be NaN.
     top = tl.full((), -1e30, dtype=tl.float32)
     total = tl.zeros((), dtype=tl.float32)
     weighted = tl.zeros((), dtype=tl.float32)
@@ -88,7 +88,7 @@ def _gradient(  # type: ignore[no-untyped-def]
 def score(
     logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log_probs, log_norms and entropy or None, (n,) in float32; logits (n, V) with elements of a row side by side."""
+    """log_probs, log_norms and entropy or None, (n,) in float32, of logits (n, V) with contiguous rows."""
     log_probs, log_norms, entropy = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     with torch.cuda.device(logits.device):
         _score[(len(logits),)](

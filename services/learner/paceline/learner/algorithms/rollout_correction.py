@@ -1,8 +1,8 @@
 """Weights for tokens whose sampler and trainer differ: same weights, other kernels or another precision.
 
-w = exp(clip(old_log_probs - rollout_log_probs, -20, 20)): the trainer's probability of a token over the sampler's.
-All weights are detached, of shape (B, T) and 0 under the mask; the caller multiplies the per-token policy loss with
-them.
+w = exp(clip(old_log_probs - rollout_log_probs, -20, 20)): the trainer's probability of a token over the
+sampler's. All weights are detached, of shape (B, T) and 0 under the mask; the caller multiplies the
+per-token policy loss with them.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def sequence_mask(
     Args:
         low: at least 0.
         high: above low.
-        level: whose weight counts: "sequence" or, independent of length, "geometric". "token" drops a sequence for
-            one token out of range.
+        level: whose weight counts: "sequence" or, independent of length, "geometric". "token" drops a
+            sequence for one token out of range.
 
     The other arguments as `rollout_weights`.
     """
@@ -92,8 +92,8 @@ def sequence_mask(
 def mismatch_kl(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
     """Per-token estimates of KL(sampler || trainer) on the sampler's own tokens, (B, T) in float64.
 
-    k3 without a clip, exp(d) - 1 - d with d = old - rollout log-probs: never negative, and 0 under the mask. The
-    mean over all tokens, summed over parts, is the metric `rollout/mismatch_kl`.
+    k3 without a clip, exp(d) - 1 - d with d = old - rollout log-probs: never negative, and 0 under the mask.
+    The mean over all tokens, summed over parts, is the metric `rollout/mismatch_kl`.
     """
     difference = _log_ratio(old_log_probs, rollout_log_probs, mask).double()
     return difference.exp() - 1.0 - difference
@@ -112,7 +112,7 @@ def largest_weight(weights: Tensor, mask: Tensor) -> Tensor:
 
 
 def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
-    """[sum w, sum w^2, n] of the unmasked tokens, shape (3,): add over parts, then `effective_sample_size`."""
+    """[sum w, sum w^2, n] of the unmasked tokens, (3,): add over parts, then `effective_sample_size`."""
     weights = keep(weights.detach(), mask)
     count = mask.bool().sum().to(weights.dtype)
     return torch.stack([masked_sum(weights, mask), masked_sum(weights.square(), mask), count])
@@ -121,7 +121,8 @@ def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
 def effective_sample_size(sums: Tensor) -> Tensor:
     """Kish's effective sample size as a share of the tokens, (sum w)^2 / (n sum w^2), in [0, 1]; 0-dim.
 
-    1 means equal weights; 1/n that one token carries all of it. 0 where all weights are 0 or nothing is unmasked.
+    1 means equal weights; 1/n that one token carries all of it. 0 where all weights are 0 or nothing is
+    unmasked.
 
     Args:
         sums: (3,), `weight_sums` added up over all parts.

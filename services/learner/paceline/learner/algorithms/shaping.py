@@ -42,8 +42,8 @@ def resample_indices(
 ) -> Tensor:
     """Which sequences make up the resampled batch, drawn with replacement (PF-PPO, arXiv:2409.06957).
 
-    Index every tensor of the batch with the result, scores, log-probs and advantages, after the advantages are made:
-    sample and advantage move together, and a group's mean is that of the whole group.
+    Index every tensor of the batch with the result, scores, log-probs and advantages, after the advantages
+    are made: sample and advantage move together, and a group's mean is that of the whole group.
 
     Args:
         scores: (B,).

@@ -1,10 +1,10 @@
 """Masked mean, variance and whitening, of a whole batch or of one whose rows lie on several ranks.
 
-A mask is 1 (or True) on the tokens that count. What lies under a 0 is never read, not even a NaN. Half and integer
-inputs are reduced in float32; float32 and float64 keep their precision.
+A mask is 1 (or True) on the tokens that count. What lies under a 0 is never read, not even a NaN. Half and
+integer inputs are reduced in float32; float32 and float64 keep their precision.
 
-Over several ranks whitening takes two additions: (sum, count), then the squared deviations from the common mean. Two
-passes, because sum(x^2) - n mean^2 loses all its digits where the mean is large beside the spread.
+Over several ranks whitening takes two additions: (sum, count), then the squared deviations from the common
+mean. Two passes, because sum(x^2) - n mean^2 loses all its digits where the mean is large beside the spread.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def clipped_value_loss(
         clip: c above 0, in units of value.
 
     Returns:
-        Per-token losses (B, T), 0 under the mask, and {"vf_clipfrac": the share of tokens whose clipped error is the
-        larger}, a masked token mean.
+        Per-token losses (B, T), 0 under the mask, and {"vf_clipfrac": the share of tokens whose clipped
+        error is the larger}, a masked token mean.
     """
     require_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     require_range("clip", clip, above=0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -266,8 +266,3 @@ def _fill(network: nn.Module, source: _Files | _Seed | _ValueHeadSource) -> None
             read = source.rows(name, parameter.shape)
             if stop > start:
                 local.copy_(read(start, stop))
-
-
-def state_by_name(network: nn.Module) -> Mapping[str, Tensor]:
-    """Sharded parameters by Hugging Face name, for checkpoints."""
-    return dict(hugging_face_names(network))

@@ -13,19 +13,19 @@ from paceline.learner.train.learner import Learner
 from paceline.learner.train.stopwatch import Stopwatch
 
 
-def score(learner: Learner, batches: Sequence[MicroBatch], watch: Stopwatch) -> list[ScoredBatch]:
+def score(learner: Learner, batches: Sequence[MicroBatch], stopwatch: Stopwatch) -> list[ScoredBatch]:
     """This rank's micro-batches with the numbers of every network in use; every rank calls it."""
     temperature = learner.config.rollout.temperature
     policy, reference, critic = learner.actor.network, learner.reference, learner.critic
     absent: list[Tensor | None] = [None] * len(batches)
     ref, values = absent, absent
-    with watch.phase("old_log_prob"):
+    with stopwatch.phase("old_log_prob"):
         old = _without_gradient(policy, batches, lambda b: b.table(policy(b, temperature)[0]))
     if reference is not None:
-        with watch.phase("ref"):
+        with stopwatch.phase("ref"):
             ref = [*_without_gradient(reference, batches, lambda b: b.table(reference(b, temperature)[0]))]
     if critic is not None:
-        with watch.phase("values"):
+        with stopwatch.phase("values"):
             values = [*_without_gradient(critic.network, batches, lambda b: b.table(critic.network(b)))]
     return [
         ScoredBatch(batch=batch, old_log_probs=o, ref_log_probs=r, values=v)

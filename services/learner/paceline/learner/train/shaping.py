@@ -68,9 +68,9 @@ def mismatch_metrics(
     """The metrics `rollout/*`, over all ranks' tokens; every rank calls it.
 
     mismatch_kl is KL(sampler || learner) per token, by `rollout_correction.mismatch_kl`, logprob_diff_max the
-    largest difference. effective_sample_size (a share in [0, 1]) and largest_weight are of the weights before any
-    cap, at the correction's level, or per token without a correction. corrected_share, with a correction only, is
-    the share of tokens whose weight was capped or is 0.
+    largest difference. effective_sample_size (a share in [0, 1]) and largest_weight are of the weights before
+    any cap, at the correction's level, or per token without a correction. corrected_share, with a correction
+    only, is the share of tokens whose weight was capped or is 0.
     """
     kl_and_count = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     weight_sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)

@@ -36,22 +36,22 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
         DataError, ProtocolError, BrokerError: the rows are unusable; nothing has changed.
         NumericsError: the numbers of the step contradict each other.
     """
-    config, ranks, watch = learner.config, learner.ranks, Stopwatch(learner.ranks.device)
+    config, ranks, stopwatch = learner.config, learner.ranks, Stopwatch(learner.ranks.device)
     plan = _plan(config, order.rows, ranks)
-    with watch.phase("fetch"):
+    with stopwatch.phase("fetch"):
         rows = fetch(plan.rows_of(ranks.rank))
         batches = [
             pack([rows[index] for index in indices], ranks.device)
             for chunk in plan.chunks
             for indices in chunk.micro_batches[ranks.rank]
         ]
-    scored = score(learner, batches, watch)
-    with watch.phase("adv"):
+    scored = score(learner, batches, stopwatch)
+    with stopwatch.phase("adv"):
         prepared = _prepare(learner, order, scored)
     mini_batches = cut_mini_batches(config, plan, prepared.batches, ranks)
     guard = UpdateGuard(config.guard, learner.histories, ranks, order.adjustments)
     guard.judge_batch(rewards=[row.reward for row in order.rows], reference_kl=prepared.summary.reference_kl)
-    reports = _update(learner, order.step, mini_batches, watch, guard)
+    reports = _update(learner, order.step, mini_batches, stopwatch, guard)
     _steer_kl(learner, order, prepared.summary)
     learner.version = order.step
     metrics = {
@@ -59,8 +59,8 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
         **prepared.metrics,
         **_length_metrics(config, order.rows),
         **guard.metrics,
-        **watch.seconds,
-        **_utilisation(learner, order.rows, watch),
+        **stopwatch.seconds,
+        **_utilisation(learner, order.rows, stopwatch),
     }
     reasons = [f"{name}: {reason}" for name, report in reports.items() for reason in report.skipped]
     return TrainResult(
@@ -150,17 +150,17 @@ def _update(
     learner: Learner,
     step: int,
     mini_batches: dict[str, list[MiniBatch]],
-    watch: Stopwatch,
+    stopwatch: Stopwatch,
     guard: UpdateGuard,
 ) -> dict[str, UpdateReport]:
     config, ranks, reports = learner.config, learner.ranks, {}
     if learner.critic is not None:
-        with watch.phase("update_critic"):
+        with stopwatch.phase("update_critic"):
             reports["critic"] = update_critic(
                 learner.critic, mini_batches["critic"], config, step=step, ranks=ranks, guard=guard
             )
     if not _critic_alone(learner, step):
-        with watch.phase("update_actor"):
+        with stopwatch.phase("update_actor"):
             reports["actor"] = update_policy(
                 learner.actor, mini_batches["actor"], config, step=step, ranks=ranks, guard=guard
             )
@@ -188,9 +188,9 @@ def _report_metrics(reports: dict[str, UpdateReport]) -> dict[str, float]:
     return metrics
 
 
-def _utilisation(learner: Learner, rows: Sequence[BatchRow], watch: Stopwatch) -> dict[str, float]:
+def _utilisation(learner: Learner, rows: Sequence[BatchRow], stopwatch: Stopwatch) -> dict[str, float]:
     """`perf/mfu` of the policy's update, if the device's peak is known."""
-    seconds, peak = watch.seconds.get("timing_s/update_actor"), peak_flops(learner.ranks.device)
+    seconds, peak = stopwatch.seconds.get("timing_s/update_actor"), peak_flops(learner.ranks.device)
     if not seconds or peak is None:
         return {}
     flops = learner.config.actor.ppo_epochs * update_flops(learner.actor.network, _lengths(rows))

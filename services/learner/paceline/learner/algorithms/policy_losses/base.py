@@ -1,4 +1,4 @@
-"""What the losses share: their inputs and outputs, the clipped log-ratio, and the metrics that more than one reports.
+"""What the losses share: inputs and outputs, the clipped log-ratio, and common metrics.
 
 ratio = exp(clip(log_probs - old_log_probs, -20, 20)) throughout.
 """
@@ -31,8 +31,8 @@ class LossInputs:
         rollout_log_probs: (B, T), the sampler's.
         ref_log_probs: (B, T), the reference model's; None where no KL to it is in use.
         scores: (B,), each sequence's reward with the overlong penalty, without a KL.
-        selected: (B, T) booleans, the tokens that `highest_covariance` selected over the mini-batch; None unless
-            `actor.policy_loss` is a covariance loss.
+        selected: (B, T) booleans, the tokens that `highest_covariance` selected over the mini-batch; None
+            unless `actor.policy_loss` is a covariance loss.
     """
 
     log_probs: Tensor
@@ -49,9 +49,10 @@ class LossOutputs(NamedTuple):
     """What a policy loss returns.
 
     Attributes:
-        loss: (B, T) per-token losses; the caller reduces them with `aggregate`, which ignores what lies under the mask.
-        metrics: by name, 0-dim means over the unmasked tokens of these inputs. The mean over many micro-batches is
-            the mean of theirs weighted by their numbers of unmasked tokens.
+        loss: (B, T) per-token losses; the caller reduces them with `aggregate`, which ignores what lies
+            under the mask.
+        metrics: by name, 0-dim means over the unmasked tokens of these inputs. The mean over many
+            micro-batches is the mean of theirs weighted by their numbers of unmasked tokens.
     """
 
     loss: Tensor
@@ -74,7 +75,7 @@ class LossFunction:
     def of_tensors(
         cls, function: Callable[..., LossOutputs], *metrics: str, selects_tokens: bool = False
     ) -> LossFunction:
-        """From `f(log_probs, old_log_probs, advantages, mask, **options)`, with `selected=` where it selects."""
+        """From `f(log_probs, old_log_probs, advantages, mask, **options)`, with `selected=` if it selects."""
 
         def call(inputs: LossInputs, **options: Any) -> LossOutputs:
             chosen = {"selected": inputs.selected} if selects_tokens else {}

@@ -39,8 +39,8 @@ def ppo_clip(
         dual_clip_c: above 1, or None for no dual clip.
 
     Returns:
-        The loss and `pg_clipfrac` (share of tokens whose clipped term is the larger), `pg_clipfrac_lower` (share where
-        the dual bound is the smaller, and A < 0), `ppo_kl` (mean of -(log-ratio)).
+        The loss and `pg_clipfrac` (share of tokens whose clipped term is the larger), `pg_clipfrac_lower`
+        (share where the dual bound is the smaller, and A < 0), `ppo_kl` (mean of -(log-ratio)).
     """
     check_clip(clip_low, clip_high)
     if dual_clip_c is not None:
@@ -74,9 +74,9 @@ def gspo(
 ) -> LossOutputs:
     """PPO's clip on the ratio of whole sequences (GSPO in its token form, arXiv:2507.18071).
 
-    The value of a token's ratio is that of its sequence, s = exp(mean of the log-ratios), its gradient that of its own
-    log-prob: stopgrad(s) pi / stopgrad(pi), the logarithm clamped at 10 from above. Ranges are far smaller than PPO's
-    (3e-4 and 4e-4 in the paper), and `seq-mean-token-mean` is the aggregation.
+    The value of a token's ratio is that of its sequence, s = exp(mean of the log-ratios), its gradient that
+    of its own log-prob: stopgrad(s) pi / stopgrad(pi), the logarithm clamped at 10 from above. Ranges are
+    far smaller than PPO's (3e-4 and 4e-4 in the paper), and `seq-mean-token-mean` is the aggregation.
 
     Arguments, results and metrics as `ppo_clip`; `pg_clipfrac_lower` is always 0.
     """
@@ -105,9 +105,9 @@ def geo_mean(
 ) -> LossOutputs:
     """The geometric mean of a sequence's ratios in place of each one (GMPO, arXiv:2507.20673).
 
-    Each log-ratio is clipped to [-clip_low, clip_high], only on the side to which its advantage drives it; the loss of
-    the sequence, -mean(A) exp(mean of the clipped log-ratios), stands on each of its tokens, so that
-    `seq-mean-token-mean` gives the mean over sequences.
+    Each log-ratio is clipped to [-clip_low, clip_high], only on the side to which its advantage drives it;
+    the loss of the sequence, -mean(A) exp(mean of the clipped log-ratios), stands on each of its tokens, so
+    that `seq-mean-token-mean` gives the mean over sequences.
 
     Args:
         clip_low: at least 0, in log-ratio (the paper: 0.4).

@@ -1,7 +1,7 @@
-"""Losses that treat the tokens with the highest covariance of log-prob and advantage apart, and their selection.
+"""Losses that treat tokens of high covariance of log-prob and advantage apart, and their selection.
 
-The covariance of a token is (log pi - mean log pi) (A - mean A), with the means over the batch: raising the log-prob of
-tokens where it is high is what uses up the entropy (arXiv:2505.22617).
+The covariance of a token is (log pi - mean log pi) (A - mean A), with the means over the batch: raising the
+log-prob of tokens where it is high is what uses up the entropy (arXiv:2505.22617).
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def clip_cov(
 ) -> LossOutputs:
     """`ppo_clip`, with loss and gradient 0 on the selected tokens (Clip-Cov, arXiv:2505.22617).
 
-    The paper draws the tokens at random among those with a covariance in [cov_low, cov_high]; here the highest of
-    them are taken, so that a repeated step gives the same numbers.
+    The paper draws the tokens at random among those with a covariance in [cov_low, cov_high]; here the
+    highest of them are taken, so that a repeated step gives the same numbers.
 
     Args:
         clip_low: as `ppo_clip`.

@@ -28,7 +28,8 @@ _FORM = "write my_loss(inputs: LossInputs, **options) -> LossOutputs"
 def load(path: str, options: Mapping[str, Any], *, with_reference: bool) -> LossFunction:
     """The loss that `path` names, after a call on a few tokens, which also tells the names of its metrics.
 
-    The returned function checks each result's type, shape and names of metrics, without a wait for the device.
+    The returned function checks each result's type, shape and names of metrics, without a wait for the
+    device.
 
     Args:
         path: `path/to/file.py:function` or `module:function`.
@@ -68,15 +69,16 @@ def _call(path: str, user_function: Callable[..., object], inputs: LossInputs, *
         got = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(
             f"policy loss {path!r} returned a loss of {got}; return one number per token, of the shape of "
-            f"inputs.log_probs, here {tuple(inputs.mask.shape)}, and leave the reduction to actor.loss_agg_mode"
+            f"inputs.log_probs, here {tuple(inputs.mask.shape)}, and leave the reduction to "
+            "actor.loss_agg_mode"
         )
     metrics = {name: _metric(path, name, value, loss) for name, value in outputs.metrics.items()}
     return LossOutputs(loss, metrics)
 
 
 _NO_REFERENCE = (
-    " (inputs.ref_log_probs is None; a loss that reads it needs actor.use_kl_loss=true, with kl_loss_coef=0 for "
-    "no KL term beside it)"
+    " (inputs.ref_log_probs is None; a loss that reads it needs actor.use_kl_loss=true, with "
+    "kl_loss_coef=0 for no KL term beside it)"
 )
 
 
@@ -91,8 +93,8 @@ def _metric(path: str, name: object, value: object, loss: Tensor) -> Tensor:
     if not isinstance(value, Tensor) or value.dim() != 0:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ConfigError(
-            f"policy loss {path!r} reports {name!r} as {got}; report one number, the mean over the unmasked tokens "
-            "(statistics.masked_mean)"
+            f"policy loss {path!r} reports {name!r} as {got}; report one number, the mean over the "
+            "unmasked tokens (statistics.masked_mean)"
         )
     return value.detach()
 
@@ -117,14 +119,15 @@ def _try_out(
     kept = torch.where(mask, per_token, 0.0)
     if not kept.requires_grad:
         raise ConfigError(
-            f"policy loss {path!r} does not depend on inputs.log_probs: nothing would be learned; compute it from "
-            "them, without detach()"
+            f"policy loss {path!r} does not depend on inputs.log_probs: nothing would be learned; compute "
+            "it from them, without detach()"
         )
     (gradient,) = torch.autograd.grad(kept.sum(), log_probs)
     for name, numbers in {"its loss": kept, "its gradient": gradient, **metrics}.items():
         if not bool(torch.isfinite(numbers).all()):
             raise ConfigError(
-                f"policy loss {path!r}: {name} is not finite on two sequences with log-ratios within 0.2; look for a "
-                "division by 0 or a logarithm of 0, under the mask too (torch.where(mask, x, 0.0) before it)"
+                f"policy loss {path!r}: {name} is not finite on two sequences with log-ratios within 0.2; "
+                "look for a division by 0 or a logarithm of 0, under the mask too (torch.where(mask, x, "
+                "0.0) before it)"
             )
     return tuple(metrics)

@@ -28,10 +28,10 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> LossOutputs:
-    """REINFORCE weighted by a clipped ratio without gradient: -stopgrad(clip(ratio)) A log pi (arXiv:2506.13585).
+    """-stopgrad(clip(ratio)) A log pi: REINFORCE with a clipped weight (CISPO, arXiv:2506.13585).
 
-    No token loses its gradient, whatever its ratio; a clip_low of 1 leaves the lower side open, as the paper does.
-    Arguments and results as `ppo_clip`; `pg_clipfrac` is the share of tokens whose ratio was clipped.
+    No token loses its gradient, whatever its ratio; a clip_low of 1 leaves the lower side open, as the paper
+    does. Arguments and results as `ppo_clip`; `pg_clipfrac` is the share of tokens whose ratio was clipped.
     """
     check_clip(clip_low, clip_high)
     log_ratio, advantages = log_ratio_and_advantages(log_probs, old_log_probs, advantages, mask)
