@@ -44,7 +44,7 @@ test: venv
 	$(BIN)/python -m pytest
 
 test-fast: venv
-	$(BIN)/python -m pytest tests/unit tests/property tests/numerics tests/contract
+	$(BIN)/python -m pytest tests/architecture tests/unit tests/property tests/numerics tests/contract
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -123,7 +123,7 @@ def starting_model(out: Path, seed: int, overrides: Sequence[str]) -> Path:
 
 
 def run(out: Path, start: Path, recipe: str, seed: int, overrides: Sequence[str]) -> None:
-    """One run of `paceline train`; leaves `finding.json` in its directory whatever came of it."""
+    """One run of `paceline train`; leaves `finding.json` in its directory, after a failure too."""
     folder = run_folder(out, recipe, seed)
     folder.mkdir(parents=True, exist_ok=True)
     values = [

@@ -32,14 +32,14 @@ def test_values_and_gradients_equal_float64(tokens: int, vocab: int, chunk: int,
     # The logits are rounded to their type before anything is made of them: so must the reference's be.
     logits = (states.detach() @ head.detach().t()).double().requires_grad_()
     true, true_entropy = token_log_probs(logits, targets, TEMPERATURE, True)
-    found, entropy = chunked_log_probs(states, head, targets, TEMPERATURE, chunk, True)
+    log_probs, entropy = chunked_log_probs(states, head, targets, TEMPERATURE, chunk, True)
     assert true_entropy is not None
     assert entropy is not None
-    torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(log_probs.double(), true, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), true_entropy, rtol=1e-5, atol=2e-5)
 
     weights = torch.linspace(-1, 1, tokens, device="cuda")
-    torch.autograd.backward((found * weights).sum() + 0.3 * (entropy * weights.square()).sum())
+    torch.autograd.backward((log_probs * weights).sum() + 0.3 * (entropy * weights.square()).sum())
     torch.autograd.backward((true * weights).sum() + 0.3 * (true_entropy * weights.double().square()).sum())
     assert logits.grad is not None
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
@@ -49,9 +49,9 @@ def test_values_and_gradients_equal_float64(tokens: int, vocab: int, chunk: int,
 
 def test_log_probs_have_the_same_bits_with_and_without_entropy() -> None:
     states, head, targets = draw(300, 128, 32000, torch.bfloat16)
-    whole, _ = chunked_log_probs(states, head, targets, 1.0, 300, True)
+    with_entropy, _ = chunked_log_probs(states, head, targets, 1.0, 300, True)
     again, _ = chunked_log_probs(states, head, targets, 1.0, 300, False)
-    assert torch.equal(whole, again)
+    assert torch.equal(with_entropy, again)
 
 
 def test_excluded_tokens_and_extreme_logits_stay_finite() -> None:
@@ -61,9 +61,9 @@ def test_excluded_tokens_and_extreme_logits_stay_finite() -> None:
     states[1, 2] = 3e4
     states = states.nan_to_num(neginf=-3e38).requires_grad_()
     targets = torch.tensor([0, 2, 3], device="cuda")
-    found, entropy = chunked_log_probs(states, head, targets, 1.0, 2, True)
+    log_probs, entropy = chunked_log_probs(states, head, targets, 1.0, 2, True)
     assert entropy is not None
-    torch.autograd.backward(found.sum() + entropy.sum())
+    torch.autograd.backward(log_probs.sum() + entropy.sum())
     expected = -torch.tensor([7.0, 1.0, 8.0]).log()
-    torch.testing.assert_close(found.cpu(), expected)
+    torch.testing.assert_close(log_probs.cpu(), expected)
     assert bool(torch.isfinite(states.grad).all())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Property tests have no deadline per example: a busy machine is no failure, and pytest's timeout bounds the test."""
+"""Property tests have no deadline per example: a busy machine is no failure. pytest bounds the whole test."""
 
 from hypothesis import settings
 

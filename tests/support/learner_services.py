@@ -10,9 +10,9 @@ from typing import Any
 from paceline.controller.fleet.membership import Member
 from paceline.core.errors import PacelineError
 from paceline.core.training import TrainOrder, TrainResult
+from paceline.learner.commands import Commands
 from paceline.learner.distributed.collectives import CommandError
 from paceline.learner.distributed.command_loop import CommandQueue
-from paceline.learner.distributed.commands import Commands
 from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2

@@ -1,4 +1,4 @@
-"""The digest of `paceline.weights.digest.definition`, in numpy: the reference for the other implementations."""
+"""The digest of `weights.digest.definition`, in numpy: the reference for the other implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts for tests: FSDP2 shards, and a Qwen2-like model's tensor-parallel slices, without the engine's code."""
+"""Layouts for tests: FSDP2 shards, and a Qwen2-like model's tensor-parallel slices, without an engine."""
 
 from __future__ import annotations
 

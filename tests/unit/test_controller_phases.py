@@ -6,7 +6,7 @@ import pytest
 
 from paceline.controller.fleet.membership import Fleet, Health
 from paceline.controller.fleet.membership import move as move_member
-from paceline.controller.run.phases import Phase, move
+from paceline.controller.phases import Phase, move
 from paceline.core.errors import IllegalTransitionError
 from paceline.core.members import MemberKind, RolloutState
 from paceline.core.policy import PolicyTag

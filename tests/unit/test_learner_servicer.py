@@ -20,7 +20,7 @@ from paceline.core.errors import (
 from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
-from paceline.learner.distributed import commands
+from paceline.learner import commands
 from paceline.learner.distributed.command_loop import CommandQueue
 from paceline.learner.servicer import LearnerServicer
 from paceline.rpc.v1 import learner_pb2

@@ -28,9 +28,6 @@ class OptimConfig(Section):
 class ActorConfig(Section):
     """The policy update."""
 
-    strategy: Literal["fsdp2"] = Field(
-        "fsdp2", description="How the model is sharded over the learner ranks."
-    )
     ppo_mini_batch_size: int = Field(
         64,
         gt=0,

@@ -17,7 +17,7 @@ Files = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 
 
 class DataConfig(Section):
-    """Prompts: parquet or JSONL files, one row a prompt."""
+    """Prompts: parquet or JSONL files, one row per prompt."""
 
     train_files: Files = Field(description="Parquet or JSONL files (by suffix) with the training prompts.")
     val_files: Files = Field((), description="Files with the held-out prompts; empty: no validation.")
@@ -41,9 +41,9 @@ class DataConfig(Section):
     overlong_prompts: Literal["filter", "error"] = Field(
         "filter", description="Leave over-long prompts out (and say how many), or refuse to start."
     )
-    train_batch_size: int = Field(64, gt=0, description="Prompts a step; each gets rollout.n samples.")
+    train_batch_size: int = Field(64, gt=0, description="Prompts per step; each gets rollout.n samples.")
     val_max_prompts: int | None = Field(
         None, gt=0, description="Validate on the first so many held-out prompts; null: on all."
     )
-    shuffle: bool = Field(True, description="Shuffle the prompts anew every epoch, from the seed.")
+    shuffle: bool = Field(True, description="Shuffle the prompts in every epoch, from the seed.")
     seed: int | None = Field(None, description="Seed of the order; null: trainer.seed.")

@@ -21,9 +21,9 @@ from paceline.controller.fleet.membership import Fleet
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.guard.report import Guard
 from paceline.controller.journal import Journal
+from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run import checkpoints
-from paceline.controller.run.phases import Phase
 from paceline.controller.run.sequencer import Sequencer
 from paceline.controller.servicer import ControllerServicer
 from paceline.controller.weights.epoch import Epochs

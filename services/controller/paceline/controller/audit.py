@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.controller.run.phases import Phase, move
+from paceline.controller.phases import Phase, move
 from paceline.core.errors import IllegalTransitionError
 from paceline.core.ids import Purpose, TrajectoryId
 

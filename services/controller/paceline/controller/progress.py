@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config.run import RunConfig
+from paceline.controller import phases
 from paceline.controller.events import EventHub
 from paceline.controller.journal import Journal
-from paceline.controller.run import phases
-from paceline.controller.run.phases import Phase
+from paceline.controller.phases import Phase
 from paceline.core.policy import PolicyTag
 
 

@@ -23,9 +23,9 @@ from paceline.broker.blobs import BlobReader
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError
 from paceline.learner import checkpoint
+from paceline.learner.commands import Commands
 from paceline.learner.distributed.collectives import broadcast_bytes
 from paceline.learner.distributed.command_loop import STOP, CommandLoop, CommandQueue, Handler
-from paceline.learner.distributed.commands import Commands
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import (
     RankEnvironment,

@@ -11,9 +11,9 @@ from paceline.core.errors import DeadlineError, ProtocolError
 from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
-from paceline.learner.distributed import commands
+from paceline.learner import commands
+from paceline.learner.commands import Description
 from paceline.learner.distributed.command_loop import CommandQueue
-from paceline.learner.distributed.commands import Description
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
 from paceline.service import telemetry
 from paceline.weights.digest.agreement import format_digest, model_digest

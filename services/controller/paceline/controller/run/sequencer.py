@@ -26,11 +26,11 @@ from paceline.controller.fleet.clients import LearnerClient
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.guard.policy import GuardDecision
 from paceline.controller.guard.report import Guard, StepOutcome
+from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run import metrics as step_metrics
 from paceline.controller.run.checkpoints import Checkpoints, ControllerState
 from paceline.controller.run.metrics import MetricsFile
-from paceline.controller.run.phases import Phase
 from paceline.controller.run.trajectories import write_trajectories
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import PeerLostError

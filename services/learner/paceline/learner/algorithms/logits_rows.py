@@ -59,7 +59,7 @@ def gradient(
     d log p_y / dz = onehot(y) - p and dH / dz = -p (log p + H), over the temperature.
 
     Args:
-        logits: made anew, the same to the bit as those that were scored.
+        logits: recomputed, equal to the bit to those that were scored.
         scores: of these rows.
         grad_log_probs: None for zeros.
         grad_entropy: None for zeros; otherwise the scores have an entropy.

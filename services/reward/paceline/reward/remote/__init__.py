@@ -1,1 +1,1 @@
-"""Scoring by services that somebody else runs."""
+"""Scoring by remote reward services."""

@@ -30,7 +30,7 @@ def cispo(
 ) -> LossOutputs:
     """-stopgrad(clip(ratio)) A log pi: REINFORCE with a clipped weight (CISPO, arXiv:2506.13585).
 
-    No token loses its gradient, whatever its ratio; a clip_low of 1 leaves the lower side open, as the paper
+    Every token keeps its gradient at any ratio; a clip_low of 1 leaves the lower side open, as the paper
     does. Arguments and results as `ppo_clip`; `pg_clipfrac` is the share of tokens whose ratio was clipped.
     """
     check_clip(clip_low, clip_high)

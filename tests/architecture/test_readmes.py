@@ -1,0 +1,31 @@
+"""Each service's README has a table that names each of its modules, and no module that is gone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from support import source
+
+# Entry points and package markers say what they are by their names.
+_UNNAMED = ("__init__", "__main__")
+
+
+@pytest.mark.parametrize("service", source.SERVICES)
+def test_every_module_is_in_the_readme(service: str) -> None:
+    folder = source.ROOT / "services" / service
+    package = folder / "paceline" / service
+    in_package = {
+        str(path.relative_to(package).with_suffix(""))
+        for path in package.rglob("*.py")
+        if path.stem not in _UNNAMED
+    }
+    rows = [
+        line
+        for line in (folder / "README.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    ]
+    named = {word for row in rows for word in re.findall(r"`([\w/]+)`", row.split("|")[1])}
+    assert in_package - named == set(), f"not in services/{service}/README.md"
+    assert named - in_package - set(_UNNAMED) == set(), f"in services/{service}/README.md, but no module"

@@ -1,0 +1,69 @@
+"""Prose: how long its lines are, and that the code it points at is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from support import source
+
+LONGEST = 120
+PAGES = sorted(
+    path
+    for path in source.ROOT.rglob("*.md")
+    if not {".venv", ".carry", "runs", "node_modules", ".pytest_cache"}
+    & set(path.relative_to(source.ROOT).parts)
+)
+# `path/to/...` stands for a user's own file.
+_POINTER = re.compile(r"`(?!path/to/)([\w/]+\.py):([\w.]+)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(source.ROOT)))
+def test_lines_fit(page: Path) -> None:
+    """A row of a table cannot be wrapped, and is left out."""
+    lines = enumerate(page.read_text(encoding="utf-8").splitlines(), start=1)
+    long = [number for number, line in lines if len(line) > LONGEST and not line.lstrip().startswith("|")]
+    assert long == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(source.ROOT)))
+def test_code_that_a_page_points_at_exists(page: Path) -> None:
+    """`file.py:name`, the file by the end of its path."""
+    missing = [
+        f"{file}:{name}"
+        for file, name in _POINTER.findall(page.read_text(encoding="utf-8"))
+        if not _is_defined(file, name)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(source.ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    local = [link for link in links if "://" not in link and not link.startswith("mailto:")]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+def test_the_way_of_the_data_is_written_down() -> None:
+    """Without pointers in the architecture page the test above would prove nothing."""
+    assert len(_POINTER.findall((source.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))) >= 20
+
+
+def _is_defined(file: str, name: str) -> bool:
+    paths = [path for path in source.modules().values() if f"/{path}".endswith(f"/{file}")]
+    return any(name in _definitions(path) for path in paths)
+
+
+def _definitions(path: Path) -> set[str]:
+    """Functions, classes, and members, both as Class.member and alone."""
+    defined: set[str] = set()
+    for node in source.tree(path).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            members = [n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+            defined.update(members, (f"{node.name}.{member}" for member in members))
+    return defined

@@ -1,0 +1,58 @@
+"""The repository's own source as data for the tests of this folder: modules, their imports, their names."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES = ("controller", "rollout", "learner", "reward")
+ROOTS = (ROOT / "src", *(ROOT / "services" / name for name in SERVICES))
+GENERATED = ("rpc", "v1")
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the program by its dotted name, generated code left out."""
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for root in ROOTS
+        for path in sorted(root.rglob("*.py"))
+        if path.relative_to(root).parts[1:3] != GENERATED
+    }
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """A file's syntax tree."""
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imports(name: str) -> Iterator[tuple[str, int]]:
+    """What a module imports of ours, and in which line.
+
+    Imports inside functions count, those under TYPE_CHECKING do not.
+    """
+    known = modules()
+    for node in ast.walk(_without_type_checking(tree(known[name]))):
+        if isinstance(node, ast.Import):
+            wanted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            wanted = [
+                f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in known else node.module
+                for alias in node.names
+            ]
+        else:
+            continue
+        yield from ((target, node.lineno) for target in dict.fromkeys(wanted) if target in known)
+
+
+def _without_type_checking(module: ast.Module) -> ast.Module:
+    body = [
+        statement
+        for statement in module.body
+        if not (isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING")
+    ]
+    return ast.Module(body=body, type_ignores=[])
