@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.controller.audit import violations
+from paceline.controller.audit import main, violations
 
 Events = list[dict[str, Any]]
 
@@ -112,3 +114,25 @@ def test_more_groups_than_the_step_began_with_are_a_breach() -> None:
     events = [event for event in events if not str(event.get("id", "")).endswith((":2:0", ":2:1"))]
     breaches = violations(events, num_samples=2)
     assert "I2: step 1 trained 3 prompts, more than the 2 that it began with" in breaches
+
+
+def test_a_run_directory_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "data": {"train_files": "t.jsonl"},
+        "model": {"path": "m"},
+        "rollout": {"n": 2},
+        "reward": {"functions": [{"name": "exact_match"}]},
+        "trainer": {"total_steps": 1},
+    }
+    (tmp_path / "config.resolved.yaml").write_text(json.dumps(config))
+    assert main([str(tmp_path)]) == 2
+    assert "no journal" in capsys.readouterr().err
+    events = journal()
+    write = (tmp_path / "events.jsonl").write_text
+    write("".join(json.dumps(event) + "\n" for event in events))
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{len(events)} events: every invariant holds\n"
+    BREACHES["more trained than the step began with"][0](events)
+    write("".join(json.dumps(event) + "\n" for event in events))
+    assert main([str(tmp_path)]) == 1
+    assert "I2: prompt 2 was dropped in step 1, which did not ask for it" in capsys.readouterr().out

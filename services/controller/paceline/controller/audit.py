@@ -1,5 +1,7 @@
 """The offline checker: reads a run's journal and reports the invariants that do not hold.
 
+`python -m paceline.controller.audit RUN_DIR` prints one sentence per breach and exits with 1 if there is any.
+
 I1  every trained token has the step's policy version and digest
 I2  every prompt that a finished step asked for, at first or in a refill, is asked for once and ends in
     exactly one of {trained once, dropped with a reason, set aside with a reason when all its samples were
@@ -12,14 +14,18 @@ I5  phases follow each other as `phases.move` allows
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.config.load import load
+from paceline.config.run import RunConfig
 from paceline.controller.phases import Phase, move
-from paceline.core.errors import IllegalTransitionError
+from paceline.core.errors import IllegalTransitionError, PacelineError, exit_code
 from paceline.core.ids import Purpose, TrajectoryId
 
 Event = Mapping[str, Any]
@@ -192,3 +198,26 @@ class _Auditor:
                 f"I2: prompt {prompt} was trained in step {self._step}, which did not ask for it"
             )
         self._wanted = set()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Audits a run directory; returns 0 for a sound journal, 1 for breaches, 2 where there is no run."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.controller.audit", description=main.__doc__)
+    parser.add_argument("run_dir", type=Path, help="holds events.jsonl and config.resolved.yaml")
+    run_dir: Path = parser.parse_args(arguments).run_dir
+    try:
+        num_samples = load(RunConfig, run_dir / "config.resolved.yaml").rollout.n
+        events = read(run_dir / "events.jsonl")
+    except PacelineError as error:
+        print(error, file=sys.stderr)
+        return exit_code(error)
+    except OSError as error:
+        print(f"{run_dir} has no journal: {error.strerror}; give a run directory", file=sys.stderr)
+        return 2
+    breaches = violations(events, num_samples=num_samples)
+    print("\n".join(breaches) or f"{len(events)} events: every invariant holds")
+    return 1 if breaches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
