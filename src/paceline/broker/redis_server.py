@@ -65,9 +65,9 @@ def _bundled_server() -> Path | None:
 class RedisServer:
     """One server process in its own process group, with its data, configuration and log in one folder.
 
-    `RedisServer.start(folder)` starts one; as a context manager it is stopped at the end. The append-only
-    file is synced
-    once a second: a killed process loses nothing that it confirmed, a machine that dies loses up to a second.
+    `RedisServer.start(folder)` starts a server; as a context manager it stops it at the end. The append-only
+    file is synced once a second: a killed process loses nothing that it confirmed, a machine that dies loses
+    up to a second.
     """
 
     def __init__(self, *, folder: Path, binary: Path, port: int, die_with_parent: bool) -> None:

@@ -50,9 +50,8 @@ class WeightPush:
         """Sends `version` to every server of the current epoch and compares digests.
 
         A server whose digest differs from the learner's is expelled, and the reason says what differs.
-        Returns None
-        if a server was lost during the transfer: the epoch is dissolved then; form another and transfer
-            again.
+        Returns None if a server was lost during the transfer: the epoch is dissolved then; form another and
+        transfer again.
 
         Raises:
             PeerLostError, DeadlineError: the learner's side failed.
