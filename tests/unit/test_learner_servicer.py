@@ -16,6 +16,7 @@ from paceline.core.errors import (
     InvalidMessageError,
     PeerLostError,
     ProtocolError,
+    VersionMismatchError,
 )
 from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
@@ -150,6 +151,31 @@ async def test_a_command_that_takes_too_long_ends_in_a_deadline_error() -> None:
     bench = Bench(timeout_s=0.05)
     with pytest.raises(DeadlineError, match=r"SAVE: no answer from some learner rank within 0.05 s"):
         await bench.servicer.SaveCheckpoint(learner_pb2.SaveCheckpointRequest(step=1, folder="/x"), None)
+
+
+async def test_a_push_or_a_goodbye_for_another_weight_group_does_nothing() -> None:
+    """An order of an epoch that is over may arrive late; the group in being must not suffer for it."""
+    bench = Bench()
+    joining = asyncio.create_task(
+        bench.servicer.JoinWeightGroup(learner_pb2.JoinLearnerGroupRequest(epoch=2, spec=b"spec"), None)
+    )
+    await until(lambda: len(bench.queue.futures) == 1)
+    bench.queue.futures[0].set_result(None)
+    await joining
+    with pytest.raises(VersionMismatchError, match="in weight group 2, the push is for group 1"):
+        await bench.servicer.PublishWeights(learner_pb2.PublishWeightsRequest(epoch=1, version=0), None)
+    await bench.servicer.LeaveWeightGroup(learner_pb2.LeaveLearnerGroupRequest(epoch=1), None)
+    assert bench.queue.submitted == [(commands.JOIN, {"spec": b"spec"})]
+
+    leaving = asyncio.create_task(
+        bench.servicer.LeaveWeightGroup(learner_pb2.LeaveLearnerGroupRequest(epoch=2), None)
+    )
+    await until(lambda: len(bench.queue.futures) == 2)
+    bench.queue.futures[1].set_result(None)
+    await leaving
+    assert bench.queue.submitted[1:] == [(commands.LEAVE, {})]
+    with pytest.raises(VersionMismatchError, match="in weight group None"):
+        await bench.servicer.PublishWeights(learner_pb2.PublishWeightsRequest(epoch=2, version=0), None)
 
 
 def test_a_closed_queue_fails_what_waits_and_what_comes() -> None:

@@ -88,8 +88,7 @@ class Commands:
             controller_state=arguments["controller_state"],
         )
 
-    def _load(self, arguments: Arguments) -> int:
-        """The step of the checkpoint."""
+    def _load(self, arguments: Arguments) -> None:
         learner, version = self._learner, arguments["version"]
         if version != learner.version:
             raise CommandError(
@@ -98,7 +97,7 @@ class Commands:
                     f"{version}"
                 )
             )
-        return checkpoint.roll_back(learner, Path(arguments["folder"])).step
+        checkpoint.roll_back(learner, Path(arguments["folder"]))
 
     def _describe(self, arguments: Arguments) -> Description:
         ranks = self._learner.ranks

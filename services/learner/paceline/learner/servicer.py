@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.core.errors import DeadlineError, ProtocolError
+from paceline.core.errors import DeadlineError, ProtocolError, VersionMismatchError
 from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
@@ -38,6 +38,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._command_timeout_s = 60.0
         self._policy: PolicyTag | None = None
         self._store: tuple[str, int] | None = None
+        self._epoch: int | None = None
         self._step: int | None = None
         self._training: asyncio.Task[TrainResult] | None = None
 
@@ -75,6 +76,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self, request: learner_pb2.JoinLearnerGroupRequest, context: Any
     ) -> learner_pb2.JoinLearnerGroupResponse:
         """Joins the weight group of the rollout servers."""
+        self._epoch = request.epoch
         await self._run(commands.JOIN, {"spec": request.spec})
         return learner_pb2.JoinLearnerGroupResponse()
 
@@ -82,6 +84,11 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self, request: learner_pb2.PublishWeightsRequest, context: Any
     ) -> learner_pb2.PublishWeightsResponse:
         """Sends the weights that the learner holds."""
+        if request.epoch != self._epoch:
+            raise VersionMismatchError(
+                f"the learner is in weight group {self._epoch}, the push is for group {request.epoch}: "
+                "join that one first"
+            )
         receipt: PushReceipt = await self._run(
             commands.PUBLISH, {"version": request.version}, LearnerState.PUBLISHING
         )
@@ -92,8 +99,10 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def LeaveWeightGroup(
         self, request: learner_pb2.LeaveLearnerGroupRequest, context: Any
     ) -> learner_pb2.LeaveLearnerGroupResponse:
-        """Leaves the weight group."""
-        await self._run(commands.LEAVE, {})
+        """Leaves an epoch's weight group; no error if the learner is not in it."""
+        if request.epoch == self._epoch:
+            self._epoch = None
+            await self._run(commands.LEAVE, {})
         return learner_pb2.LeaveLearnerGroupResponse()
 
     async def AbandonPush(
@@ -146,8 +155,8 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         """Rolls back to a checkpoint of this run."""
         began = time.monotonic()
         arguments = {"folder": request.folder, "version": request.version}
-        step: int = await self._run(commands.LOAD, arguments, LearnerState.ROLLING_BACK)
-        return learner_pb2.LoadCheckpointResponse(step=step, seconds=time.monotonic() - began)
+        await self._run(commands.LOAD, arguments, LearnerState.ROLLING_BACK)
+        return learner_pb2.LoadCheckpointResponse(seconds=time.monotonic() - began)
 
     async def _train(self, order: TrainOrder) -> TrainResult:
         with telemetry.span(
