@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.learner.algorithms import advantages, estimators, policy_losses
+from paceline.learner.algorithms import advantages, estimators
 from paceline.learner.algorithms.estimators import Estimator, of_groups, with_critic
+from paceline.learner.algorithms.policy_losses import clipped_ratio, covariance, reinforce, soft_gate
 from paceline.learner.algorithms.policy_losses.base import LossFunction
 
 ADV_ESTIMATORS: Mapping[str, Estimator] = {
@@ -23,14 +24,14 @@ ADV_ESTIMATORS: Mapping[str, Estimator] = {
 }
 
 POLICY_LOSSES: Mapping[str, LossFunction] = {
-    "ppo_clip": LossFunction.of_tensors(policy_losses.ppo_clip, "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"),
-    "gspo": LossFunction.of_tensors(policy_losses.gspo, "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"),
-    "cispo": LossFunction.of_tensors(policy_losses.cispo, "pg_clipfrac", "ppo_kl"),
-    "geo_mean": LossFunction.of_tensors(policy_losses.geo_mean, "pg_clipfrac", "ppo_kl"),
-    "kl_cov": LossFunction.of_tensors(policy_losses.kl_cov, "cov_frac", "ppo_kl", selects_tokens=True),
+    "ppo_clip": LossFunction.of_tensors(clipped_ratio.ppo_clip, "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"),
+    "gspo": LossFunction.of_tensors(clipped_ratio.gspo, "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"),
+    "cispo": LossFunction.of_tensors(reinforce.cispo, "pg_clipfrac", "ppo_kl"),
+    "geo_mean": LossFunction.of_tensors(clipped_ratio.geo_mean, "pg_clipfrac", "ppo_kl"),
+    "kl_cov": LossFunction.of_tensors(covariance.kl_cov, "cov_frac", "ppo_kl", selects_tokens=True),
     "clip_cov": LossFunction.of_tensors(
-        policy_losses.clip_cov, "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "cov_frac", selects_tokens=True
+        covariance.clip_cov, "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "cov_frac", selects_tokens=True
     ),
-    "gpg": LossFunction.of_tensors(policy_losses.gpg, "ppo_kl"),
-    "sapo": LossFunction.of_tensors(policy_losses.sapo, "ppo_kl"),
+    "gpg": LossFunction.of_tensors(reinforce.gpg, "ppo_kl"),
+    "sapo": LossFunction.of_tensors(soft_gate.sapo, "ppo_kl"),
 }
