@@ -91,10 +91,10 @@ async def serve(context: ServiceContext, options: Options) -> None:
         progress,
         supervisor,
         broker_url=broker_url,
-        resume_from=resume_from,
+        checkpoints=lambda: [folder] if folder else [],
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
-    channels = Channels(config, token)
+    channels = Channels(config, token, run.term)
     context.defer("channels", channels.close)
     await _listen(context, options, config, servicer, token)
     scored = names.scored(run_id)
