@@ -76,7 +76,8 @@ class Standing:
         current = self.current
         doing = f"in {current.phase} of step {current.step}" if current else "between steps"
         again = f", collected anew {current.num_recollects} times" if current else ""
-        return f"step {self.finished} finished at {self.log_position}, {self.committed} committed, {doing}{again}"
+        done = f"step {self.finished} finished at {self.log_position}, {self.committed} committed"
+        return f"{done}, {doing}{again}"
 
     def note(self, event: Mapping[str, Any]) -> None:
         """Takes one event into account, in the order of the journal."""
