@@ -64,7 +64,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     clock, events = SystemClock(), EventHub()
     journal = Journal(tmp_path / "events.jsonl", clock)
     supervisor = Supervisor(Fleet(clock, suspect_after_s=5, dead_after_s=12), journal, events)
-    run = Run(config=config(), id="run-1", dir=tmp_path, term=4, journal=journal, events=events)
+    run = Run(config=config(), id="run-1", dir=tmp_path, journal=journal, events=events)
     progress = Progress(run)
     servicer = ControllerServicer(
         run,
@@ -99,7 +99,7 @@ async def test_a_heartbeat_brings_state_and_policy(bench: Bench) -> None:
 
 async def test_a_registration_tells_what_the_member_holds_and_what_is_committed(bench: Bench) -> None:
     answer = await bench.register(common_pb2.MEMBER_KIND_REWARD, "reward-0")
-    assert (answer.term, answer.HasField("policy")) == (4, False)
+    assert (answer.term, answer.HasField("policy")) == (1, False)
     assert [Path(folder).name for folder in answer.checkpoints] == ["step_000002"]
 
     tag = PolicyTag(version=3, digest="ab" * 8)

@@ -76,7 +76,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     )
 
     broker = await _open_broker(context, broker_url, run_id)
-    clock, resume_from = SystemClock(), str(folder) if folder else ""
+    clock = SystemClock()
     journal = Journal(options.run_dir / "events.jsonl", clock)
     run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=EventHub())
     progress = Progress(run, step=state.step if state else 0)
@@ -95,7 +95,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
         checkpoints=lambda: [folder] if folder else [],
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
-    channels = Channels(config, token, run.term)
+    channels = Channels(config, token, journal.term)
     context.defer("channels", channels.close)
     await _listen(context, options, config, servicer, token)
     scored = names.scored(run_id)

@@ -16,15 +16,10 @@ from paceline.core.policy import PolicyTag
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One training run: its configuration, its id, its folder, and where its parts report.
-
-    Attributes:
-        term: counts the starts of the run's controller, from 1.
-    """
+    """One training run: its configuration, its id, its folder, and where its parts report."""
 
     config: RunConfig
     id: str
-    term: int = 1
     dir: Path
     journal: Journal
     events: EventHub

@@ -77,7 +77,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             config_json=self._config_json,
             broker_url=self._broker_url,
             heartbeat_s=self._run.config.service.heartbeat_s,
-            term=self._run.term,
+            term=self._run.journal.term,
             policy=policy_tag_to_proto(policy) if policy else None,
             checkpoints=[str(folder) for folder in self._checkpoints()],
         )
