@@ -20,7 +20,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import ScoredHeader
 from paceline.rpc.v1 import controller_pb2
 from paceline.sdk import RewardClient
-from paceline.wire import decode_scored_header
+from paceline.wire import decode_scored
 from support.fake_controller import FakeController, serve
 from support.trajectories import finished_sample
 
@@ -118,7 +118,7 @@ async def scored(broker: Broker, count: int) -> list[ScoredHeader]:
         async with asyncio.timeout(20):
             while len(headers) < count:
                 entries = await box.take()
-                headers += [decode_scored_header(entry.payload) for entry in entries]
+                headers += [decode_scored(entry.payload) for entry in entries]
                 await box.done(entries)
     return sorted(headers, key=lambda header: header.trajectory_id)
 

@@ -14,19 +14,24 @@ from hypothesis import strategies as st
 
 from paceline import wire
 from paceline.core.errors import InvalidMessageError
-from paceline.core.trajectory import PromptGroup, ScoredHeader, Trajectory, TrajectoryHeader
+from paceline.core.trajectory import GroupRefusal, PromptGroup, ScoredHeader, Trajectory, TrajectoryHeader
 from support import domain
 
-Message = PromptGroup | Trajectory | TrajectoryHeader | ScoredHeader
+Message = PromptGroup | Trajectory | TrajectoryHeader | ScoredHeader | GroupRefusal
 
 CODECS: dict[type[Message], tuple[Callable[[Any], bytes], Callable[..., Message]]] = {
     PromptGroup: (wire.encode_prompt_group, wire.decode_prompt_group),
     Trajectory: (wire.encode_trajectory, wire.decode_trajectory),
     TrajectoryHeader: (wire.encode_trajectory_header, wire.decode_trajectory_header),
-    ScoredHeader: (wire.encode_scored_header, wire.decode_scored_header),
+    ScoredHeader: (wire.encode_scored_header, wire.decode_scored),
+    GroupRefusal: (wire.encode_group_refusal, wire.decode_scored),
 }
 ANY_MESSAGE = (
-    domain.prompt_groups | domain.trajectories() | domain.trajectory_headers | domain.scored_headers()
+    domain.prompt_groups
+    | domain.trajectories()
+    | domain.trajectory_headers
+    | domain.scored_headers()
+    | domain.group_refusals
 )
 REASONS = {
     "not_msgpack", "unknown_schema", "wrong_kind", "missing_field", "wrong_type", "out_of_range",
@@ -298,7 +303,9 @@ def test_rejections_of_trajectory_ids(header: TrajectoryHeader, trajectory_id: o
         ({"num_response_tokens": 0}, "out_of_range"),
         ({"finish_reason": "tired"}, "unknown_value"),
         ({"generation_s": -1.0}, "out_of_range"),
-        ({"response_text": "x" * (2**20 + 1)}, "too_large"),
+        ({"text_key": "x" * 513}, "too_large"),
+        ({"blob_digest": "0" * 31}, "out_of_range"),
+        ({"blob_digest": b"0" * 32}, "wrong_type"),
     ],
 )
 @given(header=domain.scored_headers())
@@ -343,9 +350,9 @@ def test_messages_over_the_size_cap_are_not_even_opened(message: Message) -> Non
 
 
 def test_the_bytes_of_a_schema_version_do_not_change() -> None:
-    """Version 2 as it was first written: a reader of another build must understand it."""
+    """Version 3 as it was first written: a reader of another build must understand it."""
     recorded = bytes.fromhex(
-        "8ba6736368656d6102a46b696e64ac70726f6d70745f67726f7570"
+        "8ba6736368656d6103a46b696e64ac70726f6d70745f67726f7570"
         "a672756e5f6964a172a47374657003a7707572706f7365a5747261696ea970726f6d70745f696407"
         "b070726f6d70745f746f6b656e5f696473c4080500000000010000"
         "a873616d706c696e6785ab74656d7065726174757265cb3ff0000000000000aa6d61785f746f6b656e7304"

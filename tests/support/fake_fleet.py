@@ -24,7 +24,7 @@ from paceline.weights.digest.agreement import DigestReport, SliceDigest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.receipt import PushReceipt
-from paceline.wire import decode_prompt_group, encode_scored_header
+from paceline.wire import blob_digest, decode_prompt_group, encode_scored_header
 
 
 def layout() -> RankLayout:
@@ -208,6 +208,7 @@ def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Out
         trajectory_id=group.trajectory_id(index),
         policy=group.policy,
         blob_key=key,
+        blob_digest=blob_digest(b"x"),
         num_prompt_tokens=len(np.asarray(group.prompt_token_ids)),
         num_response_tokens=2,
         finish_reason=FinishReason.STOP,

@@ -30,3 +30,8 @@ def scored(run_id: str) -> str:
 def blob(run_id: str, trajectory_id: str, server_id: str) -> str:
     """The arrays of one sample, with a key per server: the barrier admits one copy and deletes the others."""
     return f"{prefix(run_id)}blob:{trajectory_id}:{server_id}"
+
+
+def text(blob_key: str) -> str:
+    """The text of a sample's response, beside its arrays."""
+    return f"{blob_key}:text"

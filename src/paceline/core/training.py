@@ -14,12 +14,14 @@ class BatchRow:
     """One trajectory of the batch: where its arrays lie, how long it is, what it scored.
 
     Attributes:
+        blob_digest: of the blob's bytes, as the rollout server stored them.
         reward: sum of the weighted reward components.
         greedy_score: reward of the greedy answer to the same prompt; None where none was sampled.
     """
 
     trajectory_id: TrajectoryId
     blob_key: str
+    blob_digest: str
     reward: float
     num_prompt_tokens: int
     num_response_tokens: int
