@@ -60,7 +60,7 @@ def assert_same(left: Message, right: Message) -> None:
         assert same(getattr(left, field.name), getattr(right, field.name)), field.name
 
 
-def altered(message: Message, **fields: Any) -> bytes:
+def altered(message: Message, /, **fields: Any) -> bytes:
     """The message's bytes with some of its packed fields replaced; None removes a field."""
     content = msgpack.unpackb(encode(message))
     content.update(fields)
@@ -140,11 +140,11 @@ def test_every_field_is_needed(message: Message, data: st.DataObject) -> None:
 
 
 @given(
-    ANY_MESSAGE, st.integers(-5, 50).filter(lambda version: version != 2) | st.sampled_from(["2", 2.0, True])
+    ANY_MESSAGE, st.integers(-5, 50).filter(lambda version: version != 3) | st.sampled_from(["3", 3.0, True])
 )
 @settings(max_examples=40)
 def test_other_schema_versions_are_rejected(message: Message, version: object) -> None:
-    with pytest.raises(InvalidMessageError, match="this build reads 2") as caught:
+    with pytest.raises(InvalidMessageError, match="this build reads 3") as caught:
         decode(type(message), altered(message, schema=version))
     assert caught.value.reason == "unknown_schema"
 
@@ -152,7 +152,7 @@ def test_other_schema_versions_are_rejected(message: Message, version: object) -
 @given(ANY_MESSAGE, st.sampled_from(sorted(CODECS, key=str)))
 @settings(max_examples=40)
 def test_a_message_in_the_wrong_mailbox_is_rejected(message: Message, kind: type[Message]) -> None:
-    if kind is type(message):
+    if CODECS[kind][1] is CODECS[type(message)][1]:
         return
     with pytest.raises(InvalidMessageError) as caught:
         decode(kind, encode(message))
@@ -165,7 +165,7 @@ def test_unknown_fields_are_ignored(message: Message) -> None:
     assert_same(decode(type(message), altered(message, something_new=[1, 2])), message)
 
 
-def rejected(message: Message, **fields: Any) -> str:
+def rejected(message: Message, /, **fields: Any) -> str:
     with pytest.raises(InvalidMessageError) as caught:
         decode(type(message), altered(message, **fields))
     return caught.value.reason

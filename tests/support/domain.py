@@ -11,8 +11,8 @@ from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import (
     FinishReason,
-    GroupRefusal,
     Float32Array,
+    GroupRefusal,
     Int32Array,
     PromptGroup,
     RewardContext,

@@ -15,7 +15,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import ScoredHeader
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scores import Score, failed
-from paceline.wire import decode_scored
+from paceline.wire import blob_digest, decode_scored
 from support.trajectories import POLICY, finished_sample
 
 RUN = "run-1"
@@ -60,6 +60,12 @@ def tokens(word: str) -> list[int]:
     return [ord(letter) - 96 for letter in word]
 
 
+def scored_header(payload: bytes) -> ScoredHeader:
+    header = decode_scored(payload)
+    assert isinstance(header, ScoredHeader)
+    return header
+
+
 async def settle() -> None:
     """Lets the consumer acknowledge what it has just sent, which takes a few turns of the event loop."""
     for _ in range(20):
@@ -97,7 +103,7 @@ class Bench:
         return payloads
 
     async def headers(self, count: int) -> list[ScoredHeader]:
-        return [decode_scored(payload) for payload in await self.scored(count)]
+        return [scored_header(payload) for payload in await self.scored(count)]
 
     async def pending(self) -> int:
         return len(
@@ -176,7 +182,7 @@ async def test_what_cannot_be_read_is_told_and_takes_nothing_along(bench: Bench)
     assert payloads[0] == b"no header"
     with pytest.raises(InvalidMessageError):
         decode_scored(payloads[0])
-    headers = {header.trajectory_id.prompt_id: header for header in map(decode_scored, payloads[1:])}
+    headers = {header.trajectory_id.prompt_id: header for header in map(scored_header, payloads[1:])}
     assert headers[9].reward == 4.0
     for prompt_id, sentence in (
         (1, "is gone: its step is over, or the broker lost it"),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import RewardErrorKind
+from paceline.core.training import DIGEST_BYTES
 from paceline.core.trajectory import (
     FinishReason,
     GroupRefusal,
@@ -152,7 +153,7 @@ def decode_trajectory(
 
 def blob_digest(blob: bytes) -> str:
     """The digest of an encoded trajectory that its headers carry: blake2b with 16 bytes, in hexadecimal."""
-    return hashlib.blake2b(blob, digest_size=16).hexdigest()
+    return hashlib.blake2b(blob, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def _check_log_probs(fields: Fields, log_probs: Any) -> None:
@@ -260,7 +261,7 @@ def decode_scored(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> ScoredHead
         InvalidMessageError: the message is invalid; `reason` is a short word for why.
     """
     fields = unpack((SCORED, REFUSAL), data, limits)
-    return _read_refusal(fields) if fields.kind == REFUSAL else _read_scored_header(fields)
+    return _read_refusal(fields) if fields.kind == REFUSAL else _read_scored_header(fields, limits)
 
 
 def _read_refusal(fields: Fields) -> GroupRefusal:
@@ -277,7 +278,7 @@ def _read_refusal(fields: Fields) -> GroupRefusal:
     )
 
 
-def _read_scored_header(fields: Fields) -> ScoredHeader:
+def _read_scored_header(fields: Fields, limits: Limits) -> ScoredHeader:
     """Exactly one of reward and reward error is set."""
     reward = None if fields.missing("reward") else fields.number("reward")
     error = _read_reward_error(fields)

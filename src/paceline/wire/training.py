@@ -21,6 +21,7 @@ def order_to_proto(order: TrainOrder) -> learner_pb2.TrainStepRequest:
         policy=policy_tag_to_proto(order.policy),
         rows=[_row_to_proto(row) for row in order.rows],
         adjustments=_adjustments_to_proto(order.adjustments),
+        digest=order.digest,
     )
 
 
@@ -28,17 +29,22 @@ def order_from_proto(message: learner_pb2.TrainStepRequest) -> TrainOrder:
     """Reads a training order; without adjustments the configuration holds as it is.
 
     Raises:
-        InvalidMessageError: the step is below 1; a malformed policy tag, row or adjustment.
+        InvalidMessageError: the step is below 1; a malformed policy tag, row or adjustment; a digest that is
+            not that of the rows.
     """
     if message.step < 1:
         reject("TrainStepRequest", "out_of_range", f"step {message.step}, steps count from 1")
     adjusted = message.HasField("adjustments")
-    return TrainOrder(
+    order = TrainOrder(
         step=message.step,
         policy=policy_tag_from_proto(message.policy),
         rows=tuple(_row_from_proto(row) for row in message.rows),
         adjustments=_adjustments_from_proto(message.adjustments) if adjusted else Adjustments(),
     )
+    if message.digest != order.digest:
+        detail = f"the digest is {message.digest[:64]!r}, the rows of step {order.step} have {order.digest!r}"
+        reject("TrainStepRequest", "wrong_digest", detail)
+    return order
 
 
 def encode_order(order: TrainOrder) -> bytes:

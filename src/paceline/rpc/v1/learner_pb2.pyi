@@ -242,7 +242,7 @@ class BatchRow(_message.Message):
     greedy_score: _builtins.float
     """of the greedy answer to the same prompt, as a baseline"""
     blob_digest: _builtins.str
-    """blake2b-16 of the arrays' bytes, in hexadecimal"""
+    """hexadecimal, of the blob's bytes"""
     def __init__(
         self,
         *,
@@ -340,8 +340,11 @@ class TrainStepRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     ADJUSTMENTS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """1-based; trains version step-1 into version step"""
+    digest: _builtins.str
+    """hexadecimal, of policy and rows; a repeated request is known by it"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag:
         """of every row"""
@@ -359,10 +362,11 @@ class TrainStepRequest(_message.Message):
         policy: _common_pb2.PolicyTag | None = ...,
         rows: _abc.Iterable[Global___BatchRow] | None = ...,
         adjustments: Global___GuardAdjustments | None = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "policy", b"policy", "rows", b"rows", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "digest", b"digest", "policy", b"policy", "rows", b"rows", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
