@@ -16,7 +16,7 @@ from paceline.broker import Ack, Mailbox, Outgoing, open_broker
 from paceline.broker.blobs import BlobReader
 from paceline.broker.redis_server import RedisServer
 from paceline.broker.redis_streams import RedisStreamsBroker
-from paceline.core.errors import BrokerError, DataError, DeadlineError
+from paceline.core.errors import BrokerError, DeadlineError, LostDataError
 from support.streams import Stopwatch, drain, messages, payloads, reclaim_all
 
 pytestmark = pytest.mark.redis
@@ -297,6 +297,8 @@ async def test_a_blob_reader_names_what_is_missing(server: RedisServer) -> None:
     with BlobReader(server.url) as reader:
         assert reader.get([]) == []
         assert reader.get(list(reversed(blobs))) == list(reversed(blobs.values()))
-        with pytest.raises(DataError, match=r"7 of 9 blobs are not at .*: gone0, gone1, .*gone4 and 2 more"):
+        with pytest.raises(
+            LostDataError, match=r"7 of 9 blobs are not at .*: gone0, gone1, .*gone4 and 2 more"
+        ):
             reader.get(["b3", *(f"gone{number}" for number in range(7)), "b4"])
     await broker.close()

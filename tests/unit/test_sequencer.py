@@ -168,10 +168,10 @@ async def test_a_version_is_in_the_journal_before_any_server_serves_it(tmp_path:
         await it.enlist_all()
         record = it.journal.record
 
-        async def recorded(event: str, **fields: Any) -> None:
+        def recorded(event: str, **fields: Any) -> None:
             if event in ("phase", "commit"):
                 it.services.calls.append(f"journal: {event} {fields.get('to', fields.get('version'))}")
-            await record(event, **fields)
+            record(event, **fields)
 
         it.journal.record = recorded  # type: ignore[method-assign]
         await it.go()
