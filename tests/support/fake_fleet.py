@@ -205,7 +205,7 @@ def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Out
     stream, answered = names.scored(run_id), answer(group, index)
     if isinstance(answered, GroupRefusal):
         return Outgoing(stream=stream, payload=encode_group_refusal(answered))
-    key = names.blob(run_id, str(group.trajectory_id(index)), "fake")
+    key = names.blob(run_id, str(group.trajectory_id(index)), "fake", "0")
     header = ScoredHeader(
         run_id=run_id,
         trajectory_id=group.trajectory_id(index),

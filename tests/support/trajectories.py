@@ -46,7 +46,7 @@ def finished_sample(
         seconds=0.25,
     )
     blob = encode_trajectory(trajectory)
-    key = names.blob(run_id, str(trajectory_id), "rollout-0")
+    key = names.blob(run_id, str(trajectory_id), "rollout-0", "0")
     header = TrajectoryHeader(
         run_id=run_id,
         trajectory_id=trajectory_id,

@@ -137,7 +137,7 @@ async def test_a_trajectory_becomes_a_scored_header(bench: Bench) -> None:
         0.25,
     )
     assert (first.num_prompt_tokens, first.num_response_tokens) == (3, 4)
-    assert first.blob_key == names.blob(RUN, "train:4:5:0", "rollout-0")
+    assert first.blob_key == names.blob(RUN, "train:4:5:0", "rollout-0", "0")
     assert (first.text_key, first.scorer) == (names.text(first.blob_key), "reward-0")
     arrays, text = await bench.broker.get_blobs([first.blob_key, first.text_key])
     assert arrays is not None

@@ -104,7 +104,7 @@ def _header(group: PromptGroup, trajectory: Trajectory, digest: str) -> Trajecto
         run_id=group.run_id,
         trajectory_id=trajectory_id,
         policy=group.policy,
-        blob_key=names.blob(group.run_id, str(trajectory_id), server_id),
+        blob_key=names.blob(group.run_id, str(trajectory_id), server_id, "0"),
         blob_digest=digest,
         num_prompt_tokens=len(group.prompt_token_ids),
         num_response_tokens=len(trajectory.response_token_ids),
