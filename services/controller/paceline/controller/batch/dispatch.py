@@ -198,7 +198,7 @@ class Collector:
             try:
                 message = decode_scored(entry.payload)
                 if isinstance(message, GroupRefusal):
-                    await self._refused(barrier, message)
+                    self._refused(barrier, message)
                 else:
                     headers.append(message)
             except InvalidMessageError as error:
@@ -215,9 +215,9 @@ class Collector:
         await self._box.done(entries)
         return headers
 
-    async def _refused(self, barrier: Barrier, refusal: GroupRefusal) -> None:
+    def _refused(self, barrier: Barrier, refusal: GroupRefusal) -> None:
         """Drops a group of this collection that the rollout servers have given up."""
-        await self._journal.record(
+        self._journal.record(
             "refusal",
             step=refusal.step,
             prompt=refusal.prompt_id,
