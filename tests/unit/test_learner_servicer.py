@@ -61,8 +61,8 @@ class Bench:
         return await self.servicer.TrainStep(request(step), None)
 
 
-def request(step: int) -> learner_pb2.TrainStepRequest:
-    rows, _ = make_batch(step=step, num_prompts=2, num_samples=2)
+def request(step: int, *, seed: int = 0) -> learner_pb2.TrainStepRequest:
+    rows, _ = make_batch(step=step, num_prompts=2, num_samples=2, seed=seed)
     policy = PolicyTag(version=step - 1, digest="0123456789abcdef")
     return order_to_proto(TrainOrder(step=step, policy=policy, rows=rows))
 
@@ -118,6 +118,47 @@ async def test_a_step_that_failed_may_be_asked_for_again() -> None:
     await until(lambda: len(bench.queue.futures) == 2)
     bench.queue.futures[1].set_result(TrainResult(step=1, metrics={}))
     assert (await again).step == 1
+
+
+async def test_another_batch_for_a_step_that_trains_or_was_trained_is_refused() -> None:
+    bench, other = Bench(), request(1, seed=7)
+    first = asyncio.create_task(bench.train(1))
+    await until(lambda: len(bench.queue.futures) == 1)
+    both = rf"on the batch with digest {request(1).digest} .* batch with digest {other.digest}"
+    with pytest.raises(VersionMismatchError, match="step 1 is training " + both):
+        await bench.servicer.TrainStep(other, None)
+    bench.queue.futures[0].set_result(TrainResult(step=1, metrics={}))
+    await first
+    with pytest.raises(VersionMismatchError, match="step 1 was trained " + both):
+        await bench.servicer.TrainStep(other, None)
+    assert (await bench.train(1)).step == 1
+    assert len(bench.queue.submitted) == 1
+
+
+async def test_after_a_failure_that_trained_nothing_another_batch_may_be_trained() -> None:
+    bench = Bench()
+    attempt = asyncio.create_task(bench.train(1))
+    await until(lambda: len(bench.queue.futures) == 1)
+    bench.queue.futures[0].set_exception(DataError("2 blobs are missing"))
+    with pytest.raises(DataError, match="2 blobs are missing"):
+        await attempt
+    again = asyncio.create_task(bench.servicer.TrainStep(request(1, seed=7), None))
+    await until(lambda: len(bench.queue.futures) == 2)
+    bench.queue.futures[1].set_result(TrainResult(step=1, metrics={}))
+    assert (await again).step == 1
+
+
+async def test_a_step_that_outlasts_its_callers_deadline_is_not_lost() -> None:
+    bench = Bench(timeout_s=0.05)
+    with pytest.raises(DeadlineError, match=r"TRAIN: no answer from some learner rank within 0.05 s"):
+        await bench.train(1)
+    assert bench.servicer.state is LearnerState.TRAINING
+    again = asyncio.create_task(bench.train(1))
+    await asyncio.sleep(0)
+    bench.queue.futures[0].set_result(TrainResult(step=1, metrics={"actor/lr": 0.5}))
+    assert (await again).metrics["actor/lr"] == 0.5
+    assert len(bench.queue.submitted) == 1
+    assert bench.servicer.policy == PolicyTag(version=1, digest="")
 
 
 async def test_another_step_while_one_trains_is_refused() -> None:

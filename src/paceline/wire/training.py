@@ -20,6 +20,7 @@ def order_to_proto(order: TrainOrder) -> learner_pb2.TrainStepRequest:
         policy=policy_tag_to_proto(order.policy),
         rows=[_row_to_proto(row) for row in order.rows],
         adjustments=_adjustments_to_proto(order.adjustments),
+        digest=order.digest,
     )
 
 
@@ -27,17 +28,22 @@ def order_from_proto(message: learner_pb2.TrainStepRequest) -> TrainOrder:
     """Reads a training order; without adjustments the configuration holds as it is.
 
     Raises:
-        InvalidMessageError: the step is below 1; a malformed policy tag, row or adjustment.
+        InvalidMessageError: the step is below 1; a malformed policy tag, row or adjustment; a digest that is
+            not that of the rows.
     """
     if message.step < 1:
         reject("TrainStepRequest", "out_of_range", f"step {message.step}, steps count from 1")
     adjusted = message.HasField("adjustments")
-    return TrainOrder(
+    order = TrainOrder(
         step=message.step,
         policy=policy_tag_from_proto(message.policy),
         rows=tuple(_row_from_proto(row) for row in message.rows),
         adjustments=_adjustments_from_proto(message.adjustments) if adjusted else Adjustments(),
     )
+    if message.digest != order.digest:
+        detail = f"the digest is {message.digest[:64]!r}, the rows of step {order.step} have {order.digest!r}"
+        reject("TrainStepRequest", "wrong_digest", detail)
+    return order
 
 
 def encode_order(order: TrainOrder) -> bytes:
@@ -82,6 +88,7 @@ def _row_to_proto(row: BatchRow) -> learner_pb2.BatchRow:
         num_prompt_tokens=row.num_prompt_tokens,
         num_response_tokens=row.num_response_tokens,
         greedy_score=row.greedy_score,
+        blob_digest=row.blob_digest,
     )
 
 
@@ -112,6 +119,7 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
         num_prompt_tokens=message.num_prompt_tokens,
         num_response_tokens=message.num_response_tokens,
         greedy_score=greedy_score,
+        blob_digest=message.blob_digest,
     )
 
 

@@ -116,7 +116,8 @@ class LearnerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TrainStep(self, request, context):
-        """One training step. Idempotent: the same step returns the first call's result.
+        """One training step. Idempotent: a step asked for again with the same digest gets the first call's result; with
+        another digest it is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

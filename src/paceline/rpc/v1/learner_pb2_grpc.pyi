@@ -27,7 +27,9 @@ class LearnerServiceStub:
     JoinWeightGroup or PublishWeights is under way.
     """
     TrainStep: _aio.UnaryUnaryMultiCallable[_learner_pb2.TrainStepRequest, _learner_pb2.TrainStepResponse]
-    """One training step. Idempotent: the same step returns the first call's result."""
+    """One training step. Idempotent: a step asked for again with the same digest gets the first call's result; with
+    another digest it is refused.
+    """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.SaveCheckpointRequest, _learner_pb2.SaveCheckpointResponse]
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.LoadCheckpointRequest, _learner_pb2.LoadCheckpointResponse]
     """Loads weights, optimizer and other training state from a checkpoint of this run. The learner's version
@@ -83,7 +85,9 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.TrainStepRequest,
         context: _aio.ServicerContext[_learner_pb2.TrainStepRequest, _abc.Awaitable[_learner_pb2.TrainStepResponse]],
     ) -> _abc.Awaitable[_learner_pb2.TrainStepResponse]:
-        """One training step. Idempotent: the same step returns the first call's result."""
+        """One training step. Idempotent: a step asked for again with the same digest gets the first call's result; with
+        another digest it is refused.
+        """
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(
