@@ -17,4 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the controller's checker in another process: the command line imports no service."""
     folder = run_dirs.find(args.run_name)
-    return subprocess.run([sys.executable, "-m", "paceline.controller.verify", str(folder)], check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "paceline.controller.verify", str(folder)], check=False
+    ).returncode

@@ -1,6 +1,6 @@
-"""`paceline verify`: checks a run directory offline against the invariants, without the controller's own state.
+"""`paceline verify`: checks a run directory against the invariants, by what it holds alone.
 
-    events.jsonl -> entries -> history of the steps -> findings
-                                     |                    ^
-                                     '-> metrics.jsonl, trajectories/, checkpoints/
+events.jsonl -> entries -> history of the steps -> findings
+                                 |                    ^
+                                 '-> metrics.jsonl, trajectories/, checkpoints/
 """

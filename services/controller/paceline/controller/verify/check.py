@@ -41,5 +41,5 @@ def follow(entries: Iterable[Entry], findings: Findings, config: RunConfig) -> H
     steps = history.steps.values()
     findings.counts["steps finished"] = len(steps)
     findings.counts["rows trained"] = sum(len(step.rows) for step in steps)
-    findings.counts["prompts dropped"] = sum(step.num_dropped for step in steps)
+    findings.counts["prompt groups dropped"] = sum(step.num_dropped for step in steps)
     return history

@@ -169,9 +169,7 @@ class Collection:
     def _num_admitted(self, prompt: int, purpose: Purpose) -> int:
         most = self.wanted.num_samples + self.wanted.num_greedy + 1
         keys = (
-            TrajectoryId(
-                step=self.wanted.step, purpose=purpose.value, prompt_id=prompt, sample_index=index
-            )
+            TrajectoryId(step=self.wanted.step, purpose=purpose.value, prompt_id=prompt, sample_index=index)
             for index in range(most)
         )
         return sum(key in self.admitted for key in keys)
@@ -179,7 +177,9 @@ class Collection:
     def _leave_out(self, prompt: int, how: str, entry: Entry) -> None:
         step = self.wanted.step
         if not entry.get("reason"):
-            self._findings.add(Invariant.I2, f"prompt {prompt} of step {step} was {how} without a reason", entry)
+            self._findings.add(
+                Invariant.I2, f"prompt {prompt} of step {step} was {how} without a reason", entry
+            )
         if prompt not in self.prompts:
             self._findings.add(
                 Invariant.I2,

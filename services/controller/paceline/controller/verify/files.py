@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.controller.verify.findings import Findings, Invariant
+from paceline.controller.verify.findings import Invariant
 from paceline.controller.verify.history import History
 from paceline.core.training import BatchRow
 
 
 def check_metrics(run_dir: Path, history: History) -> None:
-    """One line per finished step, in order; one more if the run was cut off between the line and its event."""
+    """One line per finished step, in order; one more if the run ended between the line and its event."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     steps = [_step_of(line) for line in lines]
@@ -90,7 +90,9 @@ def check_checkpoints(run_dir: Path, history: History, run_id: str) -> None:
     findings, folders = history.findings, run_dir / "checkpoints"
     for number, entry in sorted(history.checkpoints.items()):
         if not (folders / f"step_{number:06d}" / "manifest.json").is_file():
-            findings.add(Invariant.I2, f"the checkpoint of step {number} is not on disk, or incomplete", entry)
+            findings.add(
+                Invariant.I2, f"the checkpoint of step {number} is not on disk, or incomplete", entry
+            )
     for manifest in sorted(folders.glob("step_*/manifest.json")):
         number = int(manifest.parent.name.removeprefix("step_"))
         fault = _fault(manifest, number, run_id)

@@ -16,7 +16,9 @@ class Invariant(enum.Enum):
     RECORD = "the record: lines numbered without gaps, terms that increase, one line of metrics per step"
     I1 = "I1: every trained token has the version and the digest of the step's policy"
     I2 = "I2: every prompt of a step is trained once, dropped with a reason, or set aside; no step is lost"
-    I3 = "I3: the batch holds each trajectory once, in order, and is the one that was trained and written down"
+    I3 = (
+        "I3: the batch holds each trajectory once, in order, and is the one that was trained and written down"
+    )
     I4 = "I4: a version has one digest, and a rollback has the digest of the step it went back to"
     I5 = "I5: phases follow each other as they may, and none outlasts its deadline"
 
@@ -56,6 +58,30 @@ class Breach:
         return f"{self.invariant.name}: {self.sentence}"
 
 
+COUNTS = (
+    "events",
+    "controller restarts",
+    "steps finished",
+    "batches",
+    "commits",
+    "rollbacks",
+    "rewinds",
+    "re-collections",
+    "pushes to newcomers",
+    "checkpoints",
+    "checkpoints on disk",
+    "members lost",
+    "prompt groups dispatched",
+    "prompt groups set aside",
+    "prompt groups refused",
+    "prompt groups dropped",
+    "trajectories admitted",
+    "rows trained",
+    "rows in parquet files",
+)
+"""What is counted, in the order of the report; trajectories that were not admitted follow by verdict."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Findings:
     """Collects breaches and counts."""
@@ -70,8 +96,8 @@ class Findings:
 
     def lines(self) -> Iterator[str]:
         """The report: counts, then per invariant whether it holds, with the first breach and its entries."""
-        for name, count in self.counts.items():
-            yield f"{name:32}{count:>10,}"
+        for name in (*COUNTS, *sorted(self.counts.keys() - set(COUNTS))):
+            yield f"{name:32}{self.counts[name]:>10,}"
         for invariant in Invariant:
             breaches = [breach for breach in self.breaches if breach.invariant is invariant]
             if not breaches:

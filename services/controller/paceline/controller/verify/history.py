@@ -1,6 +1,6 @@
 """Follows the journal through terms, phases and steps, and checks each event against those before it.
 
-    run -> { dispatch -> trajectories, refills, drops -> batch -> trained -> (rollback) -> commit -> step } -> end
+    run -> { dispatch -> trajectories, refills, drops -> batch -> trained -> commit -> step } -> end
 
 `resume` makes the step's collection begin again, from the same log: each trajectory must come out as before.
 `recollect` makes the step's trajectories void, `rewind` every step after the one it goes back to; a step that
@@ -19,6 +19,17 @@ from paceline.controller.verify.versions import Versions
 from paceline.core.errors import IllegalTransitionError
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.training import BatchRow, batch_digest
+
+_COUNTED = {
+    "batch": "batches",
+    "commit": "commits",
+    "rollback": "rollbacks",
+    "rewind": "rewinds",
+    "recollect": "re-collections",
+    "newcomers": "pushes to newcomers",
+    "checkpoint": "checkpoints",
+    "refusal": "prompt groups refused",
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +99,7 @@ class History:
             "step": self._on_step,
             "checkpoint": self._on_checkpoint,
             "checkpoint_removed": self._on_checkpoint_removed,
+            "member": self._on_member,
             "end": self._on_end,
         }
 
@@ -95,9 +107,9 @@ class History:
         """Takes the events in order."""
         for entry in entries:
             if self.ended is not None and entry.kind != "run":
-                self.findings.add(
-                    Invariant.RECORD, "an event follows the end of its term", self.ended, entry
-                )
+                self.findings.add(Invariant.RECORD, "an event follows the end of its term", self.ended, entry)
+            if entry.kind in _COUNTED:
+                self.findings.counts[_COUNTED[entry.kind]] += 1
             handler = self._handlers.get(entry.kind)
             if handler is not None:
                 handler(entry)
@@ -137,7 +149,6 @@ class History:
         step.collection = Collection(step.wanted, self.findings)
 
     def _on_rewind(self, entry: Entry) -> None:
-        self.findings.counts["rewinds"] += 1
         to_step = int(entry["to_step"])
         if not 0 <= to_step <= self.finished:
             self.findings.add(
@@ -170,6 +181,9 @@ class History:
                 entry,
             )
 
+    def _on_member(self, entry: Entry) -> None:
+        self.findings.counts["members lost"] += int(entry.get("what") in ("dead", "expelled"))
+
     # --- phases
 
     def _on_phase(self, entry: Entry) -> None:
@@ -201,6 +215,7 @@ class History:
                 self._entry_of(self.finished),
                 entry,
             )
+        self.findings.counts["prompt groups dispatched"] += len(wanted.prompts)
         self.versions.check_policy(wanted.policy, f"step {wanted.step} was dispatched for", entry)
         if len(set(wanted.prompts)) != len(wanted.prompts):
             self.findings.add(Invariant.I2, f"step {wanted.step} asks for a prompt twice", entry)
@@ -247,6 +262,8 @@ class History:
             )
 
     def _on_refill(self, entry: Entry) -> None:
+        self.findings.counts["prompt groups dispatched"] += len(entry["prompts"])
+        self.findings.counts["prompt groups set aside"] += len(entry["set_aside"])
         step = self._current(entry)
         if step is not None and step.collection is not None:
             step.collection.refill(entry)
@@ -257,7 +274,6 @@ class History:
             step.collection.drop(entry)
 
     def _on_recollect(self, entry: Entry) -> None:
-        self.findings.counts["re-collections"] += 1
         step = self._current(entry)
         if step is None or step.wanted is None:
             return
@@ -271,7 +287,6 @@ class History:
         step.collection, step.before, step.batch = Collection(step.wanted, self.findings), None, None
 
     def _on_batch(self, entry: Entry) -> None:
-        self.findings.counts["batches"] += 1
         step = self._current(entry)
         if step is None or step.wanted is None or step.collection is None:
             return
@@ -295,9 +310,7 @@ class History:
             )
         for earlier in (step.batch, step.trained):
             if earlier is not None and earlier["digest"] != entry["digest"]:
-                self.findings.add(
-                    Invariant.I3, f"step {step.wanted.step} has two batches", earlier, entry
-                )
+                self.findings.add(Invariant.I3, f"step {step.wanted.step} has two batches", earlier, entry)
         step.batch, step.rows, step.num_dropped = entry, rows, step.collection.num_dropped
 
     def _on_trained(self, entry: Entry) -> None:
@@ -319,16 +332,14 @@ class History:
     # --- versions
 
     def _on_rollback(self, entry: Entry) -> None:
-        self.findings.counts["rollbacks"] += 1
         self.versions.roll_back(entry)
 
     def _on_commit(self, entry: Entry) -> None:
-        self.findings.counts["commits"] += 1
         version, step = int(entry["version"]), self.in_progress
         training = step if step is not None and step.number == version else None
-        if version > self.versions.newest and version == self.finished + 1 and version:
-            if training is None or training.trained is None:
-                self.findings.add(Invariant.I2, f"version {version} was committed without training", entry)
+        is_new = version > max(self.versions.newest, 0) and version == self.finished + 1
+        if is_new and (training is None or training.trained is None):
+            self.findings.add(Invariant.I2, f"version {version} was committed without training", entry)
         known = training or self.steps.get(version)
         batch = str(known.batch["digest"]) if known is not None and known.batch is not None else ""
         self.versions.commit(entry, batch=batch, due=max(0, self.finished))
@@ -336,7 +347,6 @@ class History:
             training.commit = entry
 
     def _on_newcomers(self, entry: Entry) -> None:
-        self.findings.counts["pushes to newcomers"] += 1
         self.versions.check_newcomers(entry)
 
     # --- the ends of steps
@@ -369,7 +379,6 @@ class History:
         self.steps[number], self.in_progress = step, None
 
     def _on_checkpoint(self, entry: Entry) -> None:
-        self.findings.counts["checkpoints"] += 1
         number = int(entry["step"])
         newest = self.versions.newest
         if number > newest:
