@@ -84,7 +84,7 @@ def answer(group: PromptGroup) -> list[Outgoing]:
     log_probs = -rng.random((group.num_samples, num_tokens), dtype=np.float32)
     for index, seed in enumerate(group.seeds):
         trajectory_id = group.trajectory_id(index)
-        key = names.blob(RUN_ID, str(trajectory_id), "bench-0")
+        key = names.blob(RUN_ID, str(trajectory_id), "bench-0", "0")
         blob = wire.encode_trajectory(
             Trajectory(
                 run_id=RUN_ID,

@@ -202,7 +202,7 @@ async def answer_prompts(
 
 
 def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Outgoing:
-    key = names.blob(run_id, str(group.trajectory_id(index)), "fake")
+    key = names.blob(run_id, str(group.trajectory_id(index)), "fake", "0")
     header = ScoredHeader(
         run_id=run_id,
         trajectory_id=group.trajectory_id(index),

@@ -45,7 +45,7 @@ def finished_sample(
         server_id="rollout-0",
         seconds=0.25,
     )
-    key = names.blob(run_id, str(trajectory_id), "rollout-0")
+    key = names.blob(run_id, str(trajectory_id), "rollout-0", "0")
     header = TrajectoryHeader(
         run_id=run_id,
         trajectory_id=trajectory_id,

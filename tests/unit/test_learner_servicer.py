@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import (
-    DataError,
     DeadlineError,
     IllegalTransitionError,
     InvalidMessageError,
+    LostDataError,
     PeerLostError,
     ProtocolError,
     VersionMismatchError,
@@ -111,8 +111,8 @@ async def test_a_step_that_failed_may_be_asked_for_again() -> None:
     bench = Bench()
     attempt = asyncio.create_task(bench.train(1))
     await until(lambda: len(bench.queue.futures) == 1)
-    bench.queue.futures[0].set_exception(DataError("2 blobs are missing"))
-    with pytest.raises(DataError, match="2 blobs are missing"):
+    bench.queue.futures[0].set_exception(LostDataError("2 blobs are missing"))
+    with pytest.raises(LostDataError, match="2 blobs are missing"):
         await attempt
     again = asyncio.create_task(bench.train(1))
     await until(lambda: len(bench.queue.futures) == 2)
@@ -139,8 +139,8 @@ async def test_after_a_failure_that_trained_nothing_another_batch_may_be_trained
     bench = Bench()
     attempt = asyncio.create_task(bench.train(1))
     await until(lambda: len(bench.queue.futures) == 1)
-    bench.queue.futures[0].set_exception(DataError("2 blobs are missing"))
-    with pytest.raises(DataError, match="2 blobs are missing"):
+    bench.queue.futures[0].set_exception(LostDataError("2 blobs are missing"))
+    with pytest.raises(LostDataError, match="2 blobs are missing"):
         await attempt
     again = asyncio.create_task(bench.servicer.TrainStep(request(1, seed=7), None))
     await until(lambda: len(bench.queue.futures) == 2)

@@ -131,7 +131,7 @@ async def test_a_trajectory_becomes_a_scored_header(bench: Bench) -> None:
         0.25,
     )
     assert (first.num_prompt_tokens, first.num_response_tokens) == (3, 4)
-    assert first.blob_key == names.blob(RUN, "train:4:5:0", "rollout-0")
+    assert first.blob_key == names.blob(RUN, "train:4:5:0", "rollout-0", "0")
     assert (first.response_text, first.scorer) == ("abc", "reward-0")
     assert second.trajectory_id.sample_index == 1
     assert (second.reward, second.reward_error) == (None, ("not_finite", "f returned nan"))

@@ -64,7 +64,7 @@ async def test_a_whole_run(tmp_path: Path) -> None:
         assert violations(it.events(), num_samples=2) == []
         state = ControllerState.from_plain(json.loads(it.services.saved[0]))
         assert (state.step, state.cursor.position, state.num_prompts) == (1, 3, 7)
-        assert await it.broker.get_blobs([names.blob(RUN, "train:1:0:0", "fake")]) == [None]
+        assert await it.broker.get_blobs([names.blob(RUN, "train:1:0:0", "fake", "0")]) == [None]
 
 
 async def test_a_lost_rollout_is_put_out_and_the_rest_go_on(tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ async def test_a_version_is_in_the_journal_before_any_server_serves_it(tmp_path:
         await it.enlist_all()
         record = it.journal.record
 
-        async def recorded(event: str, **fields: Any) -> None:
+        def recorded(event: str, **fields: Any) -> None:
             if event in ("phase", "commit"):
                 it.services.calls.append(f"journal: {event} {fields.get('to', fields.get('version'))}")
-            await record(event, **fields)
+            record(event, **fields)
 
         it.journal.record = recorded  # type: ignore[method-assign]
         await it.go()

@@ -103,7 +103,7 @@ def _header(group: PromptGroup, trajectory: Trajectory) -> TrajectoryHeader:
         run_id=group.run_id,
         trajectory_id=trajectory_id,
         policy=group.policy,
-        blob_key=names.blob(group.run_id, str(trajectory_id), server_id),
+        blob_key=names.blob(group.run_id, str(trajectory_id), server_id, "0"),
         num_prompt_tokens=len(group.prompt_token_ids),
         num_response_tokens=len(trajectory.response_token_ids),
         finish_reason=trajectory.finish_reason,

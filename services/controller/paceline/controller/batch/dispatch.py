@@ -192,7 +192,7 @@ class Collector:
             try:
                 headers.append(decode_scored_header(entry.payload))
             except InvalidMessageError as error:
-                await self._journal.record(
+                self._journal.record(
                     "message_rejected", stream="scored", reason=error.reason, message=str(error)
                 )
         # Only this task reads the barrier, so no one sees it change before the journal has the same verdicts.
@@ -201,7 +201,7 @@ class Collector:
             verdict = barrier.judge(header)
             barrier.apply(header, verdict)
             fates.append(_fate(header, verdict))
-        await self._journal.record_all(fates)
+        self._journal.record_all(fates)
         await self._box.done(entries)
         return headers
 
@@ -212,7 +212,7 @@ class Collector:
         replacement = refill.settle(barrier, (header.trajectory_id.prompt_id for header in headers))
         if not replacement.set_aside:
             return
-        await self._journal.record(
+        self._journal.record(
             "refill",
             step=order.step,
             reason=DEGENERATE,

@@ -41,17 +41,20 @@ class LearnerWeights:
 
 
 class Channels:
-    """One gRPC channel per address, opened when first used."""
+    """One gRPC channel per address, opened when first used; every call carries the controller's term."""
 
-    def __init__(self, config: RunConfig, token: str) -> None:
-        self._max_message_bytes, self._token = config.service.max_message_mib << 20, token
+    def __init__(self, config: RunConfig, token: str, term: int) -> None:
+        self._max_message_bytes, self._token, self._term = config.service.max_message_mib << 20, token, term
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def to(self, member: Member) -> grpc.aio.Channel:
         """The channel to a member's address."""
         if member.address not in self._channels:
             self._channels[member.address] = connect(
-                member.address, token=self._token, max_message_bytes=self._max_message_bytes
+                member.address,
+                token=self._token,
+                max_message_bytes=self._max_message_bytes,
+                term=self._term,
             )
         return self._channels[member.address]
 
