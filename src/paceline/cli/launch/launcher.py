@@ -164,7 +164,11 @@ class _Launcher:
         from paceline.broker.redis_server import RedisServer
 
         # In the main thread: the server dies with the thread that started it.
-        server = RedisServer.start(self._run_dir / "redis", die_with_parent=True)
+        server = RedisServer.start(
+            self._run_dir / "redis",
+            max_memory_mib=self._config.broker.max_memory_mib,
+            die_with_parent=True,
+        )
         self._stop_redis = server.stop
         self._view.milestone(f"Redis answers on port {server.port}")
         return server.url, server.pid
