@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from paceline.broker import Broker, Outgoing
+from paceline.broker import Ack, Broker, Outgoing
 from support.streams import Stopwatch, drain, messages, payloads, reclaim_all, soon
 
 G = "group"
@@ -146,6 +146,112 @@ class TestAcknowledgement:
         ]  # not delivered yet: nothing to acknowledge
 
 
+class TestAnswers:
+    async def test_messages_and_acknowledgement_are_stored_together(
+        self, broker: Broker, prefix: str, stream: str
+    ) -> None:
+        ids = await fill(broker, stream, 4)
+        await drain(broker, stream, G, "a")
+        answers = prefix + "answers"
+        await broker.ensure_group(answers, G)
+        message = Outgoing(stream=answers, payload=b"x", blobs={prefix + "b": b"v"})
+        acked = Ack(stream=stream, group=G, entry_ids=[ids[0], ids[2]])
+        assert len(await broker.append([message], ack=acked)) == 1
+        assert payloads(await reclaim_all(broker, stream, G, "b")) == ["1", "3"]
+        assert payloads(await drain(broker, answers, G, "b")) == ["x"]
+        assert await broker.get_blobs([prefix + "b"]) == [b"v"]
+
+    async def test_an_answer_may_be_nothing_but_an_acknowledgement(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 2)
+        await drain(broker, stream, G, "a")
+        assert await broker.append([], ack=Ack(stream=stream, group=G, entry_ids=ids[:1])) == []
+        assert payloads(await reclaim_all(broker, stream, G, "b")) == ["1"]
+        missing = Ack(stream=stream + "-never-there", group=G, entry_ids=ids)
+        assert len(await broker.append(messages(stream, ["2"]), ack=missing)) == 1
+
+    async def test_many_entries_are_answered_by_many_messages(
+        self, broker: Broker, prefix: str, stream: str
+    ) -> None:
+        ids = await fill(broker, stream, 2500)
+        await drain(broker, stream, G, "a")
+        answers = messages(prefix + "answers", map(str, range(600)))
+        assert len(await broker.append(answers, ack=Ack(stream=stream, group=G, entry_ids=ids[:2400]))) == 600
+        assert await broker.length(prefix + "answers") == 600
+        assert payloads(await reclaim_all(broker, stream, G, "b")) == [str(n) for n in range(2400, 2500)]
+
+
+class TestDeliveries:
+    async def test_each_consumer_that_gets_an_entry_counts(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 2)
+        first = await drain(broker, stream, G, "a")
+        assert [entry.deliveries for entry in first] == [1, 1]
+        for deliveries in (2, 3, 4):
+            assert await broker.renew(stream, G, "a", ids) == ids
+            await broker.release(stream, G, "a", ids[:1])
+            entries = await broker.reclaim(stream, G, "a", min_idle_s=60, max_entries=10)
+            assert [(entry.entry_id, entry.deliveries) for entry in entries] == [(ids[0], deliveries)]
+        assert [entry.deliveries for entry in await reclaim_all(broker, stream, G, "b")] == [5, 2]
+
+    async def test_groups_count_on_their_own(self, broker: Broker, stream: str) -> None:
+        await fill(broker, stream, 1, "one", "two")
+        await drain(broker, stream, "one", "a")
+        await reclaim_all(broker, stream, "one", "b")
+        assert [entry.deliveries for entry in await drain(broker, stream, "two", "a")] == [1]
+
+
+class TestLog:
+    async def test_any_number_of_readers_follow_by_position(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 5)
+        for _ in range(2):
+            entries = await broker.read_log(stream, after="0-0", max_entries=3, block_s=0)
+            assert payloads(entries) == ["0", "1", "2"]
+            assert [entry.entry_id for entry in entries] == ids[:3]
+            assert {(entry.stream, entry.deliveries) for entry in entries} == {(stream, 1)}
+        rest = await broker.read_log(stream, after=ids[2], max_entries=10, block_s=1)
+        assert payloads(rest) == ["3", "4"]
+        assert await broker.read_log(stream, after=ids[4], max_entries=10, block_s=0) == []
+        # The group has been given nothing.
+        assert len(await drain(broker, stream, G, "a")) == 5
+
+    async def test_a_waiting_reader_gets_a_message_as_it_arrives(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 1)
+        watch = Stopwatch()
+        assert await broker.read_log(stream, after=ids[0], max_entries=5, block_s=0.2) == []
+        assert 0.15 < watch.seconds < 2
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(soon(0.1, broker, messages(stream, ["late"])))
+            entries = await broker.read_log(stream, after=ids[0], max_entries=5, block_s=5)
+        assert payloads(entries) == ["late"]
+
+    async def test_a_stream_that_is_not_there_yet_is_waited_for(self, broker: Broker, stream: str) -> None:
+        assert await broker.read_log(stream, after="0-0", max_entries=5, block_s=0) == []
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(soon(0.1, broker, messages(stream, ["first"])))
+            entries = await broker.read_log(stream, after="0-0", max_entries=5, block_s=5)
+        assert payloads(entries) == ["first"]
+
+    async def test_what_lies_after_the_groups_position_is_never_trimmed(
+        self, broker: Broker, stream: str
+    ) -> None:
+        ids = await fill(broker, stream, 5)
+        await broker.read_log(stream, after="0-0", max_entries=5, block_s=0)
+        assert await broker.trim(stream) == 0
+        await broker.advance(stream, G, ids[2])
+        assert await broker.trim(stream) == 3
+        rest = await broker.read_log(stream, after="0-0", max_entries=5, block_s=0)
+        assert payloads(rest) == ["3", "4"]
+        await broker.advance(stream, G, ids[4])
+        assert await broker.trim(stream) == 2
+        await broker.append(messages(stream, ["5"]))
+        assert await broker.trim(stream) == 0
+
+    async def test_a_missing_stream_or_group_stays_missing(self, broker: Broker, stream: str) -> None:
+        await broker.advance(stream, G, "1-0")
+        await fill(broker, stream, 1, "other")
+        await broker.advance(stream, G, "1-0")
+        assert await broker.read(stream, G, "a", max_entries=1, block_s=0) == []
+
+
 class TestLeases:
     async def test_what_a_silent_consumer_holds_goes_to_another(self, broker: Broker, stream: str) -> None:
         await fill(broker, stream, 3)
@@ -268,6 +374,12 @@ class TestBlobs:
         await broker.append([Outgoing(stream=prefix + "s", payload=b"", blobs=blobs)])
         keys = sorted(blobs)
         assert await broker.get_blobs(keys) == [blobs[key] for key in keys]
+
+    async def test_a_blob_may_be_stored_without_a_message(self, broker: Broker, prefix: str) -> None:
+        await broker.put_blob(prefix + "k", b"1")
+        await broker.put_blob(prefix + "k", b"2")
+        assert await broker.get_blobs([prefix + "k"]) == [b"2"]
+        assert await broker.purge(prefix) == 1
 
     async def test_a_missing_blob_is_none(self, broker: Broker, prefix: str) -> None:
         await broker.append([Outgoing(stream=prefix + "s", payload=b"", blobs={prefix + "k": b"v"})])

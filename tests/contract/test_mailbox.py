@@ -195,6 +195,76 @@ async def test_a_defect_in_the_renewal_reaches_the_consumer(
             await box.take()
 
 
+async def test_an_answered_entry_is_finished_with_its_answer(
+    broker: Broker, prefix: str, stream: str
+) -> None:
+    answers = prefix + "answers"
+    await broker.append(messages(stream, ["0", "1"]))
+    async with mailbox(broker, stream, "a") as box:
+        entries = await box.take()
+        await box.finish(entries[:1], messages(answers, ["x", "y"]), max_length=2, timeout_s=1)
+        assert payloads(await broker.read_log(answers, after="0-0", max_entries=9, block_s=0)) == ["x", "y"]
+        await asyncio.sleep(LEASE_S)  # the leases go on without the finished entry
+    assert payloads(await given_back(broker, stream)) == ["1"]
+
+
+async def test_leases_live_while_an_answer_waits_for_room(broker: Broker, prefix: str, stream: str) -> None:
+    answers = prefix + "answers"
+    await broker.append(messages(stream, ["0"]))
+    await broker.append(messages(answers, ["in the way"]))
+    async with mailbox(broker, stream, "a") as box:
+        entries = await box.take()
+        with pytest.raises(DeadlineError, match=answers):
+            await box.finish(entries, messages(answers, ["x"]), max_length=1, timeout_s=2 * LEASE_S)
+        assert await broker.reclaim(stream, G, "b", min_idle_s=LEASE_S, max_entries=1) == []
+        await broker.delete_streams([answers])
+        await box.finish(entries, messages(answers, ["x"]), max_length=1, timeout_s=1)
+    assert await reclaim_all(broker, stream, G, "b") == []
+    assert await broker.length(answers) == 1
+
+
+async def test_an_answer_that_failed_leaves_the_entry_with_the_mailbox(
+    broker: Broker, prefix: str, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failing(*_: object, **__: object) -> None:
+        raise BrokerError("gone")
+
+    await broker.append(messages(stream, ["0"]))
+    async with mailbox(broker, stream, "a") as box:
+        entries = await box.take()
+        with monkeypatch.context() as patch, pytest.raises(BrokerError):
+            patch.setattr(broker, "append", failing)
+            await box.finish(entries, messages(prefix + "answers", ["x"]), max_length=1, timeout_s=1)
+        await asyncio.sleep(2 * LEASE_S)
+        assert await broker.reclaim(stream, G, "b", min_idle_s=LEASE_S, max_entries=1) == []
+    assert payloads(await given_back(broker, stream)) == ["0"]
+
+
+async def test_what_is_given_back_goes_to_the_next_and_counts(broker: Broker, stream: str) -> None:
+    await broker.append(messages(stream, ["0", "1"]))
+    async with mailbox(broker, stream, "a") as box:
+        failed, kept = await box.take()
+        await box.give_back([failed])
+        again = await given_back(broker, stream)
+        assert [(entry.entry_id, entry.deliveries) for entry in again] == [(failed.entry_id, 2)]
+        await asyncio.sleep(LEASE_S)
+        # The mailbox renews what it kept, and no longer what it gave back.
+        lapsed = await broker.reclaim(stream, G, "c", min_idle_s=LEASE_S, max_entries=9)
+        assert [(entry.entry_id, entry.deliveries) for entry in lapsed] == [(failed.entry_id, 3)]
+        await box.done([kept])
+    # What another has now is not given back a second time by the mailbox that leaves.
+    assert await given_back(broker, stream) == []
+
+
+async def test_a_mailbox_may_get_back_what_it_gave_back(broker: Broker, stream: str) -> None:
+    await broker.append(messages(stream, ["0"]))
+    async with mailbox(broker, stream, "a") as box:
+        for deliveries in (1, 2, 3):
+            (entry,) = await box.take(block_s=5)
+            assert entry.deliveries == deliveries
+            await box.give_back([entry])
+
+
 async def test_a_mailbox_must_be_entered(broker: Broker, stream: str) -> None:
     with pytest.raises(RuntimeError, match="async with"):
         await mailbox(broker, stream, "a").take()

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from paceline.broker import Mailbox, Outgoing, open_broker
+from paceline.broker import Ack, Mailbox, Outgoing, open_broker
 from paceline.broker.blobs import BlobReader
 from paceline.broker.redis_server import RedisServer
 from paceline.broker.redis_streams import RedisStreamsBroker
-from paceline.core.errors import BrokerError, DataError, DeadlineError
+from paceline.core.errors import BrokerError, DeadlineError, LostDataError
 from support.streams import Stopwatch, drain, messages, payloads, reclaim_all
 
 pytestmark = pytest.mark.redis
@@ -202,6 +202,70 @@ async def test_a_name_of_another_kind_is_refused_with_the_servers_words(server: 
     await broker.close()
 
 
+@pytest.mark.parametrize("wrong", ["answers", "acknowledged"])
+async def test_an_answer_that_is_refused_stores_nothing(server: RedisServer, wrong: str) -> None:
+    broker = open_broker(server.url)
+    await broker.ensure_group("s", G)
+    await broker.append([Outgoing(stream="s", payload=b"0", blobs={"not-a-stream": b"v"})])
+    (entry,) = await broker.read("s", G, "a", max_entries=1, block_s=0)
+    answers = [Outgoing(stream="answers", payload=b"", blobs={"b": b"v"})]
+    if wrong == "answers":
+        answers += messages("not-a-stream", ["x"])
+    ack_stream = "not-a-stream" if wrong == "acknowledged" else "s"
+    with pytest.raises(BrokerError, match="WRONGTYPE not-a-stream is a string, not a stream"):
+        await broker.append(answers, ack=Ack(stream=ack_stream, group=G, entry_ids=[entry.entry_id]))
+    assert await broker.length("answers") == 0
+    assert await broker.get_blobs(["b"]) == [None]
+    assert payloads(await reclaim_all(broker, "s", G, "b")) == ["0"]
+    await broker.close()
+
+
+async def test_entries_are_not_acknowledged_before_the_last_of_their_answers(server: RedisServer) -> None:
+    broker = open_broker(server.url)
+    await broker.ensure_group("s", G)
+    await broker.append([Outgoing(stream="s", payload=b"0", blobs={"not-a-stream": b"v"})])
+    (entry,) = await broker.read("s", G, "a", max_entries=1, block_s=0)
+    answers = messages("answers", map(str, range(300))) + messages("not-a-stream", ["x"])
+    with pytest.raises(BrokerError, match="WRONGTYPE"):
+        await broker.append(answers, ack=Ack(stream="s", group=G, entry_ids=[entry.entry_id]))
+    assert await broker.length("answers") == 256
+    assert payloads(await reclaim_all(broker, "s", G, "b")) == ["0"]
+    await broker.close()
+
+
+async def test_reclaiming_is_one_round_trip_however_many_are_pending(server: RedisServer) -> None:
+    broker = open_broker(server.url)
+    await broker.ensure_group("s", G)
+    ids = await broker.append(messages("s", map(str, range(12_800))))
+    while await broker.read("s", G, "a", max_entries=1000, block_s=0):
+        pass
+    await broker.release("s", G, "a", ids[-70:])
+    with redis.Redis.from_url(server.url) as admin:
+        admin.config_resetstat()
+        entries = await broker.reclaim("s", G, "b", min_idle_s=60, max_entries=64)
+        entries += await broker.reclaim("s", G, "b", min_idle_s=60, max_entries=64)
+        statistics: dict[str, dict[str, int]] = admin.info("commandstats")
+    assert [entry.entry_id for entry in entries] == ids[-70:]
+    assert {entry.deliveries for entry in entries} == {2}
+    sent = {name: row["calls"] for name, row in statistics.items() if "eval" in name or "xauto" in name}
+    # The first call sends the script's text once.
+    assert sent == {"cmdstat_evalsha": 2, "cmdstat_eval": 1}
+    await broker.close()
+
+
+async def test_entries_that_were_deleted_are_not_reclaimed_again_and_again(server: RedisServer) -> None:
+    broker = open_broker(server.url)
+    await broker.ensure_group("s", G)
+    ids = await broker.append(messages("s", map(str, range(3000))))
+    await drain(broker, "s", G, "a")
+    with redis.Redis.from_url(server.url) as admin:
+        admin.xdel("s", *ids[:1500], ids[1502])
+        entries = await broker.reclaim("s", G, "b", min_idle_s=0, max_entries=4)
+        assert payloads(entries) == ["1500", "1501", "1503", "1504"]
+        assert admin.xpending("s", G)["pending"] == 3000 - 1501
+    await broker.close()
+
+
 async def test_the_pool_serves_more_tasks_than_it_has_connections(server: RedisServer) -> None:
     broker = RedisStreamsBroker(server.url, max_connections=4, reserved_connections=2)
     await broker.ensure_group("s", G)
@@ -233,6 +297,8 @@ async def test_a_blob_reader_names_what_is_missing(server: RedisServer) -> None:
     with BlobReader(server.url) as reader:
         assert reader.get([]) == []
         assert reader.get(list(reversed(blobs))) == list(reversed(blobs.values()))
-        with pytest.raises(DataError, match=r"7 of 9 blobs are not at .*: gone0, gone1, .*gone4 and 2 more"):
+        with pytest.raises(
+            LostDataError, match=r"7 of 9 blobs are not at .*: gone0, gone1, .*gone4 and 2 more"
+        ):
             reader.get(["b3", *(f"gone{number}" for number in range(7)), "b4"])
     await broker.close()

@@ -49,15 +49,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Controller(FakeController):
     """Hands out a broker, a run directory and a checkpoint to resume from."""
 
-    broker_url = run_dir = resume_from = ""
+    broker_url = run_dir = ""
 
     async def Register(self, request: Any, context: Any) -> controller_pb2.RegisterResponse:
         answer = await super().Register(request, context)
-        answer.broker_url, answer.run_dir, answer.resume_from = (
-            self.broker_url,
-            self.run_dir,
-            self.resume_from,
-        )
+        answer.broker_url, answer.run_dir = self.broker_url, self.run_dir
         return answer
 
     async def until(self, state: str) -> None:
@@ -88,14 +84,11 @@ class Learner:
 
 @asynccontextmanager
 async def running(
-    model: Path, redis_server: RedisServer, folder: Path, *, resume_from: str = ""
+    model: Path, redis_server: RedisServer, folder: Path, *, checkpoint: str = ""
 ) -> AsyncIterator[Learner]:
     controller = Controller(run_config(model).model_dump_json())
-    controller.broker_url, controller.run_dir, controller.resume_from = (
-        redis_server.url,
-        str(folder),
-        resume_from,
-    )
+    controller.broker_url, controller.run_dir = redis_server.url, str(folder)
+    controller.checkpoints = [checkpoint] if checkpoint else []
     server = await serve(controller, token=TOKEN)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -231,7 +224,7 @@ async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_pa
         codes = await asyncio.wait_for(asyncio.gather(*(rank.wait() for rank in learner.ranks)), 20)
         assert codes == [0, 0]
 
-    async with running(model, redis_server, tmp_path, resume_from=str(folder)) as learner:
+    async with running(model, redis_server, tmp_path, checkpoint=str(folder)) as learner:
         resumed = await learner.train(3, *_order(batches[3]))
         assert numbers(resumed) == numbers(third)
 

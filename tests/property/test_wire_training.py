@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import math
 from typing import Any
 
@@ -13,7 +15,7 @@ from paceline.core.errors import InvalidMessageError
 from paceline.core.guard import RULES, Adjustments, Reading
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
-from paceline.core.training import BatchRow, TrainOrder, TrainResult
+from paceline.core.training import BatchRow, TrainOrder, TrainResult, batch_digest
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire import training
 from support import domain
@@ -25,6 +27,7 @@ rows = st.builds(
     BatchRow,
     trajectory_id=domain.trajectory_ids,
     blob_key=domain.names,
+    blob_digest=domain.blob_digests,
     reward=domain.finite,
     num_prompt_tokens=lengths,
     num_response_tokens=lengths,
@@ -65,6 +68,7 @@ ORDER = TrainOrder(
         BatchRow(
             trajectory_id=TrajectoryId(step=3, purpose="train", prompt_id=7, sample_index=1),
             blob_key="k",
+            blob_digest="0123456789abcdef" * 2,
             reward=0.5,
             num_prompt_tokens=2,
             num_response_tokens=4,
@@ -94,6 +98,8 @@ def refusal(message: learner_pb2.TrainStepRequest) -> InvalidMessageError:
         ({"trajectory_id": "play:3:7:1"}, "out_of_range"),
         ({"trajectory_id": "train:3:seven:1"}, "out_of_range"),
         ({"blob_key": ""}, "missing_field"),
+        ({"blob_digest": ""}, "out_of_range"),
+        ({"blob_digest": "0123456789ABCDEF" * 2}, "out_of_range"),
         ({"reward": float("nan")}, "not_finite"),
         ({"reward": float("inf")}, "not_finite"),
         ({"greedy_score": float("nan")}, "not_finite"),
@@ -115,6 +121,35 @@ def test_rejected_steps_and_policies() -> None:
     message = training.order_to_proto(ORDER)
     message.policy.digest = "abc"
     assert "wanted 16 lower-case hexadecimal digits" in str(refusal(message))
+
+
+def test_a_digest_that_is_not_that_of_the_rows_is_rejected() -> None:
+    message = training.order_to_proto(ORDER)
+    message.rows[0].reward = 0.75
+    changed = dataclasses.replace(ORDER, rows=(dataclasses.replace(ORDER.rows[0], reward=0.75),))
+    assert refusal(message).reason == "wrong_digest"
+    assert f"'{ORDER.digest}', the rows of step 3 have '{changed.digest}'" in str(refusal(message))
+    message.digest = changed.digest
+    assert training.order_from_proto(message) == changed
+
+
+def test_a_batch_digest_by_hand_and_what_it_depends_on() -> None:
+    (row,), policy = ORDER.rows, ORDER.policy
+    row = dataclasses.replace(row, blob_digest="ab" * 16)
+    by_hand = f"v2@0123456789abcdef\ntrain:3:7:1\t{'ab' * 16}\t0.5\tNone\n"
+    digest = batch_digest(policy, [row])
+    assert digest == hashlib.blake2b(by_hand.encode(), digest_size=16).hexdigest()
+    changes: list[dict[str, Any]] = [
+        {"reward": math.nextafter(0.5, 1)},
+        {"greedy_score": 0.5},
+        {"blob_digest": "ac" * 16},
+        {"trajectory_id": dataclasses.replace(row.trajectory_id, sample_index=2)},
+    ]
+    others = [batch_digest(policy, [dataclasses.replace(row, **change)]) for change in changes]
+    others += [batch_digest(PolicyTag(version=2, digest="f" * 16), [row]), batch_digest(policy, [row, row])]
+    assert len({digest, *others}) == 1 + len(others)
+    # Keys hold a server's name; the batch is the same whoever sampled it.
+    assert batch_digest(policy, [dataclasses.replace(row, blob_key="other")]) == digest
 
 
 @pytest.mark.parametrize(

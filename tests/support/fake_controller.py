@@ -15,11 +15,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service.grpc_server import RunningServer, start_server
 from paceline.service.process import env_token, write_atomically
 from paceline.service.runtime import ServiceContext, run_service
+from paceline.wire.protobuf import policy_tag_to_proto
 
 
 class FakeController(controller_pb2_grpc.ControllerServiceServicer):
@@ -32,6 +34,9 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.registrations: list[pb.RegisterRequest] = []
         self.known = True
         self.run_over = False
+        self.term = 1
+        self.policy: PolicyTag | None = None
+        self.checkpoints: list[str] = []
         self.heard = asyncio.Event()
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.script: list[pb.WatchEvent] = []
@@ -48,6 +53,9 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
             config_json=self.config_json,
             broker_url="memory://",
             heartbeat_s=0.05,
+            term=self.term,
+            policy=policy_tag_to_proto(self.policy) if self.policy else None,
+            checkpoints=self.checkpoints,
         )
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:

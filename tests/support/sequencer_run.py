@@ -161,4 +161,8 @@ async def run_of(
     broker = MemoryBroker()
     await broker.ensure_group(names.trajectories(RUN), names.REWARD_GROUP)
     async with Mailbox(broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
-        yield SequencerRun(cfg, folder, broker, box, fakes, resumed)
+        it = SequencerRun(cfg, folder, broker, box, fakes, resumed)
+        try:
+            yield it
+        finally:
+            it.journal.close()

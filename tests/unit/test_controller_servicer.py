@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,12 +30,19 @@ class Bench:
     """The fleet behind a servicer, and calls to it."""
 
     def __init__(
-        self, supervisor: Supervisor, events: EventHub, stub: controller_pb2_grpc.ControllerServiceStub
+        self,
+        run: Run,
+        supervisor: Supervisor,
+        progress: Progress,
+        stub: controller_pb2_grpc.ControllerServiceStub,
     ) -> None:
-        self.fleet, self.events, self._stub = supervisor.fleet, events, stub
+        self.progress = progress
+        self.fleet, self.events, self._stub = supervisor.fleet, run.events, stub
 
-    async def register(self, kind: common_pb2.MemberKind.ValueType, member_id: str) -> pb.RegisterResponse:
-        request = pb.RegisterRequest(kind=kind, member_id=member_id, incarnation="a", address="h:1")
+    async def register(
+        self, kind: common_pb2.MemberKind.ValueType, member_id: str, **fields: Any
+    ) -> pb.RegisterResponse:
+        request = pb.RegisterRequest(kind=kind, member_id=member_id, incarnation="a", address="h:1", **fields)
         return await channels.call(self._stub.Register, request, timeout_s=5, phase="R", peer="controller")
 
     async def beat(self, member_id: str, state: str, **fields: object) -> pb.HeartbeatResponse:
@@ -57,13 +65,19 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     journal = Journal(tmp_path / "events.jsonl", clock)
     supervisor = Supervisor(Fleet(clock, suspect_after_s=5, dead_after_s=12), journal, events)
     run = Run(config=config(), id="run-1", dir=tmp_path, journal=journal, events=events)
+    progress = Progress(run)
     servicer = ControllerServicer(
-        run, Progress(run), supervisor, broker_url="memory://", resume_from="", stop=lambda _: None
+        run,
+        progress,
+        supervisor,
+        broker_url="memory://",
+        checkpoints=lambda: [tmp_path / "step_000002"],
+        stop=lambda _: None,
     )
     add = controller_pb2_grpc.add_ControllerServiceServicer_to_server
     server = await start_server(add, servicer)
     channel = channels.connect(server.address)
-    yield Bench(supervisor, events, controller_pb2_grpc.ControllerServiceStub(channel))
+    yield Bench(run, supervisor, progress, controller_pb2_grpc.ControllerServiceStub(channel))
     await channel.close()
     await server.stop(0)
     journal.close()
@@ -81,6 +95,30 @@ async def test_a_heartbeat_brings_state_and_policy(bench: Bench) -> None:
         7,
     )
     assert await bench.status() == {"rollout-0": "serving"}
+
+
+async def test_a_registration_tells_what_the_member_holds_and_what_is_committed(bench: Bench) -> None:
+    answer = await bench.register(common_pb2.MEMBER_KIND_REWARD, "reward-0")
+    assert (answer.term, answer.HasField("policy")) == (1, False)
+    assert [Path(folder).name for folder in answer.checkpoints] == ["step_000002"]
+
+    tag = PolicyTag(version=3, digest="ab" * 8)
+    bench.progress.policy = tag
+    proto = common_pb2.PolicyTag(version=3, digest="ab" * 8)
+    answer = await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "rollout-0", state="serving", policy=proto)
+    assert answer.policy == proto
+    member = bench.fleet.members(MemberKind.ROLLOUT)[0]
+    assert (member.state, member.policy) == (RolloutState.SERVING, tag)
+
+
+async def test_a_learner_reports_its_version_before_it_has_a_digest(bench: Bench) -> None:
+    await bench.register(
+        common_pb2.MEMBER_KIND_LEARNER, "learner-0", state="ready", policy=common_pb2.PolicyTag(version=7)
+    )
+    member = bench.fleet.members(MemberKind.LEARNER)[0]
+    assert member.policy == PolicyTag(version=7, digest="")
+    assert (await bench.beat("learner-0", "ready", policy=common_pb2.PolicyTag(version=8))).known
+    assert member.policy == PolicyTag(version=8, digest="")
 
 
 async def test_a_state_that_is_none_of_the_members_kind_is_rejected_and_changes_nothing(bench: Bench) -> None:

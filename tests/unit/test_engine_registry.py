@@ -24,13 +24,19 @@ async def start(config: RunConfig) -> FakeEngine:
     return FakeEngine()
 
 
-def config(name: str) -> RunConfig:
+def check(config: RunConfig) -> None:
+    """What a new engine's module offers."""
+    if config.rollout.n == 3:
+        raise ConfigError("three samples are too many for this engine")
+
+
+def config(name: str, n: int = 8) -> RunConfig:
     return parse(
         RunConfig,
         {
             "data": {"train_files": "x.parquet"},
             "model": {"path": "some/model"},
-            "rollout": {"name": name},
+            "rollout": {"name": name, "n": n},
             "reward": {"functions": [{"name": "exact_match"}]},
             "trainer": {"total_steps": 1},
         },
@@ -42,11 +48,15 @@ async def test_a_name_in_the_table_starts_its_engine_with_the_configuration(
 ) -> None:
     started.clear()
     module = ModuleType("an_engine")
-    module.start = start
+    module.start, module.check = start, check
     monkeypatch.setitem(sys.modules, "an_engine", module)
-    monkeypatch.setitem(registry.ENGINES, "fake", "an_engine:start")
+    entry = registry.EngineEntry(start="an_engine:start", check="an_engine:check")
+    monkeypatch.setitem(registry.ENGINES, "fake", entry)
     engine = await registry.start_engine(config("fake"))
     assert isinstance(engine, FakeEngine)
+    assert started == ["some/model"]
+    with pytest.raises(ConfigError, match="three samples are too many"):
+        await registry.start_engine(config("fake", n=3))
     assert started == ["some/model"]
 
 
@@ -56,6 +66,6 @@ async def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
 
 
 def test_every_entry_of_the_table_can_be_imported() -> None:
-    for target in registry.ENGINES.values():
+    for target in (target for entry in registry.ENGINES.values() for target in entry):
         module, _, path = target.partition(":")
         assert callable(attrgetter(path)(importlib.import_module(module)))

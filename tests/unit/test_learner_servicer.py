@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import (
-    DataError,
+    CheckpointError,
     DeadlineError,
     IllegalTransitionError,
     InvalidMessageError,
+    LostDataError,
     PeerLostError,
     ProtocolError,
     VersionMismatchError,
@@ -61,8 +62,8 @@ class Bench:
         return await self.servicer.TrainStep(request(step), None)
 
 
-def request(step: int) -> learner_pb2.TrainStepRequest:
-    rows, _ = make_batch(step=step, num_prompts=2, num_samples=2)
+def request(step: int, *, seed: int = 0) -> learner_pb2.TrainStepRequest:
+    rows, _ = make_batch(step=step, num_prompts=2, num_samples=2, seed=seed)
     policy = PolicyTag(version=step - 1, digest="0123456789abcdef")
     return order_to_proto(TrainOrder(step=step, policy=policy, rows=rows))
 
@@ -111,13 +112,54 @@ async def test_a_step_that_failed_may_be_asked_for_again() -> None:
     bench = Bench()
     attempt = asyncio.create_task(bench.train(1))
     await until(lambda: len(bench.queue.futures) == 1)
-    bench.queue.futures[0].set_exception(DataError("2 blobs are missing"))
-    with pytest.raises(DataError, match="2 blobs are missing"):
+    bench.queue.futures[0].set_exception(LostDataError("2 blobs are missing"))
+    with pytest.raises(LostDataError, match="2 blobs are missing"):
         await attempt
     again = asyncio.create_task(bench.train(1))
     await until(lambda: len(bench.queue.futures) == 2)
     bench.queue.futures[1].set_result(TrainResult(step=1, metrics={}))
     assert (await again).step == 1
+
+
+async def test_another_batch_for_a_step_that_trains_or_was_trained_is_refused() -> None:
+    bench, other = Bench(), request(1, seed=7)
+    first = asyncio.create_task(bench.train(1))
+    await until(lambda: len(bench.queue.futures) == 1)
+    both = rf"on the batch with digest {request(1).digest} .* batch with digest {other.digest}"
+    with pytest.raises(VersionMismatchError, match="step 1 is training " + both):
+        await bench.servicer.TrainStep(other, None)
+    bench.queue.futures[0].set_result(TrainResult(step=1, metrics={}))
+    await first
+    with pytest.raises(VersionMismatchError, match="step 1 was trained " + both):
+        await bench.servicer.TrainStep(other, None)
+    assert (await bench.train(1)).step == 1
+    assert len(bench.queue.submitted) == 1
+
+
+async def test_after_a_failure_that_trained_nothing_another_batch_may_be_trained() -> None:
+    bench = Bench()
+    attempt = asyncio.create_task(bench.train(1))
+    await until(lambda: len(bench.queue.futures) == 1)
+    bench.queue.futures[0].set_exception(LostDataError("2 blobs are missing"))
+    with pytest.raises(LostDataError, match="2 blobs are missing"):
+        await attempt
+    again = asyncio.create_task(bench.servicer.TrainStep(request(1, seed=7), None))
+    await until(lambda: len(bench.queue.futures) == 2)
+    bench.queue.futures[1].set_result(TrainResult(step=1, metrics={}))
+    assert (await again).step == 1
+
+
+async def test_a_step_that_outlasts_its_callers_deadline_is_not_lost() -> None:
+    bench = Bench(timeout_s=0.05)
+    with pytest.raises(DeadlineError, match=r"TRAIN: no answer from some learner rank within 0.05 s"):
+        await bench.train(1)
+    assert bench.servicer.state is LearnerState.TRAINING
+    again = asyncio.create_task(bench.train(1))
+    await asyncio.sleep(0)
+    bench.queue.futures[0].set_result(TrainResult(step=1, metrics={"actor/lr": 0.5}))
+    assert (await again).metrics["actor/lr"] == 0.5
+    assert len(bench.queue.submitted) == 1
+    assert bench.servicer.policy == PolicyTag(version=1, digest="")
 
 
 async def test_another_step_while_one_trains_is_refused() -> None:
@@ -151,6 +193,30 @@ async def test_a_command_that_takes_too_long_ends_in_a_deadline_error() -> None:
     bench = Bench(timeout_s=0.05)
     with pytest.raises(DeadlineError, match=r"SAVE: no answer from some learner rank within 0.05 s"):
         await bench.servicer.SaveCheckpoint(learner_pb2.SaveCheckpointRequest(step=1, folder="/x"), None)
+
+
+async def test_a_checkpoint_is_saved_at_once_and_complete_later() -> None:
+    bench, written = Bench(), Future[float]()
+    saving = asyncio.create_task(
+        bench.servicer.SaveCheckpoint(learner_pb2.SaveCheckpointRequest(step=3, folder="/x"), None)
+    )
+    await until(lambda: len(bench.queue.futures) == 1)
+    bench.queue.futures[0].set_result(written)
+    await saving
+    assert bench.states[-2:] == [LearnerState.SAVING, LearnerState.READY]
+    waits = [
+        asyncio.create_task(bench.servicer.WaitCheckpoint(learner_pb2.WaitCheckpointRequest(step=3), None))
+        for _ in range(2)
+    ]
+    await asyncio.sleep(0.01)
+    assert not any(wait.done() for wait in waits)
+    waits[0].cancel()  # a caller that gives up does not end the writing
+    written.set_result(1.5)
+    assert (await waits[1]).seconds == 1.5
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint of step 2 is not the one that was saved last \(3\)"
+    ):
+        await bench.servicer.WaitCheckpoint(learner_pb2.WaitCheckpointRequest(step=2), None)
 
 
 async def test_a_push_or_a_goodbye_for_another_weight_group_does_nothing() -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import ast
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +10,8 @@ import pytest
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.rollout.engines.vllm import environment
+from paceline.rollout.engines.registry import check_engine
+from paceline.rollout.engines.vllm import environment, refusals
 from paceline.rollout.engines.vllm.arguments import engine_arguments
 
 
@@ -55,15 +59,71 @@ def test_arguments_on_a_gpu_leave_prefill_to_the_engine() -> None:
 
 
 def test_engine_kwargs_win_where_they_may() -> None:
-    arguments = engine_arguments(config(engine_kwargs={"max_model_len": 64, "block_size": 32}), on_cpu=True)
-    assert (arguments["max_model_len"], arguments["block_size"]) == (64, 32)
+    kwargs = {"block_size": 32, "max_num_batched_tokens": 64, "kv_cache_dtype": "auto", "enable_lora": False}
+    arguments = engine_arguments(config(engine_kwargs=kwargs), on_cpu=True)
+    assert kwargs.items() <= arguments.items()
 
 
-def test_engine_kwargs_cannot_take_back_what_is_relied_on() -> None:
-    with pytest.raises(ConfigError, match=r"may not set load_format, logprobs_mode: .*take it out"):
-        engine_arguments(
-            config(engine_kwargs={"logprobs_mode": "raw_logprobs", "load_format": "auto"}), on_cpu=True
-        )
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("load_format", "auto", "weights come by push alone"),
+        ("logprobs_mode", "raw_logprobs", "of what was sampled from"),
+        ("dtype", "float16", "write model.dtype"),
+        ("seed", 1, "write trainer.seed"),
+        ("tensor_parallel_size", 1, "write rollout.tensor_model_parallel_size"),
+        ("max_model_len", 64, "write data.max_prompt_length and data.max_response_length"),
+        ("max_num_seqs", 8, "write rollout.max_num_seqs"),
+        ("worker_extension_cls", "a.B", "the push runs in it"),
+        ("data_parallel_size", 2, r"write rollout.replicas for more servers \(allowed: 1\)"),
+        ("pipeline_parallel_size", 2, r"tensor-parallel ranks.*\(allowed: 1\)"),
+        ("enable_lora", True, "adapters are no part of a push"),
+        ("kv_cache_dtype", "fp8_e4m3", r"rounded keys and values.*another distribution.*\(allowed: auto\)"),
+        ("speculative_config", {"method": "ngram"}, "draft model"),
+        ("quantization", "fp8", "not quantized"),
+        ("hf_overrides", {"rope_theta": 1.0}, "another model than the learner trains"),
+        ("cpu_offload_gb", 4, "not stay where a push writes them"),
+        ("kv_transfer_config", {"kv_connector": "X"}, "outlive the reset of the prefix cache"),
+        ("enable_eplb", True, "experts would move"),
+        ("prefix_caching_hash_algo", "xxhash", "of another"),
+    ],
+)
+def test_what_breaks_exactness_or_the_push_is_refused_by_name(name: str, value: object, reason: str) -> None:
+    """`paceline check` finds it where no vLLM is installed: the check belongs to the engine's entry."""
+    with pytest.raises(ConfigError, match=rf"engine_kwargs may not set {name}=.*{reason}.*Take it out"):
+        check_engine(config(engine_kwargs={name: value}))
+
+
+def test_every_refused_argument_is_named_at_once() -> None:
+    kwargs = {"logprobs_mode": "raw_logprobs", "block_size": 32, "load_format": "auto"}
+    with pytest.raises(
+        ConfigError, match=r"may not set load_format='auto': .*; logprobs_mode='raw_logprobs': "
+    ):
+        engine_arguments(config(engine_kwargs=kwargs), on_cpu=False)
+
+
+def test_chunked_prompts_are_refused_on_a_cpu_alone() -> None:
+    chunked = config(engine_kwargs={"enable_chunked_prefill": True})
+    assert engine_arguments(chunked, on_cpu=False)["enable_chunked_prefill"] is True
+    with pytest.raises(ConfigError, match=r"enable_chunked_prefill=True: on a CPU .* not reproducible"):
+        engine_arguments(chunked, on_cpu=True)
+
+
+def test_every_refused_name_is_an_argument_of_vllm() -> None:
+    """A misspelt name in the table would refuse nothing. vLLM takes seconds to import, hence its source."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "engine/arg_utils.py").read_text(encoding="utf-8")
+    fields = {
+        statement.target.id
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    }
+    tables = (refusals.OWN, refusals.REFUSED, refusals.ALLOWED, refusals.ON_CPU)
+    assert {name for table in tables for name in table} - fields == set()
 
 
 def test_a_temperature_that_vllm_would_change_is_refused() -> None:

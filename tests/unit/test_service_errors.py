@@ -28,6 +28,7 @@ from paceline.service import channels
 from paceline.service.connection import is_loopback
 from paceline.service.errors import STATUS_CODES, error_classes, from_metadata, status_code
 from paceline.service.grpc_server import RunningServer, start_server
+from paceline.service.terms import Terms
 
 ADD = controller_pb2_grpc.add_ControllerServiceServicer_to_server
 
@@ -165,6 +166,28 @@ async def test_a_wrong_token_is_refused_before_the_method(raiser: tuple[Raiser, 
         with pytest.raises(ConfigError, match="refused the token.*PACELINE_TOKEN"):
             await ask(server, token=token)
     assert servicer.num_calls == 0
+
+
+async def test_a_controller_of_an_earlier_term_gives_no_orders() -> None:
+    servicer, terms = Raiser(), Terms()
+    server = await start_server(ADD, servicer, token="secret", terms=terms)
+    terms.note(2)
+    await ask(server)  # no controller
+    await ask(server, term=2)
+    await ask(server, term=4)
+    assert (servicer.num_calls, terms.highest) == (3, 4)
+    with pytest.raises(ProtocolError, match="term is 3, and this member follows the controller of term 4"):
+        await ask(server, term=3)
+    channel = channels.connect(server.address, token="secret", term=3)
+    stub = controller_pb2_grpc.ControllerServiceStub(channel)
+    with pytest.raises(ProtocolError, match="term is 3"):
+        async for _ in channels.stream(stub.Watch, pb.WatchRequest(), phase="WATCH", peer="c", timeout_s=5):
+            pass
+    await channel.close()
+    assert servicer.num_calls == 3
+    with pytest.raises(ProtocolError, match=r"paceline-term must be a whole number, got 'x'"):
+        terms.check([("paceline-term", "x")])
+    await server.stop(0)
 
 
 async def test_no_answer_in_time(raiser: tuple[Raiser, RunningServer]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +24,11 @@ CONFIG = {
     "model": {"path": "m"},
     "reward": {"functions": [{"name": "exact_match"}]},
     "trainer": {"total_steps": 2},
-    "service": {"suspect_after_s": 0.2, "dead_after_s": 0.6, "heartbeat_s": 0.05},
+    "service": {"suspect_after_s": 0.1, "dead_after_s": 0.2, "heartbeat_s": 0.05, "recovery_timeout_s": 2},
 }
+
+STALE = MemberReport(state=RolloutState.STALE)
+SERVING = MemberReport(state=RolloutState.SERVING, policy=PolicyTag(version=3, digest="ab" * 8))
 
 
 @pytest.fixture
@@ -44,23 +48,22 @@ def link_to(address: str) -> ControllerLink:
 async def test_registration_brings_everything(controller: tuple[FakeController, Any]) -> None:
     fake, server = controller
     link = link_to(server.address)
-    registration = await link.register(5)
-    assert (registration.run_id, registration.broker_url, registration.resume_from) == (
-        "run-1",
-        "memory://",
-        None,
-    )
+    fake.checkpoints, fake.policy, fake.term = ["/c/2", "/c/1"], SERVING.policy, 3
+    registration = await link.register(5, SERVING)
+    assert (registration.run_id, registration.broker_url, registration.term) == ("run-1", "memory://", 3)
+    assert (registration.policy, registration.checkpoints) == (SERVING.policy, (Path("/c/2"), Path("/c/1")))
     assert registration.config == parse(RunConfig, CONFIG)
     request = fake.registrations[0]
     assert (request.kind, request.member_id, request.num_ranks) == (1, "rollout-0", 2)
     assert request.incarnation == link.incarnation
+    assert (request.state, request.policy.version, request.policy.digest) == ("serving", 3, "ab" * 8)
     await link.close()
 
 
 async def test_register_waits_for_a_controller_that_comes_late() -> None:
     port = free_port()
     link = link_to(f"127.0.0.1:{port}")
-    registering = asyncio.create_task(link.register(10))
+    registering = asyncio.create_task(link.register(10, STALE))
     await asyncio.sleep(0.4)
     assert not registering.done()
     fake = FakeController(config_json=json.dumps(CONFIG))
@@ -73,7 +76,7 @@ async def test_register_waits_for_a_controller_that_comes_late() -> None:
 async def test_register_gives_up_at_its_deadline() -> None:
     link = link_to(f"127.0.0.1:{free_port()}")
     with pytest.raises(DeadlineError, match=r"REGISTER: no answer from the controller at .* within 0.3 s"):
-        await link.register(0.3)
+        await link.register(0.3, STALE)
     await link.close()
 
 
@@ -82,7 +85,7 @@ async def test_a_configuration_of_another_version_is_refused(controller: tuple[F
     fake.config_json = json.dumps({**CONFIG, "new_section": {}})
     link = link_to(server.address)
     with pytest.raises(ConfigError, match="unknown key new_section"):
-        await link.register(5)
+        await link.register(5, STALE)
     await link.close()
 
 
@@ -91,7 +94,7 @@ async def test_heartbeats_carry_the_report_until_the_run_is_over(
 ) -> None:
     fake, server = controller
     link = link_to(server.address)
-    await link.register(5)
+    await link.register(5, STALE)
     report = MemberReport(
         state=RolloutState.SERVING, policy=PolicyTag(version=3, digest="ab" * 8), in_flight=7
     )
@@ -115,7 +118,7 @@ async def test_a_poke_does_not_wait_for_the_next_beat(controller: tuple[FakeCont
     fake, server = controller
     fake.config_json = json.dumps(CONFIG)
     link = link_to(server.address)
-    registration = await link.register(5)
+    registration = await link.register(5, STALE)
     object.__setattr__(registration, "heartbeat_s", 60.0)
     states = iter([LearnerState.LOADING, LearnerState.READY])
     running = asyncio.create_task(link.run(lambda: MemberReport(state=next(states))))
@@ -130,60 +133,108 @@ async def test_a_poke_does_not_wait_for_the_next_beat(controller: tuple[FakeCont
     await link.close()
 
 
-async def test_a_forgotten_member_registers_again_and_is_told(controller: tuple[FakeController, Any]) -> None:
-    fake, server = controller
-    link = link_to(server.address)
-    await link.register(5)
+async def reregister(fake: FakeController, address: str, report: MemberReport) -> int:
+    """Makes the controller forget the member; returns how often the member was told that it is stale."""
+    link = link_to(address)
+    await link.register(5, STALE)
     fake.known = False
-    again: list[bool] = []
-    running = asyncio.create_task(
-        link.run(lambda: MemberReport(state=RolloutState.SERVING), on_reregistered=lambda: again.append(True))
-    )
+    told: list[bool] = []
+    running = asyncio.create_task(link.run(lambda: report, on_reregistered=lambda: told.append(True)))
     await heard(fake, 3)
     assert fake.calls[:4] == ["register", "heartbeat", "register", "heartbeat"]
-    assert again == [True]
     assert fake.registrations[0].incarnation == fake.registrations[1].incarnation
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+    await link.close()
+    return len(told)
+
+
+@pytest.mark.parametrize(
+    ("report", "committed"),
+    [
+        (SERVING, None),
+        (SERVING, PolicyTag(version=3, digest="cd" * 8)),
+        (SERVING, PolicyTag(version=4, digest="ab" * 8)),
+        (MemberReport(state=RolloutState.SYNCING, policy=SERVING.policy), SERVING.policy),
+        (MemberReport(state=RolloutState.SERVING), None),
+    ],
+)
+async def test_a_forgotten_member_that_does_not_serve_the_committed_policy_is_stale(
+    controller: tuple[FakeController, Any], report: MemberReport, committed: PolicyTag | None
+) -> None:
+    fake, server = controller
+    fake.policy = committed
+    assert await reregister(fake, server.address, report) == 1
+
+
+async def test_a_forgotten_member_that_serves_the_committed_policy_goes_on(
+    controller: tuple[FakeController, Any],
+) -> None:
+    fake, server = controller
+    fake.policy = SERVING.policy
+    assert await reregister(fake, server.address, SERVING) == 0
+    assert [request.state for request in fake.registrations] == ["stale", "serving"]
+
+
+async def test_a_controller_of_an_earlier_term_is_not_followed(
+    controller: tuple[FakeController, Any],
+) -> None:
+    fake, server = controller
+    fake.term = 3
+    link = link_to(server.address)
+    await link.register(5, STALE)
+    fake.known, fake.term = False, 2
+    with pytest.raises(ProtocolError, match="term is 2, and this member follows the controller of term 3"):
+        await asyncio.wait_for(link.run(lambda: STALE), 5)
     await link.close()
 
 
 async def test_another_run_at_the_address_is_not_joined(controller: tuple[FakeController, Any]) -> None:
     fake, server = controller
     link = link_to(server.address)
-    await link.register(5)
+    await link.register(5, STALE)
     fake.known, fake.run_id = False, "run-2"
     with pytest.raises(ProtocolError, match="leads run run-2, this member belongs to run-1"):
         await asyncio.wait_for(link.run(lambda: MemberReport(state=RolloutState.SERVING)), 5)
     await link.close()
 
 
-async def test_a_short_silence_is_survived(controller: tuple[FakeController, Any]) -> None:
+async def test_a_controller_that_is_away_longer_than_the_dead_is_waited_for(
+    controller: tuple[FakeController, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     fake, server = controller
     link = link_to(server.address)
-    await link.register(5)
+    await link.register(5, STALE)
     running = asyncio.create_task(link.run(lambda: MemberReport(state=RolloutState.SERVING)))
     await heard(fake, 1)
     await server.stop(0)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.6)
     again = await serve(fake, port=server.port)
     await heard(fake, len(fake.heartbeats) + 1)
     assert not running.done()
     fake.run_over = True
     await asyncio.wait_for(running, 5)
+    said = [record.message for record in caplog.records if "controller" in record.message]
+    assert [text.partition(" (")[0] for text in said] == [
+        f"the controller at {server.address} is away",
+        said[1],
+    ]
+    assert "going on without it for up to 2 s" in said[0]
+    assert said[1].startswith("the controller is back after ")
     await link.close()
     await again.stop(0)
 
 
-async def test_a_long_silence_ends_the_member(controller: tuple[FakeController, Any]) -> None:
+async def test_a_controller_that_stays_away_ends_the_member(controller: tuple[FakeController, Any]) -> None:
     fake, server = controller
+    fake.config_json = json.dumps({**CONFIG, "service": {"heartbeat_s": 0.05, "recovery_timeout_s": 0.3}})
     link = link_to(server.address)
-    await link.register(5)
+    await link.register(5, STALE)
     running = asyncio.create_task(link.run(lambda: MemberReport(state=RolloutState.SERVING)))
     await heard(fake, 1)
     await server.stop(0)
     with pytest.raises(
-        PeerLostError, match=r"has not answered for .* \(service.dead_after_s=0.6\)"
+        PeerLostError, match=r"has not answered for .* \(service.recovery_timeout_s=0.3\)"
     ) as caught:
         await asyncio.wait_for(running, 10)
     assert caught.value.peer == "controller"
@@ -195,7 +246,7 @@ async def test_a_failure_is_reported_and_a_lost_controller_does_not_hide_it(
 ) -> None:
     fake, server = controller
     link = link_to(server.address)
-    await link.register(5)
+    await link.register(5, STALE)
     await link.fail("the engine died: out of memory")
     assert (fake.heartbeats[-1].state, fake.heartbeats[-1].failure) == (
         "",

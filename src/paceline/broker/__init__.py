@@ -1,8 +1,8 @@
 """The message broker: mailboxes with acknowledgement, and blobs; Redis or memory behind one Protocol."""
 
 from paceline.broker.backpressure import append_when_room
-from paceline.broker.base import Broker, Entry, Outgoing
+from paceline.broker.base import Ack, Broker, Entry, Outgoing
 from paceline.broker.mailbox import Mailbox
 from paceline.broker.opening import open_broker
 
-__all__ = ["Broker", "Entry", "Mailbox", "Outgoing", "append_when_room", "open_broker"]
+__all__ = ["Ack", "Broker", "Entry", "Mailbox", "Outgoing", "append_when_room", "open_broker"]

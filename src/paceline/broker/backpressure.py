@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from paceline.broker.base import Broker, Outgoing
+from paceline.broker.base import Ack, Broker, Outgoing
 from paceline.core.errors import DeadlineError
 
 _FIRST_PAUSE_S = 0.01
@@ -14,9 +14,9 @@ _LONGEST_PAUSE_S = 0.5
 
 
 async def append_when_room(
-    broker: Broker, messages: Sequence[Outgoing], *, max_length: int, timeout_s: float
+    broker: Broker, messages: Sequence[Outgoing], *, max_length: int, timeout_s: float, ack: Ack | None = None
 ) -> list[str]:
-    """Appends once each of the messages' streams has fewer than `max_length` entries.
+    """Appends, and acknowledges, once each of the messages' streams has fewer than `max_length` entries.
 
     Acknowledged entries count until the stream is trimmed, so a full stream is trimmed first. Writers that
     find room at the same moment may each exceed the bound by one batch: it protects the broker's memory and
@@ -24,6 +24,18 @@ async def append_when_room(
 
     Raises:
         DeadlineError: the stream was still full after `timeout_s` seconds; names the stream.
+    """
+    await wait_for_room(broker, messages, max_length=max_length, timeout_s=timeout_s)
+    return await broker.append(messages, ack=ack)
+
+
+async def wait_for_room(
+    broker: Broker, messages: Sequence[Outgoing], *, max_length: int, timeout_s: float
+) -> None:
+    """Returns once each of the messages' streams has fewer than `max_length` entries.
+
+    Raises:
+        DeadlineError: as `append_when_room`.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = _FIRST_PAUSE_S
@@ -42,4 +54,3 @@ async def append_when_room(
                 )
             await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    return await broker.append(messages)

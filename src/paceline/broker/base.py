@@ -4,6 +4,8 @@ A stream is a mailbox. An entry is delivered to one consumer of a group at a tim
 until it is acknowledged. Another consumer can reclaim an entry whose consumer has gone silent: delivery is at
 least once, and readers must drop repeats by the message's own id. Blobs are plain values beside the streams.
 
+A stream can also be read as a log: by position, without taking anything from anybody.
+
 A stream or group that does not exist has no entries: reading it returns [] after the wait, renewing returns
 [], acknowledging does nothing. A reader whose stream is deleted gets no more entries, and no error.
 
@@ -19,12 +21,17 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A delivered message. `entry_id` orders the entries of a stream."""
+    """A delivered message. `entry_id` orders the entries of a stream.
+
+    `deliveries` counts how often the group's consumers were given the entry, this time included; entries
+    that are read as a log count as delivered once.
+    """
 
     stream: str
     entry_id: str
     payload: bytes
     traceparent: str = ""
+    deliveries: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +44,15 @@ class Outgoing:
     blobs: Mapping[str, bytes] | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ack:
+    """Entries to acknowledge together with the messages that answer them."""
+
+    stream: str
+    group: str
+    entry_ids: Sequence[str]
+
+
 class Broker(Protocol):
     """Streams with consumer groups, and blobs."""
 
@@ -44,11 +60,12 @@ class Broker(Protocol):
         """Creates stream and group where they are missing; the group starts at the stream's first entry."""
         ...
 
-    async def append(self, messages: Sequence[Outgoing]) -> list[str]:
-        """Stores messages in order, each with its blobs before it; returns entry ids.
+    async def append(self, messages: Sequence[Outgoing], *, ack: Ack | None = None) -> list[str]:
+        """Stores messages in order, each with its blobs before it, and acknowledges; returns entry ids.
 
-        A message is never visible before its blobs. A command repeated after a lost connection may store a
-        message twice: readers drop repeats by the message's own id.
+        A message is never visible before its blobs. The acknowledgement takes effect together with the last
+        message: an entry is never acknowledged without its answer. A command repeated after a lost connection
+        may store a message twice: readers drop repeats by the message's own id.
         """
         ...
 
@@ -61,7 +78,10 @@ class Broker(Protocol):
     async def reclaim(
         self, stream: str, group: str, consumer: str, *, min_idle_s: float, max_entries: int
     ) -> list[Entry]:
-        """Takes over entries that no consumer has renewed for `min_idle_s` seconds."""
+        """Takes over entries that no consumer has renewed for `min_idle_s` seconds.
+
+        Entries that were removed from the stream are acknowledged and not returned.
+        """
         ...
 
     async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
@@ -80,16 +100,34 @@ class Broker(Protocol):
         """Acknowledges entries: they are not delivered again. Unknown ids are ignored."""
         ...
 
+    async def read_log(self, stream: str, *, after: str, max_entries: int, block_s: float) -> list[Entry]:
+        """Entries after the id `after` ("0-0": from the first), for any number of readers.
+
+        Waits up to `block_s` seconds for the first; [] when none came. Nothing is taken or acknowledged.
+        """
+        ...
+
+    async def advance(self, stream: str, group: str, entry_id: str) -> None:
+        """Says that a group which reads the stream as a log has done everything up to `entry_id`.
+
+        `trim` removes no entry after it. A stream or group that does not exist stays missing.
+        """
+        ...
+
     async def length(self, stream: str) -> int:
         """Number of entries in the stream, read or not."""
         ...
 
     async def trim(self, stream: str) -> int:
-        """Removes entries that every group has acknowledged; never a pending one. Returns how many."""
+        """Removes entries that every group has done; never a pending one. Returns how many."""
         ...
 
     async def delete_streams(self, streams: Sequence[str]) -> None:
         """Removes streams with their groups."""
+        ...
+
+    async def put_blob(self, key: str, value: bytes) -> None:
+        """Stores a blob without a message; replaces an earlier value."""
         ...
 
     async def get_blobs(self, keys: Sequence[str]) -> list[bytes | None]:

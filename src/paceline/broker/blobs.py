@@ -13,7 +13,7 @@ from redis.retry import Retry
 
 from paceline.broker.address import REDIS_SCHEMES, redact, scheme_of
 from paceline.broker.redis_errors import translate
-from paceline.core.errors import ConfigError, DataError
+from paceline.core.errors import ConfigError, LostDataError
 
 _KEYS_PER_FETCH: Final = 64
 _KEYS_NAMED: Final = 5
@@ -53,7 +53,7 @@ class BlobReader:
         """Values in the order of the keys.
 
         Raises:
-            DataError: blobs are missing; names them.
+            LostDataError: blobs are missing; names them.
             BrokerError, DeadlineError: the broker is gone.
         """
         values: list[bytes | None] = []
@@ -67,7 +67,7 @@ class BlobReader:
         if len(present) < len(keys):
             missing = [key for key, value in zip(keys, values, strict=True) if value is None]
             more = f" and {len(missing) - _KEYS_NAMED} more" if len(missing) > _KEYS_NAMED else ""
-            raise DataError(
+            raise LostDataError(
                 f"{len(missing)} of {len(keys)} blobs are not at the broker {redact(self._url)}: "
                 f"{', '.join(missing[:_KEYS_NAMED])}{more}; they were deleted, or the server lost its data"
             )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from paceline.broker.base import Broker, Entry
+from paceline.broker.backpressure import wait_for_room
+from paceline.broker.base import Ack, Broker, Entry, Outgoing
 from paceline.core.errors import BrokerError, DeadlineError
 
 log = logging.getLogger(__name__)
@@ -19,8 +21,8 @@ class Mailbox:
     """One consumer of a group, as a context manager.
 
     An entry that was taken is this consumer's for `lease_s` seconds; a background task renews the lease until
-    `done` is called. An entry whose consumer has died goes to another after at most 1.5 leases. On leaving,
-    entries that are not done are given back at once.
+    `done`, `finish` or `give_back` is called. An entry whose consumer has died goes to another after at most
+    1.5 leases. On leaving, entries that are not done are given back at once.
 
     Args:
         broker: where the stream is.
@@ -61,7 +63,7 @@ class Mailbox:
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait([self._renewing])
-        await self._give_back()
+        await self._release(self._leased.copy())
 
     async def take(self, max_entries: int | None = None, *, block_s: float | None = None) -> list[Entry]:
         """Entries whose leases others let lapse, else new ones; waits for the first, [] when none came.
@@ -86,14 +88,37 @@ class Mailbox:
         """Acknowledges entries: they will not be delivered again."""
         self._check_renewing()
         entry_ids = [entry.entry_id for entry in entries]
-        # Removed first: a renewal under way would not find them at the broker and report them as lost.
-        leased = self._leased.intersection(entry_ids)
-        self._leased -= leased
-        try:
+        with self._settling(entry_ids):
             await self._broker.ack(self._stream, self._group, entry_ids)
-        except BaseException:
-            self._leased |= leased
-            raise
+
+    async def finish(
+        self, entries: Iterable[Entry], messages: Sequence[Outgoing], *, max_length: int, timeout_s: float
+    ) -> None:
+        """Appends the messages that answer the entries, once there is room, and acknowledges with the last.
+
+        A consumer that dies at any instant never leaves an entry acknowledged and unanswered. While this
+        waits for room, the leases are renewed.
+
+        Raises:
+            DeadlineError: a stream had no room for `timeout_s` seconds, or the broker did not answer.
+            BrokerError: the broker is gone. The entries stay leased.
+        """
+        self._check_renewing()
+        ack = Ack(
+            stream=self._stream, group=self._group, entry_ids=tuple(entry.entry_id for entry in entries)
+        )
+        await wait_for_room(self._broker, messages, max_length=max_length, timeout_s=timeout_s)
+        with self._settling(ack.entry_ids):
+            await self._broker.append(messages, ack=ack)
+
+    async def give_back(self, entries: Iterable[Entry]) -> None:
+        """Releases entries that could not be served: they are delivered again, to whoever asks first.
+
+        The next delivery counts: see `Entry.deliveries`. Where the broker cannot be reached, the entries are
+        delivered again when their leases lapse.
+        """
+        self._check_renewing()
+        await self._release({entry.entry_id for entry in entries})
 
     async def _reclaim_when_due(self, wanted: int) -> list[Entry]:
         now = time.monotonic()
@@ -146,13 +171,23 @@ class Mailbox:
         if self._renewing.done():
             self._renewing.result()
 
-    async def _give_back(self) -> None:
-        entry_ids = list(self._leased)
-        self._leased.clear()
+    @contextmanager
+    def _settling(self, entry_ids: Sequence[str]) -> Iterator[None]:
+        # Removed first: a renewal under way would not find them at the broker and report them as lost.
+        leased = self._leased.intersection(entry_ids)
+        self._leased -= leased
+        try:
+            yield
+        except BaseException:
+            self._leased |= leased
+            raise
+
+    async def _release(self, entry_ids: set[str]) -> None:
+        self._leased -= entry_ids
         if not entry_ids:
             return
         try:
-            await self._broker.release(self._stream, self._group, self._consumer, entry_ids)
+            await self._broker.release(self._stream, self._group, self._consumer, list(entry_ids))
         except (BrokerError, DeadlineError) as error:
             # Their leases lapse anyway; giving them back is only quicker.
             log.warning("%s: %d entries not given back: %s", self._stream, len(entry_ids), error)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from paceline.broker.base import Entry, Outgoing
+from paceline.broker.base import Ack, Entry, Outgoing
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import BrokerError
 
@@ -19,6 +19,7 @@ class _Pending:
 
     consumer: str
     last_sign_s: float
+    deliveries: int = 1
 
 
 @dataclass(slots=True)
@@ -82,8 +83,8 @@ class MemoryBroker:
         self._check_open()
         self._store.streams.setdefault(stream, _Stream()).groups.setdefault(group, _Group())
 
-    async def append(self, messages: Sequence[Outgoing]) -> list[str]:
-        """Stores messages in order, each with its blobs before it; returns entry ids."""
+    async def append(self, messages: Sequence[Outgoing], *, ack: Ack | None = None) -> list[str]:
+        """Stores messages in order, each with its blobs before it, and acknowledges; returns entry ids."""
         self._check_open()
         ids = []
         for message in messages:
@@ -92,6 +93,8 @@ class MemoryBroker:
             stream = self._store.streams.setdefault(message.stream, _Stream())
             stream.entries[self._store.last_number] = message
             ids.append(_entry_id(self._store.last_number))
+        if ack is not None:
+            self._ack(ack)
         async with self._store.changed:
             self._store.changed.notify_all()
         return ids
@@ -100,16 +103,31 @@ class MemoryBroker:
         self, stream: str, group: str, consumer: str, *, max_entries: int, block_s: float
     ) -> list[Entry]:
         """Takes undelivered entries; waits up to `block_s` seconds for the first; [] when none came."""
-        entries = self._deliver(stream, group, consumer, max_entries)
+        return await self._wait_for(lambda: self._deliver(stream, group, consumer, max_entries), block_s)
+
+    async def read_log(self, stream: str, *, after: str, max_entries: int, block_s: float) -> list[Entry]:
+        """Entries after the id `after`; waits up to `block_s` seconds for the first; [] when none came."""
+        return await self._wait_for(lambda: self._after(stream, after, max_entries), block_s)
+
+    async def _wait_for(self, look: Callable[[], list[Entry]], block_s: float) -> list[Entry]:
+        entries = look()
         if entries or block_s <= 0:
             return entries
         try:
             async with asyncio.timeout(block_s), self._store.changed:
-                while not (entries := self._deliver(stream, group, consumer, max_entries)):
+                while not (entries := look()):
                     await self._store.changed.wait()
         except TimeoutError:
             return []
         return entries
+
+    def _after(self, stream: str, entry_id: str, max_entries: int) -> list[Entry]:
+        self._check_open()
+        state = self._store.streams.get(stream)
+        messages = state.entries if state else {}
+        numbers = list(messages)
+        following = numbers[bisect.bisect_right(numbers, _number(entry_id)) :][:max_entries]
+        return [_entry(messages[number], number) for number in following]
 
     def _deliver(self, stream: str, group: str, consumer: str, max_entries: int) -> list[Entry]:
         state = self._group(stream, group)
@@ -136,7 +154,8 @@ class MemoryBroker:
             pending = state.pending[number]
             if len(entries) < max_entries and now - pending.last_sign_s >= min_idle_s:
                 pending.consumer, pending.last_sign_s = consumer, now
-                entries.append(_entry(messages[number], number))
+                pending.deliveries += 1
+                entries.append(_entry(messages[number], number, pending.deliveries))
         return entries
 
     async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
@@ -164,9 +183,19 @@ class MemoryBroker:
 
     async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
         """Acknowledges entries: they are not delivered again. Unknown ids are ignored."""
+        self._ack(Ack(stream=stream, group=group, entry_ids=entry_ids))
+
+    def _ack(self, ack: Ack) -> None:
+        state = self._group(ack.stream, ack.group)
+        if state is not None:
+            for entry_id in ack.entry_ids:
+                state.pending.pop(_number(entry_id), None)
+
+    async def advance(self, stream: str, group: str, entry_id: str) -> None:
+        """Says that a group which reads the stream as a log has done everything up to `entry_id`."""
         state = self._group(stream, group)
-        for entry_id in entry_ids if state else ():
-            state.pending.pop(_number(entry_id), None)  # type: ignore[union-attr]
+        if state is not None:
+            state.last_delivered = _number(entry_id)
 
     async def length(self, stream: str) -> int:
         """Number of entries in the stream, read or not."""
@@ -175,7 +204,7 @@ class MemoryBroker:
         return len(state.entries) if state else 0
 
     async def trim(self, stream: str) -> int:
-        """Removes entries that every group has acknowledged; never a pending one. Returns how many."""
+        """Removes entries that every group has done; never a pending one. Returns how many."""
         self._check_open()
         state = self._store.streams.get(stream)
         if state is None or not state.groups:
@@ -191,6 +220,11 @@ class MemoryBroker:
         self._check_open()
         for stream in streams:
             self._store.streams.pop(stream, None)
+
+    async def put_blob(self, key: str, value: bytes) -> None:
+        """Stores a blob without a message; replaces an earlier value."""
+        self._check_open()
+        self._store.blobs[key] = value
 
     async def get_blobs(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values in the order of the keys, None for a missing one."""
@@ -235,10 +269,11 @@ def _number(entry_id: str) -> int:
     return int(entry_id.partition("-")[0])
 
 
-def _entry(message: Outgoing, number: int) -> Entry:
+def _entry(message: Outgoing, number: int, deliveries: int = 1) -> Entry:
     return Entry(
         stream=message.stream,
         entry_id=_entry_id(number),
         payload=message.payload,
         traceparent=message.traceparent,
+        deliveries=deliveries,
     )

@@ -27,6 +27,20 @@ def scored(run_id: str) -> str:
     return f"{prefix(run_id)}scored"
 
 
-def blob(run_id: str, trajectory_id: str, server_id: str) -> str:
-    """The arrays of one sample, with a key per server: the barrier admits one copy and deletes the others."""
-    return f"{prefix(run_id)}blob:{trajectory_id}:{server_id}"
+def blob(run_id: str, trajectory_id: str, server_id: str, incarnation: str) -> str:
+    """The arrays of one sample.
+
+    Each start of a server has keys of its own: a copy that is generated again overwrites nothing. The
+    barrier admits one copy and deletes the others.
+    """
+    return f"{prefix(run_id)}blob:{trajectory_id}:{server_id}:{incarnation}"
+
+
+def text(blob_key: str) -> str:
+    """The decoded response of the sample with this blob, for the saved trajectories."""
+    return f"{blob_key}:text"
+
+
+def marker(run_id: str) -> str:
+    """A blob that the controller stores with the run's first data: where it is missing, the data was lost."""
+    return f"{prefix(run_id)}marker"

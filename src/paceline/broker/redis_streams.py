@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
@@ -17,7 +18,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from paceline.broker import scripts
 from paceline.broker.address import redact
-from paceline.broker.base import Entry, Outgoing
+from paceline.broker.base import Ack, Entry, Outgoing
 from paceline.broker.redis_errors import is_missing, translate
 from paceline.core.errors import BrokerError
 
@@ -31,7 +32,7 @@ _BYTES_PER_APPEND: Final = 8 * 2**20
 _KEYS_PER_FETCH: Final = 64
 _KEYS_PER_DELETE: Final = 1000
 _OLDEST_SERVER: Final = (6, 2)
-_RAW_COMMANDS: Final = ("XREADGROUP", "XAUTOCLAIM", "XPENDING", "XINFO GROUPS")
+_RAW_COMMANDS: Final = ("XREADGROUP", "XREAD", "XPENDING", "XINFO GROUPS")
 
 
 class RedisStreamsBroker:
@@ -82,14 +83,17 @@ class RedisStreamsBroker:
         except _GroupExistsError:
             return
 
-    async def append(self, messages: Sequence[Outgoing]) -> list[str]:
-        """Stores messages in order, each with its blobs before it; returns entry ids."""
+    async def append(self, messages: Sequence[Outgoing], *, ack: Ack | None = None) -> list[str]:
+        """Stores messages in order, each with its blobs before it, and acknowledges; returns entry ids."""
         ids: list[str] = []
-        for batch in _batches(messages):
-            ids += await self._append_batch(batch)
+        batches = list(_batches(messages))
+        for batch in batches[:-1]:
+            ids += await self._append_batch(batch, None)
+        if batches or ack is not None:
+            ids += await self._append_batch(batches[-1] if batches else [], ack)
         return ids
 
-    async def _append_batch(self, messages: Sequence[Outgoing]) -> list[str]:
+    async def _append_batch(self, messages: Sequence[Outgoing], ack: Ack | None) -> list[str]:
         blobs = [item for message in messages if message.blobs for item in message.blobs.items()]
         keys = [key for key, _ in blobs]
         keys += [message.stream for message in messages]
@@ -97,6 +101,9 @@ class RedisStreamsBroker:
         arguments += [value for _, value in blobs]
         for message in messages:
             arguments += (message.payload, message.traceparent)
+        if ack is not None:
+            keys.append(ack.stream)
+            arguments += (ack.group, *ack.entry_ids)
         return [entry_id.decode() for entry_id in await self._script(scripts.APPEND, keys, arguments)]
 
     async def read(
@@ -104,20 +111,26 @@ class RedisStreamsBroker:
     ) -> list[Entry]:
         """Takes undelivered entries; waits up to `block_s` seconds for the first; [] when none came."""
         started = time.monotonic()
-        words: list[Any] = ["XREADGROUP", "GROUP", group, consumer, "COUNT", max_entries]
-        if block_s > 0:
-            words += ["BLOCK", max(1, round(block_s * 1000))]  # BLOCK 0 would mean for ever
-        words += ["STREAMS", stream, ">"]
+        command = ("XREADGROUP", "GROUP", group, consumer, "COUNT", max_entries)
         try:
-            if block_s > 0:
-                async with self._blocking_slot("XREADGROUP", self._timeout_s + block_s):
-                    reply = await self._run(*words, extra_s=block_s)
-            else:
-                reply = await self._run(*words)
+            return await self._read(command, stream, ">", block_s)
         except _StreamMissingError as error:
             log.warning("nothing to read: %s", error)
             await asyncio.sleep(max(0.0, block_s - (time.monotonic() - started)))
             return []
+
+    async def read_log(self, stream: str, *, after: str, max_entries: int, block_s: float) -> list[Entry]:
+        """Entries after the id `after`; waits up to `block_s` seconds for the first; [] when none came."""
+        return await self._read(("XREAD", "COUNT", max_entries), stream, after, block_s)
+
+    async def _read(self, command: Sequence[Any], stream: str, after: str, block_s: float) -> list[Entry]:
+        if block_s > 0:
+            block_ms = max(1, round(block_s * 1000))  # BLOCK 0 would mean for ever
+            async with self._blocking_slot(command[0], self._timeout_s + block_s):
+                words = (*command, "BLOCK", block_ms, "STREAMS", stream, after)
+                reply = await self._run(*words, extra_s=block_s)
+        else:
+            reply = await self._run(*command, "STREAMS", stream, after)
         return [_entry(stream, row) for row in reply[0][1]] if reply else []
 
     @asynccontextmanager
@@ -136,30 +149,12 @@ class RedisStreamsBroker:
         self, stream: str, group: str, consumer: str, *, min_idle_s: float, max_entries: int
     ) -> list[Entry]:
         """Takes over entries that no consumer has renewed for `min_idle_s` seconds."""
-        rows: list[Any] = []
-        cursor: bytes | str = "0-0"
-        idle_ms = round(min_idle_s * 1000)
+        arguments = [group, consumer, round(min_idle_s * 1000), max_entries]
         try:
-            while len(rows) < max_entries:
-                # Redis 7 adds the ids of deleted entries as a third element; 6.2 has nil entries instead.
-                cursor, claimed = (
-                    await self._run(
-                        "XAUTOCLAIM",
-                        stream,
-                        group,
-                        consumer,
-                        idle_ms,
-                        cursor,
-                        "COUNT",
-                        max_entries - len(rows),
-                    )
-                )[:2]
-                rows += [row for row in claimed if row is not None and row[1] is not None]
-                if cursor == b"0-0":
-                    break
+            rows = await self._script(scripts.RECLAIM, [stream], arguments)
         except _StreamMissingError:
             return []
-        return [_entry(stream, row) for row in rows]
+        return [_entry(stream, row[:2], deliveries=row[2]) for row in rows]
 
     async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
         """Resets the entries' idle time; returns those that are still the consumer's."""
@@ -185,12 +180,17 @@ class RedisStreamsBroker:
         if entry_ids:
             await self._run("XACK", stream, group, *entry_ids)
 
+    async def advance(self, stream: str, group: str, entry_id: str) -> None:
+        """Says that a group which reads the stream as a log has done everything up to `entry_id`."""
+        with contextlib.suppress(_StreamMissingError):
+            await self._run("XGROUP SETID", stream, group, entry_id)
+
     async def length(self, stream: str) -> int:
         """Number of entries in the stream, read or not."""
         return int(await self._run("XLEN", stream))
 
     async def trim(self, stream: str) -> int:
-        """Removes entries that every group has acknowledged; never a pending one. Returns how many.
+        """Removes entries that every group has done; never a pending one. Returns how many.
 
         A stream without groups keeps everything: it has no reader yet.
         """
@@ -210,6 +210,10 @@ class RedisStreamsBroker:
     async def delete_streams(self, streams: Sequence[str]) -> None:
         """Removes streams with their groups."""
         await self._unlink(streams)
+
+    async def put_blob(self, key: str, value: bytes) -> None:
+        """Stores a blob without a message; replaces an earlier value."""
+        await self._run("SET", key, value)
 
     async def get_blobs(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values in the order of the keys, None for a missing one."""
@@ -314,7 +318,7 @@ def _as_it_is(response: Any, **_: Any) -> Any:
     return response
 
 
-def _entry(stream: str, row: Any) -> Entry:
+def _entry(stream: str, row: Any, deliveries: int = 1) -> Entry:
     entry_id, fields = row
     values = dict(zip(fields[::2], fields[1::2], strict=True))
     return Entry(
@@ -322,6 +326,7 @@ def _entry(stream: str, row: Any) -> Entry:
         entry_id=entry_id.decode(),
         payload=values.get(b"p", b""),
         traceparent=values.get(b"t", b"").decode(errors="replace"),
+        deliveries=deliveries,
     )
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-# KEYS: the blobs' keys, then one stream per message. ARGV: the numbers of blobs and of messages, the blobs'
-# values, then payload and traceparent of each message. Blobs come first because a script that fails stops
-# where it is: no message is stored without its blobs.
+# KEYS: the blobs' keys, one stream per message, then the stream to acknowledge in, if any. ARGV: the numbers
+# of blobs and of messages, the blobs' values, payload and traceparent of each message, then the group and ids
+# to acknowledge. A script that fails stops where it is and undoes nothing, so what can fail is checked first;
+# a full server refuses the first write or none. The acknowledgement is last: it needs no memory.
 APPEND = """
 local blobs, messages = tonumber(ARGV[1]), tonumber(ARGV[2])
+for i = blobs + 1, #KEYS do
+  local kind = KEYS[i] == KEYS[i - 1] and 'stream' or redis.call('TYPE', KEYS[i]).ok
+  if kind ~= 'stream' and kind ~= 'none' then
+    return redis.error_reply('WRONGTYPE ' .. KEYS[i] .. ' is a ' .. kind .. ', not a stream')
+  end
+end
 for i = 1, blobs do
   redis.call('SET', KEYS[i], ARGV[2 + i])
 end
@@ -20,6 +27,9 @@ for i = 1, messages do
     ids[i] = redis.call('XADD', KEYS[blobs + i], '*', 'p', payload, 't', trace)
   end
   at = at + 2
+end
+for first = at + 1, #ARGV, 1000 do
+  redis.call('XACK', KEYS[#KEYS], ARGV[at], unpack(ARGV, first, math.min(first + 999, #ARGV)))
 end
 return ids
 """
@@ -36,4 +46,39 @@ for i = 4, #ARGV do
   end
 end
 return own
+"""
+
+# KEYS: the stream. ARGV: group, consumer, least idle milliseconds, most entries. Returns id, fields and
+# number of deliveries of each entry. The server looks for idle entries itself (XPENDING with IDLE), so this
+# is one round trip however many are pending. XCLAIM leaves out entries that were removed from the stream
+# (Redis 7) or has nil in their place (6.2): they are acknowledged, since nobody can ever answer them.
+RECLAIM = """
+local result, start, left = {}, '-', tonumber(ARGV[4])
+while left > 0 do
+  local rows = redis.call(
+    'XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], start, '+', math.min(left, 1000))
+  if #rows == 0 then
+    break
+  end
+  local ids, present = {}, {}
+  for i, row in ipairs(rows) do
+    ids[i] = row[1]
+  end
+  local claimed = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, unpack(ids))
+  for i = 1, #claimed do
+    if claimed[i] and claimed[i][2] then
+      present[claimed[i][1]] = claimed[i][2]
+    end
+  end
+  for _, row in ipairs(rows) do
+    if present[row[1]] then
+      result[#result + 1] = {row[1], present[row[1]], row[4] + 1}
+      left = left - 1
+    else
+      redis.call('XACK', KEYS[1], ARGV[1], row[1])
+    end
+  end
+  start = '(' .. ids[#ids]
+end
+return result
 """

@@ -51,7 +51,8 @@ class RolloutConfig(Section):
     )
     request_timeout_s: float = Field(600.0, gt=0, description="Longest time for a prompt group.")
     engine_kwargs: dict[str, bool | int | float | str | dict[str, object]] = Field(
-        {}, description="Further arguments of vLLM's AsyncEngineArgs."
+        {},
+        description="Further arguments of vLLM's AsyncEngineArgs; what breaks exactness is refused.",
     )
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ PacelineError
 ├── DeadlineError(TimeoutError)      a wait ran out; names the phase, the peer and the seconds
 ├── PeerLostError(ConnectionError)   a member of the fleet died or cannot be reached
 ├── BrokerError(ConnectionError)     the message broker refused or lost a command
+├── LostDataError(LookupError)       the broker no longer holds what the run stored there: collect it again
 ├── RewardError(RuntimeError)        a reward could not be computed; carries a RewardErrorKind
 ├── WeightSyncError(RuntimeError)    a weight push failed, or its digests differ
 ├── CheckpointError(RuntimeError)    a checkpoint is missing, incomplete or does not fit
@@ -123,6 +124,13 @@ class PeerLostError(PacelineError, ConnectionError):
 
 class BrokerError(PacelineError, ConnectionError):
     """The message broker refused or lost a command."""
+
+
+class LostDataError(PacelineError, LookupError):
+    """Blobs of a batch are missing, or are not the ones that were scored; nothing was trained on them.
+
+    The step can be collected again.
+    """
 
 
 class RewardErrorKind(enum.Enum):

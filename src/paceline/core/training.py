@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from paceline.core.guard import Adjustments, Reading
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
+
+DIGEST_BYTES = 16
+"""Length of the digests of batches and blobs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,16 +19,32 @@ class BatchRow:
     """One trajectory of the batch: where its arrays lie, how long it is, what it scored.
 
     Attributes:
+        blob_digest: of the blob's bytes, as 32 hexadecimal digits.
         reward: sum of the weighted reward components.
         greedy_score: reward of the greedy answer to the same prompt; None where none was sampled.
     """
 
     trajectory_id: TrajectoryId
     blob_key: str
+    blob_digest: str
     reward: float
     num_prompt_tokens: int
     num_response_tokens: int
     greedy_score: float | None = None
+
+
+def batch_digest(policy: PolicyTag, rows: Iterable[BatchRow]) -> str:
+    """What identifies a batch: BLAKE2b of the policy and, row by row, of trajectory, blob digest and scores.
+
+    Returns:
+        32 hexadecimal digits; equal for batches that train alike, whatever keys their blobs have.
+    """
+    digest = hashlib.blake2b(f"{policy}\n".encode(), digest_size=DIGEST_BYTES)
+    for row in rows:
+        greedy_score = None if row.greedy_score is None else float(row.greedy_score)
+        fields = (str(row.trajectory_id), row.blob_digest, repr(float(row.reward)), repr(greedy_score))
+        digest.update("\t".join(fields).encode() + b"\n")
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +54,17 @@ class TrainOrder:
     Attributes:
         rows: ordered by (prompt id, sample index).
         adjustments: what the guard has changed of the configuration.
+        digest: of policy and rows, see `batch_digest`; a repeated order is known by it.
     """
 
     step: int
     policy: PolicyTag
     rows: tuple[BatchRow, ...]
     adjustments: Adjustments = field(default_factory=Adjustments)
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", batch_digest(self.policy, self.rows))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

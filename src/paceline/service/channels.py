@@ -11,6 +11,7 @@ from paceline.core.errors import ConfigError, DeadlineError, PacelineError, Peer
 from paceline.service import errors, telemetry
 from paceline.service.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
+    TERM_KEY,
     TOKEN_KEY,
     TRACEPARENT_KEY,
     bearer,
@@ -26,6 +27,7 @@ def connect(
     *,
     token: str = "",
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    term: int = 0,
 ) -> grpc.aio.Channel:
     """A channel to host:port, which connects at its first use.
 
@@ -33,6 +35,7 @@ def connect(
         address: host:port.
         token: sent with every call.
         max_message_bytes: largest message in either direction.
+        term: a controller's, sent with every call; 0 for a caller that is no controller.
     """
     options = [
         *common_options(max_message_bytes),
@@ -42,7 +45,7 @@ def connect(
         # Control calls stay in the cluster, so the environment's HTTP proxy must not get them.
         ("grpc.enable_http_proxy", 0),
     ]
-    headers = _Headers(token)
+    headers = _Headers(token, term)
     interceptors = [_UnaryHeaders(headers), _StreamHeaders(headers)]
     return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
 
@@ -126,10 +129,11 @@ def _translate(error: grpc.aio.AioRpcError, *, timeout_s: float, phase: str, pee
 
 
 class _Headers:
-    """Adds token and trace context to a call."""
+    """Adds token, term and trace context to a call."""
 
-    def __init__(self, token: str) -> None:
-        self._fixed: Sequence[tuple[str, str]] = ((TOKEN_KEY, bearer(token)),) if token else ()
+    def __init__(self, token: str, term: int) -> None:
+        given = ((TOKEN_KEY, bearer(token) if token else ""), (TERM_KEY, str(term) if term else ""))
+        self._fixed: Sequence[tuple[str, str]] = tuple((key, value) for key, value in given if value)
 
     def add(self, details: Any) -> Any:
         metadata = list(details.metadata or ()) + list(self._fixed)

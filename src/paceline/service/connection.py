@@ -11,6 +11,7 @@ ChannelOptions = list[tuple[str, str | int]]
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
 TOKEN_KEY = "authorization"
 TRACEPARENT_KEY = "traceparent"
+TERM_KEY = "paceline-term"
 
 KEEPALIVE_S = 10
 KEEPALIVE_TIMEOUT_S = 5

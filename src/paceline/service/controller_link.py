@@ -1,6 +1,10 @@
 """A member's client of the controller: registers, sends heartbeats, leaves.
 
 register -> heartbeats, every heartbeat_s and at `poke()` -> (unknown: register again) -> run over, or leave
+
+A controller that does not answer is away: the member works on and waits up to service.recovery_timeout_s. A
+controller that does not know the member has restarted, or took it for dead: the member registers again with
+what it holds, and the answer says whether that is still the committed policy.
 """
 
 from __future__ import annotations
@@ -17,29 +21,42 @@ from pathlib import Path
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, ProtocolError
-from paceline.core.members import MemberKind, MemberState
+from paceline.core.members import MemberKind, MemberState, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service import channels
+from paceline.service.terms import Terms
 from paceline.wire.members import member_kind_to_proto
-from paceline.wire.protobuf import policy_tag_to_proto
+from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
 
 log = logging.getLogger(__name__)
 
 PEER = "controller"
 _PARTING_S = 3.0
+# A register call that is not answered is repeated after so long, and the first time this is said.
+_TELL_AFTER_S = 10.0
+# The longest time between two failed heartbeats that counts as the controller's absence.
+_LONGEST_ATTEMPT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registration:
-    """The controller's answer to a new member. `resume_from` is a checkpoint folder to load, or None."""
+    """The controller's answer to a registration.
+
+    Attributes:
+        term: counts the starts of the run's controller.
+        policy: the committed policy; None before the first commit.
+        checkpoints: folders that a learner may load, newest first.
+    """
 
     run_id: str
     run_dir: Path
     config: RunConfig
     broker_url: str
-    resume_from: Path | None
     heartbeat_s: float
+    term: int
+    policy: PolicyTag | None
+    checkpoints: tuple[Path, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,22 +80,28 @@ class ControllerLink:
         address: str,
         num_ranks: int = 1,
         token: str = "",
+        terms: Terms | None = None,
     ) -> None:
         self.member_id = member_id
         self.incarnation = secrets.token_hex(8)
         self._controller_address = controller_address
         self.address = address
-        self._kind, self._num_ranks = kind, num_ranks
+        self._kind, self._num_ranks, self._terms = kind, num_ranks, terms or Terms()
         self._channel = channels.connect(controller_address, token=token)
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
         self._poked = asyncio.Event()
         self._registration: Registration | None = None
 
-    async def register(self, timeout_s: float) -> Registration:
+    async def register(self, timeout_s: float, report: MemberReport) -> Registration:
         """Registers, waiting up to `timeout_s` seconds for a controller that is not up yet.
+
+        Args:
+            timeout_s: longest wait.
+            report: what the member does and holds now.
 
         Raises:
             DeadlineError: no controller at the address.
+            ProtocolError: a controller of a later term is known.
             PacelineError: the controller refused; its own class and words.
         """
         request = controller_pb2.RegisterRequest(
@@ -87,33 +110,42 @@ class ControllerLink:
             incarnation=self.incarnation,
             address=self.address,
             num_ranks=self._num_ranks,
+            state=report.state.value,
+            policy=policy_tag_to_proto(report.policy) if report.policy else None,
         )
-        deadline = time.monotonic() + timeout_s
-        while True:
-            left = deadline - time.monotonic()
+        answer = _read(await self._ask_to_register(request, timeout_s))
+        self._terms.note(answer.term)
+        self._registration = answer
+        log.info("registered with run %s as %s, term %d", answer.run_id, self.member_id, answer.term)
+        return answer
+
+    async def _ask_to_register(
+        self, request: controller_pb2.RegisterRequest, timeout_s: float
+    ) -> controller_pb2.RegisterResponse:
+        deadline, told = time.monotonic() + timeout_s, False
+        while (left := deadline - time.monotonic()) > 0:
             try:
-                answer = await channels.call(
+                return await channels.call(
                     self._stub.Register,
                     request,
-                    timeout_s=max(left, 0.001),
+                    timeout_s=min(left, _TELL_AFTER_S),
                     phase="REGISTER",
                     peer=PEER,
                     wait_for_ready=True,
                 )
-                break
             except PeerLostError:
                 # The controller went away during its answer: a restart. The deadline bounds the repeats.
                 await asyncio.sleep(0.2)
-            except DeadlineError as error:
-                raise DeadlineError(
-                    phase="REGISTER",
-                    peer=f"the controller at {self._controller_address}",
-                    seconds=timeout_s,
-                    hint="is it running, and is this its address?",
-                ) from error
-        self._registration = _read(answer)
-        log.info("registered with run %s as %s", self._registration.run_id, self.member_id)
-        return self._registration
+            except DeadlineError:
+                if not told:
+                    told = True
+                    log.warning("no controller answers at %s yet", self._controller_address)
+        raise DeadlineError(
+            phase="REGISTER",
+            peer=f"the controller at {self._controller_address}",
+            seconds=timeout_s,
+            hint="is it running, and is this its address?",
+        )
 
     def poke(self) -> None:
         """Sends the next heartbeat at once, after a change of state. Call it from the event loop's thread."""
@@ -129,44 +161,32 @@ class ControllerLink:
 
         Args:
             report: makes the content of each heartbeat.
-            on_reregistered: called when the controller had forgotten this member (it took it for dead, or has
-                restarted): the member's weights may be stale.
+            on_reregistered: called after the member had to register again (the controller took it for dead,
+                or has restarted), unless the member samples from exactly the committed policy: its weights
+                are stale.
 
         Raises:
-            PeerLostError: the controller has been unreachable for service.dead_after_s.
+            PeerLostError: the controller has been unreachable for service.recovery_timeout_s.
             ProtocolError: the controller at the address now leads another run.
         """
-        registration = self._require()
-        dead_after_s = registration.config.service.dead_after_s
-        silent_since: float | None = None
+        heartbeat_s = self._require().heartbeat_s
+        absence = _Absence(self._controller_address, self._require().config.service.recovery_timeout_s)
         while True:
             self._poked.clear()
-            started = time.monotonic()
             try:
-                answer = await self._heartbeat(report(), timeout_s=max(2.0, registration.heartbeat_s))
-                silent_since = None
+                answer = await self._heartbeat(report(), timeout_s=max(2.0, heartbeat_s))
             except (PeerLostError, DeadlineError) as error:
-                # Counted from the first failed call: time in which this process was busy is no silence.
-                silent_since = started if silent_since is None else silent_since
-                silent_s = time.monotonic() - silent_since
-                log.warning("controller silent for %.1f s: %s", silent_s, error)
-                if silent_s >= dead_after_s:
-                    raise PeerLostError(
-                        f"the controller at {self._controller_address} has not answered for {silent_s:.0f} s "
-                        f"(service.dead_after_s={dead_after_s:g}); its log says why",
-                        peer=PEER,
-                    ) from error
-                await asyncio.sleep(min(1.0, registration.heartbeat_s))
+                absence.goes_on(error)
+                await asyncio.sleep(min(1.0, heartbeat_s))
                 continue
+            absence.ends()
             if answer.run_over:
                 log.info("the controller says that the run is over")
                 return
-            if not answer.known:
-                registration = await self._register_again(registration, dead_after_s)
-                if on_reregistered is not None:
-                    on_reregistered()
-                continue
-            await self._pause(registration.heartbeat_s)
+            if answer.known:
+                await self._pause(heartbeat_s)
+            elif not await self._register_again(report()) and on_reregistered is not None:
+                on_reregistered()
 
     async def fail(self, message: str) -> None:
         """Tells the controller why this process is about to end; best effort, within 3 s."""
@@ -210,15 +230,18 @@ class ControllerLink:
             self._stub.Heartbeat, request, timeout_s=timeout_s, phase="HEARTBEAT", peer=PEER
         )
 
-    async def _register_again(self, before: Registration, timeout_s: float) -> Registration:
+    async def _register_again(self, report: MemberReport) -> bool:
+        """Registers again; returns whether the member samples from exactly the committed policy."""
         log.warning("the controller does not know %s (any more): registering again", self.member_id)
-        after = await self.register(timeout_s)
+        before = self._require()
+        after = await self.register(before.config.service.recovery_timeout_s, report)
         if after.run_id != before.run_id:
             raise ProtocolError(
                 f"the controller at {self._controller_address} leads run {after.run_id}, "
                 f"this member belongs to {before.run_id}; start a new member for the new run"
             )
-        return after
+        is_serving = report.state is RolloutState.SERVING and report.policy is not None
+        return is_serving and report.policy == after.policy
 
     async def _pause(self, seconds: float) -> None:
         try:
@@ -238,6 +261,49 @@ def _read(answer: controller_pb2.RegisterResponse) -> Registration:
         run_dir=Path(answer.run_dir),
         config=parse(RunConfig, tree, origin="the controller's configuration"),
         broker_url=answer.broker_url,
-        resume_from=Path(answer.resume_from) if answer.resume_from else None,
         heartbeat_s=answer.heartbeat_s or 1.0,
+        term=answer.term,
+        policy=policy_tag_from_proto(answer.policy) if answer.HasField("policy") else None,
+        checkpoints=tuple(Path(folder) for folder in answer.checkpoints),
     )
+
+
+class _Absence:
+    """A controller that does not answer: says so once, and when it is back; ends the wait at its bound."""
+
+    def __init__(self, address: str, longest_s: float) -> None:
+        self._address, self._longest_s = address, longest_s
+        self._seconds = self._since = 0.0
+        self._is_away = False
+
+    def goes_on(self, error: PacelineError) -> None:
+        """Notes a call that failed.
+
+        Raises:
+            PeerLostError: the controller has been away too long.
+        """
+        now = time.monotonic()
+        if not self._is_away:
+            self._is_away, self._seconds = True, 0.0
+            log.warning(
+                "the controller at %s is away (%s); going on without it for up to %g s",
+                self._address,
+                error,
+                self._longest_s,
+            )
+        else:
+            # A longer gap between two attempts was a pause of this process or of the machine.
+            self._seconds += min(now - self._since, _LONGEST_ATTEMPT_S)
+        self._since = now
+        if self._seconds >= self._longest_s:
+            raise PeerLostError(
+                f"the controller at {self._address} has not answered for {self._seconds:.0f} s "
+                f"(service.recovery_timeout_s={self._longest_s:g}); its log says why",
+                peer=PEER,
+            ) from error
+
+    def ends(self) -> None:
+        """Notes a call that was answered."""
+        if self._is_away:
+            self._is_away = False
+            log.warning("the controller is back after %.1f s", self._seconds)

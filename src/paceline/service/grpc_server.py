@@ -24,6 +24,7 @@ from paceline.service.connection import (
     is_loopback,
     token_matches,
 )
+from paceline.service.terms import Terms
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ async def start_server(
     token: str = "",
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     port_key: str = "--port",
+    terms: Terms | None = None,
 ) -> RunningServer:
     """Starts a grpc.aio server with health checks; `port` 0 takes any free one.
 
@@ -76,6 +78,7 @@ async def start_server(
         token: what every call must carry; an empty token lets every call in, and is for loopback only.
         max_message_bytes: largest message in either direction.
         port_key: what the user changes when the port is taken, for the error's message.
+        terms: of the member behind this server; calls of a controller of an earlier term get ProtocolError.
 
     Raises:
         ConfigError: no token on an address that other machines can reach.
@@ -88,7 +91,7 @@ async def start_server(
         )
     check_port(host, port, port_key)
     server = grpc.aio.server(
-        interceptors=[_Door(token)],
+        interceptors=[_Door(token, terms or Terms())],
         options=[
             *common_options(max_message_bytes),
             # Without these the server takes the clients' keep-alive for abuse and ends healthy calls.
@@ -140,10 +143,10 @@ def _port_taken(
 
 
 class _Door(grpc.aio.ServerInterceptor):
-    """Wraps every method but health: checks the token, maps errors, opens a span if the caller is traced."""
+    """Wraps every method but health: checks token and term, maps errors, opens a span for a traced caller."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, token: str, terms: Terms) -> None:
+        self._token, self._terms = token, terms
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         """Called by gRPC once per call."""
@@ -151,12 +154,13 @@ class _Door(grpc.aio.ServerInterceptor):
         if handler is None or details.method.startswith(_OPEN_PREFIX):
             return handler
         name = details.method.removeprefix("/")
-        return _wrap(handler, _Guard(token=self._token, name=name))
+        return _wrap(handler, _Guard(token=self._token, terms=self._terms, name=name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Guard:
     token: str
+    terms: Terms
     name: str
 
     async def admit(self, context: Any) -> None:
@@ -188,6 +192,7 @@ def _guard_unary(inner: Any, guard: _Guard) -> Callable[[Any, Any], Awaitable[An
         await guard.admit(context)
         parent = _traceparent(context)
         try:
+            guard.terms.check(context.invocation_metadata())
             if not parent:
                 return await inner(request, context)
             with telemetry.span(guard.name, traceparent=parent, attributes={"rpc.system": "grpc"}):
@@ -204,6 +209,7 @@ def _guard_stream(inner: Any, guard: _Guard) -> Callable[[Any, Any], AsyncIterat
     async def method(request: Any, context: Any) -> AsyncIterator[Any]:
         await guard.admit(context)
         try:
+            guard.terms.check(context.invocation_metadata())
             answers = inner(request, context)
             if not inspect.isasyncgen(answers):
                 raise TypeError(f"{guard.name} must be an async generator")

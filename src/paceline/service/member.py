@@ -23,10 +23,12 @@ from paceline.service.grpc_server import start_server
 from paceline.service.logs import set_level
 from paceline.service.process import env_token
 from paceline.service.runtime import ServiceContext, run_service
+from paceline.service.terms import Terms
 
 log = logging.getLogger(__name__)
 
-_REGISTER_S = 60.0
+# A member that is started again may find its controller away, and does not know the run's configuration yet.
+_REGISTER_S = 600.0
 _GOODBYE_S = 4.0
 
 _Servicer = TypeVar("_Servicer")
@@ -95,14 +97,17 @@ class MemberSession:
             add: the generated add_XServicer_to_server.
             servicer: with `async def` methods.
             report: makes the content of each heartbeat.
-            on_reregistered: called when the controller had forgotten this member: its weights may be stale.
+            on_reregistered: see `ControllerLink.run`.
 
         Raises:
             DeadlineError: no controller at the address.
             PacelineError: the controller refused the member, or this process cannot listen.
         """
         context, options, token = self.context, self.options, env_token()
-        server = await start_server(add, servicer, host=options.host, port=options.port, token=token)
+        terms = Terms()
+        server = await start_server(
+            add, servicer, host=options.host, port=options.port, token=token, terms=terms
+        )
         context.defer("gRPC server", server.stop)
         link = ControllerLink(
             options.controller,
@@ -111,9 +116,10 @@ class MemberSession:
             address=server.address,
             num_ranks=self._num_ranks,
             token=token,
+            terms=terms,
         )
         context.defer("connection to the controller", link.close)
-        registration = await link.register(_REGISTER_S)
+        registration = await link.register(_REGISTER_S, report())
         self._link = link
         settings = registration.config.telemetry
         set_level(settings.log_level)

@@ -10,6 +10,7 @@ from paceline.core.ids import TrajectoryId
 from paceline.core.training import BatchRow, TrainOrder, TrainResult
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire.fields import reject
+from paceline.wire.parts import BLOB_DIGEST
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
 
 
@@ -20,6 +21,7 @@ def order_to_proto(order: TrainOrder) -> learner_pb2.TrainStepRequest:
         policy=policy_tag_to_proto(order.policy),
         rows=[_row_to_proto(row) for row in order.rows],
         adjustments=_adjustments_to_proto(order.adjustments),
+        digest=order.digest,
     )
 
 
@@ -27,17 +29,22 @@ def order_from_proto(message: learner_pb2.TrainStepRequest) -> TrainOrder:
     """Reads a training order; without adjustments the configuration holds as it is.
 
     Raises:
-        InvalidMessageError: the step is below 1; a malformed policy tag, row or adjustment.
+        InvalidMessageError: the step is below 1; a malformed policy tag, row or adjustment; a digest that is
+            not that of the rows.
     """
     if message.step < 1:
         reject("TrainStepRequest", "out_of_range", f"step {message.step}, steps count from 1")
     adjusted = message.HasField("adjustments")
-    return TrainOrder(
+    order = TrainOrder(
         step=message.step,
         policy=policy_tag_from_proto(message.policy),
         rows=tuple(_row_from_proto(row) for row in message.rows),
         adjustments=_adjustments_from_proto(message.adjustments) if adjusted else Adjustments(),
     )
+    if message.digest != order.digest:
+        detail = f"the digest is {message.digest[:64]!r}, the rows of step {order.step} have {order.digest!r}"
+        reject("TrainStepRequest", "wrong_digest", detail)
+    return order
 
 
 def encode_order(order: TrainOrder) -> bytes:
@@ -78,6 +85,7 @@ def _row_to_proto(row: BatchRow) -> learner_pb2.BatchRow:
     return learner_pb2.BatchRow(
         trajectory_id=str(row.trajectory_id),
         blob_key=row.blob_key,
+        blob_digest=row.blob_digest,
         reward=row.reward,
         num_prompt_tokens=row.num_prompt_tokens,
         num_response_tokens=row.num_response_tokens,
@@ -97,6 +105,10 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
         ) from error
     if not message.blob_key:
         reject("BatchRow", "missing_field", f"{trajectory_id} has no blob_key")
+    if not BLOB_DIGEST.fullmatch(message.blob_digest):
+        reject(
+            "BatchRow", "out_of_range", f"{trajectory_id} has the blob_digest {message.blob_digest[:40]!r}"
+        )
     if not math.isfinite(message.reward):
         reject("BatchRow", "not_finite", f"{trajectory_id} has the reward {message.reward}")
     greedy_score = message.greedy_score if message.HasField("greedy_score") else None
@@ -108,6 +120,7 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
     return BatchRow(
         trajectory_id=trajectory_id,
         blob_key=message.blob_key,
+        blob_digest=message.blob_digest,
         reward=message.reward,
         num_prompt_tokens=message.num_prompt_tokens,
         num_response_tokens=message.num_response_tokens,

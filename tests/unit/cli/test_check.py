@@ -32,6 +32,10 @@ def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixtu
     [
         ("data.max_prompt_length=60", "exceed the model's max_position_embeddings=64"),
         ("rollout.tensor_model_parallel_size=4", "must divide the model's 6 attention heads"),
+        (
+            "rollout.engine_kwargs={enable_lora: true}",
+            "FAULT engine: rollout.engine_kwargs may not set enable_lora",
+        ),
         ("data.prompt_key=question", "has no column 'question'; it has prompt, ground_truth"),
     ],
 )

@@ -76,11 +76,12 @@ async def serve(context: ServiceContext, options: Options) -> None:
     )
 
     broker = await _open_broker(context, broker_url, run_id)
-    clock, resume_from = SystemClock(), str(folder) if folder else ""
+    clock = SystemClock()
     journal = Journal(options.run_dir / "events.jsonl", clock)
     run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=EventHub())
     progress = Progress(run, step=state.step if state else 0)
-    await journal.record("run", run_id=run_id, step=progress.step, resumed_from=resume_from or None)
+    log.info("controller number %d of this run: %s", journal.term, journal.standing)
+    journal.record("run", run_id=run_id, term=journal.term, step=progress.step, pid=os.getpid())
     fleet = Fleet(
         clock, suspect_after_s=config.service.suspect_after_s, dead_after_s=config.service.dead_after_s
     )
@@ -91,10 +92,10 @@ async def serve(context: ServiceContext, options: Options) -> None:
         progress,
         supervisor,
         broker_url=broker_url,
-        resume_from=resume_from,
+        checkpoints=lambda: [folder] if folder else [],
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
-    channels = Channels(config, token)
+    channels = Channels(config, token, journal.term)
     context.defer("channels", channels.close)
     await _listen(context, options, config, servicer, token)
     scored = names.scored(run_id)
@@ -194,7 +195,7 @@ async def _run_to_the_end(
         if not ok:
             await _cancel(running)
             progress.phase = Phase.FAILED
-        await run.journal.record("end", ok=ok, message=message, step=progress.step)
+        run.journal.record("end", ok=ok, message=message, step=progress.step)
         servicer.end()
         run.events.end(ok=ok, message=message)
         await supervisor.all_gone(timeout_s=_FAREWELL_S)

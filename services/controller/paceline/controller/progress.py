@@ -42,10 +42,10 @@ class Progress:
         self.admitted = self.wanted = 0
         self.metrics: dict[str, float] = {}
 
-    async def move(self, to: Phase) -> None:
+    def move(self, to: Phase) -> None:
         """Journals a phase, then enters it; raises IllegalTransitionError for a move that does not exist."""
         phase = phases.move(self.phase, to)
-        await self._run.journal.record("phase", step=self.step, source=self.phase.value, to=phase.value)
+        self._run.journal.record("phase", step=self.step, source=self.phase.value, to=phase.value)
         self.phase, self.phase_began = phase, time.monotonic()
         self.admitted = self.wanted = 0
         self._run.events.phase(step=self.step, phase=phase.value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from paceline.controller.fleet.membership import Member
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.progress import Progress, Run
 from paceline.core.errors import InvalidMessageError
+from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.wire.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
@@ -23,7 +25,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     """Answers members and people.
 
     Args:
-        resume_from: checkpoint folder that the learner loads before it serves; "" for none.
+        checkpoints: returns the folders that a learner may load before it serves, newest first.
         stop: called with the reason when a client asks to end the run.
     """
 
@@ -34,11 +36,11 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         supervisor: Supervisor,
         *,
         broker_url: str,
-        resume_from: str,
+        checkpoints: Callable[[], Sequence[Path]],
         stop: Callable[[str], None],
     ) -> None:
         self._run, self._progress, self._supervisor = run, progress, supervisor
-        self._broker_url, self._resume_from, self._stop = broker_url, resume_from, stop
+        self._broker_url, self._checkpoints, self._stop = broker_url, checkpoints, stop
         self._config_json = run.config.model_dump_json()
         self._over = asyncio.Event()
 
@@ -64,15 +66,20 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
                 incarnation=request.incarnation,
                 address=request.address,
                 num_ranks=request.num_ranks,
+                state=member_state_from_word(kind, request.state) if request.state else None,
+                policy=_policy_of(request),
             )
         )
+        policy = self._progress.policy
         return controller_pb2.RegisterResponse(
             run_id=self._run.id,
             run_dir=str(self._run.dir),
             config_json=self._config_json,
             broker_url=self._broker_url,
-            resume_from=self._resume_from,
             heartbeat_s=self._run.config.service.heartbeat_s,
+            term=self._run.journal.term,
+            policy=policy_tag_to_proto(policy) if policy else None,
+            checkpoints=[str(folder) for folder in self._checkpoints()],
         )
 
     async def Heartbeat(
@@ -85,13 +92,11 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         # A member that reports why it ends need not have a state any more.
         only_failure = request.failure and not request.state
         state = None if only_failure else member_state_from_word(member.kind, request.state)
-        # A learner's policy has no digest until it is published.
-        policy = policy_tag_from_proto(request.policy) if request.policy.digest else None
         known, changes = self._supervisor.fleet.heartbeat(
             request.member_id,
             request.incarnation,
             state=state,
-            policy=policy,
+            policy=_policy_of(request),
             in_flight=request.in_flight,
             failure=request.failure,
         )
@@ -151,6 +156,11 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         """Requests an orderly end of the run."""
         self._stop(request.reason or "asked to stop")
         return controller_pb2.StopRunResponse()
+
+
+def _policy_of(request: controller_pb2.RegisterRequest | controller_pb2.HeartbeatRequest) -> PolicyTag | None:
+    """The policy that a member holds. A learner's has no digest until it is published."""
+    return policy_tag_from_proto(request.policy) if request.HasField("policy") else None
 
 
 def _status_word(member: Member) -> str:

@@ -98,7 +98,7 @@ class LearnerApp:
         assignment = Assignment(
             config=registration.config,
             broker_url=registration.broker_url,
-            resume_from=registration.resume_from,
+            resume_from=next(iter(registration.checkpoints), None),
             publish_host=self._session.link.address.rpartition(":")[0],
         )
         training = self._start_training(assignment)

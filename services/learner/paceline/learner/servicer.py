@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from paceline.core.errors import DeadlineError, ProtocolError, VersionMismatchError
+from paceline.core.errors import CheckpointError, DeadlineError, ProtocolError, VersionMismatchError
 from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
@@ -21,7 +24,27 @@ from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.rendezvous import abandon
 from paceline.wire.training import encode_order, order_from_proto, result_to_proto
 
+T = TypeVar("T")
+
 _STORE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Training:
+    """The step that trains or was trained last; its task ends with the step, however long callers wait."""
+
+    step: int
+    digest: str
+    task: asyncio.Task[TrainResult]
+
+    def check_repeat(self, order: TrainOrder) -> None:
+        """Raises VersionMismatchError: the order wants another batch for this step."""
+        if order.digest != self.digest:
+            begun = "was trained" if self.task.done() else "is training"
+            raise VersionMismatchError(
+                f"step {self.step} {begun} on the batch with digest {self.digest} and cannot be trained on "
+                f"the batch with digest {order.digest}: a step is trained once"
+            )
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
@@ -39,8 +62,8 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._policy: PolicyTag | None = None
         self._store: tuple[str, int] | None = None
         self._epoch: int | None = None
-        self._step: int | None = None
-        self._training: asyncio.Task[TrainResult] | None = None
+        self._training: _Training | None = None
+        self._saved: tuple[int, Future[float]] | None = None
 
     @property
     def state(self) -> LearnerState:
@@ -120,34 +143,58 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def TrainStep(
         self, request: learner_pb2.TrainStepRequest, context: Any
     ) -> learner_pb2.TrainStepResponse:
-        """Trains one step. A repeated call for the same step gets the first call's result."""
+        """Trains one step; the same step with the same digest gets the first call's result.
+
+        The step continues when a caller gives up or reaches its deadline: it will ask again.
+
+        Raises:
+            VersionMismatchError: the step was trained, or is training, on another batch.
+            ProtocolError: another step is training.
+        """
         self._require_ready()
-        if self._training is not None and self._step == request.step:
-            result = await asyncio.shield(self._training)
+        order = order_from_proto(request)
+        training = self._training
+        if training is not None and training.step == order.step:
+            training.check_repeat(order)
+        elif training is not None and not training.task.done():
+            raise ProtocolError(
+                f"step {order.step} was asked for while step {training.step} is still training"
+            )
         else:
-            order = order_from_proto(request)
-            if self._training is not None and not self._training.done():
-                raise ProtocolError(
-                    f"step {request.step} was asked for while step {self._step} is still training"
-                )
-            self._step = request.step
-            # The step continues when the caller gives up: it will ask again.
-            self._training = asyncio.create_task(self._train(order), name=f"train step {request.step}")
-            result = await asyncio.shield(self._training)
-        return result_to_proto(result)
+            task = asyncio.create_task(self._train(order), name=f"train step {order.step}")
+            training = self._training = _Training(step=order.step, digest=order.digest, task=task)
+        return result_to_proto(await self._within_deadline(commands.TRAIN, training.task))
 
     async def SaveCheckpoint(
         self, request: learner_pb2.SaveCheckpointRequest, context: Any
     ) -> learner_pb2.SaveCheckpointResponse:
-        """Writes a checkpoint into the folder."""
+        """Begins to write a checkpoint into the folder; `WaitCheckpoint` waits for its end."""
         arguments = {
             "step": request.step,
             "folder": request.folder,
             "controller_state": request.controller_state,
         }
         began = time.monotonic()
-        await self._run(commands.SAVE, arguments, LearnerState.SAVING)
+        written: Future[float] = await self._run(commands.SAVE, arguments, LearnerState.SAVING)
+        self._saved = request.step, written
         return learner_pb2.SaveCheckpointResponse(seconds=time.monotonic() - began)
+
+    async def WaitCheckpoint(
+        self, request: learner_pb2.WaitCheckpointRequest, context: Any
+    ) -> learner_pb2.WaitCheckpointResponse:
+        """Waits until the checkpoint that was saved last is complete.
+
+        Raises:
+            CheckpointError: it could not be written, or another one was saved last.
+        """
+        step, written = self._saved or (None, None)
+        if step != request.step or written is None:
+            raise CheckpointError(
+                f"the checkpoint of step {request.step} is not the one that was saved last ({step}); "
+                "save it again"
+            )
+        seconds = await self._within_deadline(commands.SAVE, asyncio.wrap_future(written))
+        return learner_pb2.WaitCheckpointResponse(seconds=seconds)
 
     async def LoadCheckpoint(
         self, request: learner_pb2.LoadCheckpointRequest, context: Any
@@ -163,12 +210,13 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
             "learner.train_step", attributes={"step": order.step, "rows": len(order.rows)}
         ) as span:
             try:
-                result: TrainResult = await self._run(
-                    commands.TRAIN, {"order": encode_order(order)}, LearnerState.TRAINING
-                )
+                with self._during(LearnerState.TRAINING):
+                    result: TrainResult = await asyncio.wrap_future(
+                        self._queue.submit(commands.TRAIN, {"order": encode_order(order)})
+                    )
             except BaseException:
-                # Nothing was trained: the same step may be asked for again.
-                self._training = self._step = None
+                # Nothing was trained: the same step may be asked for again, on another batch too.
+                self._training = None
                 raise
             for name, value in result.metrics.items():
                 telemetry.record(name, value, {"step": order.step})
@@ -179,14 +227,17 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
 
     async def _run(self, name: str, arguments: dict[str, object], state: LearnerState | None = None) -> Any:
         self._require_ready()
-        if state is not None:
-            self._enter(state)
-        future = asyncio.wrap_future(self._queue.submit(name, arguments))
+        with self._during(state):
+            future = asyncio.wrap_future(self._queue.submit(name, arguments))
+            return await self._within_deadline(name, future)
+
+    async def _within_deadline(self, name: str, answer: asyncio.Future[T]) -> T:
+        """Awaits a command's answer; the command goes on after the deadline."""
         try:
             async with asyncio.timeout(self._command_timeout_s):
-                return await asyncio.shield(future)
+                return await asyncio.shield(answer)
         except TimeoutError:
-            if future.done():
+            if answer.done():
                 raise
             raise DeadlineError(
                 phase=name.upper(),
@@ -194,6 +245,13 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
                 seconds=self._command_timeout_s,
                 hint="raise learner.command_timeout_s if the work is that large",
             ) from None
+
+    @contextlib.contextmanager
+    def _during(self, state: LearnerState | None) -> Iterator[None]:
+        if state is not None:
+            self._enter(state)
+        try:
+            yield
         finally:
             if state is not None:
                 self._enter(LearnerState.READY)

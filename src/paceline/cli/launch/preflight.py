@@ -39,9 +39,9 @@ def quick_check(config: RunConfig) -> None:
 
 
 def _engine(config: RunConfig) -> str:
-    from paceline.rollout.engines.registry import check_engine_name
+    from paceline.rollout.engines.registry import check_engine
 
-    check_engine_name(config)
+    check_engine(config)
     return config.rollout.name
 
 

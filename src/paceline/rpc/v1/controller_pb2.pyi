@@ -28,6 +28,8 @@ class RegisterRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     kind: _common_pb2.MemberKind.ValueType
     member_id: _builtins.str
     """stable over restarts of the same slot, say "rollout-0" """
@@ -37,6 +39,12 @@ class RegisterRequest(_message.Message):
     """host:port of the member's own gRPC server"""
     num_ranks: _builtins.int
     """processes of this member (tensor parallel ranks, learner ranks)"""
+    state: _builtins.str
+    """as in a heartbeat"""
+    @_builtins.property
+    def policy(self) -> _common_pb2.PolicyTag:
+        """the policy that it holds; the learner's may lack the digest"""
+
     def __init__(
         self,
         *,
@@ -45,10 +53,12 @@ class RegisterRequest(_message.Message):
         incarnation: _builtins.str = ...,
         address: _builtins.str = ...,
         num_ranks: _builtins.int = ...,
+        state: _builtins.str = ...,
+        policy: _common_pb2.PolicyTag | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "kind", b"kind", "member_id", b"member_id", "num_ranks", b"num_ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "kind", b"kind", "member_id", b"member_id", "num_ranks", b"num_ranks", "policy", b"policy", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -62,16 +72,26 @@ class RegisterResponse(_message.Message):
     RUN_DIR_FIELD_NUMBER: _builtins.int
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
     BROKER_URL_FIELD_NUMBER: _builtins.int
-    RESUME_FROM_FIELD_NUMBER: _builtins.int
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     run_dir: _builtins.str
     config_json: _builtins.str
     """the resolved configuration of the run"""
     broker_url: _builtins.str
-    resume_from: _builtins.str
-    """checkpoint folder to load before serving; empty: start from model.path"""
     heartbeat_s: _builtins.float
+    term: _builtins.int
+    """counts the starts of this run's controller, from 1"""
+    @_builtins.property
+    def policy(self) -> _common_pb2.PolicyTag:
+        """the committed policy; absent before the first commit"""
+
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """folders that a learner may load, newest first; empty: start from model.path"""
+
     def __init__(
         self,
         *,
@@ -79,12 +99,14 @@ class RegisterResponse(_message.Message):
         run_dir: _builtins.str = ...,
         config_json: _builtins.str = ...,
         broker_url: _builtins.str = ...,
-        resume_from: _builtins.str = ...,
         heartbeat_s: _builtins.float = ...,
+        term: _builtins.int = ...,
+        policy: _common_pb2.PolicyTag | None = ...,
+        checkpoints: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_url", b"broker_url", "config_json", b"config_json", "heartbeat_s", b"heartbeat_s", "resume_from", b"resume_from", "run_dir", b"run_dir", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_url", b"broker_url", "checkpoints", b"checkpoints", "config_json", b"config_json", "heartbeat_s", b"heartbeat_s", "policy", b"policy", "run_dir", b"run_dir", "run_id", b"run_id", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

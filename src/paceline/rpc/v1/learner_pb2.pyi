@@ -233,6 +233,7 @@ class BatchRow(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
     GREEDY_SCORE_FIELD_NUMBER: _builtins.int
+    BLOB_DIGEST_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     blob_key: _builtins.str
     reward: _builtins.float
@@ -240,6 +241,8 @@ class BatchRow(_message.Message):
     num_response_tokens: _builtins.int
     greedy_score: _builtins.float
     """of the greedy answer to the same prompt, as a baseline"""
+    blob_digest: _builtins.str
+    """hexadecimal, of the blob's bytes"""
     def __init__(
         self,
         *,
@@ -249,10 +252,11 @@ class BatchRow(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         num_response_tokens: _builtins.int = ...,
         greedy_score: _builtins.float | None = ...,
+        blob_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "greedy_score", b"greedy_score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "blob_key", b"blob_key", "greedy_score", b"greedy_score", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "reward", b"reward", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "blob_digest", b"blob_digest", "blob_key", b"blob_key", "greedy_score", b"greedy_score", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "reward", b"reward", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__greedy_score: _TypeAlias = _typing.Literal["greedy_score"]  # noqa: Y015
     _WhichOneofArgType__greedy_score: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score"]  # noqa: Y015
@@ -336,8 +340,11 @@ class TrainStepRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     ADJUSTMENTS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """1-based; trains version step-1 into version step"""
+    digest: _builtins.str
+    """hexadecimal, of policy and rows; a repeated request is known by it"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag:
         """of every row"""
@@ -355,10 +362,11 @@ class TrainStepRequest(_message.Message):
         policy: _common_pb2.PolicyTag | None = ...,
         rows: _abc.Iterable[Global___BatchRow] | None = ...,
         adjustments: Global___GuardAdjustments | None = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "policy", b"policy", "rows", b"rows", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "digest", b"digest", "policy", b"policy", "rows", b"rows", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -450,6 +458,7 @@ class SaveCheckpointResponse(_message.Message):
 
     SECONDS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
+    """that the learner was held up"""
     def __init__(
         self,
         *,
@@ -462,6 +471,46 @@ class SaveCheckpointResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SaveCheckpointResponse: _TypeAlias = SaveCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class WaitCheckpointRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """of the checkpoint that was saved last"""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitCheckpointRequest: _TypeAlias = WaitCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class WaitCheckpointResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """from the copy to the complete checkpoint"""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitCheckpointResponse: _TypeAlias = WaitCheckpointResponse  # noqa: Y015
 
 @_typing.final
 class LoadCheckpointRequest(_message.Message):

@@ -24,7 +24,7 @@ class TrainingBatches:
     def __init__(self, run: Run, inputs: Inputs) -> None:
         self._config, self._journal, self._events, self._inputs = run.config, run.journal, run.events, inputs
 
-    async def plan(self, *, step: int, policy: PolicyTag) -> tuple[Order, Refill | None]:
+    def plan(self, *, step: int, policy: PolicyTag) -> tuple[Order, Refill | None]:
         """Draws a step's prompts and journals them; the refill is None without dynamic sampling."""
         config, inputs = self._config, self._inputs
         order = Order(
@@ -36,7 +36,7 @@ class TrainingBatches:
             sampling=inputs.sampling(config, config.rollout.temperature),
             with_greedy=config.needs_greedy,
         )
-        await self._journal.record(
+        self._journal.record(
             "dispatch",
             step=step,
             policy=str(policy),
@@ -45,16 +45,16 @@ class TrainingBatches:
         )
         return order, self._refill(order)
 
-    async def check(self, step: int, batch: Batch, refill: Refill | None) -> None:
+    def check(self, step: int, batch: Batch, refill: Refill | None) -> None:
         """Journals the groups that were dropped and a batch that is short.
 
         Raises:
             RewardError: more groups have no reward than reward.max_dropped_share allows.
             DataError: every group was set aside by dynamic sampling.
         """
-        await self._check_dropped(step, batch)
+        self._check_dropped(step, batch)
         if refill is not None:
-            await self._check_refill(step, batch, refill)
+            self._check_refill(step, batch, refill)
 
     def _refill(self, order: Order) -> Refill | None:
         sampling, inputs = self._config.algorithm.dynamic_sampling, self._inputs
@@ -72,10 +72,10 @@ class TrainingBatches:
             metric=sampling.metric,
         )
 
-    async def _check_dropped(self, step: int, batch: Batch) -> None:
+    def _check_dropped(self, step: int, batch: Batch) -> None:
         dropped = batch.dropped
         for group in dropped:
-            await self._journal.record(
+            self._journal.record(
                 "group_dropped",
                 step=step,
                 prompt=group.prompt_id,
@@ -94,7 +94,7 @@ class TrainingBatches:
                 kind=RewardErrorKind.UNAVAILABLE,
             )
 
-    async def _check_refill(self, step: int, batch: Batch, refill: Refill) -> None:
+    def _check_refill(self, step: int, batch: Batch, refill: Refill) -> None:
         sampling, wanted = self._config.algorithm.dynamic_sampling, self._config.data.train_batch_size
         if not refill.num_unfilled:
             return
@@ -104,7 +104,7 @@ class TrainingBatches:
             f"{refill.num_extra} further prompts "
             f"(algorithm.dynamic_sampling.max_extra_factor={sampling.max_extra_factor:g})"
         )
-        await self._journal.record(
+        self._journal.record(
             "batch_short", step=step, groups=num_groups, wanted=wanted, extra=refill.num_extra
         )
         self._events.notice(message)
@@ -123,6 +123,7 @@ def rows(batch: Batch) -> tuple[BatchRow, ...]:
         BatchRow(
             trajectory_id=header.trajectory_id,
             blob_key=header.blob_key,
+            blob_digest=header.blob_digest,
             reward=header.reward or 0.0,
             num_prompt_tokens=header.num_prompt_tokens,
             num_response_tokens=header.num_response_tokens,

@@ -99,9 +99,21 @@ class Fleet:
         return self._members.get(member_id)
 
     def register(
-        self, *, kind: MemberKind, member_id: str, incarnation: str, address: str, num_ranks: int
+        self,
+        *,
+        kind: MemberKind,
+        member_id: str,
+        incarnation: str,
+        address: str,
+        num_ranks: int,
+        state: MemberState | None = None,
+        policy: PolicyTag | None = None,
     ) -> list[FleetChange]:
-        """Adds a member, unless this incarnation is known already; an older incarnation is marked dead."""
+        """Adds a member, unless this incarnation is known already; an older incarnation is marked dead.
+
+        `state` and `policy` are those that the member has when it registers: a member that outlived a
+        controller may be at work.
+        """
         changes: list[FleetChange] = []
         old = self._members.get(member_id)
         if old is not None:
@@ -119,7 +131,10 @@ class Fleet:
             last_heard=self._clock.monotonic(),
         )
         self._members[member_id] = member
-        return [*changes, FleetChange(member=member, what="registered")]
+        changes.append(FleetChange(member=member, what="registered"))
+        if state is not None:
+            changes += self.heartbeat(member_id, incarnation, state=state, policy=policy, in_flight=0)[1]
+        return changes
 
     def heartbeat(
         self,

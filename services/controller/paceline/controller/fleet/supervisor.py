@@ -31,7 +31,7 @@ class Supervisor:
         """Journals changes, announces those that matter to people, and wakes the tasks that wait for one."""
         if not changes:
             return
-        await self._journal.record_all(
+        self._journal.record_all(
             {
                 "event": "member",
                 "member": change.member.member_id,

@@ -50,16 +50,16 @@ class Guard:
         """The adjustments for the next step."""
         return self._policy.adjustments
 
-    async def judge(self, outcome: StepOutcome) -> tuple[GuardDecision, dict[str, float]]:
+    def judge(self, outcome: StepOutcome) -> tuple[GuardDecision, dict[str, float]]:
         """Decides what follows after a step and reports it; returns the metrics of `guard/` too."""
         result, skipped = outcome.result, "; ".join(dict.fromkeys(outcome.result.skip_reasons))
         if skipped:
-            await self._journal.record("update_skipped", step=outcome.step, reason=skipped)
+            self._journal.record("update_skipped", step=outcome.step, reason=skipped)
         in_force = self._policy.adjustments
         readings = worst([*result.readings, *self._own_readings(outcome)])
         decision = self._policy.judge(outcome.step, readings)
         self.good = decision.good
-        await self._journal.record_all(_event(outcome.step, firing) for firing in decision.firings)
+        self._journal.record_all(_event(outcome.step, firing) for firing in decision.firings)
         if skipped and not decision.firings:
             self._events.notice(f"step {outcome.step}: update skipped: {skipped}")
         for firing in decision.firings:
@@ -85,7 +85,7 @@ class Guard:
             f"learning rates now {share:g} of the configured"
         )
 
-    async def summarize(self) -> None:
+    def summarize(self) -> None:
         """Reports at the end how often each rule fired."""
         tallies = self._policy.tallies
         if not tallies:
@@ -99,7 +99,7 @@ class Guard:
             }
             for key, tally in sorted(tallies.items())
         }
-        await self._journal.record("guard_summary", rollbacks=self._policy.num_rollbacks, rules=rules)
+        self._journal.record("guard_summary", rollbacks=self._policy.num_rollbacks, rules=rules)
         for key, tally in sorted(tallies.items()):
             skipped = f", {tally.skipped} updates skipped" if tally.skipped else ""
             steps = "1 step" if tally.steps == 1 else f"{tally.steps} steps"

@@ -136,9 +136,10 @@ class Checkpoints:
         seconds = await self._learner.save(
             learner, step=state.step, folder=str(folder), controller_state=state.to_bytes()
         )
-        await journal.record("checkpoint", step=state.step, folder=str(folder), good=state.good)
+        await self._learner.wait_checkpoint(learner, step=state.step)
+        journal.record("checkpoint", step=state.step, folder=str(folder), good=state.good)
         for old in prune(self._run.dir, self._run.config.trainer.keep_checkpoints):
-            await journal.record("checkpoint_removed", folder=str(old))
+            journal.record("checkpoint_removed", folder=str(old))
         return seconds
 
     async def roll_back(self, learner: Member, *, step: int, reason: str) -> dict[str, float]:
@@ -154,9 +155,7 @@ class Checkpoints:
                 "or guard.RULE.rollback: null"
             )
         folder, state = last_good
-        await self._run.journal.record(
-            "rollback", step=step, to_step=state.step, folder=str(folder), reason=reason
-        )
+        self._run.journal.record("rollback", step=step, to_step=state.step, folder=str(folder), reason=reason)
         seconds = await self._learner.load(learner, folder=str(folder), version=step)
         return {"timing_s/rollback": seconds, "guard/rolled_back_to": float(state.step)}
 

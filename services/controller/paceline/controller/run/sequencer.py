@@ -31,7 +31,7 @@ from paceline.controller.progress import Progress, Run
 from paceline.controller.run import metrics as step_metrics
 from paceline.controller.run.checkpoints import Checkpoints, ControllerState
 from paceline.controller.run.metrics import MetricsFile
-from paceline.controller.run.trajectories import write_trajectories
+from paceline.controller.run.trajectories import TrajectoryFile
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import PeerLostError
 from paceline.core.ids import Purpose
@@ -68,7 +68,7 @@ class Sequencer:
         """Runs to the end."""
         trainer, progress = self._config.trainer, self.progress
         with span("start"):
-            await progress.move(Phase.FORMING)
+            progress.move(Phase.FORMING)
             await self._supervisor.all_ready(
                 num_rollouts=self._config.rollout.replicas,
                 step=progress.step,
@@ -92,8 +92,8 @@ class Sequencer:
                 if last or rolled_back or (trainer.save_freq and progress.step % trainer.save_freq == 0):
                     metrics |= await self._checkpoint()
                 self._finish_step(metrics)
-        await self._guard.summarize()
-        await progress.move(Phase.ENDED)
+        self._guard.summarize()
+        progress.move(Phase.ENDED)
 
     # --- a training step
 
@@ -120,19 +120,19 @@ class Sequencer:
 
     async def _collect(self, step: int, policy: PolicyTag) -> Batch:
         """DISPATCH and COLLECT."""
-        order, refill = await self._batches.plan(step=step, policy=policy)
-        await self.progress.move(Phase.DISPATCH)
+        order, refill = self._batches.plan(step=step, policy=policy)
+        self.progress.move(Phase.DISPATCH)
         with span("dispatch"):
             await self._collector.dispatch(order)
-        await self.progress.move(Phase.COLLECT)
+        self.progress.move(Phase.COLLECT)
         with span("collect"):
             batch = await self._collector.collect(order, refill)
-        await self._batches.check(step, batch, refill)
+        self._batches.check(step, batch, refill)
         return batch
 
     async def _learn(self, step: int, policy: PolicyTag, batch: Batch) -> tuple[TrainResult, float]:
         """LEARN; returns the learner's result and the seconds it took."""
-        await self.progress.move(Phase.LEARN)
+        self.progress.move(Phase.LEARN)
         order = TrainOrder(step=step, policy=policy, rows=rows(batch), adjustments=self._guard.adjustments)
         with span("learn"), _timer() as learn:
             result, _ = await asyncio.gather(
@@ -150,15 +150,15 @@ class Sequencer:
             GuardError: a rule ends the run.
         """
         step = self.progress.step
-        decision, metrics = await self._guard.judge(
+        decision, metrics = self._guard.judge(
             StepOutcome(step=step, result=result, batch=batch, seconds=seconds)
         )
         if decision.stop:
             self._finish_step({**result.metrics, **metrics})
-            await self._guard.summarize()
+            self._guard.summarize()
             raise self._checkpoints.stopped(step, decision.stop)
         if decision.rollback:
-            await self.progress.move(Phase.ROLLBACK)
+            self.progress.move(Phase.ROLLBACK)
             with span("rollback"):
                 metrics |= await self._checkpoints.roll_back(
                     self._supervisor.learner, step=step, reason=decision.reason
@@ -172,13 +172,13 @@ class Sequencer:
         """PUBLISH and COMMIT, over a new weight group if the current one no longer fits the fleet."""
         while True:
             await self._ensure_epoch(version)
-            await self.progress.move(Phase.PUBLISH)
+            self.progress.move(Phase.PUBLISH)
             with span("publish", attributes={"paceline.version": version}):
                 candidate = await self._push.transfer(version)
             if candidate is not None:
                 break
-        await self._run.journal.record("commit", version=version, digest=candidate.policy.digest)
-        await self.progress.move(Phase.COMMIT)
+        self._run.journal.record("commit", version=version, digest=candidate.policy.digest)
+        self.progress.move(Phase.COMMIT)
         with span("commit", attributes={"paceline.version": version}):
             metrics = await self._push.commit(candidate)
         self.progress.policy = candidate.policy
@@ -189,7 +189,7 @@ class Sequencer:
         if self._push.epochs.fits(learner, rollouts):
             return
         if self.progress.phase is not Phase.FORMING:
-            await self.progress.move(Phase.FORMING)
+            self.progress.move(Phase.FORMING)
         learner_version = await self._push.epochs.form(learner, rollouts)
         if learner_version != version:
             raise PeerLostError(
@@ -216,7 +216,7 @@ class Sequencer:
         if self._inputs.val is None:
             return {}
         began = time.monotonic()
-        await self.progress.move(Phase.VALIDATE)
+        self.progress.move(Phase.VALIDATE)
         val, config = self._config.rollout.val, self._config
         ids = self._inputs.val.ids()[: config.data.val_max_prompts]
         order = Order(
@@ -233,7 +233,7 @@ class Sequencer:
         await self._save_trajectories("val", batch, self._inputs.val)
         await self._collector.discard(batch)
         for group in batch.dropped:
-            await self._run.journal.record(
+            self._run.journal.record(
                 "val_group_dropped",
                 step=order.step,
                 prompt=group.prompt_id,
@@ -244,7 +244,7 @@ class Sequencer:
 
     async def _checkpoint(self) -> dict[str, float]:
         """CHECKPOINT; returns the time it took as a metric."""
-        await self.progress.move(Phase.CHECKPOINT)
+        self.progress.move(Phase.CHECKPOINT)
         state = ControllerState(
             run_id=self._run.id,
             step=self.progress.step,
@@ -260,7 +260,8 @@ class Sequencer:
     async def _save_trajectories(self, name: str, batch: Batch, prompts: PromptSet) -> None:
         if self._config.trainer.save_trajectories:
             folder, step = self._run.dir / "trajectories", self.progress.step
-            await asyncio.to_thread(write_trajectories, folder, step, name, batch.samples, prompts.prompts)
+            file = TrajectoryFile(folder / f"{name}_{step:06d}.parquet", step=step, prompts=prompts.prompts)
+            await file.write(batch.samples, self._collector.texts)
 
     def _finish_step(self, metrics: Mapping[str, float]) -> None:
         self.progress.metrics = dict(metrics)

@@ -1,4 +1,4 @@
-"""Starts the engine that `rollout.name` in the configuration names.
+"""Checks and starts the engine that `rollout.name` in the configuration names.
 
 A new engine is a folder beside this module and a line in `ENGINES`.
 """
@@ -8,16 +8,33 @@ from __future__ import annotations
 import importlib
 from collections.abc import Awaitable, Callable
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.rollout.engines.base import Engine
 
-ENGINES: Final[dict[str, str]] = {
-    "vllm": "paceline.rollout.engines.vllm.engine:VllmEngine.start",
+
+class EngineEntry(NamedTuple):
+    """What an engine's folder offers, each as "module:function"; imported on use.
+
+    Attributes:
+        start: an `async def start(config: RunConfig) -> Engine`.
+        check: a `def check(config: RunConfig) -> None` that raises ConfigError for what the engine cannot be
+            run with; it must not need the engine itself, since `paceline check` runs where there is none.
+    """
+
+    start: str
+    check: str
+
+
+ENGINES: Final[dict[str, EngineEntry]] = {
+    "vllm": EngineEntry(
+        start="paceline.rollout.engines.vllm.engine:VllmEngine.start",
+        check="paceline.rollout.engines.vllm.refusals:check",
+    ),
 }
-"""`rollout.name` -> "module:function", an `async def start(config: RunConfig) -> Engine`; imported on use"""
+"""By `rollout.name`"""
 
 
 async def start_engine(config: RunConfig) -> Engine:
@@ -28,16 +45,22 @@ async def start_engine(config: RunConfig) -> Engine:
         EnvironmentLackError: the machine lacks what the engine needs.
         ModelError: the engine does not start with this model.
     """
-    check_engine_name(config)
-    module, _, path = ENGINES[config.rollout.name].partition(":")
-    start: Callable[[RunConfig], Awaitable[Engine]] = attrgetter(path)(importlib.import_module(module))
+    check_engine(config)
+    start: Callable[[RunConfig], Awaitable[Engine]] = _load(ENGINES[config.rollout.name].start)
     return await start(config)
 
 
-def check_engine_name(config: RunConfig) -> None:
-    """Raises ConfigError if `rollout.name` is no engine; imports none."""
+def check_engine(config: RunConfig) -> None:
+    """Raises ConfigError if `rollout.name` is no engine or the engine refuses the configuration."""
     if config.rollout.name not in ENGINES:
         raise ConfigError(
             f"rollout.name={config.rollout.name!r}: there is no such engine; the engines are "
             f"{', '.join(sorted(ENGINES))}. docs/add-an-engine.md says how to add one"
         )
+    check: Callable[[RunConfig], None] = _load(ENGINES[config.rollout.name].check)
+    check(config)
+
+
+def _load(target: str) -> Any:
+    module, _, path = target.partition(":")
+    return attrgetter(path)(importlib.import_module(module))

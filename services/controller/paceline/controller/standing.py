@@ -1,0 +1,149 @@
+"""Where a run stands, from the events of its journal. Pure.
+
+    events -> finished step (cursor, guard, log position) + step in progress (prompts, batch digest, phase)
+
+A `rewind` makes every step after its `to_step` void; a `recollect` makes the trajectories of the step in
+progress void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.core.policy import PolicyTag
+
+LOG_START = "0-0"
+"""The log position before the first entry of the `scored` stream."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StepInProgress:
+    """What the journal says of a step that is not finished.
+
+    Attributes:
+        phase: the one that it reached last.
+        policy: the policy that its prompts were dispatched for, as text; "" before the dispatch.
+        prompts: the prompts of its first dispatch.
+        digest: that of the batch, once it is complete.
+        trained: whether the learner has answered.
+        num_recollects: how often its trajectories were collected anew.
+    """
+
+    step: int
+    phase: str = ""
+    policy: str = ""
+    prompts: tuple[int, ...] = ()
+    digest: str = ""
+    trained: bool = False
+    num_recollects: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Standing:
+    """The state that a restarted controller goes on from.
+
+    Attributes:
+        finished: the last finished step; -1 before step 0, the start, is finished.
+        log_position: last entry of the `scored` stream that belongs to finished steps.
+        cursor, guard: their states at the end of the finished step; {} before the first.
+        commits: the digest of every version that was committed and is not void.
+        current: the step in progress; None between steps.
+        ended: whether the last controller ended in order.
+    """
+
+    run_id: str = ""
+    data_digest: str = ""
+    term: int = 0
+    finished: int = -1
+    log_position: str = LOG_START
+    cursor: Mapping[str, Any] = field(default_factory=dict)
+    guard: Mapping[str, Any] = field(default_factory=dict)
+    commits: dict[int, str] = field(default_factory=dict)
+    current: StepInProgress | None = None
+    ended: bool = False
+
+    @property
+    def committed(self) -> PolicyTag | None:
+        """The policy that was committed last."""
+        if not self.commits:
+            return None
+        version = max(self.commits)
+        return PolicyTag(version=version, digest=self.commits[version])
+
+    def __str__(self) -> str:
+        current = self.current
+        doing = f"in {current.phase} of step {current.step}" if current else "between steps"
+        again = f", collected anew {current.num_recollects} times" if current else ""
+        done = f"step {self.finished} finished at {self.log_position}, {self.committed} committed"
+        return f"{done}, {doing}{again}"
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Takes one event into account, in the order of the journal."""
+        handler = _HANDLERS.get(event["event"])
+        if handler is not None:
+            handler(self, event)
+
+    def in_progress(self, step: int) -> StepInProgress:
+        """The step in progress, which is `step`; a new one where the journal has nothing of it yet."""
+        if self.current is None or self.current.step != step:
+            self.current = StepInProgress(step=step)
+        return self.current
+
+    # --- events
+
+    def _on_run(self, event: Mapping[str, Any]) -> None:
+        self.run_id, self.ended = str(event["run_id"]), False
+        self.term = int(event.get("term", self.term + 1))
+        self.data_digest = str(event.get("data_digest", self.data_digest))
+
+    def _on_phase(self, event: Mapping[str, Any]) -> None:
+        if int(event["step"]) > self.finished:
+            self.in_progress(int(event["step"])).phase = str(event["to"])
+
+    def _on_dispatch(self, event: Mapping[str, Any]) -> None:
+        current = self.in_progress(int(event["step"]))
+        current.policy, current.prompts = str(event["policy"]), tuple(event["prompts"])
+
+    def _on_recollect(self, event: Mapping[str, Any]) -> None:
+        current = self.in_progress(int(event["step"]))
+        current.num_recollects += 1
+        self.log_position = LOG_START
+
+    def _on_batch(self, event: Mapping[str, Any]) -> None:
+        self.in_progress(int(event["step"])).digest = str(event["digest"])
+
+    def _on_trained(self, event: Mapping[str, Any]) -> None:
+        self.in_progress(int(event["step"])).trained = True
+
+    def _on_commit(self, event: Mapping[str, Any]) -> None:
+        self.commits[int(event["version"])] = str(event["digest"])
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        self.finished, self.current = int(event["step"]), None
+        self.log_position = str(event["log_position"])
+        self.cursor, self.guard = event["cursor"], event["guard"]
+
+    def _on_rewind(self, event: Mapping[str, Any]) -> None:
+        self.finished, self.current = int(event["to_step"]), None
+        self.log_position = LOG_START
+        self.cursor, self.guard = event["cursor"], event["guard"]
+        self.commits = {v: digest for v, digest in self.commits.items() if v <= self.finished}
+
+    def _on_end(self, event: Mapping[str, Any]) -> None:
+        self.ended = True
+
+
+_HANDLERS: Mapping[str, Callable[[Standing, Mapping[str, Any]], None]] = {
+    "run": Standing._on_run,
+    "phase": Standing._on_phase,
+    "dispatch": Standing._on_dispatch,
+    "recollect": Standing._on_recollect,
+    "batch": Standing._on_batch,
+    "trained": Standing._on_trained,
+    "commit": Standing._on_commit,
+    "step": Standing._on_step,
+    "rewind": Standing._on_rewind,
+    "end": Standing._on_end,
+}
