@@ -85,7 +85,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     fleet = Fleet(
         clock, suspect_after_s=config.service.suspect_after_s, dead_after_s=config.service.dead_after_s
     )
-    supervisor = Supervisor(fleet, journal, run.events)
+    supervisor = Supervisor(fleet, journal, run.events, clock)
     stop = asyncio.get_running_loop().create_future()
     servicer = ControllerServicer(
         run,
@@ -125,7 +125,8 @@ def _sequencer(
     supervisor: Supervisor,
     guard: Guard,
 ) -> Sequencer:
-    learner, rollout = LearnerClient(run.config, channels), RolloutClient(run.config, channels)
+    learner = LearnerClient(run.config, channels, supervisor.gone)
+    rollout = RolloutClient(run.config, channels)
     epochs = Epochs(run.config, learner, rollout, supervisor.expel, supervisor.gone)
     return Sequencer(
         run,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from paceline.config.run import RunConfig
-from paceline.controller.fleet.clients import LearnerClient, LearnerWeights, RolloutClient
+from paceline.controller.fleet.clients import Gone, LearnerClient, LearnerWeights, RolloutClient, while_alive
 from paceline.controller.fleet.membership import Member
 from paceline.controller.weights import blame
 from paceline.core.errors import PacelineError, PeerLostError
@@ -23,7 +23,6 @@ from paceline.weights.plan.spec import WeightGroupSpec
 
 T = TypeVar("T")
 Expel = Callable[[Member, str], Coroutine[Any, Any, None]]
-Gone = Callable[[Member], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,17 +196,5 @@ class Epochs:
             raise
 
     async def call_while_alive(self, member: Member, call: Coroutine[Any, Any, T]) -> T:
-        """Awaits a call to a member; raises PeerLostError as soon as the member is no longer in the fleet.
-
-        A frozen machine keeps its connections open; only its missing heartbeats show that it is gone.
-        """
-        calling, leaving = asyncio.create_task(call), asyncio.create_task(self._gone(member))
-        try:
-            await asyncio.wait([calling, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if calling.done():
-                return calling.result()
-            raise PeerLostError(f"{member.member_id} is gone: {member.failure}", peer=member.member_id)
-        finally:
-            calling.cancel()
-            leaving.cancel()
-            await asyncio.gather(calling, leaving, return_exceptions=True)
+        """Awaits a call to a member; raises PeerLostError as soon as the member is no longer in the fleet."""
+        return await while_alive(member, call, self._gone)
