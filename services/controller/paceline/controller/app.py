@@ -126,7 +126,7 @@ def _sequencer(
     guard: Guard,
 ) -> Sequencer:
     learner, rollout = LearnerClient(run.config, channels), RolloutClient(run.config, channels)
-    epochs = Epochs(run.config, learner, rollout, supervisor.expel, supervisor.gone)
+    epochs = Epochs(run.config, learner, rollout, supervisor.expel, supervisor.gone, term=run.journal.term)
     return Sequencer(
         run,
         progress,
