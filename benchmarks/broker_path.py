@@ -107,6 +107,7 @@ def answer(group: PromptGroup) -> list[Outgoing]:
                 trajectory_id=trajectory_id,
                 policy=group.policy,
                 blob_key=key,
+                blob_digest=wire.blob_digest(blob),
                 num_prompt_tokens=NUM_PROMPT_TOKENS,
                 num_response_tokens=num_tokens,
                 finish_reason=FinishReason.LENGTH,
@@ -139,6 +140,7 @@ def scored(header: TrajectoryHeader, trajectory: Trajectory) -> bytes:
             trajectory_id=header.trajectory_id,
             policy=header.policy,
             blob_key=header.blob_key,
+            blob_digest=header.blob_digest,
             num_prompt_tokens=header.num_prompt_tokens,
             num_response_tokens=header.num_response_tokens,
             finish_reason=header.finish_reason,
@@ -149,7 +151,6 @@ def scored(header: TrajectoryHeader, trajectory: Trajectory) -> bytes:
             reward_error=None,
             scorer="bench",
             reward_s=0.0,
-            response_text="42",
         )
     )
 
@@ -190,7 +191,8 @@ async def control(broker: Broker, num_groups: int, num_samples: int, num_tokens:
             entries = await box.take(block_s=STALL_S)
             if not entries:
                 raise SystemExit(f"nothing came for {STALL_S:g} s, {len(seen)} verdicts so far")
-            seen.update(wire.decode_scored_header(entry.payload).trajectory_id for entry in entries)
+            scored = [wire.decode_scored(entry.payload) for entry in entries]
+            seen.update(header.trajectory_id for header in scored if isinstance(header, ScoredHeader))
             await box.done(entries)
         return time.perf_counter() - started
 

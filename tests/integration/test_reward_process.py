@@ -20,7 +20,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import ScoredHeader
 from paceline.rpc.v1 import controller_pb2
 from paceline.sdk import RewardClient
-from paceline.wire import decode_scored_header
+from paceline.wire import decode_scored
 from support.fake_controller import FakeController, serve
 from support.trajectories import finished_sample
 
@@ -118,7 +118,7 @@ async def scored(broker: Broker, count: int) -> list[ScoredHeader]:
         async with asyncio.timeout(20):
             while len(headers) < count:
                 entries = await box.take()
-                headers += [decode_scored_header(entry.payload) for entry in entries]
+                headers += [decode_scored(entry.payload) for entry in entries]
                 await box.done(entries)
     return sorted(headers, key=lambda header: header.trajectory_id)
 
@@ -150,7 +150,7 @@ async def test_the_process_scores_survives_its_functions_and_leaves_in_order(
         headers = await scored(broker, len(samples))
         assert [header.reward for header in headers] == [1.5, 0.5, None, None, 0.5]
         assert headers[0].components == {"gsm8k": 1.0, "obedient": 1.0}
-        assert headers[0].response_text == "so #### 18"
+        assert await broker.get_blobs([headers[0].text_key]) == [b"so #### 18"]
         assert [header.reward_error and header.reward_error[0] for header in headers] == [
             None,
             None,

@@ -27,11 +27,11 @@ rows = st.builds(
     BatchRow,
     trajectory_id=domain.trajectory_ids,
     blob_key=domain.names,
+    blob_digest=domain.blob_digests,
     reward=domain.finite,
     num_prompt_tokens=lengths,
     num_response_tokens=lengths,
     greedy_score=st.none() | domain.finite,
-    blob_digest=st.binary(min_size=16, max_size=16).map(bytes.hex),
 )
 adjustments = st.builds(
     Adjustments,
@@ -68,6 +68,7 @@ ORDER = TrainOrder(
         BatchRow(
             trajectory_id=TrajectoryId(step=3, purpose="train", prompt_id=7, sample_index=1),
             blob_key="k",
+            blob_digest="0123456789abcdef" * 2,
             reward=0.5,
             num_prompt_tokens=2,
             num_response_tokens=4,
@@ -97,6 +98,8 @@ def refusal(message: learner_pb2.TrainStepRequest) -> InvalidMessageError:
         ({"trajectory_id": "play:3:7:1"}, "out_of_range"),
         ({"trajectory_id": "train:3:seven:1"}, "out_of_range"),
         ({"blob_key": ""}, "missing_field"),
+        ({"blob_digest": ""}, "out_of_range"),
+        ({"blob_digest": "0123456789ABCDEF" * 2}, "out_of_range"),
         ({"reward": float("nan")}, "not_finite"),
         ({"reward": float("inf")}, "not_finite"),
         ({"greedy_score": float("nan")}, "not_finite"),

@@ -12,6 +12,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import (
     FinishReason,
     Float32Array,
+    GroupRefusal,
     Int32Array,
     PromptGroup,
     RewardContext,
@@ -108,12 +109,14 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 
 num_tokens = st.integers(1, 2**20)
+blob_digests = st.text("0123456789abcdef", min_size=32, max_size=32)
 trajectory_headers = st.builds(
     TrajectoryHeader,
     run_id=names,
     trajectory_id=trajectory_ids,
     policy=policies,
     blob_key=names,
+    blob_digest=blob_digests,
     num_prompt_tokens=num_tokens,
     num_response_tokens=num_tokens,
     finish_reason=st.sampled_from(FinishReason),
@@ -133,6 +136,7 @@ def scored_headers(draw: st.DrawFn) -> ScoredHeader:
         trajectory_id=draw(trajectory_ids),
         policy=draw(policies),
         blob_key=draw(names),
+        blob_digest=draw(blob_digests),
         num_prompt_tokens=draw(num_tokens),
         num_response_tokens=draw(num_tokens),
         finish_reason=draw(st.sampled_from(FinishReason)),
@@ -143,5 +147,19 @@ def scored_headers(draw: st.DrawFn) -> ScoredHeader:
         reward_error=error,
         scorer=draw(names),
         reward_s=draw(seconds),
-        response_text=draw(texts),
+        text_key=draw(st.just("") | names),
     )
+
+
+group_refusals = st.builds(
+    GroupRefusal,
+    run_id=names,
+    step=counts,
+    purpose=st.sampled_from(Purpose),
+    prompt_id=counts,
+    policy=policies,
+    server_id=names,
+    reason=names,
+    message=texts,
+    deliveries=counts,
+)

@@ -19,12 +19,12 @@ from paceline.core.errors import PeerLostError
 from paceline.core.guard import Adjustments, Reading
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
-from paceline.core.trajectory import FinishReason, PromptGroup, ScoredHeader
+from paceline.core.trajectory import FinishReason, GroupRefusal, PromptGroup, ScoredHeader
 from paceline.weights.digest.agreement import DigestReport, SliceDigest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.receipt import PushReceipt
-from paceline.wire import decode_prompt_group, encode_scored_header
+from paceline.wire import blob_digest, decode_prompt_group, encode_group_refusal, encode_scored_header
 
 
 def layout() -> RankLayout:
@@ -126,6 +126,9 @@ class FakeLearner:
             _write_manifest(Path(folder), controller_state)
         return 0.0
 
+    async def wait_checkpoint(self, member: Member, *, step: int) -> float:
+        return 0.0
+
     async def load(self, member: Member, *, folder: str, version: int) -> float:
         self.services.calls.append(f"load {Path(folder).name} as {version}")
         self.services.source = int(Path(folder).name.rpartition("_")[2])
@@ -172,7 +175,7 @@ def _write_manifest(folder: Path, controller_state: bytes) -> None:
     (folder / "manifest.json").write_text(json.dumps({"controller_state": json.loads(controller_state)}))
 
 
-Answer = Callable[[PromptGroup, int], dict[str, Any]]
+Answer = Callable[[PromptGroup, int], dict[str, Any] | GroupRefusal]
 
 
 def score_all(group: PromptGroup, sample_index: int) -> dict[str, Any]:
@@ -202,12 +205,16 @@ async def answer_prompts(
 
 
 def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Outgoing:
+    stream, answered = names.scored(run_id), answer(group, index)
+    if isinstance(answered, GroupRefusal):
+        return Outgoing(stream=stream, payload=encode_group_refusal(answered))
     key = names.blob(run_id, str(group.trajectory_id(index)), "fake", "0")
     header = ScoredHeader(
         run_id=run_id,
         trajectory_id=group.trajectory_id(index),
         policy=group.policy,
         blob_key=key,
+        blob_digest=blob_digest(b"x"),
         num_prompt_tokens=len(np.asarray(group.prompt_token_ids)),
         num_response_tokens=2,
         finish_reason=FinishReason.STOP,
@@ -216,6 +223,8 @@ def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Out
         components={},
         scorer="fake",
         reward_s=0.0,
-        **answer(group, index),
+        text_key=names.text(key),
+        **answered,
     )
-    return Outgoing(stream=names.scored(run_id), payload=encode_scored_header(header), blobs={key: b"x"})
+    blobs = {key: b"x", names.text(key): f"sample {index} of {group.prompt_id}".encode()}
+    return Outgoing(stream=stream, payload=encode_scored_header(header), blobs=blobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import FinishReason, ScoredHeader
+from paceline.wire import blob_digest
 
 POLICY = PolicyTag(version=3, digest="00000000000000aa")
 
@@ -29,6 +30,7 @@ def scored(
         ),
         policy=policy,
         blob_key=f"b:{prompt_id}:{sample_index}:{server_id}",
+        blob_digest=blob_digest(f"{prompt_id}:{sample_index}:{server_id}".encode()),
         num_prompt_tokens=4,
         num_response_tokens=2,
         finish_reason=finish_reason,

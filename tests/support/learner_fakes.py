@@ -14,7 +14,7 @@ from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow
 from paceline.core.trajectory import FinishReason, SamplingSpec, Trajectory
-from paceline.wire import encode_trajectory
+from paceline.wire import blob_digest, encode_trajectory
 
 VOCAB_SIZE = 48
 POLICY = PolicyTag(version=0, digest="0123456789abcdef")
@@ -112,6 +112,7 @@ def make_batch(
                 BatchRow(
                     trajectory_id=trajectory.trajectory_id,
                     blob_key=key,
+                    blob_digest=blob_digest(blobs[key]),
                     reward=float(rng.normal()),
                     num_prompt_tokens=len(prompt),
                     num_response_tokens=length,

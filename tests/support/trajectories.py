@@ -10,7 +10,7 @@ from paceline.broker import Outgoing, names
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import FinishReason, RewardContext, SamplingSpec, Trajectory, TrajectoryHeader
-from paceline.wire import encode_trajectory, encode_trajectory_header
+from paceline.wire import blob_digest, encode_trajectory, encode_trajectory_header
 
 POLICY = PolicyTag(version=3, digest="00000000000000aa")
 
@@ -45,12 +45,14 @@ def finished_sample(
         server_id="rollout-0",
         seconds=0.25,
     )
+    blob = encode_trajectory(trajectory)
     key = names.blob(run_id, str(trajectory_id), "rollout-0", "0")
     header = TrajectoryHeader(
         run_id=run_id,
         trajectory_id=trajectory_id,
         policy=POLICY,
         blob_key=key,
+        blob_digest=blob_digest(blob),
         num_prompt_tokens=3,
         num_response_tokens=len(response),
         finish_reason=FinishReason.STOP,
@@ -64,5 +66,5 @@ def finished_sample(
         stream=names.trajectories(run_id),
         payload=encode_trajectory_header(header),
         traceparent=traceparent,
-        blobs={key: encode_trajectory(trajectory)},
+        blobs={key: blob},
     )

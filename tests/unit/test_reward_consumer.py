@@ -15,7 +15,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import ScoredHeader
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scores import Score, failed
-from paceline.wire import decode_scored_header
+from paceline.wire import blob_digest, decode_scored
 from support.trajectories import POLICY, finished_sample
 
 RUN = "run-1"
@@ -60,6 +60,12 @@ def tokens(word: str) -> list[int]:
     return [ord(letter) - 96 for letter in word]
 
 
+def scored_header(payload: bytes) -> ScoredHeader:
+    header = decode_scored(payload)
+    assert isinstance(header, ScoredHeader)
+    return header
+
+
 async def settle() -> None:
     """Lets the consumer acknowledge what it has just sent, which takes a few turns of the event loop."""
     for _ in range(20):
@@ -97,7 +103,7 @@ class Bench:
         return payloads
 
     async def headers(self, count: int) -> list[ScoredHeader]:
-        return [decode_scored_header(payload) for payload in await self.scored(count)]
+        return [scored_header(payload) for payload in await self.scored(count)]
 
     async def pending(self) -> int:
         return len(
@@ -132,7 +138,11 @@ async def test_a_trajectory_becomes_a_scored_header(bench: Bench) -> None:
     )
     assert (first.num_prompt_tokens, first.num_response_tokens) == (3, 4)
     assert first.blob_key == names.blob(RUN, "train:4:5:0", "rollout-0", "0")
-    assert (first.response_text, first.scorer) == ("abc", "reward-0")
+    assert (first.text_key, first.scorer) == (names.text(first.blob_key), "reward-0")
+    arrays, text = await bench.broker.get_blobs([first.blob_key, first.text_key])
+    assert arrays is not None
+    assert first.blob_digest == blob_digest(arrays)
+    assert text == b"abc"
     assert second.trajectory_id.sample_index == 1
     assert (second.reward, second.reward_error) == (None, ("not_finite", "f returned nan"))
     assert bench.scorer.items[0] == ScoreItem(
@@ -171,8 +181,8 @@ async def test_what_cannot_be_read_is_told_and_takes_nothing_along(bench: Bench)
     # What is no header reaches the controller as it is, whose journal records the rejection.
     assert payloads[0] == b"no header"
     with pytest.raises(InvalidMessageError):
-        decode_scored_header(payloads[0])
-    headers = {header.trajectory_id.prompt_id: header for header in map(decode_scored_header, payloads[1:])}
+        decode_scored(payloads[0])
+    headers = {header.trajectory_id.prompt_id: header for header in map(scored_header, payloads[1:])}
     assert headers[9].reward == 4.0
     for prompt_id, sentence in (
         (1, "is gone: its step is over, or the broker lost it"),

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from paceline.broker import names
@@ -16,6 +17,7 @@ from paceline.controller.run.checkpoints import ControllerState
 from paceline.core.errors import DataError, DeadlineError, PeerLostError, RewardError, WeightSyncError
 from paceline.core.ids import Purpose
 from paceline.core.members import LearnerState, MemberKind, RankRef, RewardState, RolloutState
+from paceline.core.trajectory import GroupRefusal, PromptGroup
 from paceline.data.cursor import PromptCursor
 from support.fake_fleet import Answer, score_all
 from support.sequencer_run import RUN, run
@@ -338,6 +340,63 @@ async def test_a_greedy_answer_goes_with_each_prompt_and_is_never_a_row(tmp_path
         assert violations(it.events(), num_samples=2) == []
         trained = {row.trajectory_id.prompt_id for row in it.services.orders[0].rows}
         assert it.lines()[1]["reward/greedy_answers/mean"] == 10.0 + sum(trained) / 2
+
+
+async def test_a_refused_group_is_dropped_with_its_reason_and_the_rest_is_trained(tmp_path: Path) -> None:
+    first = PromptCursor(range(7), batch_size=3, seed=0).take()
+    bad, other = first[0], first[1]
+
+    def answer(group: PromptGroup, index: int) -> dict[str, Any] | GroupRefusal:
+        concerned = group.step == 1 and group.purpose is Purpose.TRAIN
+        if not concerned or group.prompt_id not in (bad, other):
+            return score_all(group, index)
+        # The other's refusal is of another run: it concerns nobody here.
+        return (
+            score_all(group, index)
+            if group.prompt_id == other and index == 0
+            else GroupRefusal(
+                run_id=RUN if group.prompt_id == bad else "another",
+                step=group.step,
+                purpose=group.purpose,
+                prompt_id=group.prompt_id,
+                policy=group.policy,
+                server_id="fake",
+                reason="engine_error",
+                message="it broke",
+                deliveries=6,
+            )
+        )
+
+    async with run(tmp_path, trainer__val_before_train=False, barrier__stall_timeout_s=0.5) as it:
+        await it.enlist_all()
+        with pytest.raises(DeadlineError, match=rf"1 prompt groups .* \(the first is prompt {other}\)"):
+            await it.go(answer)
+        refused = [e for e in it.events() if e["event"] == "refusal"]
+        assert {(e["prompt"], e["reason"], e["message"], e["server"]) for e in refused} == {
+            (bad, "engine_error", "it broke", "fake"),
+            (other, "engine_error", "it broke", "fake"),
+        }
+    bad = first[0]
+    other = -1
+    async with run(tmp_path / "again", trainer__val_before_train=False) as it:
+        await it.enlist_all()
+        await it.go(answer)
+        dropped = [(e["prompt"], e["reason"]) for e in it.events() if e["event"] == "group_dropped"]
+        assert dropped == [(bad, "rollout:engine_error")]
+        assert {row.trajectory_id.prompt_id for row in it.services.orders[0].rows} == set(first) - {bad}
+
+
+async def test_the_trajectories_file_has_the_texts_and_they_leave_the_broker(tmp_path: Path) -> None:
+    async with run(tmp_path, trainer__val_before_train=False) as it:
+        await it.enlist_all()
+        await it.go()
+        keys = [names.blob(RUN, str(row.trajectory_id), "fake", "0") for row in it.services.orders[0].rows]
+        assert await it.broker.get_blobs([names.text(key) for key in keys]) == [None] * 6
+    rows = pyarrow.parquet.read_table(tmp_path / "trajectories/step_000001.parquet").to_pylist()
+    assert [row["response"] for row in rows] == [
+        f"sample {row['sample_index']} of {row['prompt_id']}" for row in rows
+    ]
+    assert len(rows) == 6
 
 
 async def test_silence_ends_in_an_error_that_names_what_is_missing(tmp_path: Path) -> None:

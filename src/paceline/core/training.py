@@ -19,18 +19,18 @@ class BatchRow:
     """One trajectory of the batch: where its arrays lie, how long it is, what it scored.
 
     Attributes:
+        blob_digest: of the blob's bytes, as 32 hexadecimal digits.
         reward: sum of the weighted reward components.
         greedy_score: reward of the greedy answer to the same prompt; None where none was sampled.
-        blob_digest: of the blob's bytes, as 32 hexadecimal digits.
     """
 
     trajectory_id: TrajectoryId
     blob_key: str
+    blob_digest: str
     reward: float
     num_prompt_tokens: int
     num_response_tokens: int
     greedy_score: float | None = None
-    blob_digest: str = ""
 
 
 def batch_digest(policy: PolicyTag, rows: Iterable[BatchRow]) -> str:

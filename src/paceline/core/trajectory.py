@@ -16,7 +16,7 @@ import numpy.typing as npt
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -103,12 +103,16 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryHeader:
-    """The part of a trajectory that the mailboxes carry; the arrays are in the blob `blob_key`."""
+    """The part of a trajectory that the mailboxes carry; the arrays are in the blob `blob_key`.
+
+    `blob_digest` is taken over the blob's bytes: whoever fetches the blob can tell that it is the one meant.
+    """
 
     run_id: str
     trajectory_id: TrajectoryId
     policy: PolicyTag
     blob_key: str
+    blob_digest: str
     num_prompt_tokens: int
     num_response_tokens: int
     finish_reason: FinishReason
@@ -122,12 +126,14 @@ class ScoredHeader:
     """A trajectory's header with its reward, and without the reward context, which only scorers need.
 
     Exactly one of `reward` and `reward_error` is set. `reward_error` is (RewardErrorKind value, message).
+    `text_key` names the blob with the response's text in UTF-8; "" if none was stored.
     """
 
     run_id: str
     trajectory_id: TrajectoryId
     policy: PolicyTag
     blob_key: str
+    blob_digest: str
     num_prompt_tokens: int
     num_response_tokens: int
     finish_reason: FinishReason
@@ -138,4 +144,22 @@ class ScoredHeader:
     reward_error: tuple[str, str] | None
     scorer: str
     reward_s: float
-    response_text: str = ""
+    text_key: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRefusal:
+    """Why a prompt group gets no samples: it cannot be served, or was given up after several deliveries.
+
+    `reason` is a short stable word, `message` a sentence; `deliveries` counts how often the group was taken.
+    """
+
+    run_id: str
+    step: int
+    purpose: Purpose
+    prompt_id: int
+    policy: PolicyTag
+    server_id: str
+    reason: str
+    message: str
+    deliveries: int

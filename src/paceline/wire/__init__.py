@@ -2,10 +2,12 @@
 
 from paceline.wire.fields import DEFAULT_LIMITS, Limits
 from paceline.wire.messages import (
+    blob_digest,
     decode_prompt_group,
-    decode_scored_header,
+    decode_scored,
     decode_trajectory,
     decode_trajectory_header,
+    encode_group_refusal,
     encode_prompt_group,
     encode_scored_header,
     encode_trajectory,
@@ -15,10 +17,12 @@ from paceline.wire.messages import (
 __all__ = [
     "DEFAULT_LIMITS",
     "Limits",
+    "blob_digest",
     "decode_prompt_group",
-    "decode_scored_header",
+    "decode_scored",
     "decode_trajectory",
     "decode_trajectory_header",
+    "encode_group_refusal",
     "encode_prompt_group",
     "encode_scored_header",
     "encode_trajectory",

@@ -59,12 +59,14 @@ def pack(kind: str, fields: dict[str, Any]) -> bytes:
     return packed
 
 
-def unpack(kind: str, data: bytes, limits: Limits) -> Fields:
-    """Opens a message of the given kind.
+def unpack(kinds: str | tuple[str, ...], data: bytes, limits: Limits) -> Fields:
+    """Opens a message of the given kind, or of any of these kinds.
 
     Raises:
         InvalidMessageError: it is too large, not msgpack, of another kind or of an unknown schema version.
     """
+    allowed = (kinds,) if isinstance(kinds, str) else kinds
+    kind = allowed[0]
     if len(data) > limits.max_bytes:
         reject(kind, "too_large", f"{len(data)} bytes, at most {limits.max_bytes} are accepted")
     try:
@@ -76,9 +78,9 @@ def unpack(kind: str, data: bytes, limits: Limits) -> Fields:
     version = content.get("schema")
     if type(version) is not int or version != SCHEMA_VERSION:
         reject(kind, "unknown_schema", f"schema version {version!r}, this build reads {SCHEMA_VERSION}")
-    if content.get("kind") != kind:
+    if content.get("kind") not in allowed:
         reject(kind, "wrong_kind", f"the message says that it is {content.get('kind')!r}")
-    return Fields(kind, content, limits)
+    return Fields(content["kind"], content, limits)
 
 
 def reject(kind: str, reason: str, detail: str) -> NoReturn:
@@ -93,6 +95,11 @@ class Fields:
 
     def __init__(self, kind: str, content: Mapping[str, Any], limits: Limits) -> None:
         self._kind, self._content, self._limits = kind, content, limits
+
+    @property
+    def kind(self) -> str:
+        """The message's kind."""
+        return self._kind
 
     def reject(self, reason: str, detail: str) -> NoReturn:
         """Rejects the message."""

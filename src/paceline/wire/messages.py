@@ -1,4 +1,4 @@
-"""The messages of the mailboxes as msgpack: prompt group, trajectory, its header, its scored header.
+"""The messages of the mailboxes as msgpack: prompt group, trajectory, its header, its scored header, refusal.
 
 Every decoder is the door of a trust boundary: it returns a valid domain object or raises InvalidMessageError
 with a reason. It runs no code that the bytes could choose.
@@ -6,13 +6,16 @@ with a reason. It runs no code that the bytes could choose.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
 
 from paceline.core.errors import RewardErrorKind
+from paceline.core.training import DIGEST_BYTES
 from paceline.core.trajectory import (
     FinishReason,
+    GroupRefusal,
     PromptGroup,
     ScoredHeader,
     Trajectory,
@@ -24,6 +27,7 @@ from paceline.wire.parts import (
     pack_policy,
     pack_sampling,
     pack_trajectory_id,
+    read_blob_digest,
     read_choice,
     read_context,
     read_policy,
@@ -32,11 +36,12 @@ from paceline.wire.parts import (
     read_trajectory_id,
 )
 
-PROMPT_GROUP, TRAJECTORY, HEADER, SCORED = (
+PROMPT_GROUP, TRAJECTORY, HEADER, SCORED, REFUSAL = (
     "prompt_group",
     "trajectory",
     "trajectory_header",
     "scored_header",
+    "group_refusal",
 )
 
 LOG_PROB_TOLERANCE = 1e-3
@@ -146,6 +151,11 @@ def decode_trajectory(
     )
 
 
+def blob_digest(blob: bytes) -> str:
+    """The digest of an encoded trajectory that its headers carry: blake2b with 16 bytes, in hexadecimal."""
+    return hashlib.blake2b(blob, digest_size=DIGEST_BYTES).hexdigest()
+
+
 def _check_log_probs(fields: Fields, log_probs: Any) -> None:
     # NaN fails every comparison, and min and max propagate it: two passes find NaN, infinities and the range.
     # (Ufuncs, because calling an array's methods takes longer than scanning such an array.)
@@ -168,6 +178,7 @@ def encode_trajectory_header(header: TrajectoryHeader) -> bytes:
             "trajectory_id": pack_trajectory_id(header.trajectory_id),
             "policy": pack_policy(header.policy),
             "blob_key": header.blob_key,
+            "blob_digest": header.blob_digest,
             "num_prompt_tokens": header.num_prompt_tokens,
             "num_response_tokens": header.num_response_tokens,
             "finish_reason": header.finish_reason.value,
@@ -190,6 +201,7 @@ def decode_trajectory_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) ->
         trajectory_id=read_trajectory_id(fields),
         policy=read_policy(fields),
         blob_key=fields.name("blob_key"),
+        blob_digest=read_blob_digest(fields),
         num_prompt_tokens=fields.integer("num_prompt_tokens", minimum=1, maximum=limits.max_tokens),
         num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=limits.max_tokens),
         finish_reason=read_choice(fields, "finish_reason", FinishReason),
@@ -208,6 +220,7 @@ def encode_scored_header(header: ScoredHeader) -> bytes:
             "trajectory_id": pack_trajectory_id(header.trajectory_id),
             "policy": pack_policy(header.policy),
             "blob_key": header.blob_key,
+            "blob_digest": header.blob_digest,
             "num_prompt_tokens": header.num_prompt_tokens,
             "num_response_tokens": header.num_response_tokens,
             "finish_reason": header.finish_reason.value,
@@ -218,18 +231,55 @@ def encode_scored_header(header: ScoredHeader) -> bytes:
             "reward_error": header.reward_error,
             "scorer": header.scorer,
             "reward_s": header.reward_s,
-            "response_text": header.response_text,
+            "text_key": header.text_key or None,
         },
     )
 
 
-def decode_scored_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> ScoredHeader:
-    """Reads and checks a scored header; exactly one of reward and reward error is set.
+def encode_group_refusal(refusal: GroupRefusal) -> bytes:
+    """Why a prompt group gets no samples, as bytes."""
+    return pack(
+        REFUSAL,
+        {
+            "run_id": refusal.run_id,
+            "step": refusal.step,
+            "purpose": refusal.purpose.value,
+            "prompt_id": refusal.prompt_id,
+            "policy": pack_policy(refusal.policy),
+            "server_id": refusal.server_id,
+            "reason": refusal.reason,
+            "message": refusal.message,
+            "deliveries": refusal.deliveries,
+        },
+    )
+
+
+def decode_scored(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> ScoredHeader | GroupRefusal:
+    """Reads and checks a message of the mailbox `scored`: a scored header, or a group's refusal.
 
     Raises:
         InvalidMessageError: the message is invalid; `reason` is a short word for why.
     """
-    fields = unpack(SCORED, data, limits)
+    fields = unpack((SCORED, REFUSAL), data, limits)
+    return _read_refusal(fields) if fields.kind == REFUSAL else _read_scored_header(fields, limits)
+
+
+def _read_refusal(fields: Fields) -> GroupRefusal:
+    return GroupRefusal(
+        run_id=fields.name("run_id"),
+        step=fields.integer("step"),
+        purpose=read_purpose(fields),
+        prompt_id=fields.integer("prompt_id"),
+        policy=read_policy(fields),
+        server_id=fields.name("server_id"),
+        reason=fields.name("reason"),
+        message=fields.text("message"),
+        deliveries=fields.integer("deliveries"),
+    )
+
+
+def _read_scored_header(fields: Fields, limits: Limits) -> ScoredHeader:
+    """Exactly one of reward and reward error is set."""
     reward = None if fields.missing("reward") else fields.number("reward")
     error = _read_reward_error(fields)
     if (reward is None) == (error is None):
@@ -239,6 +289,7 @@ def decode_scored_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> Sco
         trajectory_id=read_trajectory_id(fields),
         policy=read_policy(fields),
         blob_key=fields.name("blob_key"),
+        blob_digest=read_blob_digest(fields),
         num_prompt_tokens=fields.integer("num_prompt_tokens", minimum=1, maximum=limits.max_tokens),
         num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=limits.max_tokens),
         finish_reason=read_choice(fields, "finish_reason", FinishReason),
@@ -249,7 +300,7 @@ def decode_scored_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> Sco
         reward_error=error,
         scorer=fields.name("scorer"),
         reward_s=fields.number("reward_s", minimum=0.0),
-        response_text=fields.text("response_text"),
+        text_key="" if fields.missing("text_key") else fields.name("text_key"),
     )
 
 

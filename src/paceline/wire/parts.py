@@ -12,6 +12,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import RewardContext, SamplingSpec
 from paceline.wire.fields import DEFAULT_LIMITS, Fields, plain_problem
 
+BLOB_DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _PURPOSES = tuple(purpose.value for purpose in Purpose)
 _Choice = TypeVar("_Choice", bound=enum.Enum)
@@ -116,6 +117,14 @@ def read_context(fields: Fields) -> RewardContext:
         prompt_text=inner.text("prompt_text"),
         extra=inner.plain("extra"),
     )
+
+
+def read_blob_digest(fields: Fields) -> str:
+    """The field `blob_digest`."""
+    digest = fields.name("blob_digest")
+    if not BLOB_DIGEST.fullmatch(digest):
+        fields.reject("out_of_range", f"blob_digest {digest[:40]!r}, wanted 32 lower-case hexadecimal digits")
+    return digest
 
 
 def read_choice(fields: Fields, name: str, choices: type[_Choice]) -> _Choice:

@@ -10,6 +10,7 @@ from paceline.core.ids import TrajectoryId
 from paceline.core.training import BatchRow, TrainOrder, TrainResult
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire.fields import reject
+from paceline.wire.parts import BLOB_DIGEST
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
 
 
@@ -84,11 +85,11 @@ def _row_to_proto(row: BatchRow) -> learner_pb2.BatchRow:
     return learner_pb2.BatchRow(
         trajectory_id=str(row.trajectory_id),
         blob_key=row.blob_key,
+        blob_digest=row.blob_digest,
         reward=row.reward,
         num_prompt_tokens=row.num_prompt_tokens,
         num_response_tokens=row.num_response_tokens,
         greedy_score=row.greedy_score,
-        blob_digest=row.blob_digest,
     )
 
 
@@ -104,6 +105,10 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
         ) from error
     if not message.blob_key:
         reject("BatchRow", "missing_field", f"{trajectory_id} has no blob_key")
+    if not BLOB_DIGEST.fullmatch(message.blob_digest):
+        reject(
+            "BatchRow", "out_of_range", f"{trajectory_id} has the blob_digest {message.blob_digest[:40]!r}"
+        )
     if not math.isfinite(message.reward):
         reject("BatchRow", "not_finite", f"{trajectory_id} has the reward {message.reward}")
     greedy_score = message.greedy_score if message.HasField("greedy_score") else None
@@ -115,11 +120,11 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
     return BatchRow(
         trajectory_id=trajectory_id,
         blob_key=message.blob_key,
+        blob_digest=message.blob_digest,
         reward=message.reward,
         num_prompt_tokens=message.num_prompt_tokens,
         num_response_tokens=message.num_response_tokens,
         greedy_score=greedy_score,
-        blob_digest=message.blob_digest,
     )
 
 

@@ -74,6 +74,7 @@ class RewardApp:
                 lease_s=config.broker.lease_s,
                 max_stream_length=config.broker.max_stream_length,
                 room_timeout_s=config.barrier.stall_timeout_s,
+                save_texts=config.trainer.save_trajectories,
             ),
         )
         servicer.scorer = scorer

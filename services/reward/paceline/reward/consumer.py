@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.broker import Broker, Entry, Mailbox, Outgoing, append_when_room, names
 from paceline.core.errors import InvalidMessageError, RewardErrorKind
@@ -22,7 +22,7 @@ from paceline.data.prompts import Decoder
 from paceline.reward.scorer import Scorer
 from paceline.reward.scores import Score, failed
 from paceline.service.telemetry import current_traceparent, span
-from paceline.wire import DEFAULT_LIMITS, decode_trajectory, decode_trajectory_header, encode_scored_header
+from paceline.wire import decode_trajectory, decode_trajectory_header, encode_scored_header
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class ConsumerOptions:
         max_stream_length: the scored mailbox's bound; writing waits above it.
         room_timeout_s: how long writing may wait.
         max_entries: largest batch.
+        save_texts: whether the responses' texts are stored beside their arrays.
     """
 
     run_id: str
@@ -48,6 +49,7 @@ class ConsumerOptions:
     max_stream_length: int = 100_000
     room_timeout_s: float = 300.0
     max_entries: int = 128
+    save_texts: bool = True
 
 
 class Consumer:
@@ -92,11 +94,11 @@ class Consumer:
         traceparent = next((entry.traceparent for entry in entries if entry.traceparent), None)
         try:
             with span("reward.score", traceparent=traceparent, attributes={"num_items": len(entries)}):
-                payloads = await self._score(entries, started)
-                stream, parent = names.scored(self._options.run_id), current_traceparent()
+                messages = await self._score(entries, started)
+                parent = current_traceparent()
                 await append_when_room(
                     self._broker,
-                    [Outgoing(stream=stream, payload=payload, traceparent=parent) for payload in payloads],
+                    [replace(message, traceparent=parent) for message in messages],
                     max_length=self._options.max_stream_length,
                     timeout_s=self._options.room_timeout_s,
                 )
@@ -104,25 +106,35 @@ class Consumer:
         finally:
             self.num_in_flight -= len(entries)
 
-    async def _score(self, entries: Sequence[Entry], started: float) -> list[bytes]:
+    async def _score(self, entries: Sequence[Entry], started: float) -> list[Outgoing]:
         """The scored headers of a batch, and the payloads that could not be read, unchanged."""
+        stream = names.scored(self._options.run_id)
         headers: list[TrajectoryHeader] = []
-        payloads: list[bytes] = []
+        messages: list[Outgoing] = []
         for entry in entries:
             try:
                 headers.append(decode_trajectory_header(entry.payload))
             except InvalidMessageError as error:
                 # Passed on unchanged: the controller will reject it as well, and notes it in the journal.
                 _log.error("entry %s of %s: %s", entry.entry_id, entry.stream, error)
-                payloads.append(entry.payload)
+                messages.append(Outgoing(stream=stream, payload=entry.payload))
         blobs = await self._broker.get_blobs([header.blob_key for header in headers])
         # In a thread: decoding a large batch takes long, and heartbeats and leases must go on.
         texts = await asyncio.to_thread(self._read_responses, headers, blobs)
         scores = await self._score_texts(headers, texts)
         seconds = time.monotonic() - started
         for header, text, score in zip(headers, texts, scores, strict=True):
-            payloads.append(encode_scored_header(self._scored_header(header, text, score, seconds)))
-        return payloads
+            text_blob = self._text_blob(header, text)
+            scored = self._scored_header(header, next(iter(text_blob), ""), score, seconds)
+            payload = encode_scored_header(scored)
+            messages.append(Outgoing(stream=stream, payload=payload, blobs=text_blob))
+        return messages
+
+    def _text_blob(self, header: TrajectoryHeader, text: str | Score) -> dict[str, bytes]:
+        """The response's text by its key; {} where texts are not kept, or the response could not be read."""
+        if not self._options.save_texts or not isinstance(text, str):
+            return {}
+        return {names.text(header.blob_key): text.encode(errors="backslashreplace")}
 
     def _read_responses(
         self, headers: Sequence[TrajectoryHeader], blobs: Sequence[bytes | None]
@@ -166,7 +178,7 @@ class Consumer:
         return [next(scored) if isinstance(text, str) else text for text in texts]
 
     def _scored_header(
-        self, header: TrajectoryHeader, text: str | Score, score: Score, seconds: float
+        self, header: TrajectoryHeader, text_key: str, score: Score, seconds: float
     ) -> ScoredHeader:
         error = None if score.error is None else (score.error[0].value, score.error[1])
         return ScoredHeader(
@@ -174,6 +186,7 @@ class Consumer:
             trajectory_id=header.trajectory_id,
             policy=header.policy,
             blob_key=header.blob_key,
+            blob_digest=header.blob_digest,
             num_prompt_tokens=header.num_prompt_tokens,
             num_response_tokens=header.num_response_tokens,
             finish_reason=header.finish_reason,
@@ -184,5 +197,5 @@ class Consumer:
             reward_error=error,
             scorer=self._options.member_id,
             reward_s=seconds,
-            response_text=text[: DEFAULT_LIMITS.max_text_chars] if isinstance(text, str) else "",
+            text_key=text_key,
         )

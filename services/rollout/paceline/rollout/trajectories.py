@@ -12,7 +12,7 @@ from paceline.core.errors import NumericsError, PeerLostError
 from paceline.core.trajectory import FinishReason, PromptGroup, Trajectory, TrajectoryHeader
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.service import telemetry
-from paceline.wire import encode_trajectory, encode_trajectory_header
+from paceline.wire import blob_digest, encode_trajectory, encode_trajectory_header
 
 
 def sample_requests(group: PromptGroup, serial: int) -> list[SampleRequest]:
@@ -68,13 +68,14 @@ def trajectory_messages(
     messages = []
     for index, sample in enumerate(samples):
         trajectory = _trajectory(group, index, sample, server_id, seconds)
-        header = _header(group, trajectory)
+        blob = encode_trajectory(trajectory)
+        header = _header(group, trajectory, blob_digest(blob))
         messages.append(
             Outgoing(
                 stream=stream,
                 payload=encode_trajectory_header(header),
                 traceparent=traceparent,
-                blobs={header.blob_key: encode_trajectory(trajectory)},
+                blobs={header.blob_key: blob},
             )
         )
     return messages
@@ -97,13 +98,14 @@ def _trajectory(group: PromptGroup, index: int, sample: Sample, server_id: str, 
     )
 
 
-def _header(group: PromptGroup, trajectory: Trajectory) -> TrajectoryHeader:
+def _header(group: PromptGroup, trajectory: Trajectory, digest: str) -> TrajectoryHeader:
     trajectory_id, server_id = trajectory.trajectory_id, trajectory.server_id
     return TrajectoryHeader(
         run_id=group.run_id,
         trajectory_id=trajectory_id,
         policy=group.policy,
         blob_key=names.blob(group.run_id, str(trajectory_id), server_id, "0"),
+        blob_digest=digest,
         num_prompt_tokens=len(group.prompt_token_ids),
         num_response_tokens=len(trajectory.response_token_ids),
         finish_reason=trajectory.finish_reason,

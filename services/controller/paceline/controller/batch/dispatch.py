@@ -24,10 +24,10 @@ from paceline.controller.progress import Run
 from paceline.core.errors import DeadlineError, InvalidMessageError
 from paceline.core.ids import Purpose, sample_seed
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import PromptGroup, SamplingSpec, ScoredHeader
+from paceline.core.trajectory import GroupRefusal, PromptGroup, SamplingSpec, ScoredHeader
 from paceline.data.prompts import Prompt
 from paceline.service.telemetry import current_traceparent
-from paceline.wire import decode_scored_header, encode_prompt_group
+from paceline.wire import decode_scored, encode_prompt_group
 
 _TAKE = 512
 _BLOCK_S = 0.5
@@ -148,7 +148,7 @@ class Collector:
             now = time.monotonic()
             if entries:
                 headers = await self._admit(barrier, entries)
-                blob_keys += [header.blob_key for header in headers]
+                blob_keys += [key for header in headers for key in (header.blob_key, header.text_key) if key]
                 first, last_progress = first or now, now
                 last = headers[-1] if headers else last
                 if refill is not None:
@@ -175,6 +175,12 @@ class Collector:
             wait_s=ended - (first or ended),
         )
 
+    async def texts(self, headers: Sequence[ScoredHeader]) -> list[str]:
+        """The responses' texts; "" where none is stored."""
+        blobs = iter(await self._broker.get_blobs([header.text_key for header in headers if header.text_key]))
+        texts = [next(blobs) if header.text_key else None for header in headers]
+        return ["" if text is None else text.decode(errors="replace") for text in texts]
+
     async def discard(self, batch: Batch) -> None:
         """Deletes the blobs of a batch."""
         await self._broker.delete_blobs(batch.blob_keys)
@@ -190,7 +196,11 @@ class Collector:
         headers: list[ScoredHeader] = []
         for entry in entries:
             try:
-                headers.append(decode_scored_header(entry.payload))
+                message = decode_scored(entry.payload)
+                if isinstance(message, GroupRefusal):
+                    self._refused(barrier, message)
+                else:
+                    headers.append(message)
             except InvalidMessageError as error:
                 self._journal.record(
                     "message_rejected", stream="scored", reason=error.reason, message=str(error)
@@ -204,6 +214,24 @@ class Collector:
         self._journal.record_all(fates)
         await self._box.done(entries)
         return headers
+
+    def _refused(self, barrier: Barrier, refusal: GroupRefusal) -> None:
+        """Drops a group of this collection that the rollout servers have given up."""
+        self._journal.record(
+            "refusal",
+            step=refusal.step,
+            prompt=refusal.prompt_id,
+            reason=refusal.reason,
+            message=refusal.message,
+            server=refusal.server_id,
+        )
+        concerned = (refusal.run_id, refusal.step, refusal.policy) == (
+            self._run_id,
+            barrier.step,
+            barrier.policy,
+        ) and refusal.purpose in (barrier.purpose, Purpose.GREEDY)
+        if concerned and refusal.prompt_id in barrier.missing:
+            barrier.drop(refusal.prompt_id, reason=f"rollout:{refusal.reason}", message=refusal.message)
 
     async def _refill(
         self, refill: Refill, order: Order, barrier: Barrier, headers: Sequence[ScoredHeader]

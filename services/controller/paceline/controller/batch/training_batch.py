@@ -123,6 +123,7 @@ def rows(batch: Batch) -> tuple[BatchRow, ...]:
         BatchRow(
             trajectory_id=header.trajectory_id,
             blob_key=header.blob_key,
+            blob_digest=header.blob_digest,
             reward=header.reward or 0.0,
             num_prompt_tokens=header.num_prompt_tokens,
             num_response_tokens=header.num_response_tokens,

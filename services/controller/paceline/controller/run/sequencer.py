@@ -31,7 +31,7 @@ from paceline.controller.progress import Progress, Run
 from paceline.controller.run import metrics as step_metrics
 from paceline.controller.run.checkpoints import Checkpoints, ControllerState
 from paceline.controller.run.metrics import MetricsFile
-from paceline.controller.run.trajectories import write_trajectories
+from paceline.controller.run.trajectories import TrajectoryFile
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import PeerLostError
 from paceline.core.ids import Purpose
@@ -260,7 +260,8 @@ class Sequencer:
     async def _save_trajectories(self, name: str, batch: Batch, prompts: PromptSet) -> None:
         if self._config.trainer.save_trajectories:
             folder, step = self._run.dir / "trajectories", self.progress.step
-            await asyncio.to_thread(write_trajectories, folder, step, name, batch.samples, prompts.prompts)
+            file = TrajectoryFile(folder / f"{name}_{step:06d}.parquet", step=step, prompts=prompts.prompts)
+            await file.write(batch.samples, self._collector.texts)
 
     def _finish_step(self, metrics: Mapping[str, float]) -> None:
         self.progress.metrics = dict(metrics)

@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline.core.trajectory import ScoredHeader
 from paceline.data.prompts import Prompt
 
+ReadTexts = Callable[[Sequence[ScoredHeader]], Awaitable[Sequence[str]]]
 
-def write_trajectories(
-    folder: Path, step: int, name: str, samples: Sequence[ScoredHeader], prompts: Mapping[int, Prompt]
-) -> Path:
-    """Writes a step's scored samples, one row each, as parquet; returns the file.
+_PORTION = 1024
+"""Samples whose texts are in memory at once: 130 MB at 32,000 tokens each."""
+
+
+class TrajectoryFile:
+    """One step's scored samples, one row each, as parquet.
 
     Args:
-        name: "step" for training, "val" for validation: first part of the file name.
+        path: the file; replaced once it is complete.
+        prompts: by id, for the prompts' texts.
     """
-    import pyarrow
-    import pyarrow.parquet
 
-    contexts = {
-        header.trajectory_id.prompt_id: prompts[header.trajectory_id.prompt_id].context for header in samples
-    }
-    rows = [
-        {
-            "step": step,
+    def __init__(self, path: Path, *, step: int, prompts: Mapping[int, Prompt]) -> None:
+        self._path, self._step, self._prompts = path, step, prompts
+
+    async def write(self, samples: Sequence[ScoredHeader], read_texts: ReadTexts) -> None:
+        """Writes the samples; `read_texts` gives the responses' texts, portion by portion."""
+        import pyarrow
+        import pyarrow.parquet
+
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial, schema = self._path.with_suffix(".partial"), pyarrow.schema(_columns())
+        with pyarrow.parquet.ParquetWriter(partial, schema) as writer:
+            for start in range(0, len(samples), _PORTION):
+                portion = samples[start : start + _PORTION]
+                texts = await read_texts(portion)
+                rows = [self._row(header, text) for header, text in zip(portion, texts, strict=True)]
+                table = pyarrow.Table.from_pylist(rows, schema=schema)
+                await asyncio.to_thread(writer.write_table, table)
+        partial.replace(self._path)
+
+    def _row(self, header: ScoredHeader, text: str) -> dict[str, Any]:
+        context = self._prompts[header.trajectory_id.prompt_id].context
+        return {
+            "step": self._step,
             "prompt_id": header.trajectory_id.prompt_id,
             "sample_index": header.trajectory_id.sample_index,
-            "prompt": contexts[header.trajectory_id.prompt_id].prompt_text,
-            "response": header.response_text,
-            "ground_truth": contexts[header.trajectory_id.prompt_id].ground_truth,
+            "prompt": context.prompt_text,
+            "response": text,
+            "ground_truth": context.ground_truth,
             "reward": header.reward,
             "components": json.dumps(dict(header.components), sort_keys=True),
             "policy_version": header.policy.version,
@@ -40,9 +61,24 @@ def write_trajectories(
             "finish_reason": header.finish_reason.value,
             "server": header.server_id,
         }
-        for header in samples
+
+
+def _columns() -> list[tuple[str, Any]]:
+    import pyarrow
+
+    text, number = pyarrow.string(), pyarrow.int64()
+    return [
+        ("step", number),
+        ("prompt_id", number),
+        ("sample_index", number),
+        ("prompt", text),
+        ("response", text),
+        ("ground_truth", text),
+        ("reward", pyarrow.float64()),
+        ("components", text),
+        ("policy_version", number),
+        ("num_prompt_tokens", number),
+        ("num_response_tokens", number),
+        ("finish_reason", text),
+        ("server", text),
     ]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}_{step:06d}.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
