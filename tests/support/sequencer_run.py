@@ -95,7 +95,7 @@ class SequencerRun:
             self.guard.load_state_dict(resumed.guard)
         learner: Any = self.services.learner
         rollout: Any = self.services.rollout
-        epochs = Epochs(cfg, learner, rollout, self.supervisor.expel, self.supervisor.gone)
+        epochs = Epochs(cfg, learner, rollout, self.supervisor.expel, self.supervisor.gone, term=0)
         self.sequencer = Sequencer(
             run,
             Progress(run, step=resumed.step if resumed else 0),

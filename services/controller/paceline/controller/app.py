@@ -127,7 +127,7 @@ def _sequencer(
 ) -> Sequencer:
     learner = LearnerClient(run.config, channels, supervisor.gone)
     rollout = RolloutClient(run.config, channels)
-    epochs = Epochs(run.config, learner, rollout, supervisor.expel, supervisor.gone)
+    epochs = Epochs(run.config, learner, rollout, supervisor.expel, supervisor.gone, term=run.journal.term)
     return Sequencer(
         run,
         progress,

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from paceline.config.run import RunConfig
 from paceline.controller.fleet.clients import Gone, LearnerClient, LearnerWeights, RolloutClient, while_alive
@@ -23,6 +23,8 @@ from paceline.weights.plan.spec import WeightGroupSpec
 
 T = TypeVar("T")
 Expel = Callable[[Member, str], Coroutine[Any, Any, None]]
+
+_NUMBERS_PER_TERM: Final = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,15 +52,24 @@ class Epochs:
     Args:
         expel: removes a member from the fleet for good and journals the reason.
         gone: returns when a member is no longer in the fleet.
+        term: the controller's; epochs of later terms have greater numbers, so that no number is used twice
+            with the learner's rendezvous store.
     """
 
     def __init__(
-        self, config: RunConfig, learner: LearnerClient, rollout: RolloutClient, expel: Expel, gone: Gone
+        self,
+        config: RunConfig,
+        learner: LearnerClient,
+        rollout: RolloutClient,
+        expel: Expel,
+        gone: Gone,
+        *,
+        term: int,
     ) -> None:
         self._config, self._learner, self._rollout = config, learner, rollout
         self.expel, self._gone = expel, gone
         self.current: Epoch | None = None
-        self._last_number = 0
+        self._last_number = term * _NUMBERS_PER_TERM
 
     def fits(self, learner: Member, rollouts: Sequence[Member]) -> bool:
         """Whether the current epoch consists of exactly these members."""
@@ -66,6 +77,9 @@ class Epochs:
 
     async def form(self, learner: Member, rollouts: Sequence[Member]) -> int:
         """Dissolves the current epoch and forms a new one; returns the version that the learner holds.
+
+        Servers of the dissolved epoch that are not in the new one go on sampling: leaving a group touches no
+        parameter. So newcomers get their weights in an epoch of their own while the others work.
 
         Raises:
             PeerLostError: the learner is gone, or no rollout server is left.
