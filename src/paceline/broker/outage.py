@@ -94,8 +94,8 @@ class Outage:
         seconds = now - self._since_s
         if seconds >= limit_s:
             raise BrokerError(
-                f"{command}: broker {self._server} {trouble.state}, for {seconds:.0f} s now (commands wait "
-                f"{limit_s:g} s, see broker.outage_timeout_s): {trouble.remedy}"
+                f"{command}: broker {self._server} {trouble.state}, for {seconds:.1f} s now; commands wait "
+                f"{limit_s:g} s (broker.outage_timeout_s): {trouble.remedy}"
             )
         if seconds >= ANNOUNCED_AFTER_S and not self._announced:
             self._announced = True

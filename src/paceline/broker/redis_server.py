@@ -139,6 +139,11 @@ class RedisServer:
             raise EnvironmentLackError(f"the Redis server in {self._folder} is stopped")
         return self._process.pid
 
+    @property
+    def running(self) -> bool:
+        """Whether the server was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
     def restart(self, *, keep_data: bool = True, timeout_s: float = 15.0) -> None:
         """Starts the process again after it died, froze or was stopped; address and password stay.
 
@@ -146,12 +151,10 @@ class RedisServer:
             EnvironmentLackError: as `start`; with `keep_data` also where the data cannot be loaded.
         """
         self.stop(timeout_s=_RESTART_GRACE_S)
-        if not keep_data:
-            self._delete_data()
         deadline = time.monotonic() + timeout_s
         for attempt in range(_PORT_ATTEMPTS):
             self.port = self.port or _free_port()
-            self._launch()
+            self._launch(keep_data=keep_data)
             if self._wait_ready(deadline):
                 self._fixed_port = self.port  # clients know it from now on
                 return
@@ -188,7 +191,8 @@ class RedisServer:
     def _delete_data(self) -> None:
         for name in _DATA_FILES:
             (self._folder / name).unlink(missing_ok=True)
-        shutil.rmtree(self._folder / _DATA_FOLDER, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._folder / _DATA_FOLDER)
 
     @property
     def _config_path(self) -> Path:
@@ -199,9 +203,11 @@ class RedisServer:
         """The server's log file."""
         return self._folder / "redis.log"
 
-    def _launch(self) -> None:
+    def _launch(self, *, keep_data: bool) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not keep_data:
+                self._delete_data()
             self._write_config()
             self.log_path.unlink(missing_ok=True)
         except OSError as error:

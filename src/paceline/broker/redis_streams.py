@@ -154,16 +154,19 @@ class RedisStreamsBroker:
 
         None soon after an outage: consumers that could not renew their leases then are not dead.
         """
+        if not self._outage.is_recent(min_idle_s):
+            arguments = [group, consumer, round(min_idle_s * 1000), max_entries]
+            try:
+                rows = await self._script(scripts.RECLAIM, [stream], arguments, limit_s=0.0)
+                return [_entry(stream, row[:2], deliveries=row[2]) for row in rows]
+            except _StreamMissingError:
+                return []
+            except BrokerError:
+                if not self._outage.is_on:
+                    raise
         if self._outage.is_on:
             await self._run("PING")
-        if self._outage.is_recent(min_idle_s):
-            return []
-        arguments = [group, consumer, round(min_idle_s * 1000), max_entries]
-        try:
-            rows = await self._script(scripts.RECLAIM, [stream], arguments)
-        except _StreamMissingError:
-            return []
-        return [_entry(stream, row[:2], deliveries=row[2]) for row in rows]
+        return []
 
     async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
         """Resets the entries' idle time; returns those that are still the consumer's."""
@@ -274,14 +277,16 @@ class RedisStreamsBroker:
         """Closes the connections. The broker is unusable afterwards."""
         await self._client.aclose(close_connection_pool=True)
 
-    async def _script(self, source: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+    async def _script(
+        self, source: str, keys: Sequence[str], arguments: Sequence[Any], *, limit_s: float | None = None
+    ) -> Any:
         """Runs a script by its hash; sends its text to a server that does not know it."""
         words = (len(keys), *keys, *arguments)
         name = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
         try:
-            return await self._run("EVALSHA", name, *words)
+            return await self._run("EVALSHA", name, *words, limit_s=limit_s)
         except _ScriptUnknownError:
-            return await self._run("EVAL", source, *words)
+            return await self._run("EVAL", source, *words, limit_s=limit_s)
 
     async def _run(self, *words: Any, limit_s: float | None = None) -> Any:
         return await self._retry(
@@ -326,16 +331,17 @@ class RedisStreamsBroker:
 
     def _pause_s(self, attempts: Attempts, command: str, error: Exception) -> float:
         """Seconds until the next attempt; raises what waiting does not mend."""
+        trouble = trouble_of(error, timeout_s=self._timeout_s)
+        if trouble is not None:
+            return attempts.failed(trouble)
+        attempts.answered()
         if isinstance(error, NoScriptError):
             raise _ScriptUnknownError from error
         if is_missing(error):
             raise _StreamMissingError(str(error)) from error
         if isinstance(error, ResponseError) and str(error).startswith("BUSYGROUP"):
             raise _GroupExistsError from error
-        trouble = trouble_of(error, timeout_s=self._timeout_s)
-        if trouble is None:
-            raise refusal(error, url=self._url, command=command) from error
-        return attempts.failed(trouble)
+        raise refusal(error, url=self._url, command=command) from error
 
     async def _drop_idle_connections(self) -> None:
         """Makes the next attempt connect anew and look the address up: another server may have it now."""

@@ -83,8 +83,8 @@ class BrokerConfig(Section):
     max_memory_mib: int | None = Field(
         None,
         gt=0,
-        description="Memory bound of the server that `paceline train` starts; null: a quarter of the machine's. "
-        "Services wait while it is full.",
+        description="Memory bound of the server that `paceline train` starts; services wait while it is "
+        "full. null: a quarter of the machine's.",
     )
     max_stream_length: int = Field(100_000, gt=0, description="Writers wait while a mailbox is longer.")
 
@@ -120,6 +120,13 @@ class ServiceConfig(Section):
     recovery_timeout_s: float = Field(
         600.0, gt=0, description="Longest wait for a lost service to come back."
     )
+    max_restarts: int = Field(
+        5,
+        ge=0,
+        description="How often `paceline train` starts a lost service again within restart_window_s before "
+        "the run ends; 0: never.",
+    )
+    restart_window_s: float = Field(300.0, gt=0, description="The seconds over which restarts are counted.")
     rpc_timeout_s: float = Field(30.0, gt=0, description="Deadline of short calls.")
     startup_timeout_s: float = Field(300.0, gt=0, description="Longest wait for all services to register.")
     shutdown_timeout_s: float = Field(
