@@ -73,7 +73,7 @@ class RewardApp:
                 member_id=self._session.options.member_id,
                 lease_s=config.broker.lease_s,
                 max_stream_length=config.broker.max_stream_length,
-                room_timeout_s=config.barrier.stall_timeout_s,
+                room_timeout_s=config.stall_timeout_s,
                 save_texts=config.trainer.save_trajectories,
             ),
         )

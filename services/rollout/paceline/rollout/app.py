@@ -64,7 +64,7 @@ class RolloutApp:
             broker=broker,
             run_id=registration.run_id,
             server_id=session.options.member_id,
-            consumer=f"{session.options.member_id}/{session.link.incarnation}",
+            incarnation=session.link.incarnation,
             limits=SamplerLimits.of(config),
             spawn=session.spawn,
         )
