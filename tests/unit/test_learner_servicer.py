@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from paceline.core.errors import (
+    CheckpointError,
     DeadlineError,
     IllegalTransitionError,
     InvalidMessageError,
@@ -25,6 +26,7 @@ from paceline.learner import commands
 from paceline.learner.distributed.command_loop import CommandQueue
 from paceline.learner.servicer import LearnerServicer
 from paceline.rpc.v1 import learner_pb2
+from paceline.weights.transport.rendezvous import Abandonment, open_store
 from paceline.wire.training import decode_order, order_to_proto
 from support.learner_fakes import make_batch
 
@@ -194,6 +196,30 @@ async def test_a_command_that_takes_too_long_ends_in_a_deadline_error() -> None:
         await bench.servicer.SaveCheckpoint(learner_pb2.SaveCheckpointRequest(step=1, folder="/x"), None)
 
 
+async def test_a_checkpoint_is_saved_at_once_and_complete_later() -> None:
+    bench, written = Bench(), Future[float]()
+    saving = asyncio.create_task(
+        bench.servicer.SaveCheckpoint(learner_pb2.SaveCheckpointRequest(step=3, folder="/x"), None)
+    )
+    await until(lambda: len(bench.queue.futures) == 1)
+    bench.queue.futures[0].set_result(written)
+    await saving
+    assert bench.states[-2:] == [LearnerState.SAVING, LearnerState.READY]
+    waits = [
+        asyncio.create_task(bench.servicer.WaitCheckpoint(learner_pb2.WaitCheckpointRequest(step=3), None))
+        for _ in range(2)
+    ]
+    await asyncio.sleep(0.01)
+    assert not any(wait.done() for wait in waits)
+    waits[0].cancel()  # a caller that gives up does not end the writing
+    written.set_result(1.5)
+    assert (await waits[1]).seconds == 1.5
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint of step 2 is not the one that was saved last \(3\)"
+    ):
+        await bench.servicer.WaitCheckpoint(learner_pb2.WaitCheckpointRequest(step=2), None)
+
+
 async def test_a_push_or_a_goodbye_for_another_weight_group_does_nothing() -> None:
     """An order of an epoch that is over may arrive late; the group in being must not suffer for it."""
     bench = Bench()
@@ -227,3 +253,27 @@ def test_a_closed_queue_fails_what_waits_and_what_comes() -> None:
         with pytest.raises(PeerLostError, match="rank 1 died"):
             future.result(timeout=1)
     assert queue.take(0.01) is None
+
+
+async def test_who_waits_in_a_group_of_a_dead_controller_is_freed_when_another_describes() -> None:
+    bench, store = Bench(), open_store("127.0.0.1", 10.0)
+    there = commands.Description(
+        rank_layouts=[], store_host="127.0.0.1", store_port=store.port, version=0, device="cpu"
+    )
+
+    async def answered(call: Coroutine[Any, Any, Any], answer: Any) -> None:
+        asked, calling = len(bench.queue.futures), asyncio.create_task(call)
+        await until(lambda: len(bench.queue.futures) > asked)
+        bench.queue.futures[asked].set_result(answer)
+        await calling
+
+    await answered(bench.servicer.DescribeWeights(learner_pb2.DescribeLearnerWeightsRequest(), None), there)
+    joining = learner_pb2.JoinLearnerGroupRequest(epoch=3, spec=b"")
+    await answered(bench.servicer.JoinWeightGroup(joining, None), None)
+    await answered(bench.servicer.DescribeWeights(learner_pb2.DescribeLearnerWeightsRequest(), None), there)
+    with pytest.raises(
+        PeerLostError, match="called off, since the controller that formed the group went away"
+    ):
+        Abandonment(store, 3).check("push")
+    with pytest.raises(VersionMismatchError, match="weight group None"):
+        await bench.servicer.PublishWeights(learner_pb2.PublishWeightsRequest(epoch=3, version=0), None)

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from paceline.core.errors import DeadlineError, ProtocolError, VersionMismatchError
+from paceline.core.errors import CheckpointError, DeadlineError, ProtocolError, VersionMismatchError
 from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
@@ -62,6 +63,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._store: tuple[str, int] | None = None
         self._epoch: int | None = None
         self._training: _Training | None = None
+        self._saved: tuple[int, Future[float]] | None = None
 
     @property
     def state(self) -> LearnerState:
@@ -82,7 +84,14 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def DescribeWeights(
         self, request: learner_pb2.DescribeLearnerWeightsRequest, context: Any
     ) -> learner_pb2.DescribeLearnerWeightsResponse:
-        """Reports the layouts of the ranks and where the weight group meets."""
+        """Reports the layouts of the ranks and where the weight group meets.
+
+        A controller dissolves its group before it forms another. One that still exists was formed by a
+        controller that has died: members that wait in its join or push are freed.
+        """
+        if self._epoch is not None:
+            epoch, self._epoch = self._epoch, None
+            await self._abandon(epoch, "the controller that formed the group")
         description: Description = await self._run(commands.DESCRIBE, {})
         self._store = description.store_host, description.store_port
         return learner_pb2.DescribeLearnerWeightsResponse(
@@ -130,12 +139,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self, request: learner_pb2.AbandonPushRequest, context: Any
     ) -> learner_pb2.AbandonPushResponse:
         """Frees ranks that wait for a lost member; bypasses the queue, whose thread may wait itself."""
-        if self._store is None:
-            raise ProtocolError("no weight group was ever described, so there is no join or push to abandon")
-        host, port = self._store
-        await asyncio.to_thread(
-            abandon, host, port, epoch=request.epoch, lost=request.lost, timeout_s=_STORE_TIMEOUT_S
-        )
+        await self._abandon(request.epoch, request.lost)
         return learner_pb2.AbandonPushResponse()
 
     async def TrainStep(
@@ -166,15 +170,33 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def SaveCheckpoint(
         self, request: learner_pb2.SaveCheckpointRequest, context: Any
     ) -> learner_pb2.SaveCheckpointResponse:
-        """Writes a checkpoint into the folder."""
+        """Begins to write a checkpoint into the folder; `WaitCheckpoint` waits for its end."""
         arguments = {
             "step": request.step,
             "folder": request.folder,
             "controller_state": request.controller_state,
         }
         began = time.monotonic()
-        await self._run(commands.SAVE, arguments, LearnerState.SAVING)
+        written: Future[float] = await self._run(commands.SAVE, arguments, LearnerState.SAVING)
+        self._saved = request.step, written
         return learner_pb2.SaveCheckpointResponse(seconds=time.monotonic() - began)
+
+    async def WaitCheckpoint(
+        self, request: learner_pb2.WaitCheckpointRequest, context: Any
+    ) -> learner_pb2.WaitCheckpointResponse:
+        """Waits until the checkpoint that was saved last is complete.
+
+        Raises:
+            CheckpointError: it could not be written, or another one was saved last.
+        """
+        step, written = self._saved or (None, None)
+        if step != request.step or written is None:
+            raise CheckpointError(
+                f"the checkpoint of step {request.step} is not the one that was saved last ({step}); "
+                "save it again"
+            )
+        seconds = await self._within_deadline(commands.SAVE, asyncio.wrap_future(written))
+        return learner_pb2.WaitCheckpointResponse(seconds=seconds)
 
     async def LoadCheckpoint(
         self, request: learner_pb2.LoadCheckpointRequest, context: Any
@@ -204,6 +226,12 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
                     span.set_attribute(name, value)
         self._policy = PolicyTag(version=result.step, digest="")
         return result
+
+    async def _abandon(self, epoch: int, lost: str) -> None:
+        if self._store is None:
+            raise ProtocolError("no weight group was ever described, so there is no join or push to abandon")
+        host, port = self._store
+        await asyncio.to_thread(abandon, host, port, epoch=epoch, lost=lost, timeout_s=_STORE_TIMEOUT_S)
 
     async def _run(self, name: str, arguments: dict[str, object], state: LearnerState | None = None) -> Any:
         self._require_ready()
