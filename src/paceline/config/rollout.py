@@ -58,8 +58,8 @@ class RolloutConfig(Section):
     max_deliveries: int = Field(
         6,
         gt=0,
-        description="Attempts to draw a prompt group, over all servers, before it is dropped with its reason; "
-        "an attempt whose server died counts.",
+        description="Attempts to draw a prompt group, over all servers, before it is dropped with its "
+        "reason; an attempt whose server died counts.",
     )
     engine_kwargs: dict[str, bool | int | float | str | dict[str, object]] = Field(
         {},

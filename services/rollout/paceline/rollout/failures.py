@@ -33,14 +33,14 @@ def failure_of(error: Exception) -> GroupFailure:
     """The failure that an error of one group's generation stands for; the engine is alive."""
     match error:
         case InvalidMessageError():
-            return GroupFailure(reason=error.reason, message=one_line(str(error)), final=True, of_engine=False)
+            return GroupFailure(
+                reason=error.reason, message=one_line(str(error)), final=True, of_engine=False
+            )
         case NumericsError():
             # Seeds and weights decide the numbers: they would be the same on any server.
             return GroupFailure(reason="not_finite", message=one_line(str(error)), final=True)
         case _:
-            return GroupFailure(
-                reason="engine_error", message=one_line(f"{type(error).__name__}: {error}")
-            )
+            return GroupFailure(reason="engine_error", message=one_line(f"{type(error).__name__}: {error}"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +76,8 @@ class Admission:
             return GroupFailure(reason="wrong_policy", message=message, final=True)
         if entry.deliveries > self.max_deliveries:
             message = (
-                f"prompt {group.prompt_id} was taken {entry.deliveries - 1} times, and no server has answered "
-                f"or survived; rollout.max_deliveries={self.max_deliveries}"
+                f"prompt {group.prompt_id} was taken {entry.deliveries - 1} times, and no server has "
+                f"answered; rollout.max_deliveries={self.max_deliveries}"
             )
             return GroupFailure(reason="max_deliveries", message=message, final=True)
         return group
@@ -119,7 +119,9 @@ class FailureStreak:
         self._prompts.add(group.prompt_id)
         if len(self._prompts) < MAX_FAILED_IN_A_ROW:
             return
-        message = f"{len(self._prompts)} prompt groups failed one after the other; the last: {failure.message}"
+        message = (
+            f"{len(self._prompts)} prompt groups failed one after the other; the last: {failure.message}"
+        )
         if failure.reason == "not_finite":
             raise NumericsError(message)
         raise PeerLostError(message, peer="engine")

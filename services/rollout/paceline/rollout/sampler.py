@@ -1,8 +1,8 @@
 """Draws samples: takes prompt groups of one policy version from their mailbox, puts trajectories into theirs.
 
-    prompts:vN -> decode, check -> engine -> check -> blobs, headers and acknowledgement in one step -> trajectories
-                     |               `-- failed: given back for another attempt, until there were enough
-                     `-- refused ------------------------------------------------------> scored
+    prompts:vN -> decode, check -> engine -> check -> blobs, headers, acknowledgement at once -> trajectories
+                        |            `-- failed: given back for another attempt
+                        `-- refused, or given up after so many attempts -> scored
 
 A sampler is open for one policy at a time, or closed. A group that is not finished when the sampler closes is
 given back: another server gets it, or its step is over.
@@ -177,8 +177,8 @@ class Sampler:
         except TimeoutError:
             await self._probe(group)
             message = (
-                f"prompt {group.prompt_id} was not drawn within {limit_s:g} s; raise rollout.request_timeout_s if "
-                "its responses are that long"
+                f"prompt {group.prompt_id} was not drawn within {limit_s:g} s; raise "
+                "rollout.request_timeout_s if its responses are that long"
             )
             return GroupFailure(reason="deadline", message=message)
         except Exception as error:  # noqa: BLE001 - the group's error, unless the engine has died of it
