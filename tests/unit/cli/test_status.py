@@ -18,7 +18,8 @@ async def test_status_asks_the_controller_of_the_note(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = await serve(FakeController(), token="secret")
-    resolved, folder = run_dirs.prepare(config(trainer={"total_steps": 2, "run_dir": "runs/mine"}))
+    prepared = run_dirs.prepare(config(trainer={"total_steps": 2, "run_dir": "runs/mine"}))
+    resolved, folder = prepared.config, prepared.run_dir
     note = run_dirs.new_note(folder, "secret")
     note.controller, note.state = server.address, "running"
     run_dirs.write_note(folder, note)
