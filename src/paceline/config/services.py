@@ -65,9 +65,18 @@ class LearnerConfig(Section):
 class BarrierConfig(Section):
     """Which trajectories a batch admits."""
 
-    collect_timeout_s: float = Field(1800.0, gt=0, description="Longest duration of a step's collection.")
-    stall_timeout_s: float = Field(
-        300.0, gt=0, description="Longest time without a new trajectory during the collection."
+    collect_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="Longest duration of a step's collection; null: three times rollout.request_timeout_s, "
+        "which follows the response length.",
+    )
+    stall_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="Longest time without a new trajectory during the collection, or without room in a "
+        "mailbox; null: one and a half times rollout.request_timeout_s, so that a group whose time ran out "
+        "can be drawn again.",
     )
 
 
