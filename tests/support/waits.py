@@ -21,7 +21,8 @@ NEEDLESS: dict[str, str] = {
     # For as long as the run lasts.
     "paceline.cli.launch.launcher:_Launcher._until_the_end: asyncio.wait": _LIFETIME,
     "paceline.cli.launch.launcher:_Launcher.run: asyncio.wait": _LIFETIME,
-    "paceline.cli.launch.process_tree:ProcessTree.next_exit: asyncio.wait": _LIFETIME,
+    "paceline.cli.launch.process_tree:ProcessTree.next_exit: self._ended.get": _LIFETIME,
+    "paceline.cli.launch.services:Services.tend: asyncio.wait": _LIFETIME,
     "paceline.cli.launch.processes:start: process.wait": _LIFETIME,
     "paceline.cli.launch.processes:wait_for_exit: await ended": _LIFETIME,
     "paceline.cli.launch.launcher:_Launcher._start_and_follow: await check": (
@@ -53,7 +54,7 @@ NEEDLESS: dict[str, str] = {
         "a task beside a call that has a deadline; it is cancelled when the call is over"
     ),
     "paceline.controller.weights.epoch:Epochs.call_each: asyncio.wait": _OTHERS_END_IT,
-    "paceline.controller.weights.epoch:Epochs.call_while_alive: asyncio.wait": _OTHERS_END_IT,
+    "paceline.controller.fleet.clients:while_alive: asyncio.wait": _OTHERS_END_IT,
     "paceline.reward.consumer:Consumer.run: slots.acquire": (
         "a slot is free when an item is scored, and scoring has a deadline"
     ),
