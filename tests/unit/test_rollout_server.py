@@ -16,6 +16,7 @@ from paceline.broker.base import Outgoing
 from paceline.broker.memory import MemoryBroker
 from paceline.core.errors import (
     DeadlineError,
+    IllegalTransitionError,
     NumericsError,
     PeerLostError,
     ProtocolError,
@@ -399,6 +400,33 @@ async def test_a_forgotten_server_stops_until_the_next_push() -> None:
         assert b.engine.named("generate") == []
         await b.push(V0)
         await b.headers(4)
+
+
+async def test_a_drained_server_finishes_its_groups_and_begins_no_more() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        b.engine.hold()
+        await b.ask(group(1))
+        await b.quiet(1)
+        draining = asyncio.create_task(b.server.drain())
+        await asyncio.sleep(0.05)
+        assert b.changes[-2:] == ["serving", "draining"]
+        assert b.server.standing.policy == V0
+        await b.ask(group(2))
+        b.engine.release()
+        await asyncio.wait_for(draining, 3)
+        headers = await b.headers(4)
+        assert {h.trajectory_id.prompt_id for h in headers} <= {1, 2}
+        assert b.engine.named("abort") == []
+        num_begun = len(b.engine.named("generate"))
+        await b.ask(group(3))
+        await asyncio.sleep(0.05)
+        assert len(b.engine.named("generate")) == num_begun
+        for order in (b.server.receive(1, 1), b.server.commit(V1)):
+            with pytest.raises(IllegalTransitionError, match="a rollout server that is draining has no move"):
+                await order
+        await b.server.forget()
+        assert b.server.standing.state is RolloutState.DRAINING
 
 
 async def test_leaving_a_group_does_not_disturb_what_is_being_drawn() -> None:

@@ -13,9 +13,11 @@ from paceline.config.data import Files
 class TrainerConfig(Section):
     """The run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9_.-]+$", description="First part of the run id.")
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9_.-]+$", description="First part of the run id; names the folder, too."
+    )
     run_dir: str | None = Field(
-        None, description="Where everything of the run is written; null: runs/RUN_ID."
+        None, description="Where everything of the run is written; null: runs/NAME, with trainer.name."
     )
     total_steps: int = Field(gt=0, description="Training steps.")
     seed: int = Field(
@@ -23,10 +25,16 @@ class TrainerConfig(Section):
     )
     test_freq: int = Field(0, ge=0, description="Validate every so many steps; 0: only before and after.")
     val_before_train: bool = Field(True, description="Validate the starting model.")
-    save_freq: int = Field(0, ge=0, description="Checkpoint every so many steps; 0: only at the end.")
+    save_freq: int = Field(
+        10,
+        ge=0,
+        description="Checkpoint every so many steps, which a lost learner goes back to; 0: only at the end.",
+    )
     keep_checkpoints: int = Field(2, gt=0, description="How many of the newest checkpoints are kept.")
     resume: Literal["auto", "never"] = Field(
-        "auto", description="auto: go on from the newest complete checkpoint in run_dir, if there is one."
+        "auto",
+        description="auto: go on with the interrupted run in run_dir, if there is one. never: move an "
+        "earlier run aside (run_dir.1, run_dir.2, ...) and begin again.",
     )
     save_trajectories: bool = Field(
         True, description="Write each step's trajectories to trajectories/step_NNNNNN.parquet."

@@ -22,6 +22,7 @@ class RolloutState(enum.Enum):
     STALE = "stale"
     SYNCING = "syncing"
     SERVING = "serving"
+    DRAINING = "draining"
 
 
 class LearnerState(enum.Enum):
@@ -40,6 +41,7 @@ class RewardState(enum.Enum):
 
     STARTING = "starting"
     SERVING = "serving"
+    DRAINING = "draining"
 
 
 MemberState = RolloutState | LearnerState | RewardState

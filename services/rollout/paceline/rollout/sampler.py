@@ -61,6 +61,7 @@ class Sampler:
         self._run_id, self._server_id, self._consumer = run_id, server_id, consumer
         self._spawn, self._serials = spawn, itertools.count()
         self._session: asyncio.Task[None] | None = None
+        self._draining = False
         self._capacity = Capacity(limits)
 
     @property
@@ -73,6 +74,13 @@ class Sampler:
         if self._session is not None:
             raise RuntimeError("the sampler is open: close it first")
         self._session = self._spawn(f"sample {policy}", self._serve(policy))
+
+    async def drain(self) -> None:
+        """Takes no more groups, for good, and returns when those under way are delivered."""
+        self._draining = True
+        if self._session is not None:
+            # Ends: a mailbox that is empty is asked for a second, and each group has a deadline.
+            await asyncio.wait([self._session])
 
     async def close(self) -> None:
         """Takes no more groups, aborts those under way, and returns when the engine has none of them left."""
@@ -97,7 +105,7 @@ class Sampler:
         )
         try:
             async with box, asyncio.TaskGroup() as tasks:
-                while True:
+                while not self._draining:
                     num_groups = await self._capacity.wait_for_room()
                     for entry in await box.take(num_groups):
                         group = self._admit(entry, policy)
