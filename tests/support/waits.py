@@ -87,7 +87,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.weights.transport.group:_Pending.wait: work.wait": (
         "on a CUDA stream wait() only orders kernels; the host polls the events with a deadline"
     ),
-    "paceline.weights.transport.rendezvous:make_process_group: ProcessGroupNCCL": (
+    "paceline.weights.transport.rendezvous:_nccl_group: ProcessGroupNCCL": (
         "its timeout is in the options, which the line above sets"
     ),
 }

@@ -91,6 +91,18 @@ class BrokerConfig(Section):
     lease_s: float = Field(
         5.0, gt=0, description="A message whose taker has not renewed it for so long goes to another."
     )
+    outage_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="Longest outage of the broker's server (restart, failover, freeze, no memory left) that "
+        "services wait through.",
+    )
+    max_memory_mib: int | None = Field(
+        None,
+        gt=0,
+        description="Memory bound of the server that `paceline train` starts; services wait while it is "
+        "full. null: a quarter of the machine's.",
+    )
     max_stream_length: int = Field(100_000, gt=0, description="Writers wait while a mailbox is longer.")
 
 
