@@ -65,9 +65,18 @@ class LearnerConfig(Section):
 class BarrierConfig(Section):
     """Which trajectories a batch admits."""
 
-    collect_timeout_s: float = Field(1800.0, gt=0, description="Longest duration of a step's collection.")
-    stall_timeout_s: float = Field(
-        300.0, gt=0, description="Longest time without a new trajectory during the collection."
+    collect_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="Longest duration of a step's collection; null: three times rollout.request_timeout_s, "
+        "which follows the response length.",
+    )
+    stall_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="Longest time without a new trajectory during the collection, or without room in a "
+        "mailbox; null: one and a half times rollout.request_timeout_s, so that a group whose time ran out "
+        "can be drawn again.",
     )
 
 
@@ -81,6 +90,18 @@ class BrokerConfig(Section):
     )
     lease_s: float = Field(
         5.0, gt=0, description="A message whose taker has not renewed it for so long goes to another."
+    )
+    outage_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="Longest outage of the broker's server (restart, failover, freeze, no memory left) that "
+        "services wait through.",
+    )
+    max_memory_mib: int | None = Field(
+        None,
+        gt=0,
+        description="Memory bound of the server that `paceline train` starts; services wait while it is "
+        "full. null: a quarter of the machine's.",
     )
     max_stream_length: int = Field(100_000, gt=0, description="Writers wait while a mailbox is longer.")
 

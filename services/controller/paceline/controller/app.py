@@ -26,6 +26,7 @@ from paceline.controller.progress import Progress, Run
 from paceline.controller.run import checkpoints
 from paceline.controller.run.sequencer import Sequencer
 from paceline.controller.servicer import ControllerServicer
+from paceline.controller.watchdog import Watchdog
 from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
@@ -75,10 +76,18 @@ async def serve(context: ServiceContext, options: Options) -> None:
         instance="controller",
     )
 
-    broker = await _open_broker(context, broker_url, run_id)
+    events = EventHub()
+    broker = open_broker(
+        broker_url,
+        outage_timeout_s=config.broker.outage_timeout_s,
+        on_outage=events.notice,
+        on_recovery=events.notice,
+    )
+    context.defer("broker connection", broker.close)
+    await _empty_mailboxes(broker, run_id)
     clock = SystemClock()
     journal = Journal(options.run_dir / "events.jsonl", clock)
-    run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=EventHub())
+    run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=events)
     progress = Progress(run, step=state.step if state else 0)
     log.info("controller number %d of this run: %s", journal.term, journal.standing)
     journal.record("run", run_id=run_id, term=journal.term, step=progress.step, pid=os.getpid())
@@ -140,15 +149,12 @@ def _sequencer(
     )
 
 
-async def _open_broker(context: ServiceContext, url: str, run_id: str) -> Broker:
+async def _empty_mailboxes(broker: Broker, run_id: str) -> None:
     """Connects and creates empty mailboxes: messages that an earlier process of this run left are useless."""
-    broker = open_broker(url)
-    context.defer("broker connection", broker.close)
     await broker.ping()
     await broker.purge(names.prefix(run_id))
     await broker.ensure_group(names.trajectories(run_id), names.REWARD_GROUP)
     await broker.ensure_group(names.scored(run_id), names.CONTROLLER_GROUP)
-    return broker
 
 
 async def _listen(
@@ -182,10 +188,14 @@ async def _run_to_the_end(
     running = asyncio.create_task(sequencer.run(), name="sequencer")
     supervising = asyncio.create_task(supervisor.supervise(), name="supervisor")
     signalled = asyncio.create_task(context.stopping.wait(), name="signal")
-    tasks: list[asyncio.Task[Any]] = [running, supervising, signalled]
+    watchdog = Watchdog(progress, supervisor.fleet, run.events, SystemClock())
+    watching = asyncio.create_task(watchdog.run(), name="watchdog")
+    tasks: list[asyncio.Task[Any]] = [running, supervising, watching, signalled]
     try:
         await asyncio.wait([*tasks, stop], return_when=asyncio.FIRST_COMPLETED)
-        failure = next((t.exception() for t in (supervising, running) if t.done() and t.exception()), None)
+        failure = next(
+            (t.exception() for t in (supervising, watching, running) if t.done() and t.exception()), None
+        )
         ok = running.done() and failure is None
         if ok:
             message = f"{progress.step} steps done"

@@ -74,7 +74,7 @@ class RewardApp:
         folder = config.model.tokenizer_path or config.model.path
         # Importing the tokenizer library takes seconds, in which heartbeats must go on.
         tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_tokenizer, folder), scorer.start())
-        broker = open_broker(registration.broker_url)
+        broker = open_broker(registration.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
         self._session.context.defer("broker", broker.close)
         self._consumer = Consumer(
             broker=broker,
@@ -85,7 +85,7 @@ class RewardApp:
                 member_id=self._session.options.member_id,
                 lease_s=config.broker.lease_s,
                 max_stream_length=config.broker.max_stream_length,
-                room_timeout_s=config.barrier.stall_timeout_s,
+                room_timeout_s=config.stall_timeout_s,
                 save_texts=config.trainer.save_trajectories,
             ),
         )

@@ -59,7 +59,7 @@ class RolloutApp:
     async def _serve(self, engine: Engine, registration: Registration) -> None:
         session, context, config = self._session, self._session.context, registration.config
         context.defer("engine", engine.shutdown, budget_s=_ENGINE_SHUTDOWN_S)
-        broker = open_broker(registration.broker_url)
+        broker = open_broker(registration.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
         context.defer("broker", broker.close)
         await broker.ping()
         sampler = Sampler(
@@ -67,7 +67,7 @@ class RolloutApp:
             broker=broker,
             run_id=registration.run_id,
             server_id=session.options.member_id,
-            consumer=f"{session.options.member_id}/{session.link.incarnation}",
+            incarnation=session.link.incarnation,
             limits=SamplerLimits.of(config),
             spawn=session.spawn,
         )

@@ -193,7 +193,9 @@ async def conduct(
                 await asyncio.gather(running, return_exceptions=True)
                 return Outcome(ok=False, message=reason, exit_code=1), conductor.record, reason
             outcome = await running
-            return outcome, conductor.record, reason or _unfinished(striking, conductor.record, chaos_plan)
+            if outcome.ok:
+                reason = _reason(striking) or _unfinished(striking, conductor.record, chaos_plan)
+            return outcome, conductor.record, reason
         finally:
             for task in (striking, running):
                 task.cancel()

@@ -120,7 +120,7 @@ class Collector:
             self._broker,
             messages,
             max_length=self._config.broker.max_stream_length,
-            timeout_s=self._config.barrier.stall_timeout_s,
+            timeout_s=self._config.stall_timeout_s,
         )
 
     async def collect(self, order: Order, refill: Refill | None = None) -> Batch:
@@ -138,7 +138,7 @@ class Collector:
             with_greedy=order.with_greedy,
         )
         blob_keys: list[str] = []
-        limits = self._config.barrier
+        limits = self._config
         began = time.monotonic()
         first = last_progress = None
         last: ScoredHeader | None = None
