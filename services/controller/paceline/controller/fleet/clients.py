@@ -53,13 +53,16 @@ async def while_alive(member: Member, call: Coroutine[Any, Any, T], gone: Gone) 
         await asyncio.gather(calling, leaving, return_exceptions=True)
 
 
-async def is_serving(address: str) -> bool:
-    """Whether a member at the address answers within a second that it is healthy."""
+async def is_serving(address: str, incarnation: str) -> bool:
+    """Whether this incarnation answers at the address within a second, and is not about to leave.
+
+    Another process may have got the port of one that is gone.
+    """
     channel = connect(address)
     try:
         answer = await call(
             health_pb2_grpc.HealthStub(channel).Check,
-            health_pb2.HealthCheckRequest(),
+            health_pb2.HealthCheckRequest(service=incarnation),
             timeout_s=_PROBE_S,
             phase="PROBE",
             peer=address,
