@@ -126,6 +126,9 @@ class FakeLearner:
             _write_manifest(Path(folder), controller_state)
         return 0.0
 
+    async def wait_checkpoint(self, member: Member, *, step: int) -> float:
+        return 0.0
+
     async def load(self, member: Member, *, folder: str, version: int) -> float:
         self.services.calls.append(f"load {Path(folder).name} as {version}")
         self.services.source = int(Path(folder).name.rpartition("_")[2])

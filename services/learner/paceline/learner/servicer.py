@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from paceline.core.errors import DeadlineError, ProtocolError, VersionMismatchError
+from paceline.core.errors import CheckpointError, DeadlineError, ProtocolError, VersionMismatchError
 from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
@@ -62,6 +63,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._store: tuple[str, int] | None = None
         self._epoch: int | None = None
         self._training: _Training | None = None
+        self._saved: tuple[int, Future[float]] | None = None
 
     @property
     def state(self) -> LearnerState:
@@ -166,15 +168,33 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def SaveCheckpoint(
         self, request: learner_pb2.SaveCheckpointRequest, context: Any
     ) -> learner_pb2.SaveCheckpointResponse:
-        """Writes a checkpoint into the folder."""
+        """Begins to write a checkpoint into the folder; `WaitCheckpoint` waits for its end."""
         arguments = {
             "step": request.step,
             "folder": request.folder,
             "controller_state": request.controller_state,
         }
         began = time.monotonic()
-        await self._run(commands.SAVE, arguments, LearnerState.SAVING)
+        written: Future[float] = await self._run(commands.SAVE, arguments, LearnerState.SAVING)
+        self._saved = request.step, written
         return learner_pb2.SaveCheckpointResponse(seconds=time.monotonic() - began)
+
+    async def WaitCheckpoint(
+        self, request: learner_pb2.WaitCheckpointRequest, context: Any
+    ) -> learner_pb2.WaitCheckpointResponse:
+        """Waits until the checkpoint that was saved last is complete.
+
+        Raises:
+            CheckpointError: it could not be written, or another one was saved last.
+        """
+        step, written = self._saved or (None, None)
+        if step != request.step or written is None:
+            raise CheckpointError(
+                f"the checkpoint of step {request.step} is not the one that was saved last ({step}); "
+                "save it again"
+            )
+        seconds = await self._within_deadline(commands.SAVE, asyncio.wrap_future(written))
+        return learner_pb2.WaitCheckpointResponse(seconds=seconds)
 
     async def LoadCheckpoint(
         self, request: learner_pb2.LoadCheckpointRequest, context: Any

@@ -70,6 +70,11 @@ class LearnerServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
+        self.WaitCheckpoint = channel.unary_unary(
+                '/paceline.rpc.v1.LearnerService/WaitCheckpoint',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.WaitCheckpointRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.WaitCheckpointResponse.FromString,
+                _registered_method=True)
         self.LoadCheckpoint = channel.unary_unary(
                 '/paceline.rpc.v1.LearnerService/LoadCheckpoint',
                 request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.LoadCheckpointRequest.SerializeToString,
@@ -124,7 +129,16 @@ class LearnerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Copies the state to be written; the learner goes on while the copy is written. One checkpoint is written at a time:
+        the next one waits for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WaitCheckpoint(self, request, context):
+        """Waits until the checkpoint that was saved last is complete: only then does it count. May be repeated.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -174,6 +188,11 @@ def add_LearnerServiceServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'WaitCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.WaitCheckpoint,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.WaitCheckpointRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.WaitCheckpointResponse.SerializeToString,
             ),
             'LoadCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadCheckpoint,
@@ -371,6 +390,33 @@ class LearnerService(object):
             '/paceline.rpc.v1.LearnerService/SaveCheckpoint',
             paceline_dot_rpc_dot_v1_dot_learner__pb2.SaveCheckpointRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_learner__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WaitCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.rpc.v1.LearnerService/WaitCheckpoint',
+            paceline_dot_rpc_dot_v1_dot_learner__pb2.WaitCheckpointRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_learner__pb2.WaitCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,6 +31,11 @@ class LearnerServiceStub:
     another digest it is refused.
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.SaveCheckpointRequest, _learner_pb2.SaveCheckpointResponse]
+    """Copies the state to be written; the learner goes on while the copy is written. One checkpoint is written at a time:
+    the next one waits for it.
+    """
+    WaitCheckpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.WaitCheckpointRequest, _learner_pb2.WaitCheckpointResponse]
+    """Waits until the checkpoint that was saved last is complete: only then does it count. May be repeated."""
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.LoadCheckpointRequest, _learner_pb2.LoadCheckpointResponse]
     """Loads weights, optimizer and other training state from a checkpoint of this run. The learner's version
     does not change.
@@ -94,7 +99,18 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _learner_pb2.SaveCheckpointRequest,
         context: _aio.ServicerContext[_learner_pb2.SaveCheckpointRequest, _abc.Awaitable[_learner_pb2.SaveCheckpointResponse]],
-    ) -> _abc.Awaitable[_learner_pb2.SaveCheckpointResponse]: ...
+    ) -> _abc.Awaitable[_learner_pb2.SaveCheckpointResponse]:
+        """Copies the state to be written; the learner goes on while the copy is written. One checkpoint is written at a time:
+        the next one waits for it.
+        """
+
+    @_abc_1.abstractmethod
+    def WaitCheckpoint(
+        self,
+        request: _learner_pb2.WaitCheckpointRequest,
+        context: _aio.ServicerContext[_learner_pb2.WaitCheckpointRequest, _abc.Awaitable[_learner_pb2.WaitCheckpointResponse]],
+    ) -> _abc.Awaitable[_learner_pb2.WaitCheckpointResponse]:
+        """Waits until the checkpoint that was saved last is complete: only then does it count. May be repeated."""
 
     @_abc_1.abstractmethod
     def LoadCheckpoint(

@@ -174,10 +174,25 @@ class LearnerClient:
         return result_from_proto(reply)
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
-        """Makes the learner write a checkpoint; returns the seconds it took."""
+        """Makes the learner begin to write a checkpoint; returns the seconds that this held it up."""
         reply = await call(
             self._stub(member).SaveCheckpoint,
             learner_pb2.SaveCheckpointRequest(step=step, folder=folder, controller_state=controller_state),
+            timeout_s=self._timeouts.command,
+            phase="CHECKPOINT",
+            peer=member.member_id,
+        )
+        return reply.seconds
+
+    async def wait_checkpoint(self, member: Member, *, step: int) -> float:
+        """Waits until the checkpoint that was saved last is complete; returns the seconds of its writing.
+
+        Raises:
+            CheckpointError: it could not be written; the learner goes on without it.
+        """
+        reply = await call(
+            self._stub(member).WaitCheckpoint,
+            learner_pb2.WaitCheckpointRequest(step=step),
             timeout_s=self._timeouts.command,
             phase="CHECKPOINT",
             peer=member.member_id,

@@ -136,6 +136,7 @@ class Checkpoints:
         seconds = await self._learner.save(
             learner, step=state.step, folder=str(folder), controller_state=state.to_bytes()
         )
+        await self._learner.wait_checkpoint(learner, step=state.step)
         journal.record("checkpoint", step=state.step, folder=str(folder), good=state.good)
         for old in prune(self._run.dir, self._run.config.trainer.keep_checkpoints):
             journal.record("checkpoint_removed", folder=str(old))

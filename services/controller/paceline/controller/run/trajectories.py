@@ -34,17 +34,14 @@ class TrajectoryFile:
         import pyarrow.parquet
 
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        with pyarrow.parquet.ParquetWriter(partial, pyarrow.schema(_columns())) as writer:
+        partial, schema = self._path.with_suffix(".partial"), pyarrow.schema(_columns())
+        with pyarrow.parquet.ParquetWriter(partial, schema) as writer:
             for start in range(0, len(samples), _PORTION):
                 portion = samples[start : start + _PORTION]
                 texts = await read_texts(portion)
                 rows = [self._row(header, text) for header, text in zip(portion, texts, strict=True)]
-                await asyncio.to_thread(
-                    lambda rows=rows: writer.write_table(
-                        pyarrow.Table.from_pylist(rows, schema=writer.schema)
-                    )
-                )
+                table = pyarrow.Table.from_pylist(rows, schema=schema)
+                await asyncio.to_thread(writer.write_table, table)
         partial.replace(self._path)
 
     def _row(self, header: ScoredHeader, text: str) -> dict[str, Any]:

@@ -1,0 +1,6 @@
+"""`paceline verify`: checks a run directory against the invariants, by what it holds alone.
+
+events.jsonl -> entries -> history of the steps -> findings
+                                 |                    ^
+                                 '-> metrics.jsonl, trajectories/, checkpoints/
+"""

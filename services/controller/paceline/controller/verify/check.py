@@ -1,0 +1,45 @@
+"""All checks of a run directory, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from paceline.config.load import load
+from paceline.config.run import RunConfig
+from paceline.controller.verify import deadlines, files
+from paceline.controller.verify.entries import read
+from paceline.controller.verify.findings import Entry, Findings
+from paceline.controller.verify.history import History
+
+
+def verify(run_dir: Path) -> Findings:
+    """Checks a run directory.
+
+    Raises:
+        DataError: it holds no run, or one whose journal is too old.
+        ConfigError: config.resolved.yaml cannot be read.
+    """
+    config = load(RunConfig, run_dir / "config.resolved.yaml")
+    findings = Findings()
+    entries = read(run_dir / "events.jsonl", findings)
+    history = follow(entries, findings, config)
+    files.check_metrics(run_dir, history)
+    if config.trainer.save_trajectories:
+        files.check_trajectories(run_dir, history)
+    files.check_checkpoints(run_dir, history, run_id=str(entries[0].get("run_id")))
+    return findings
+
+
+def follow(entries: Iterable[Entry], findings: Findings, config: RunConfig) -> History:
+    """Checks a journal alone."""
+    entries = list(entries)
+    on_cpu = config.learner.device == "cpu"
+    history = History(findings, num_samples=config.rollout.n, repeatable=on_cpu)
+    history.follow(entries)
+    deadlines.check(entries, config, findings)
+    steps = history.steps.values()
+    findings.counts["steps finished"] = len(steps)
+    findings.counts["rows trained"] = sum(len(step.rows) for step in steps)
+    findings.counts["prompt groups dropped"] = sum(step.num_dropped for step in steps)
+    return history

@@ -1,0 +1,197 @@
+"""One collection of a step, read from the journal: which trajectories came in and where each prompt ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.controller.verify.findings import Entry, Findings, Invariant
+from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What a step asked for at first."""
+
+    entry: Entry
+    step: int
+    policy: str
+    prompts: tuple[int, ...]
+    num_samples: int
+    num_greedy: int
+
+    @classmethod
+    def of(cls, entry: Entry, num_samples: int) -> Wanted:
+        """Reads a `dispatch` event."""
+        return cls(
+            entry=entry,
+            step=int(entry["step"]),
+            policy=str(entry["policy"]),
+            prompts=tuple(entry["prompts"]),
+            num_samples=num_samples,
+            num_greedy=int(bool(entry.get("greedy"))),
+        )
+
+    @property
+    def tag(self) -> PolicyTag:
+        """The policy as version and digest."""
+        version, _, digest = self.policy.removeprefix("v").partition("@")
+        return PolicyTag(version=int(version), digest=digest)
+
+
+class Collection:
+    """Admissions, drops and refills of one collection.
+
+    Attributes:
+        prompts: what was asked for so far.
+        admitted: the events of the admitted trajectories.
+    """
+
+    def __init__(self, wanted: Wanted, findings: Findings) -> None:
+        self.wanted, self._findings = wanted, findings
+        self.prompts = set(wanted.prompts)
+        self._left_out: dict[int, Entry] = {}
+        self.admitted: dict[TrajectoryId, Entry] = {}
+
+    @property
+    def num_dropped(self) -> int:
+        """Prompts that were dropped."""
+        return sum(entry.kind == "group_dropped" for entry in self._left_out.values())
+
+    def admit(self, key: TrajectoryId, entry: Entry) -> None:
+        """Notes an admitted trajectory."""
+        wanted, findings = self.wanted, self._findings
+        if key.step != wanted.step:
+            findings.add(Invariant.I1, f"{key} was admitted in step {wanted.step}", wanted.entry, entry)
+        if entry.get("policy") != wanted.policy:
+            findings.add(
+                Invariant.I1,
+                f"{key} of {entry.get('policy')} was admitted in a step of {wanted.policy}",
+                wanted.entry,
+                entry,
+            )
+        if not entry.get("digest") or entry.get("reward") is None:
+            findings.add(Invariant.I3, f"{key} was admitted without a digest or a reward", entry)
+        if key in self.admitted:
+            findings.add(Invariant.I3, f"{key} was admitted twice", self.admitted[key], entry)
+        if key.prompt_id not in self.prompts:
+            findings.add(
+                Invariant.I2,
+                f"{key} was admitted, but step {wanted.step} did not ask for prompt {key.prompt_id}",
+                entry,
+            )
+        self.admitted.setdefault(key, entry)
+
+    def drop(self, entry: Entry) -> None:
+        """Notes a dropped group."""
+        self._leave_out(int(entry["prompt"]), "dropped", entry)
+
+    def refill(self, entry: Entry) -> None:
+        """Notes groups that were set aside, and the prompts in their places."""
+        for prompt, _ in entry["set_aside"]:
+            self._leave_out(int(prompt), "set aside", entry)
+            count = self._num_admitted(prompt, Purpose.TRAIN)
+            if count != self.wanted.num_samples:
+                self._findings.add(
+                    Invariant.I2,
+                    f"prompt {prompt} of step {self.wanted.step} was set aside with {count} of "
+                    f"{self.wanted.num_samples} samples",
+                    entry,
+                )
+        for prompt in entry["prompts"]:
+            if prompt in self.prompts:
+                self._findings.add(
+                    Invariant.I2,
+                    f"prompt {prompt} was asked for twice in step {self.wanted.step}",
+                    self.wanted.entry,
+                    entry,
+                )
+            self.prompts.add(prompt)
+
+    def close(self, entry: Entry) -> tuple[BatchRow, ...]:
+        """The rows to train, in batch order; notes prompts without an end.
+
+        Args:
+            entry: the `batch` event.
+        """
+        trained = sorted(self.prompts - self._left_out.keys())
+        first = len(self.wanted.prompts)
+        if len(trained) > first:
+            self._findings.add(
+                Invariant.I2,
+                f"step {self.wanted.step} trained {len(trained)} prompts, more than the {first} that it "
+                "began with",
+                self.wanted.entry,
+                entry,
+            )
+        for prompt in trained:
+            self._check_complete(prompt, entry)
+        return tuple(self._rows(trained))
+
+    def _rows(self, prompts: Iterable[int]) -> Iterable[BatchRow]:
+        step, chosen = self.wanted.step, set(prompts)
+        for key in sorted(self.admitted):
+            if key.prompt_id not in chosen or key.purpose != Purpose.TRAIN.value:
+                continue
+            greedy = TrajectoryId(
+                step=step, purpose=Purpose.GREEDY.value, prompt_id=key.prompt_id, sample_index=0
+            )
+            score = self.admitted[greedy].get("reward") if greedy in self.admitted else None
+            entry = self.admitted[key]
+            yield BatchRow(
+                trajectory_id=key,
+                blob_key="",
+                blob_digest=str(entry.get("digest")),
+                reward=float(entry.get("reward") or 0.0),
+                num_prompt_tokens=1,
+                num_response_tokens=1,
+                greedy_score=None if score is None else float(score),
+            )
+
+    def _check_complete(self, prompt: int, entry: Entry) -> None:
+        wanted = self.wanted
+        counts = (
+            (Purpose.TRAIN, wanted.num_samples, "samples"),
+            (Purpose.GREEDY, wanted.num_greedy, "greedy answers"),
+        )
+        for purpose, needed, what in counts:
+            count = self._num_admitted(prompt, purpose)
+            if count != needed:
+                self._findings.add(
+                    Invariant.I2,
+                    f"prompt {prompt} of step {wanted.step} was trained with {count} of {needed} {what}",
+                    wanted.entry,
+                    entry,
+                )
+
+    def _num_admitted(self, prompt: int, purpose: Purpose) -> int:
+        most = self.wanted.num_samples + self.wanted.num_greedy + 1
+        keys = (
+            TrajectoryId(step=self.wanted.step, purpose=purpose.value, prompt_id=prompt, sample_index=index)
+            for index in range(most)
+        )
+        return sum(key in self.admitted for key in keys)
+
+    def _leave_out(self, prompt: int, how: str, entry: Entry) -> None:
+        step = self.wanted.step
+        if not entry.get("reason"):
+            self._findings.add(
+                Invariant.I2, f"prompt {prompt} of step {step} was {how} without a reason", entry
+            )
+        if prompt not in self.prompts:
+            self._findings.add(
+                Invariant.I2,
+                f"prompt {prompt} was {how} in step {step}, which did not ask for it",
+                self.wanted.entry,
+                entry,
+            )
+        if prompt in self._left_out:
+            self._findings.add(
+                Invariant.I2,
+                f"prompt {prompt} of step {step} was {how} though it was out already",
+                self._left_out[prompt],
+                entry,
+            )
+        self._left_out.setdefault(prompt, entry)

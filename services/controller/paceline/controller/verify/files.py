@@ -1,0 +1,117 @@
+"""Whether the files of a run directory say what its journal says: metrics, trajectories, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.controller.verify.findings import Invariant
+from paceline.controller.verify.history import History
+from paceline.core.training import BatchRow
+
+
+def check_metrics(run_dir: Path, history: History) -> None:
+    """One line per finished step, in order; one more if the run ended between the line and its event."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    steps = [_step_of(line) for line in lines]
+    expected = sorted(history.steps)
+    if steps not in (expected, [*expected, history.finished + 1]):
+        history.findings.add(Invariant.RECORD, f"metrics.jsonl {_difference(steps, expected)}")
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _difference(steps: Sequence[int | None], expected: Sequence[int]) -> str:
+    """The first fault of the lines' steps."""
+    for number, step in enumerate(steps, start=1):
+        if step is None:
+            return f"has a line that cannot be read: line {number}"
+        if step in steps[: number - 1]:
+            return f"has two lines of step {step}"
+    missing = [step for step in expected if step not in steps]
+    if missing:
+        return f"lacks step {missing[0]}, which is finished"
+    extra = [step for step in steps if step not in expected and step != len(expected)]
+    if extra:
+        return f"has a line of step {extra[0]}, which is not finished"
+    return f"is not in the order of the steps: {', '.join(map(str, steps))}"
+
+
+def check_trajectories(run_dir: Path, history: History) -> None:
+    """The rows of each finished step's parquet file are the trained ones."""
+    import pyarrow.parquet
+
+    for number, step in sorted(history.steps.items()):
+        if step.wanted is None:
+            continue
+        path = run_dir / "trajectories" / f"step_{number:06d}.parquet"
+        try:
+            table = pyarrow.parquet.read_table(
+                path, columns=["step", "prompt_id", "sample_index", "reward", "policy_version"]
+            )
+        except (OSError, pyarrow.ArrowException) as error:
+            history.findings.add(Invariant.I3, f"{path.name} of a finished step cannot be read: {error}")
+            continue
+        difference = _first_difference(table.to_pylist(), step.rows, number, step.wanted.tag.version)
+        if difference:
+            history.findings.add(Invariant.I3, f"{path.name} {difference}", step.batch)
+        history.findings.counts["rows in parquet files"] += table.num_rows
+
+
+def _first_difference(
+    written: Sequence[dict[str, Any]], rows: Sequence[BatchRow], step: int, version: int
+) -> str:
+    if len(written) != len(rows):
+        return f"has {len(written)} rows, {len(rows)} were trained"
+    for place, (plain, row) in enumerate(zip(written, rows, strict=True)):
+        key = row.trajectory_id
+        expected = {
+            "step": step,
+            "prompt_id": key.prompt_id,
+            "sample_index": key.sample_index,
+            "reward": row.reward,
+            "policy_version": version,
+        }
+        if plain != expected:
+            return f"has {plain} in row {place}; {expected} was trained"
+    return ""
+
+
+def check_checkpoints(run_dir: Path, history: History, run_id: str) -> None:
+    """Each checkpoint of the journal is on disk, and what is there belongs to this run and to its step."""
+    findings, folders = history.findings, run_dir / "checkpoints"
+    for number, entry in sorted(history.checkpoints.items()):
+        if not (folders / f"step_{number:06d}" / "manifest.json").is_file():
+            findings.add(
+                Invariant.I2, f"the checkpoint of step {number} is not on disk, or incomplete", entry
+            )
+    for manifest in sorted(folders.glob("step_*/manifest.json")):
+        number = int(manifest.parent.name.removeprefix("step_"))
+        fault = _fault(manifest, number, run_id)
+        if fault:
+            findings.add(
+                Invariant.RECORD,
+                f"the checkpoint {manifest.parent.name} {fault}",
+                history.checkpoints.get(number),
+            )
+        findings.counts["checkpoints on disk"] += 1
+
+
+def _fault(manifest: Path, number: int, run_id: str) -> str:
+    try:
+        plain = json.loads(manifest.read_text(encoding="utf-8"))
+        state = plain["controller_state"]
+        of = (int(plain["step"]), int(state["step"]), str(state["run_id"]))
+    except (ValueError, KeyError, TypeError) as error:
+        return f"has a manifest that cannot be read: {error!r}"
+    if of != (number, number, run_id):
+        return f"is of step {of[0]} with the controller's state of step {of[1]} of run {of[2]}"
+    return ""

@@ -1,0 +1,108 @@
+"""What a check found: breaches by invariant, each with the journal entries that show it, and counts."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Invariant(enum.Enum):
+    """What must hold; the value is what is printed."""
+
+    RECORD = "the record: lines numbered without gaps, terms that increase, one line of metrics per step"
+    I1 = "I1: every trained token has the version and the digest of the step's policy"
+    I2 = "I2: every prompt of a step is trained once, dropped with a reason, or set aside; no step is lost"
+    I3 = (
+        "I3: the batch holds each trajectory once, in order, and is the one that was trained and written down"
+    )
+    I4 = "I4: a version has one digest, and a rollback has the digest of the step it went back to"
+    I5 = "I5: phases follow each other as they may, and none outlasts its deadline"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One event of the journal and its line number, counted from 1."""
+
+    line: int
+    event: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """The event's name."""
+        return str(self.event.get("event"))
+
+    def __getitem__(self, key: str) -> Any:
+        return self.event[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A field that an event may lack."""
+        return self.event.get(key, default)
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {json.dumps(dict(self.event))}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Breach:
+    """An invariant that does not hold."""
+
+    invariant: Invariant
+    sentence: str
+    entries: tuple[Entry, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.invariant.name}: {self.sentence}"
+
+
+COUNTS = (
+    "events",
+    "controller restarts",
+    "steps finished",
+    "batches",
+    "commits",
+    "rollbacks",
+    "rewinds",
+    "re-collections",
+    "pushes to newcomers",
+    "checkpoints",
+    "checkpoints on disk",
+    "members lost",
+    "prompt groups dispatched",
+    "prompt groups set aside",
+    "prompt groups refused",
+    "prompt groups dropped",
+    "trajectories admitted",
+    "rows trained",
+    "rows in parquet files",
+)
+"""What is counted, in the order of the report; trajectories that were not admitted follow by verdict."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Findings:
+    """Collects breaches and counts."""
+
+    breaches: list[Breach] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, invariant: Invariant, sentence: str, *entries: Entry | None) -> None:
+        """Notes a breach."""
+        shown = tuple(entry for entry in entries if entry is not None)
+        self.breaches.append(Breach(invariant=invariant, sentence=sentence, entries=shown))
+
+    def lines(self) -> Iterator[str]:
+        """The report: counts, then per invariant whether it holds, with the first breach and its entries."""
+        for name in (*COUNTS, *sorted(self.counts.keys() - set(COUNTS))):
+            yield f"{name:32}{self.counts[name]:>10,}"
+        for invariant in Invariant:
+            breaches = [breach for breach in self.breaches if breach.invariant is invariant]
+            if not breaches:
+                yield f"holds     {invariant.value}"
+                continue
+            yield f"BREACHED  {invariant.value}"
+            yield f"          {len(breaches)} breach(es); the first: {breaches[0].sentence}"
+            yield from (f"            {entry}" for entry in breaches[0].entries)

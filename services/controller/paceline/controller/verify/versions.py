@@ -1,0 +1,119 @@
+"""The committed versions of a run: one digest each, whatever happens; a rollback has that of its source.
+
+A version that is committed again after a rewind may have another digest only if its batch differs, or if it
+was trained on a GPU, where the same batch need not give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.controller.verify.findings import Entry, Findings, Invariant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """A committed version, and the digest of the batch that made it; "" for none."""
+
+    entry: Entry
+    digest: str
+    batch: str
+
+
+class Versions:
+    """Follows commits, rollbacks and rewinds.
+
+    Args:
+        repeatable: whether the same batch gives the same weights to the bit.
+    """
+
+    def __init__(self, findings: Findings, *, repeatable: bool) -> None:
+        self._findings, self._repeatable = findings, repeatable
+        self._commits: dict[int, Commit] = {}
+        self._void: dict[int, Commit] = {}
+        self._went_back: dict[int, Entry] = {}
+
+    @property
+    def newest(self) -> int:
+        """The version that was committed last; -1 for none."""
+        return max(self._commits, default=-1)
+
+    def check_policy(self, policy: str, what: str, entry: Entry) -> None:
+        """Notes a breach if `policy` is not the committed one."""
+        last = self._commits.get(self.newest)
+        committed = "nothing" if last is None else f"v{self.newest}@{last.digest}"
+        if policy != committed:
+            self._findings.add(
+                Invariant.I1,
+                f"{what} {policy}, but {committed} is committed",
+                last.entry if last is not None else None,
+                entry,
+            )
+
+    def check_newcomers(self, entry: Entry) -> None:
+        """Checks a push to servers that came in mid-step."""
+        if entry["version"] != self.newest:
+            self._findings.add(
+                Invariant.I4,
+                f"newcomers got version {entry['version']}, but {self.newest} is committed",
+                entry,
+            )
+
+    def restart(self) -> None:
+        """A controller that starts again decides anew on a rollback that was under way."""
+        self._went_back = {v: entry for v, entry in self._went_back.items() if v <= self.newest}
+
+    def roll_back(self, entry: Entry) -> None:
+        """Notes a rollback, whose version is committed later."""
+        self._went_back[int(entry["step"])] = entry
+
+    def rewind(self, to_step: int) -> None:
+        """Makes later versions void."""
+        self._void |= {v: commit for v, commit in self._commits.items() if v > to_step}
+        self._commits = {v: commit for v, commit in self._commits.items() if v <= to_step}
+        self._went_back = {v: entry for v, entry in self._went_back.items() if v <= to_step}
+
+    def commit(self, entry: Entry, *, batch: str, due: int) -> None:
+        """Checks a commit.
+
+        Args:
+            batch: digest of the batch that the version was trained on.
+            due: the version that a first commit must have if none was committed yet.
+        """
+        version, digest = int(entry["version"]), str(entry["digest"])
+        earlier, void = self._commits.get(version), self._void.get(version)
+        expected = self.newest + 1 if self._commits else due
+        if earlier is None and version != expected:
+            self._findings.add(
+                Invariant.I4, f"version {version} was committed where {expected} is due", entry
+            )
+        if earlier is not None and earlier.digest != digest:
+            self._findings.add(
+                Invariant.I4,
+                f"version {version} was committed as {earlier.digest} and as {digest}",
+                earlier.entry,
+                entry,
+            )
+        self._check_rollback(version, digest, entry)
+        if void is not None and self._repeatable and void.batch == batch and void.digest != digest:
+            self._findings.add(
+                Invariant.I4,
+                f"version {version} was committed as {void.digest} before a rewind and as {digest} after it, "
+                "from the same batch",
+                void.entry,
+                entry,
+            )
+        if earlier is None:
+            self._commits[version] = Commit(entry=entry, digest=digest, batch=batch)
+
+    def _check_rollback(self, version: int, digest: str, entry: Entry) -> None:
+        rollback = self._went_back.get(version)
+        source = self._commits.get(int(rollback["to_step"])) if rollback is not None else None
+        if rollback is not None and source is not None and source.digest != digest:
+            self._findings.add(
+                Invariant.I4,
+                f"version {version} is a rollback to {rollback['to_step']}, which was committed as "
+                f"{source.digest}, but has {digest}",
+                rollback,
+                entry,
+            )

@@ -1,0 +1,22 @@
+"""`paceline verify`: checks what a run has written against the invariants that Paceline promises."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+from paceline.cli.launch import run_dir as run_dirs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument("run_name", metavar="RUN", help="run directory, or its name under runs/")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the controller's checker in another process: the command line imports no service."""
+    folder = run_dirs.find(args.run_name)
+    return subprocess.run(
+        [sys.executable, "-m", "paceline.controller.verify", str(folder)], check=False
+    ).returncode
