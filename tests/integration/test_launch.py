@@ -32,16 +32,22 @@ job = json.loads(sys.argv[1])
 tree = {"data": {"train_files": ["x.parquet"]}, "model": {"path": "m"},
         "reward": {"functions": [{"name": "exact_match"}]},
         "trainer": {"total_steps": 2, "run_dir": job["run_dir"]}, "broker": {"url": "memory://"},
-        "service": {"startup_timeout_s": 10, "shutdown_timeout_s": job.get("budget_s", 4)}}
+        "service": {"startup_timeout_s": 10, "shutdown_timeout_s": job.get("budget_s", 4),
+                    "max_restarts": job.get("max_restarts", 2), "suspect_after_s": 1, "dead_after_s": 2}}
 config, run_dir = run_dirs.prepare(parse(RunConfig, tree))
 
 def controller(config, run_dir, address_file):
     fake = [sys.executable, job["fake"], "--address-file", str(address_file), "--run-dir", str(run_dir)]
-    command, env = job.get("controller") or fake, {"FAKE_SCRIPT": job["script"]}
-    return ProcessSpec(name="controller", role=Role.CONTROLLER, command=tuple(command), env=env)
+    fake += ["--port", str(config.service.controller_port)]
+    env = {"FAKE_SCRIPT": job["script"], "FAKE_MEMBERS": job["states"]}
+    command = tuple(job.get("controller") or fake)
+    return ProcessSpec(name="controller", role=Role.CONTROLLER, command=command, env=env)
 
 def members(config, machine, *, controller_address, master_port):
-    return [ProcessSpec(name=name, role=Role(name.split("-")[0]), command=(sys.executable, "-c", text))
+    roles = {name: Role(name.split("-")[0]) for name in job["members"]}
+    return [ProcessSpec(name=name, role=roles[name], command=(sys.executable, "-c", text),
+                        member_id="learner-0" if roles[name] is Role.LEARNER else name,
+                        env={"MASTER_PORT": str(master_port)})
             for name, text in job["members"].items()]
 
 planner = Planner(controller=controller, members=members)
@@ -74,7 +80,10 @@ class Run:
         self.run_dir = folder / "run"
         mark = MARK.format(folder=str(self.pids_dir))
         programs = {name: mark + text for name, text in members.items()}
+        self.states = folder / "states"
+        self.states.touch()
         self.job = {
+            "states": str(self.states),
             "run_dir": str(self.run_dir),
             "fake": str(SUPPORT / "fake_controller.py"),
             "script": script,
@@ -95,6 +104,29 @@ class Run:
         while len(list((folder or self.pids_dir).glob(f"*{suffix}"))) < count:
             assert time.monotonic() < deadline, self.process.communicate(timeout=1)
             assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    @property
+    def note(self) -> run_dirs.RunNote:
+        """run.json."""
+        note = run_dirs.read_note(self.run_dir)
+        assert note is not None
+        return note
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The process ids in run.json."""
+        return self.note.pids
+
+    def alive(self) -> set[int]:
+        """The fake services that are up."""
+        return {int(path.stem) for path in self.pids_dir.iterdir() if psutil.pid_exists(int(path.stem))}
+
+    def wait_for_state(self, state: str) -> None:
+        """Waits until run.json says so."""
+        deadline = time.monotonic() + 15
+        while (note := run_dirs.read_note(self.run_dir)) is None or note.state != state:
+            assert time.monotonic() < deadline
             time.sleep(0.02)
 
     def read_until(self, words: str) -> str:
@@ -166,10 +198,10 @@ def test_a_learner_that_dies_ends_the_run_with_its_error(tmp_path: Path) -> None
     assert calls == f"stop {message}"
 
 
-def test_a_run_goes_on_when_one_of_two_rollout_servers_dies(tmp_path: Path) -> None:
+def test_a_run_goes_on_when_one_of_two_rollout_servers_cannot_be_mended(tmp_path: Path) -> None:
     run = Run(tmp_path, "wait", {"rollout-0": "raise SystemExit(3)", "rollout-1": WELL, "reward": WELL})
     note = run.read_until("goes on with the other rollout servers")
-    assert note.startswith("note: rollout-0 ended unexpectedly (exit code 3)")
+    assert "rollout-0 ended unexpectedly (exit code 3)" in note
     run.process.send_signal(signal.SIGTERM)
     assert run.finish() == (False, 128 + signal.SIGTERM, "stopped by SIGTERM")
 
@@ -179,6 +211,108 @@ def test_a_run_ends_when_its_last_rollout_server_dies(tmp_path: Path) -> None:
     ok, code, message = run.finish()
     assert (ok, code) == (False, 1)
     assert message.startswith("rollout-0 ended unexpectedly (exit code 3)")
+
+
+def test_a_killed_service_is_started_again_without_its_children(tmp_path: Path) -> None:
+    """Its child is in a session of its own, as an engine's process is."""
+    child = MARK.format(folder=str(tmp_path / "pids")) + DEAF
+    run = Run(tmp_path, "wait", {"rollout-0": LEAVES.format(child=child), "reward": WELL})
+    run.wait_for_pids(3)
+    run.wait_for_state("running")
+    before, first = run.alive(), run.pids["rollout-0"]
+    os.kill(first, signal.SIGKILL)
+    note = run.read_until("starting rollout-0 again")
+    assert "rollout-0 ended unexpectedly (killed by SIGKILL)" in note
+    assert note.endswith("starting rollout-0 again (1 of at most 2 within 300 s)\n")
+    run.wait_for_pids(5)
+    assert len(run.alive() & before) == 1, "only the reward service is the same"
+    assert run.pids["rollout-0"] != first
+    assert psutil.pid_exists(run.pids["rollout-0"])
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+
+
+def test_a_service_that_is_killed_too_often_ends_the_run(tmp_path: Path) -> None:
+    dies = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    run = Run(tmp_path, "wait", {"rollout-0": WELL, "learner-0": WELL, "reward": dies})
+    ok, code, message = run.finish()
+    assert (ok, code) == (False, 1)
+    assert message.startswith("reward ended unexpectedly (killed by SIGKILL) [log:")
+    assert message.endswith("it was started again 2 within 300 s already")
+    assert run.output.count("note: reward ended unexpectedly") == 2
+
+
+def test_a_service_that_failed_after_it_was_ready_is_started_again(tmp_path: Path) -> None:
+    fails = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(1));" + WELL
+    run = Run(tmp_path, "wait", {"rollout-0": WELL, "reward": fails})
+    run.states.write_text("reward serving\n")
+    run.wait_for_state("running")
+    time.sleep(3.0)  # it is seen as ready
+    os.kill(run.pids["reward"], signal.SIGUSR1)
+    assert "reward ended unexpectedly (exit code 1)" in run.read_until("starting reward again")
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+
+
+def test_all_ranks_of_a_learner_start_again_with_a_new_port(tmp_path: Path) -> None:
+    port = "import os; open({ports!r}, 'a').write(os.environ['MASTER_PORT'] + ' ');"
+    rank = port.format(ports=str(tmp_path / "ports")) + "\n" + DEAF
+    run = Run(tmp_path, "wait", {"rollout-0": WELL, "learner-0": rank, "learner-1": rank, "reward": WELL})
+    run.wait_for_pids(4)
+    run.wait_for_state("running")
+    before = dict(run.pids)
+    os.kill(before["learner-1"], signal.SIGKILL)
+    assert "learner-1 ended unexpectedly (killed by SIGKILL)" in run.read_until("starting the learner again")
+    run.wait_for_pids(6)
+    time.sleep(0.2)
+    after = run.pids
+    same = {name for name in before if before[name] == after[name]}
+    assert same == {"launcher", "controller", "rollout-0", "reward"}
+    ports = (tmp_path / "ports").read_text().split()
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+    assert not psutil.pid_exists(before["learner-0"])
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+
+
+def test_a_killed_controller_comes_back_at_its_address(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait", {"rollout-0": WELL, "reward": WELL})
+    run.wait_for_pids(2)
+    run.wait_for_state("running")
+    run.read_until("step 2/2")
+    address, before = run.note.controller, run.pids
+    os.kill(before["controller"], signal.SIGKILL)
+    run.read_until("the controller is back")
+    assert (run.run_dir / "controller.address").read_text() == address
+    assert run.pids["controller"] != before["controller"]
+    assert run.pids["reward"] == before["reward"]
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish() == (False, 128 + signal.SIGTERM, "stopped by SIGTERM")
+    assert [line for line in run.output.splitlines() if line.startswith("step 1/2")] == []
+
+
+def test_a_stopped_member_that_the_controller_declared_dead_is_killed(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait", {"rollout-0": WELL, "reward": WELL})
+    run.states.write_text("reward serving\nrollout-0 serving\n")
+    run.wait_for_pids(2)
+    run.wait_for_state("running")
+    stopped = run.pids["reward"]
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(3.0)
+    run.states.write_text("reward dead\nrollout-0 serving\n")
+    assert "reward runs, but has been missing" in run.read_until("killing it")
+    run.read_until("starting reward again")
+    run.wait_for_pids(3)
+    assert not psutil.pid_exists(stopped)
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+
+
+def test_a_server_that_leaves_without_an_error_is_not_started_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait", {"rollout-0": "pass", "rollout-1": WELL, "reward": WELL})
+    run.read_until("rollout-0 has left; it is not started again")
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,6 +2,7 @@
 
 As a program it takes the real controller's arguments; FAKE_SCRIPT names what it does:
 `steps` (default) ends well after two steps, `wait` runs until StopRun, `fail` ends with an error.
+FAKE_MEMBERS names a file of lines "MEMBER STATE", which GetStatus reports.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.script: list[pb.WatchEvent] = []
         self.end_after_stop = True
+        self.members_file: Path | None = None
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         self.calls.append("register")
@@ -67,7 +69,14 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         return pb.LeaveResponse()
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
-        return pb.GetStatusResponse(run_id=self.run_id, step=3, total_steps=9, phase="collect")
+        told = self.members_file.read_text().splitlines() if self.members_file is not None else []
+        members = [
+            pb.MemberStatus(member_id=name, state=state, seconds_since_heartbeat=0.0)
+            for name, state in (line.split() for line in told)
+        ]
+        return pb.GetStatusResponse(
+            run_id=self.run_id, step=3, total_steps=9, phase="collect", members=members
+        )
 
     async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
         self.calls.append(f"stop {request.reason}")
@@ -103,8 +112,11 @@ async def _main(context: ServiceContext) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--address-file", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--port", type=int, default=0)
     args, _ = parser.parse_known_args()
     controller = FakeController()
+    if "FAKE_MEMBERS" in os.environ:
+        controller.members_file = Path(os.environ["FAKE_MEMBERS"])
     steps = [step_event(step, **{"critic/score/mean": step / 2}) for step in (1, 2)]
     match os.environ.get("FAKE_SCRIPT", "steps"):
         case "steps":
@@ -113,7 +125,7 @@ async def _main(context: ServiceContext) -> None:
             controller.script = [*steps, end_event(ok=False, message="COLLECT: the barrier is stuck")]
         case _:
             controller.script = steps
-    server = await serve(controller, token=env_token())
+    server = await serve(controller, token=env_token(), port=args.port)
     context.defer("server", lambda: server.stop(0.2))
     write_atomically(args.address_file, server.address)
     await context.stopping.wait()

@@ -85,7 +85,9 @@ class SequencerRun:
         self.journal = Journal(folder / "events.jsonl", clock)
         run = Run(config=cfg, id=RUN, dir=folder, journal=self.journal, events=events)
         self.guard = Guard(run)
-        self.supervisor = Supervisor(Fleet(clock, suspect_after_s=5, dead_after_s=12), self.journal, events)
+        self.supervisor = Supervisor(
+            Fleet(clock, suspect_after_s=5, dead_after_s=12), self.journal, events, clock
+        )
         train = prompts(7)
         cursor = PromptCursor(train.ids(), batch_size=cfg.data.train_batch_size, seed=0)
         if resumed is not None:
@@ -93,7 +95,7 @@ class SequencerRun:
             self.guard.load_state_dict(resumed.guard)
         learner: Any = self.services.learner
         rollout: Any = self.services.rollout
-        epochs = Epochs(cfg, learner, rollout, self.supervisor.expel, self.supervisor.gone)
+        epochs = Epochs(cfg, learner, rollout, self.supervisor.expel, self.supervisor.gone, term=0)
         self.sequencer = Sequencer(
             run,
             Progress(run, step=resumed.step if resumed else 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.controller.fleet.membership import Fleet, Health
+from paceline.controller.fleet.membership import SWEEP_S, Fleet, FleetChange, Health
 from paceline.controller.fleet.membership import move as move_member
 from paceline.controller.phases import Phase, move
 from paceline.core.errors import IllegalTransitionError
@@ -79,17 +79,48 @@ def beat(fleet: Fleet, incarnation: str = "a", failure: str = "") -> tuple[bool,
     return known, [c.what for c in changes]
 
 
+def listen(fleet: Fleet, clock: ManualClock, seconds: float) -> list[FleetChange]:
+    """Time in which the controller judges silence all along; returns what changed."""
+    changes = fleet.sweep()
+    for _ in range(round(seconds / SWEEP_S)):
+        clock.advance(SWEEP_S)
+        changes += fleet.sweep()
+    return changes
+
+
+def test_nobody_is_dead_for_a_pause_of_the_controller() -> None:
+    """The process was stopped, or the machine suspended: that nobody was heard says nothing."""
+    members, clock = fleet()
+    register(members)
+    beat(members)
+    assert listen(members, clock, 3) == []
+    clock.advance(60)
+    assert members.sweep() == []
+    assert members.members()[0].health is Health.ALIVE
+    # Silence before the pause and after it counts.
+    assert [c.what for c in listen(members, clock, 2.5)] == ["suspect"]
+    clock.advance(60)
+    assert [(c.what, c.reason) for c in listen(members, clock, 7)] == [("dead", "silent for 12.5 s")]
+
+
+def test_a_member_that_was_heard_in_a_pause_is_not_heard_in_the_future() -> None:
+    members, clock = fleet()
+    register(members)
+    listen(members, clock, 1)
+    clock.advance(30)
+    beat(members)
+    members.sweep()
+    assert members.members()[0].last_heard == clock.now
+
+
 def test_silence_makes_suspect_then_dead_and_death_is_final() -> None:
     members, clock = fleet()
     assert register(members) == ["registered"]
     assert beat(members) == (True, ["state:serving"])
-    clock.advance(5.1)
-    assert [c.what for c in members.sweep()] == ["suspect"]
+    assert [c.what for c in listen(members, clock, 5.5)] == ["suspect"]
     assert beat(members) == (True, ["alive"])
-    clock.advance(5.1)
-    assert [c.what for c in members.sweep()] == ["suspect"]
-    clock.advance(7)
-    assert [(c.what, c.reason) for c in members.sweep()] == [("dead", "silent for 12.1 s")]
+    assert [c.what for c in listen(members, clock, 5.5)] == ["suspect"]
+    assert [(c.what, c.reason) for c in listen(members, clock, 7)] == [("dead", "silent for 12.5 s")]
     assert members.sweep() == []
     assert beat(members) == (False, [])
     assert members.usable(MemberKind.ROLLOUT) == []

@@ -16,7 +16,7 @@ from paceline.controller.journal import Journal
 from paceline.controller.progress import Progress, Run
 from paceline.controller.servicer import ControllerServicer
 from paceline.core.clock import SystemClock
-from paceline.core.errors import InvalidMessageError
+from paceline.core.errors import ConfigError, InvalidMessageError
 from paceline.core.members import MemberKind, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import common_pb2, controller_pb2_grpc
@@ -42,7 +42,8 @@ class Bench:
     async def register(
         self, kind: common_pb2.MemberKind.ValueType, member_id: str, **fields: Any
     ) -> pb.RegisterResponse:
-        request = pb.RegisterRequest(kind=kind, member_id=member_id, incarnation="a", address="h:1", **fields)
+        given = {"incarnation": "a", "address": "h:1", **fields}
+        request = pb.RegisterRequest(kind=kind, member_id=member_id, **given)
         return await channels.call(self._stub.Register, request, timeout_s=5, phase="R", peer="controller")
 
     async def beat(self, member_id: str, state: str, **fields: object) -> pb.HeartbeatResponse:
@@ -63,7 +64,7 @@ class Bench:
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     clock, events = SystemClock(), EventHub()
     journal = Journal(tmp_path / "events.jsonl", clock)
-    supervisor = Supervisor(Fleet(clock, suspect_after_s=5, dead_after_s=12), journal, events)
+    supervisor = Supervisor(Fleet(clock, suspect_after_s=5, dead_after_s=12), journal, events, clock)
     run = Run(config=config(), id="run-1", dir=tmp_path, journal=journal, events=events)
     progress = Progress(run)
     servicer = ControllerServicer(
@@ -136,6 +137,43 @@ async def test_a_failure_needs_no_state(bench: Bench) -> None:
     assert (member.health, member.failure) == (Health.DEAD, "out of memory")
     assert await bench.status() == {"learner-0": "dead"}
     assert not (await bench.beat("learner-0", "ready")).known
+
+
+async def test_a_final_failure_is_noted_as_such(bench: Bench) -> None:
+    await bench.register(common_pb2.MEMBER_KIND_LEARNER, "learner-0")
+    await bench.beat("learner-0", "", failure="no tokenizer in m", is_final=True)
+    assert bench.fleet.members()[0].is_final
+
+
+async def test_a_second_process_with_the_id_of_one_at_work_is_refused(bench: Bench) -> None:
+    """Otherwise each would put the other out at every registration, for ever."""
+    kind = common_pb2.MEMBER_KIND_ROLLOUT
+    at_work = await start_server(lambda servicer, server: None, None)
+    await bench.register(kind, "rollout-0", address=at_work.address)
+    with pytest.raises(ConfigError, match="refused: give it another --member-id") as caught:
+        await bench.register(kind, "rollout-0", incarnation="b", address="127.0.0.1:1")
+    assert at_work.address in str(caught.value)
+    assert [m.incarnation for m in bench.fleet.usable(MemberKind.ROLLOUT)] == ["a"]
+
+    # The same process may register as often as it likes; another at the same address is its successor.
+    await bench.register(kind, "rollout-0", address=at_work.address)
+    await bench.register(kind, "rollout-0", incarnation="b", address=at_work.address)
+    assert [m.incarnation for m in bench.fleet.usable(MemberKind.ROLLOUT)] == ["b"]
+
+    # One that ends says so to the probe; one that is gone does not answer.
+    await at_work.stop(0)
+    await bench.register(kind, "rollout-0", incarnation="c", address="127.0.0.1:1")
+    assert [m.incarnation for m in bench.fleet.usable(MemberKind.ROLLOUT)] == ["c"]
+
+
+async def test_a_silent_member_is_replaced_without_being_asked(bench: Bench) -> None:
+    kind = common_pb2.MEMBER_KIND_ROLLOUT
+    frozen = await start_server(lambda servicer, server: None, None)
+    await bench.register(kind, "rollout-0", address=frozen.address)
+    bench.fleet.members()[0].health = Health.SUSPECT
+    await bench.register(kind, "rollout-0", incarnation="b", address="127.0.0.1:1")
+    assert [m.incarnation for m in bench.fleet.usable(MemberKind.ROLLOUT)] == ["b"]
+    await frozen.stop(0)
 
 
 async def test_an_unknown_member_must_register(bench: Bench) -> None:

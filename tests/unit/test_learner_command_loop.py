@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.core.errors import ConfigError, DataError, ModelError, PacelineError, VersionMismatchError
+from paceline.core.errors import (
+    ConfigError,
+    DataError,
+    LostDataError,
+    ModelError,
+    PacelineError,
+    VersionMismatchError,
+)
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow
@@ -18,6 +26,7 @@ from paceline.learner.distributed.collectives import CommandError, broadcast_byt
 from paceline.learner.distributed.command_loop import STOP, CommandLoop, CommandQueue
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks
 from paceline.learner.train.optimizer import Schedule
+from paceline.wire import decode_trajectory, encode_trajectory
 from support.learner_fakes import POLICY, DictBlobs, make_batch
 from support.learner_ranks import alone
 
@@ -140,7 +149,8 @@ def test_rows_are_fetched_by_index_and_checked_once_more() -> None:
         match=r"train:1:1:0 was sampled from v0@0123456789abcdef, the step trains on v1@",
     ):
         fetch(policy=PolicyTag(version=1, digest=POLICY.digest))
-    swapped = (*rows[:2], BatchRow(**{**fields(rows[2]), "blob_key": rows[3].blob_key}), rows[3])
+    other = {"blob_key": rows[3].blob_key, "blob_digest": rows[3].blob_digest}
+    swapped = (*rows[:2], BatchRow(**{**fields(rows[2]), **other}), rows[3])
     with pytest.raises(DataError, match=r"holds trajectory train:1:1:1, the batch names train:1:1:0"):
         fetch(swapped)
     short = (*rows[:2], BatchRow(**{**fields(rows[2]), "num_response_tokens": 99}), rows[3])
@@ -151,6 +161,21 @@ def test_rows_are_fetched_by_index_and_checked_once_more() -> None:
         fetch((*rows[:2], BatchRow(**{**fields(rows[2]), "trajectory_id": greedy}), rows[3]))
     with pytest.raises(PacelineError, match="token"):
         fetch_rows(store, rows, [2], policy=POLICY, vocab_size=3)
+
+
+def test_a_blob_that_was_drawn_again_after_it_was_scored_is_not_trained_on() -> None:
+    """The second sample has the same id, policy and length as the first; only the tokens differ."""
+    rows, blobs = make_batch(num_prompts=2, num_samples=2)
+    sample = decode_trajectory(blobs[rows[2].blob_key])
+    tokens = sample.response_token_ids.copy()
+    tokens[-1] = 2 if tokens[-1] != 2 else 3
+    blobs[rows[2].blob_key] = encode_trajectory(dataclasses.replace(sample, response_token_ids=tokens))
+    store = DictBlobs(blobs)
+    assert list(fetch_rows(store, rows, [0, 1, 3], policy=POLICY, vocab_size=48)) == [0, 1, 3]
+    with pytest.raises(
+        LostDataError, match=r"trajectory train:1:1:0 holds another sample than the one that was scored"
+    ):
+        fetch_rows(store, rows, [0, 2], policy=POLICY, vocab_size=48)
 
 
 def fields(row: BatchRow) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,6 +26,7 @@ from paceline.learner import commands
 from paceline.learner.distributed.command_loop import CommandQueue
 from paceline.learner.servicer import LearnerServicer
 from paceline.rpc.v1 import learner_pb2
+from paceline.weights.transport.rendezvous import Abandonment, open_store
 from paceline.wire.training import decode_order, order_to_proto
 from support.learner_fakes import make_batch
 
@@ -252,3 +253,27 @@ def test_a_closed_queue_fails_what_waits_and_what_comes() -> None:
         with pytest.raises(PeerLostError, match="rank 1 died"):
             future.result(timeout=1)
     assert queue.take(0.01) is None
+
+
+async def test_who_waits_in_a_group_of_a_dead_controller_is_freed_when_another_describes() -> None:
+    bench, store = Bench(), open_store("127.0.0.1", 10.0)
+    there = commands.Description(
+        rank_layouts=[], store_host="127.0.0.1", store_port=store.port, version=0, device="cpu"
+    )
+
+    async def answered(call: Coroutine[Any, Any, Any], answer: Any) -> None:
+        asked, calling = len(bench.queue.futures), asyncio.create_task(call)
+        await until(lambda: len(bench.queue.futures) > asked)
+        bench.queue.futures[asked].set_result(answer)
+        await calling
+
+    await answered(bench.servicer.DescribeWeights(learner_pb2.DescribeLearnerWeightsRequest(), None), there)
+    joining = learner_pb2.JoinLearnerGroupRequest(epoch=3, spec=b"")
+    await answered(bench.servicer.JoinWeightGroup(joining, None), None)
+    await answered(bench.servicer.DescribeWeights(learner_pb2.DescribeLearnerWeightsRequest(), None), there)
+    with pytest.raises(
+        PeerLostError, match="called off, since the controller that formed the group went away"
+    ):
+        Abandonment(store, 3).check("push")
+    with pytest.raises(VersionMismatchError, match="weight group None"):
+        await bench.servicer.PublishWeights(learner_pb2.PublishWeightsRequest(epoch=3, version=0), None)

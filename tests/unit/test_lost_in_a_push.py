@@ -42,10 +42,10 @@ class SilentServices(FakeServices):
             await asyncio.wait_for(self.told.wait(), DEADLINE_S)
             raise PeerLostError("called off", peer=next(iter(self.lose | self.freeze)))
 
-    def push(self, fleet: Fleet) -> WeightPush:
+    def push(self, fleet: Fleet, *, term: int = 0) -> WeightPush:
         learner: Any = self.learner
         rollout: Any = self.rollout
-        epochs = Epochs(parse(RunConfig, CONFIG), learner, rollout, fleet.expel, fleet.gone)
+        epochs = Epochs(parse(RunConfig, CONFIG), learner, rollout, fleet.expel, fleet.gone, term=term)
         return WeightPush(epochs, learner, rollout)
 
 
@@ -123,6 +123,47 @@ async def formed() -> tuple[SilentServices, Fleet, WeightPush, list[Member]]:
     servers = [member(MemberKind.ROLLOUT, f"rollout-{number}") for number in range(3)]
     await push.epochs.form(member(MemberKind.LEARNER, "learner-0"), servers)
     return services, fleet, push, servers
+
+
+async def test_newcomers_get_their_weights_while_the_others_work_and_all_meet_again_later() -> None:
+    services, fleet, push, servers = await formed()
+    learner, newcomers = push_learner(), [member(MemberKind.ROLLOUT, "rollout-9")]
+    services.calls.clear()
+    await push.epochs.form(learner, newcomers)
+    candidate = await push.transfer(0)
+    assert candidate is not None
+    await push.commit(candidate)
+    old = {call.split()[0] for call in services.calls if call.split()[1] in {m.member_id for m in servers}}
+    assert old == {"leave"}
+    assert [call for call in services.calls if call.startswith(("join", "publish", "receive", "commit"))] == [
+        "join learner-0 e2",
+        "join rollout-9 e2 at 1",
+        "publish v0 e2",
+        "receive rollout-9 v0 e2",
+        "commit rollout-9 0",
+    ]
+    services.calls.clear()
+    await push.epochs.form(learner, [*servers, *newcomers])
+    assert await push.transfer(1) is not None
+    assert services.calls.count("join rollout-9 e3 at 4") == 1
+    assert fleet.expelled == []
+
+
+async def test_epochs_of_a_later_controller_have_greater_numbers() -> None:
+    """They would meet at keys that the learner's store still has of the earlier ones."""
+    numbers = []
+    for term in (1, 2):
+        services, fleet = SilentServices(), Fleet()
+        epochs = services.push(fleet, term=term).epochs
+        for _ in range(2):
+            await epochs.form(push_learner(), [member(MemberKind.ROLLOUT, "rollout-0")])
+            assert epochs.current is not None
+            numbers.append(epochs.current.number)
+    assert numbers == [1_000_001, 1_000_002, 2_000_001, 2_000_002]
+
+
+def push_learner() -> Member:
+    return member(MemberKind.LEARNER, "learner-0")
 
 
 async def test_the_others_are_freed_at_once_and_only_the_lost_one_is_put_out() -> None:

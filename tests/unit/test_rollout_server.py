@@ -401,10 +401,44 @@ async def test_a_forgotten_server_stops_until_the_next_push() -> None:
         await b.headers(4)
 
 
+async def test_leaving_a_group_does_not_disturb_what_is_being_drawn() -> None:
+    """Newcomers get their weights in a group of their own while the others sample."""
+    async with bench() as b:
+        await b.push(V0)
+        b.engine.hold()
+        await b.ask(group(1))
+        await b.quiet(1)
+        await b.server.leave(1)
+        assert b.server.standing.state is RolloutState.SERVING
+        b.engine.release()
+        await b.headers(4)
+        await b.ask(group(2))
+        await b.headers(4)
+        assert b.engine.named("generate") == [(5, 1), (5, 2)]
+        assert b.engine.named("abort") == []
+        await b.server.join(2, weight_group_spec(), 1)
+        await b.push(V1, epoch=2)
+        await b.ask(group(1, V1))
+        await b.headers(4)
+
+
+async def test_who_is_described_leaves_the_group_of_a_controller_that_has_died() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        await b.server.describe()
+        assert [name for name, _ in b.engine.events if name in ("join", "leave")] == ["join", "leave"]
+        assert b.server.standing.state is RolloutState.SERVING
+        with pytest.raises(VersionMismatchError, match="weight group None, the push is for group 1"):
+            await b.server.receive(1, 1)
+        await b.server.describe()
+        assert len(b.engine.named("leave")) == 1
+
+
 async def test_describe_and_receive_answer_per_rank() -> None:
     async with bench(num_ranks=2) as b:
         layouts = await b.server.describe()
         assert [layout.slices[0].box.start for layout in layouts] == [(0,), (1,)]
+        await b.server.join(1, weight_group_spec(), 2)
         result = await b.server.receive(1, 9)
         assert [report.slices[0].value for report in result.reports] == [9, 9]
         assert (result.num_bytes, result.transfer_ms) == (8, 2.0)

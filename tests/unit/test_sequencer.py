@@ -413,11 +413,14 @@ async def test_start_names_who_does_not_come(tmp_path: Path) -> None:
             await it.sequencer.run()
 
 
-async def test_a_member_that_dies_while_starting_ends_the_start_at_once(tmp_path: Path) -> None:
+async def test_a_member_that_cannot_start_ends_the_start_at_once(tmp_path: Path) -> None:
     async with run(tmp_path, service__startup_timeout_s=10.0) as it:
         await it.enlist("learner", MemberKind.LEARNER, LearnerState.LOADING)
         starting = asyncio.create_task(it.sequencer.run())
         await asyncio.sleep(0.05)
-        await it.supervisor.expel(it.supervisor.fleet.members()[0], "out of memory")
-        with pytest.raises(PeerLostError, match="learner: out of memory"):
+        _, changes = it.supervisor.fleet.heartbeat(
+            "learner", "a", state=None, policy=None, in_flight=0, failure="no such folder", is_final=True
+        )
+        await it.supervisor.apply(changes)
+        with pytest.raises(PeerLostError, match="learner: no such folder"):
             await asyncio.wait_for(starting, 2)

@@ -247,13 +247,11 @@ async def test_a_failure_is_reported_and_a_lost_controller_does_not_hide_it(
     fake, server = controller
     link = link_to(server.address)
     await link.register(5, STALE)
-    await link.fail("the engine died: out of memory")
-    assert (fake.heartbeats[-1].state, fake.heartbeats[-1].failure) == (
-        "",
-        "the engine died: out of memory",
-    )
+    await link.fail("the engine died: out of memory", is_final=False)
+    last = fake.heartbeats[-1]
+    assert (last.state, last.failure, last.is_final) == ("", "the engine died: out of memory", False)
     await server.stop(0)
-    await link.fail("again")
+    await link.fail("again", is_final=True)
     await link.leave("gone")
     await link.close()
 

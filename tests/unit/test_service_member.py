@@ -102,7 +102,9 @@ async def test_a_task_that_fails_ends_the_service_and_is_told(controller: tuple[
     with pytest.raises(ExceptionGroup) as caught:
         await run(address, work)
     assert caught.group_contains(ModelError, match="the engine died")
-    assert [beat.failure for beat in fake.heartbeats if beat.failure] == ["the engine died"]
+    assert [(beat.failure, beat.is_final) for beat in fake.heartbeats if beat.failure] == [
+        ("the engine died", True)
+    ]
 
 
 async def test_an_error_while_stopping_is_neither_told_nor_raised(

@@ -114,6 +114,11 @@ class RedisServer:
             raise EnvironmentLackError(f"the Redis server in {self._folder} is stopped")
         return self._process.pid
 
+    @property
+    def running(self) -> bool:
+        """Whether the server was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
     def restart(self, *, timeout_s: float = 15.0) -> None:
         """Starts the process again after it died or was stopped; address, password and data stay.
 

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from paceline.core.errors import PacelineError, exit_code
+from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, PacelineError
 
 # Each name is also that of its module in paceline.cli.commands.
 COMMANDS: dict[str, str] = {
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = command.run(options)
     except PacelineError as error:
         print(f"paceline {name}: {error}", file=sys.stderr)
-        return exit_code(error)
+        return EXIT_GIVEN if isinstance(error, GIVEN_ERRORS) else EXIT_FAILED
     except KeyboardInterrupt:
         return 130
     return code

@@ -108,6 +108,13 @@ class ServiceConfig(Section):
     recovery_timeout_s: float = Field(
         600.0, gt=0, description="Longest wait for a lost service to come back."
     )
+    max_restarts: int = Field(
+        5,
+        ge=0,
+        description="How often `paceline train` starts a lost service again within restart_window_s before "
+        "the run ends; 0: never.",
+    )
+    restart_window_s: float = Field(300.0, gt=0, description="The seconds over which restarts are counted.")
     rpc_timeout_s: float = Field(30.0, gt=0, description="Deadline of short calls.")
     startup_timeout_s: float = Field(300.0, gt=0, description="Longest wait for all services to register.")
     shutdown_timeout_s: float = Field(

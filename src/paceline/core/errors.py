@@ -51,11 +51,21 @@ GIVEN_ERRORS = (ConfigError, DataError, ModelError, EnvironmentLackError)
 """Errors in what the run was given, not in what happened: starting it again unchanged fails the same way."""
 
 
+EXIT_FAILED, EXIT_GIVEN, EXIT_FINAL = 1, 2, 3
+"""Exit codes of a process that ends with an error; see `exit_code`."""
+
+
 def exit_code(error: BaseException) -> int:
-    """A process's exit code: 2 where its inputs or the machine are unusable (GIVEN_ERRORS), else 1."""
+    """A process's exit code, which says whether starting the process again can help.
+
+    2 where its inputs or the machine are unusable (GIVEN_ERRORS); 3 where the run itself cannot go on: a
+    guard rule, impossible numbers, a checkpoint that does not fit; else 1, which a new start may mend.
+    """
     if isinstance(error, BaseExceptionGroup):
         return min(exit_code(part) for part in error.exceptions)
-    return 2 if isinstance(error, GIVEN_ERRORS) else 1
+    if isinstance(error, GIVEN_ERRORS):
+        return EXIT_GIVEN
+    return EXIT_FINAL if isinstance(error, (CheckpointError, GuardError, NumericsError)) else EXIT_FAILED
 
 
 class ProtocolError(PacelineError, RuntimeError):

@@ -188,10 +188,13 @@ class ControllerLink:
             elif not await self._register_again(report()) and on_reregistered is not None:
                 on_reregistered()
 
-    async def fail(self, message: str) -> None:
-        """Tells the controller why this process is about to end; best effort, within 3 s."""
+    async def fail(self, message: str, *, is_final: bool) -> None:
+        """Tells the controller why this process is about to end; best effort, within 3 s.
+
+        `is_final`: it would fail in the same way if it were started again.
+        """
         try:
-            await self._heartbeat(None, timeout_s=_PARTING_S, failure=message)
+            await self._heartbeat(None, timeout_s=_PARTING_S, failure=message, is_final=is_final)
         except PacelineError as error:
             log.warning("could not report the failure: %s", error)
 
@@ -215,7 +218,7 @@ class ControllerLink:
         return self._registration
 
     async def _heartbeat(
-        self, report: MemberReport | None, *, timeout_s: float, failure: str = ""
+        self, report: MemberReport | None, *, timeout_s: float, failure: str = "", is_final: bool = False
     ) -> controller_pb2.HeartbeatResponse:
         policy = report.policy if report else None
         request = controller_pb2.HeartbeatRequest(
@@ -225,6 +228,7 @@ class ControllerLink:
             policy=policy_tag_to_proto(policy) if policy else None,
             in_flight=report.in_flight if report else 0,
             failure=failure,
+            is_final=is_final,
         )
         return await channels.call(
             self._stub.Heartbeat, request, timeout_s=timeout_s, phase="HEARTBEAT", peer=PEER

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, exit_code
 from paceline.core.members import MemberKind
 from paceline.service import telemetry
 from paceline.service.controller_link import ControllerLink, MemberReport, Registration
@@ -161,7 +161,7 @@ class MemberSession:
                 log.info("while stopping: %s", _reason(error))
                 return
             if self._link is not None:
-                await self._link.fail(_reason(error))
+                await self._link.fail(_reason(error), is_final=exit_code(error) != 1)
             raise
 
     async def _heartbeats(

@@ -111,7 +111,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.news = asyncio.Event()
+        self.news, self.away = asyncio.Event(), asyncio.Event()
 
     def milestone(self, text: str) -> None:
         self.told.append(text)
@@ -125,6 +125,8 @@ class Recorder:
 
     def notice(self, text: str) -> None:
         self.told.append(text)
+        if text == "the controller is away":
+            self.away.set()
 
     def close(self) -> None:
         self.told.append("close")
@@ -136,7 +138,7 @@ async def test_following_survives_a_restart_of_the_stream() -> None:
     fake.script, fake.end_after_stop = [phase, step_event(1)], False
     server = await serve(fake, token="t")
     view = Recorder()
-    following = asyncio.create_task(follow(server.address, "t", view))
+    following = asyncio.create_task(follow(server.address, "t", view, patience_s=15))
     await asyncio.wait_for(view.news.wait(), 10)
     # The stream was cut after step 1; the next one begins where it ended.
     fake.script = [
@@ -146,6 +148,26 @@ async def test_following_survives_a_restart_of_the_stream() -> None:
     ]
     assert await following == EndEvent(ok=True, message="done")
     assert view.told == ["collect 1/4", "step 1", "step 2", "n"]
+    await server.stop(0)
+
+
+async def test_following_a_controller_that_was_started_again() -> None:
+    """The new controller reports the steps since its rewind; those that were shown are not shown again."""
+    first = FakeController()
+    first.script = [step_event(0), step_event(1), step_event(2)]
+    server = await serve(first, token="t")
+    port, view = int(server.address.rpartition(":")[2]), Recorder()
+    following = asyncio.create_task(follow(server.address, "t", view, patience_s=15))
+    await asyncio.wait_for(view.news.wait(), 10)
+    await asyncio.sleep(0.1)
+    await server.stop(0)
+    await asyncio.wait_for(view.away.wait(), 10)
+    second = FakeController()
+    second.script = [step_event(2), step_event(3), end_event(ok=True, message="3 steps done")]
+    server = await serve(second, token="t", port=port)
+    assert await following == EndEvent(ok=True, message="3 steps done")
+    shown = ["step 0", "step 1", "step 2", "the controller is away", "the controller is back", "step 3"]
+    assert view.told == shown
     await server.stop(0)
 
 

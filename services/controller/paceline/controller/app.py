@@ -85,7 +85,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     fleet = Fleet(
         clock, suspect_after_s=config.service.suspect_after_s, dead_after_s=config.service.dead_after_s
     )
-    supervisor = Supervisor(fleet, journal, run.events)
+    supervisor = Supervisor(fleet, journal, run.events, clock)
     stop = asyncio.get_running_loop().create_future()
     servicer = ControllerServicer(
         run,
@@ -125,8 +125,9 @@ def _sequencer(
     supervisor: Supervisor,
     guard: Guard,
 ) -> Sequencer:
-    learner, rollout = LearnerClient(run.config, channels), RolloutClient(run.config, channels)
-    epochs = Epochs(run.config, learner, rollout, supervisor.expel, supervisor.gone)
+    learner = LearnerClient(run.config, channels, supervisor.gone)
+    rollout = RolloutClient(run.config, channels)
+    epochs = Epochs(run.config, learner, rollout, supervisor.expel, supervisor.gone, term=run.journal.term)
     return Sequencer(
         run,
         progress,

@@ -10,10 +10,11 @@ from typing import Any
 
 import grpc
 
-from paceline.controller.fleet.membership import Member
+from paceline.controller.fleet.clients import is_serving
+from paceline.controller.fleet.membership import Health, Member
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.progress import Progress, Run
-from paceline.core.errors import InvalidMessageError
+from paceline.core.errors import ConfigError, InvalidMessageError
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.wire.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
@@ -59,6 +60,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
                 f"incarnation {request.incarnation!r}",
                 reason="incomplete_registration",
             )
+        await self._refuse_second_holder(request)
         await self._supervisor.apply(
             self._supervisor.fleet.register(
                 kind=kind,
@@ -82,6 +84,29 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             checkpoints=[str(folder) for folder in self._checkpoints()],
         )
 
+    async def _refuse_second_holder(self, request: controller_pb2.RegisterRequest) -> None:
+        """Refuses a second process with the id of a member that is at work.
+
+        A member that was restarted has an address where nobody answers any more, or the same address.
+
+        Raises:
+            ConfigError: the member with this id was heard of lately, and answers at its address.
+        """
+        holder = self._supervisor.fleet.get(request.member_id)
+        if (
+            holder is not None
+            and holder.health is Health.ALIVE
+            and holder.incarnation != request.incarnation
+            and holder.address != request.address
+            and await is_serving(holder.address)
+        ):
+            message = (
+                f"there is a member {request.member_id} at {holder.address} already, so the one at "
+                f"{request.address} is refused: give it another --member-id, or stop the first one"
+            )
+            self._run.events.notice(message)
+            raise ConfigError(message)
+
     async def Heartbeat(
         self, request: controller_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.HeartbeatResponse:
@@ -99,6 +124,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             policy=_policy_of(request),
             in_flight=request.in_flight,
             failure=request.failure,
+            is_final=request.is_final,
         )
         await self._supervisor.apply(changes)
         return controller_pb2.HeartbeatResponse(known=known, run_over=self._over.is_set())

@@ -84,7 +84,14 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def DescribeWeights(
         self, request: learner_pb2.DescribeLearnerWeightsRequest, context: Any
     ) -> learner_pb2.DescribeLearnerWeightsResponse:
-        """Reports the layouts of the ranks and where the weight group meets."""
+        """Reports the layouts of the ranks and where the weight group meets.
+
+        A controller dissolves its group before it forms another. One that still exists was formed by a
+        controller that has died: members that wait in its join or push are freed.
+        """
+        if self._epoch is not None:
+            epoch, self._epoch = self._epoch, None
+            await self._abandon(epoch, "the controller that formed the group")
         description: Description = await self._run(commands.DESCRIBE, {})
         self._store = description.store_host, description.store_port
         return learner_pb2.DescribeLearnerWeightsResponse(
@@ -132,12 +139,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self, request: learner_pb2.AbandonPushRequest, context: Any
     ) -> learner_pb2.AbandonPushResponse:
         """Frees ranks that wait for a lost member; bypasses the queue, whose thread may wait itself."""
-        if self._store is None:
-            raise ProtocolError("no weight group was ever described, so there is no join or push to abandon")
-        host, port = self._store
-        await asyncio.to_thread(
-            abandon, host, port, epoch=request.epoch, lost=request.lost, timeout_s=_STORE_TIMEOUT_S
-        )
+        await self._abandon(request.epoch, request.lost)
         return learner_pb2.AbandonPushResponse()
 
     async def TrainStep(
@@ -224,6 +226,12 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
                     span.set_attribute(name, value)
         self._policy = PolicyTag(version=result.step, digest="")
         return result
+
+    async def _abandon(self, epoch: int, lost: str) -> None:
+        if self._store is None:
+            raise ProtocolError("no weight group was ever described, so there is no join or push to abandon")
+        host, port = self._store
+        await asyncio.to_thread(abandon, host, port, epoch=epoch, lost=lost, timeout_s=_STORE_TIMEOUT_S)
 
     async def _run(self, name: str, arguments: dict[str, object], state: LearnerState | None = None) -> Any:
         self._require_ready()

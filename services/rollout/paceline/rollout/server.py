@@ -61,9 +61,17 @@ class RolloutServer:
         self._parts = parts
 
     async def describe(self) -> tuple[RankLayout, ...]:
-        """Which part of which checkpoint tensor each rank of the engine needs."""
+        """Which part of which checkpoint tensor each rank of the engine needs.
+
+        A controller dissolves its group before it forms another: a group that this server is still in was
+        formed by a controller that has died. The server leaves it.
+        """
         async with self._order_lock:
-            return await self._ready().engine.describe()
+            engine = self._ready().engine
+            if self._epoch is not None:
+                self._epoch = None
+                await engine.leave()
+            return await engine.describe()
 
     async def join(self, epoch: int, spec: WeightGroupSpec, rank_offset: int) -> None:
         """Joins the weight group of a membership epoch; every other rank must join meanwhile."""

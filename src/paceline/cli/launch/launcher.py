@@ -2,30 +2,35 @@
 
     Redis -> controller -> (address file) -> members -> follow the run -> stop in order -> nothing left behind
 
-The stop always happens: after success, an error, SIGINT, SIGTERM, or the death of a process.
+What ends before the run does is started again (services, own_redis); what hangs is killed first (liveness).
+The stop always happens: after success, an error, SIGINT, SIGTERM, or a loss that cannot be mended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli.controller_client import ControllerClient
 from paceline.cli.launch import plan
 from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.launch.liveness import Liveness
 from paceline.cli.launch.machine import Machine, free_port
 from paceline.cli.launch.outcome import Outcome, error_at_start, failed, outcome_of_run
 from paceline.cli.launch.plan import ProcessSpec, Role
+from paceline.cli.launch.presence import Presence
 from paceline.cli.launch.process_tree import ProcessTree
-from paceline.cli.launch.processes import ManagedProcess, wait_for_exit
+from paceline.cli.launch.restarts import RestartHistory, RestartRule
+from paceline.cli.launch.services import Services, Unit
 from paceline.cli.live.follow import follow
 from paceline.cli.live.view import View
 from paceline.config.run import RunConfig
@@ -33,14 +38,19 @@ from paceline.core.errors import DeadlineError, PacelineError, exit_code
 from paceline.core.run_events import EndEvent
 from paceline.service.process import BROKER_URL, TOKEN, adopt_orphans
 
+if TYPE_CHECKING:
+    from paceline.cli.launch.own_redis import OwnRedis
+
 log = logging.getLogger(__name__)
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # After an error the services get less time to end, so that people see the error within 20 s.
 _FAILURE_BUDGET_S = 8.0
 
-# How long after its peers noticed a killed process may still be seen as running.
+# How long after its peers noticed a killed process may still be seen as running; and how long ago it may have
+# been killed for the controller's error to come from that.
 _LATE_DEATH_S = 1.0
+_RECENT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +79,9 @@ class _Launcher:
         self._token = secrets.token_urlsafe(24)
         self._note = run_dirs.new_note(run_dir, self._token)
         self._tree = ProcessTree(run_dir / "logs")
-        self._stop_redis: Callable[[], None] | None = None
+        rule = RestartRule(max_restarts=config.service.max_restarts, window_s=config.service.restart_window_s)
+        self._services = Services(self._tree, rule, say=view.notice, changed=self._write_note)
+        self._redis: OwnRedis | None = None
         self._signal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._following: asyncio.Task[EndEvent] | None = None
         self._address = ""
@@ -125,7 +137,7 @@ class _Launcher:
     # --- start
 
     async def _start_and_follow(self) -> Outcome:
-        broker_url, redis_pid = self._start_broker()
+        broker_url = self._start_broker()
         checks = [
             asyncio.create_task(self._check(spec))
             for spec in self._planner.checks(self._config, self._run_dir)
@@ -138,36 +150,34 @@ class _Launcher:
             for check in checks:
                 check.cancel()
             await asyncio.gather(*checks, return_exceptions=True)
+        for unit in self._member_units():
+            await self._services.start(unit)
         self._note.controller, self._note.state = self._address, "running"
-        specs = self._planner.members(
-            self._config, Machine.here(), controller_address=self._address, master_port=free_port()
-        )
-        for spec in specs:
-            await self._tree.start(spec, {TOKEN: self._token})
-        self._note.pids = {"launcher": os.getpid(), **self._tree.pids}
-        if redis_pid is not None:
-            self._note.pids["redis"] = redis_pid
-        run_dirs.write_note(self._run_dir, self._note)
-        names = ", ".join(spec.name for spec in specs)
+        self._write_note()
+        names = ", ".join(p.name for u in self._services.units for p in u.processes if u.member_id)
         self._view.milestone(f"started {names}; logs in {self._run_dir / 'logs'}")
-        self._following = asyncio.create_task(follow(self._address, self._token, self._view), name="follow")
-        redis_exit = asyncio.create_task(wait_for_exit(redis_pid), name="exit of redis")
-        try:
-            return await self._until_the_end(self._following, redis_exit)
-        finally:
-            redis_exit.cancel()
-            await asyncio.gather(redis_exit, return_exceptions=True)
+        patience_s = self._config.service.recovery_timeout_s
+        self._following = asyncio.create_task(
+            follow(self._address, self._token, self._view, patience_s=patience_s), name="follow"
+        )
+        return await self._until_the_end(self._following)
 
-    def _start_broker(self) -> tuple[str, int | None]:
+    def _start_broker(self) -> str:
         if self._config.broker.url is not None:
-            return self._config.broker.url, None
-        from paceline.broker.redis_server import RedisServer
+            return self._config.broker.url
+        from paceline.cli.launch.own_redis import OwnRedis
 
-        # In the main thread: the server dies with the thread that started it.
-        server = RedisServer.start(self._run_dir / "redis", die_with_parent=True)
-        self._stop_redis = server.stop
-        self._view.milestone(f"Redis answers on port {server.port}")
-        return server.url, server.pid
+        self._redis = OwnRedis(self._run_dir / "redis", RestartHistory(self._services.rule))
+        self._view.milestone(f"Redis answers on port {self._redis.server.port}")
+        return self._redis.server.url
+
+    def _write_note(self) -> None:
+        if self._note.state != "running":
+            return
+        self._note.pids = {"launcher": os.getpid(), **self._tree.pids}
+        if self._redis is not None and self._redis.server.running:
+            self._note.pids["redis"] = self._redis.server.pid
+        run_dirs.write_note(self._run_dir, self._note)
 
     async def _check(self, spec: ProcessSpec) -> None:
         """Runs while the controller starts; members, which cost more, start after both."""
@@ -188,8 +198,14 @@ class _Launcher:
     async def _start_controller(self, broker_url: str) -> None:
         address_file = self._run_dir / "controller.address"
         address_file.unlink(missing_ok=True)
-        spec = self._planner.controller(self._config, self._run_dir, address_file)
-        controller = await self._tree.start(spec, {TOKEN: self._token, BROKER_URL: broker_url})
+        unit = self._unit(
+            "controller",
+            Role.CONTROLLER,
+            plan=lambda: [self._planner.controller(self._with_port(), self._run_dir, address_file)],
+            secrets={TOKEN: self._token, BROKER_URL: broker_url},
+        )
+        await self._services.start(unit)
+        (controller,) = unit.processes
         timeout_s = self._config.service.startup_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -206,57 +222,91 @@ class _Launcher:
                 hint=f"its log {controller.log_path} ends with: {controller.last_error()}",
             ) from error
         self._address = address_file.read_text(encoding="utf-8").strip()
+        unit.presence.was_ready = True
         self._view.milestone(f"the controller answers on {self._address}")
+
+    def _with_port(self) -> RunConfig:
+        """The configuration with the controller's port: members look for a restarted one where it was."""
+        if not self._address:
+            return self._config
+        port = int(self._address.rpartition(":")[2])
+        service = self._config.service.model_copy(update={"controller_port": port})
+        return self._config.model_copy(update={"service": service})
+
+    def _member_units(self) -> list[Unit]:
+        """The members; specs with the same member id are one unit."""
+        by_member: dict[str, list[ProcessSpec]] = {}
+        for spec in self._plan_members():
+            by_member.setdefault(spec.member_id or spec.name, []).append(spec)
+        return [
+            self._unit(
+                "the learner" if len(specs) > 1 else specs[0].name,
+                specs[0].role,
+                member_id=member_id,
+                plan=functools.partial(self._plan_members, member_id),
+                secrets={TOKEN: self._token},
+            )
+            for member_id, specs in by_member.items()
+        ]
+
+    def _plan_members(self, member_id: str | None = None) -> list[ProcessSpec]:
+        """The specs of one member or of all, with a new port for the learner's ranks."""
+        specs = self._planner.members(
+            self._config, Machine.here(), controller_address=self._address, master_port=free_port()
+        )
+        return [spec for spec in specs if member_id in (None, spec.member_id or spec.name)]
+
+    def _unit(
+        self,
+        name: str,
+        role: Role,
+        *,
+        plan: Callable[[], Sequence[ProcessSpec]],
+        secrets: Mapping[str, str],
+        member_id: str = "",
+    ) -> Unit:
+        service = self._config.service
+        # The controller, which declares the others dead, gets more time itself.
+        silence_s = service.dead_after_s * (2 if role is Role.CONTROLLER else 1)
+        presence = Presence(startup_s=service.startup_timeout_s, silence_s=silence_s)
+        history = RestartHistory(self._services.rule)
+        return Unit(
+            name, role, member_id=member_id, plan=plan, secrets=secrets, history=history, presence=presence
+        )
 
     # --- follow
 
-    async def _until_the_end(
-        self,
-        following: asyncio.Task[EndEvent],
-        redis_exit: asyncio.Task[None],
-    ) -> Outcome:
-        while True:
-            ended = asyncio.create_task(self._tree.next_exit(), name="next exit")
-            try:
-                watched: list[asyncio.Task[Any]] = [following, ended, redis_exit]
-                await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-                if following.done() and not ended.done():
-                    return await self._explain(outcome_of_run(following), ended)
-                if not ended.done():
-                    log_path = self._run_dir / "redis" / "redis.log"
-                    return failed(f"the run's Redis server ended [log: {log_path}]")
-                outcome = await self._after_exit(ended.result(), following)
-                if outcome is not None:
-                    return outcome
-            finally:
-                ended.cancel()
-                await asyncio.gather(ended, return_exceptions=True)
+    async def _until_the_end(self, following: asyncio.Task[EndEvent]) -> Outcome:
+        """Returns when the controller reports the end, or a service cannot be mended."""
+        liveness = Liveness(self._services, say=self._view.notice)
+        tending = [
+            asyncio.create_task(self._services.tend(), name="services"),
+            asyncio.create_task(liveness.run(self._address, self._token), name="liveness"),
+        ]
+        if self._redis is not None:
+            tend = self._redis.tend(say=self._view.notice, changed=self._write_note)
+            tending.append(asyncio.create_task(tend, name="redis"))
+        try:
+            await asyncio.wait([following, *tending], return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                return await self._explain(outcome_of_run(following))
+            return failed(next(task.result() for task in tending if task.done()))
+        finally:
+            for task in tending:
+                task.cancel()
+            await asyncio.gather(*tending, return_exceptions=True)
 
-    async def _explain(self, outcome: Outcome, ended: asyncio.Task[ManagedProcess]) -> Outcome:
-        """The controller's outcome, or the death of the process that caused it.
+    async def _explain(self, outcome: Outcome) -> Outcome:
+        """The controller's outcome, with the death of the process that may have caused it.
 
         A killed process loses its connections before its end is seen here, so the controller's error may
         arrive first.
         """
-        if not outcome.ok:
-            await asyncio.wait([ended], timeout=_LATE_DEATH_S)
-            if ended.done() and ended.result().exited.result() < 0:
-                return failed(ended.result().describe_end("ended unexpectedly"))
-        return outcome
-
-    async def _after_exit(self, process: ManagedProcess, following: asyncio.Task[EndEvent]) -> Outcome | None:
-        """What the end of a process means for the run; None if the run goes on."""
-        is_clean = process.exited.result() == 0
-        # Members leave when the run is over, and their exit may be seen before the controller's last event.
-        await asyncio.wait([following], timeout=10.0 if is_clean else 1.0)
-        has_end = following.done() and following.exception() is None
-        if has_end and (is_clean or following.result().ok or process.spec.role is Role.CONTROLLER):
-            return outcome_of_run(following)
-        reason = process.describe_end("ended unexpectedly")
-        if process.spec.role is Role.ROLLOUT and self._tree.running(Role.ROLLOUT):
-            self._view.notice(f"{reason}. The run goes on with the other rollout servers")
-            return None
-        return failed(reason)
+        if outcome.ok:
+            return outcome
+        await asyncio.sleep(_LATE_DEATH_S)
+        loss = self._services.recent_loss(_RECENT_S)
+        return failed(f"{outcome.message} ({loss})") if loss else outcome
 
     # --- stop
 
@@ -275,8 +325,8 @@ class _Launcher:
             if self._following is not None:
                 self._following.cancel()
                 await asyncio.gather(self._following, return_exceptions=True)
-            if self._stop_redis is not None:
-                self._stop_redis()
+            if self._redis is not None:
+                self._redis.server.stop()
             for process in self._tree.sweep():
                 log.warning("killed a process that was left behind: %s", process)
             run_dirs.end_note(self._run_dir, self._note, outcome.message)

@@ -41,11 +41,15 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSpec:
-    """One process to start. `env` is added to the launcher's own environment."""
+    """One process to start. `env` is added to the launcher's own environment.
+
+    `member_id` is what the controller calls it; several processes with the same one start and end together.
+    """
 
     name: str
     role: Role
     command: tuple[str, ...]
+    member_id: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -95,6 +99,7 @@ def members(
         ProcessSpec(
             name="reward",
             role=Role.REWARD,
+            member_id="reward-0",
             command=(*_module("reward"), *_member(config, controller_address, "reward-0")),
             env=_common(num_threads=1),
         ),
@@ -139,6 +144,7 @@ def _rollouts(
             ProcessSpec(
                 name=name,
                 role=Role.ROLLOUT,
+                member_id=name,
                 command=(*_module("rollout"), *_member(config, controller_address, name)),
                 # The rollout service sets its threads and vLLM's variables itself: it can also start alone.
                 env=_common() | _devices(server_gpus, machine),
@@ -159,6 +165,7 @@ def _learners(
             ProcessSpec(
                 name=f"learner-{rank}",
                 role=Role.LEARNER,
+                member_id="learner-0",
                 command=(*_module("learner"), *_member(config, controller_address, "learner-0")),
                 env=_common(num_threads=num_threads) | KEEP_MEMORY | ranks | _devices(gpus, machine),
             )

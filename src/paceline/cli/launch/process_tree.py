@@ -11,7 +11,6 @@ from typing import Any
 from paceline.cli.launch import processes
 from paceline.cli.launch.plan import ProcessSpec, Role
 from paceline.cli.launch.processes import ManagedProcess
-from paceline.core.errors import ProtocolError
 
 # Consumers end before what they consume from. The controller ends last, so it hears every member leave.
 STOP_ORDER = (Role.ROLLOUT, Role.LEARNER, Role.REWARD, Role.CONTROLLER)
@@ -24,7 +23,7 @@ class ProcessTree:
         self._log_dir = log_dir
         self._before = processes.descendants()
         self._processes: list[ManagedProcess] = []
-        self._reported: set[int] = set()
+        self._ended: asyncio.Queue[ManagedProcess] = asyncio.Queue()
         self._hurry = asyncio.Event()
 
     @property
@@ -34,33 +33,36 @@ class ProcessTree:
 
     async def start(self, spec: ProcessSpec, secrets: Mapping[str, str]) -> ManagedProcess:
         """Starts a process, its log at LOG_DIR/NAME.log."""
+        process = await self._start(spec, secrets)
+        process.exited.add_done_callback(lambda _: self._ended.put_nowait(process))
+        return process
+
+    async def next_exit(self) -> ManagedProcess:
+        """Waits until a process has ended that was not reported yet, and removes it from the run.
+
+        Kills the processes that it had started: orphans hold connections on which others would wait.
+        """
+        process = await self._ended.get()
+        self._remove(process)
+        return process
+
+    async def run(self, spec: ProcessSpec) -> ManagedProcess:
+        """Starts a process that ends by itself, waits for its end, and removes it from the run."""
+        process = await self._start(spec, {})
+        await asyncio.shield(process.exited)
+        self._remove(process)
+        return process
+
+    async def _start(self, spec: ProcessSpec, secrets: Mapping[str, str]) -> ManagedProcess:
         process = await processes.start(spec, self._log_dir / f"{spec.name}.log", secrets)
         self._processes.append(process)
         return process
 
-    async def next_exit(self) -> ManagedProcess:
-        """Waits until a process has ended that was not reported yet.
-
-        Kills the rest of its process group: orphans hold connections on which others would wait.
-        """
-        while True:
-            for process in self._processes:
-                if not process.running and process.pid not in self._reported:
-                    self._reported.add(process.pid)
-                    process.signal_group(signal.SIGKILL)
-                    return process
-            running = [process.exited for process in self._processes if process.running]
-            if not running:
-                raise ProtocolError("no process is left to wait for")
-            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-
-    async def run(self, spec: ProcessSpec) -> ManagedProcess:
-        """Starts a process that ends by itself, waits for its end, and removes it from the run."""
-        process = await self.start(spec, {})
-        await asyncio.shield(process.exited)
-        process.signal_group(signal.SIGKILL)
-        self._processes.remove(process)
-        return process
+    def _remove(self, process: ManagedProcess) -> None:
+        """Ends what it has started. Not later: another process may have its id then."""
+        process.kill_family()
+        if process in self._processes:
+            self._processes.remove(process)
 
     def running(self, role: Role) -> list[ManagedProcess]:
         """The processes of a role that have not ended."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import secrets
 import signal
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -18,18 +19,24 @@ from paceline.cli.launch.plan import ProcessSpec
 from paceline.core.errors import EnvironmentLackError
 from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
 
+_MARK = "PACELINE_STARTED_AS"
+_FAMILY_S = 2.0
 _ERROR = re.compile(r"\s(ERROR|CRITICAL)\s\S+\s\S+: (?P<text>.*)")
 
 
 @dataclass(slots=True)
 class ManagedProcess:
-    """A started process. `exited` gives its return code; a negative one is the number of a signal."""
+    """A started process. `exited` gives its return code; a negative one is the number of a signal.
+
+    `mark` is in the environment of the process and of all that it started.
+    """
 
     spec: ProcessSpec
     log_path: Path
     exited: asyncio.Task[int]
     _process: asyncio.subprocess.Process
     log_start: int
+    mark: str
 
     @property
     def name(self) -> str:
@@ -50,6 +57,11 @@ class ManagedProcess:
         """Signals the process group, even if its leader has ended."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
+
+    def kill_family(self) -> None:
+        """Kills what it started, in whatever group: a child that outlives it holds ports and GPU memory."""
+        self.signal_group(signal.SIGKILL)
+        kill_all((p for p in descendants().values() if _mark_of(p) == self.mark), timeout_s=_FAMILY_S)
 
     def terminate(self) -> None:
         """Asks the process to end; it has to end its children itself."""
@@ -92,7 +104,7 @@ class ManagedProcess:
         return list(deque((line for line in text.splitlines() if line.strip()), num_lines))
 
 
-async def start(spec: ProcessSpec, log_path: Path, secrets: Mapping[str, str]) -> ManagedProcess:
+async def start(spec: ProcessSpec, log_path: Path, secret_env: Mapping[str, str]) -> ManagedProcess:
     """Starts a process in its own session and appends its output to `log_path`.
 
     Must be called from the main thread: PR_SET_PDEATHSIG follows the thread that forked.
@@ -100,8 +112,9 @@ async def start(spec: ProcessSpec, log_path: Path, secrets: Mapping[str, str]) -
     Raises:
         EnvironmentLackError: the program cannot be run.
     """
-    env = os.environ | dict(spec.env) | dict(secrets)
-    env |= {DIE_WITH_PARENT: "1", PARENT_PID: str(os.getpid())}
+    env = os.environ | dict(spec.env) | dict(secret_env)
+    mark = f"{spec.name}-{secrets.token_hex(8)}"
+    env |= {DIE_WITH_PARENT: "1", PARENT_PID: str(os.getpid()), _MARK: mark}
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         start_at = log.tell()
@@ -119,7 +132,13 @@ async def start(spec: ProcessSpec, log_path: Path, secrets: Mapping[str, str]) -
                 f"cannot start {spec.name} ({' '.join(spec.command)}): {error}"
             ) from error
     exited = asyncio.create_task(process.wait(), name=f"exit of {spec.name}")
-    return ManagedProcess(spec, log_path, exited, process, start_at)
+    return ManagedProcess(spec, log_path, exited, process, start_at, mark)
+
+
+def _mark_of(process: psutil.Process) -> str | None:
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return process.environ().get(_MARK)
+    return None
 
 
 def descendants() -> dict[int, psutil.Process]:

@@ -12,8 +12,8 @@ from paceline.core.run_events import EndEvent, NoticeEvent, PhaseEvent, StepEven
 _RETRY_S = 0.5
 
 
-async def follow(address: str, token: str, view: View, *, patience_s: float = 15.0) -> EndEvent:
-    """Shows every event until the run ends.
+async def follow(address: str, token: str, view: View, *, patience_s: float) -> EndEvent:
+    """Shows every event until the run ends, each finished step once.
 
     Raises:
         PeerLostError: the controller could not be reached for `patience_s` seconds.
@@ -25,14 +25,21 @@ async def follow(address: str, token: str, view: View, *, patience_s: float = 15
         while True:
             try:
                 async for event in controller.watch(from_step=next_step):
-                    silent_since = None
+                    if silent_since is not None:
+                        silent_since = None
+                        view.notice("the controller is back")
                     if isinstance(event, EndEvent):
                         return event
                     if isinstance(event, StepEvent):
+                        # After a rewind the controller reports steps again.
+                        if event.step < next_step:
+                            continue
                         next_step = event.step + 1
                     _show(event, view)
             except PeerLostError:
-                silent_since = loop.time() if silent_since is None else silent_since
+                if silent_since is None:
+                    silent_since = loop.time()
+                    view.notice("the controller is away")
                 if loop.time() - silent_since > patience_s:
                     raise
             # The stream ended early: the connection was lost, or this client read too slowly.

@@ -122,6 +122,7 @@ class HeartbeatRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    IS_FINAL_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     incarnation: _builtins.str
     state: _builtins.str
@@ -130,6 +131,8 @@ class HeartbeatRequest(_message.Message):
     """requests or items under way"""
     failure: _builtins.str
     """why it is about to end; empty otherwise"""
+    is_final: _builtins.bool
+    """it would fail in the same way if it were started again"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag:
         """the policy that it holds"""
@@ -143,10 +146,11 @@ class HeartbeatRequest(_message.Message):
         policy: _common_pb2.PolicyTag | None = ...,
         in_flight: _builtins.int = ...,
         failure: _builtins.str = ...,
+        is_final: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "in_flight", b"in_flight", "incarnation", b"incarnation", "member_id", b"member_id", "policy", b"policy", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "in_flight", b"in_flight", "incarnation", b"incarnation", "is_final", b"is_final", "member_id", b"member_id", "policy", b"policy", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

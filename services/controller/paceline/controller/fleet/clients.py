@@ -3,18 +3,23 @@
     Channels -> LearnerClient, RolloutClient
 
 Every call is to one member and raises what `paceline.service.channels.call` raises, with the member's id
-as the peer.
+as the peer. A frozen machine keeps its connections open; only its missing heartbeats show that it is gone. So
+a call ends with PeerLostError as soon as its member is no longer in the fleet (`while_alive`).
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.config.run import RunConfig
 from paceline.controller.fleet.membership import Member
-from paceline.core.errors import InvalidMessageError
+from paceline.core.errors import InvalidMessageError, PacelineError, PeerLostError
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
@@ -27,6 +32,45 @@ from paceline.wire.training import order_to_proto, result_from_proto
 # A rank waits for others no longer than the configured time. The call's deadline is later, so that the
 # rank's own error, which names the rank that it waited for, arrives first.
 _GRACE_S = 15.0
+_PROBE_S = 1.0
+
+T = TypeVar("T")
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+Gone = Callable[[Member], Coroutine[Any, Any, None]]
+"""Returns when a member is no longer in the fleet."""
+
+
+async def while_alive(member: Member, call: Coroutine[Any, Any, T], gone: Gone) -> T:
+    """Awaits a call to a member; raises PeerLostError as soon as the member is no longer in the fleet."""
+    calling, leaving = asyncio.create_task(call), asyncio.create_task(gone(member))
+    try:
+        await asyncio.wait([calling, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if calling.done():
+            return calling.result()
+        raise PeerLostError(f"{member.member_id} is gone: {member.failure}", peer=member.member_id)
+    finally:
+        calling.cancel()
+        leaving.cancel()
+        await asyncio.gather(calling, leaving, return_exceptions=True)
+
+
+async def is_serving(address: str) -> bool:
+    """Whether a member at the address answers within a second that it is healthy."""
+    channel = connect(address)
+    try:
+        answer = await call(
+            health_pb2_grpc.HealthStub(channel).Check,
+            health_pb2.HealthCheckRequest(),
+            timeout_s=_PROBE_S,
+            phase="PROBE",
+            peer=address,
+        )
+    except PacelineError:
+        return False
+    finally:
+        await channel.close(grace=None)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,19 +137,23 @@ class _Timeouts:
 
 
 class LearnerClient:
-    """Calls to the learner."""
+    """Calls to the learner.
 
-    def __init__(self, config: RunConfig, channels: Channels) -> None:
-        self._channels, self._timeouts = channels, _Timeouts(config)
+    Args:
+        gone: returns when a member is no longer in the fleet.
+    """
+
+    def __init__(self, config: RunConfig, channels: Channels, gone: Gone) -> None:
+        self._channels, self._timeouts, self._gone = channels, _Timeouts(config), gone
 
     async def describe(self, member: Member) -> LearnerWeights:
         """Asks for the learner's layouts and for its rendezvous."""
-        reply = await call(
+        reply = await self._call(
+            member,
             self._stub(member).DescribeWeights,
             learner_pb2.DescribeLearnerWeightsRequest(),
             timeout_s=self._timeouts.quick,
             phase="FORMING",
-            peer=member.member_id,
         )
         return LearnerWeights(
             layouts=tuple(RankLayout.from_bytes(data) for data in reply.rank_layouts),
@@ -117,22 +165,22 @@ class LearnerClient:
 
     async def join(self, member: Member, *, epoch: int, spec: bytes) -> None:
         """Makes the learner's ranks join the weight group of a packed `WeightGroupSpec`."""
-        await call(
+        await self._call(
+            member,
             self._stub(member).JoinWeightGroup,
             learner_pb2.JoinLearnerGroupRequest(epoch=epoch, spec=spec),
             timeout_s=self._timeouts.join,
             phase="FORMING",
-            peer=member.member_id,
         )
 
     async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         """Makes the learner send its weights; the receipt has one report, for all of its ranks."""
-        reply = await call(
+        reply = await self._call(
+            member,
             self._stub(member).PublishWeights,
             learner_pb2.PublishWeightsRequest(epoch=epoch, version=version),
             timeout_s=self._timeouts.push,
             phase="PUBLISH",
-            peer=member.member_id,
         )
         receipt = PushReceipt.from_bytes(reply.receipt)
         if len(receipt.reports) != 1:
@@ -144,43 +192,43 @@ class LearnerClient:
 
     async def abandon(self, member: Member, *, epoch: int, lost: str) -> None:
         """Makes the learner free every rank that waits for the member `lost` in a join or push."""
-        await call(
+        await self._call(
+            member,
             self._stub(member).AbandonPush,
             learner_pb2.AbandonPushRequest(epoch=epoch, lost=lost),
             timeout_s=self._timeouts.quick,
             phase="PUBLISH",
-            peer=member.member_id,
         )
 
     async def leave(self, member: Member, *, epoch: int) -> None:
         """Makes the learner's ranks leave the weight group."""
-        await call(
+        await self._call(
+            member,
             self._stub(member).LeaveWeightGroup,
             learner_pb2.LeaveLearnerGroupRequest(epoch=epoch),
             timeout_s=self._timeouts.join,
             phase="FORMING",
-            peer=member.member_id,
         )
 
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
         """Makes the learner train one step."""
-        reply = await call(
+        reply = await self._call(
+            member,
             self._stub(member).TrainStep,
             order_to_proto(order),
             timeout_s=self._timeouts.command,
             phase="LEARN",
-            peer=member.member_id,
         )
         return result_from_proto(reply)
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
         """Makes the learner begin to write a checkpoint; returns the seconds that this held it up."""
-        reply = await call(
+        reply = await self._call(
+            member,
             self._stub(member).SaveCheckpoint,
             learner_pb2.SaveCheckpointRequest(step=step, folder=folder, controller_state=controller_state),
             timeout_s=self._timeouts.command,
             phase="CHECKPOINT",
-            peer=member.member_id,
         )
         return reply.seconds
 
@@ -190,25 +238,37 @@ class LearnerClient:
         Raises:
             CheckpointError: it could not be written; the learner goes on without it.
         """
-        reply = await call(
+        reply = await self._call(
+            member,
             self._stub(member).WaitCheckpoint,
             learner_pb2.WaitCheckpointRequest(step=step),
             timeout_s=self._timeouts.command,
             phase="CHECKPOINT",
-            peer=member.member_id,
         )
         return reply.seconds
 
     async def load(self, member: Member, *, folder: str, version: int) -> float:
         """Makes the learner, at `version`, load the weights of a checkpoint; returns the seconds it took."""
-        reply = await call(
+        reply = await self._call(
+            member,
             self._stub(member).LoadCheckpoint,
             learner_pb2.LoadCheckpointRequest(folder=folder, version=version),
             timeout_s=self._timeouts.command,
             phase="ROLLBACK",
-            peer=member.member_id,
         )
         return reply.seconds
+
+    async def _call(
+        self,
+        member: Member,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply],
+        request: Request,
+        *,
+        timeout_s: float,
+        phase: str,
+    ) -> Reply:
+        calling = call(method, request, timeout_s=timeout_s, phase=phase, peer=member.member_id)
+        return await while_alive(member, calling, self._gone)
 
     def _stub(self, member: Member) -> learner_pb2_grpc.LearnerServiceStub:
         return learner_pb2_grpc.LearnerServiceStub(self._channels.to(member))

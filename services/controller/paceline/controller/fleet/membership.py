@@ -1,5 +1,8 @@
 """The fleet: which members are registered, silent or dead. Pure; the clock is a parameter.
 
+Silence counts only while this process looks: after a pause of its own, nobody is dead for not having been
+heard meanwhile.
+
 The transition that matters is the one that does not exist: a DEAD or LEFT member never comes back. A
 restarted process registers a new incarnation and starts from the beginning; only a completed push gives it
 weights.
@@ -14,6 +17,9 @@ from paceline.core.clock import Clock
 from paceline.core.errors import IllegalTransitionError
 from paceline.core.members import MemberKind, MemberState
 from paceline.core.policy import PolicyTag
+
+SWEEP_S = 0.5
+"""How often silence is judged."""
 
 
 class Health(enum.Enum):
@@ -44,7 +50,12 @@ def move(current: Health, to: Health) -> Health:
 
 @dataclass(kw_only=True, slots=True)
 class Member:
-    """One incarnation of one slot of the fleet."""
+    """One incarnation of one slot of the fleet.
+
+    Attributes:
+        failure: why it is dead, or left.
+        is_final: its slot fails in the same way however often it is started: its inputs are unusable.
+    """
 
     kind: MemberKind
     member_id: str
@@ -57,6 +68,7 @@ class Member:
     policy: PolicyTag | None = None
     in_flight: int = 0
     failure: str = ""
+    is_final: bool = False
 
     @property
     def usable(self) -> bool:
@@ -85,6 +97,7 @@ class Fleet:
         self._clock = clock
         self._suspect_after_s, self._dead_after_s = suspect_after_s, dead_after_s
         self._members: dict[str, Member] = {}
+        self._swept: float | None = None
 
     def members(self, kind: MemberKind | None = None) -> list[Member]:
         """Members by id, in order; of one kind, or all."""
@@ -145,6 +158,7 @@ class Fleet:
         policy: PolicyTag | None,
         in_flight: int,
         failure: str = "",
+        is_final: bool = False,
     ) -> tuple[bool, list[FleetChange]]:
         """Notes a heartbeat; (False, []) for a member that is unknown, dead or gone and must register again.
 
@@ -163,7 +177,7 @@ class Fleet:
             changes.append(FleetChange(member=member, what=f"state:{state.value}", state=state))
         member.policy, member.in_flight = policy, in_flight
         if failure:
-            member.failure = failure
+            member.is_final = is_final
             changes += self.mark_dead(member, failure)
         return True, changes
 
@@ -183,10 +197,13 @@ class Fleet:
         return [FleetChange(member=member, what="dead", reason=reason)]
 
     def sweep(self) -> list[FleetChange]:
-        """Suspects silent members, or marks them dead; call it about twice a second."""
+        """Suspects silent members, or marks them dead; call it every SWEEP_S seconds."""
         now = self._clock.monotonic()
+        late_s = 0.0 if self._swept is None else max(0.0, now - self._swept - 2 * SWEEP_S)
+        self._swept = now
         changes: list[FleetChange] = []
         for member in self.members():
+            member.last_heard = min(now, member.last_heard + late_s)
             silent_s = now - member.last_heard
             if not member.usable:
                 continue

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from paceline.controller.events import EventHub
-from paceline.controller.fleet.membership import Fleet, FleetChange, Health, Member
+from paceline.controller.fleet.membership import SWEEP_S, Fleet, FleetChange, Health, Member
+from paceline.controller.fleet.quarantine import Quarantine
 from paceline.controller.journal import Journal
+from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineError, PeerLostError
-from paceline.core.members import READY_STATES, RECEIVABLE_STATES, LearnerState, MemberKind, RewardState
-
-_SWEEP_S = 0.5
+from paceline.core.members import (
+    READY_STATES,
+    RECEIVABLE_STATES,
+    LearnerState,
+    MemberKind,
+    RewardState,
+    RolloutState,
+)
 
 
 class Supervisor:
     """Owns the fleet of a run.
 
-    A dead learner ends the run. A run without reward or rollout members ends when one is next required.
+    A member that is lost does not end the run: whoever needs it waits until it is back (`learner_ready`,
+    `rollouts_ready`, `reward_ready`). The run ends if it does not come in time, or if its failure is final.
     """
 
-    def __init__(self, fleet: Fleet, journal: Journal, events: EventHub) -> None:
+    def __init__(self, fleet: Fleet, journal: Journal, events: EventHub, clock: Clock) -> None:
         self.fleet = fleet
+        self._quarantine = Quarantine(clock)
         self._journal, self._events = journal, events
         self._changed = asyncio.Condition()
         self._announced: set[tuple[str, str]] = set()
@@ -43,6 +52,11 @@ class Supervisor:
         )
         for change in changes:
             self._announce(change)
+            if change.state is RolloutState.SERVING:
+                self._quarantine.succeeded(change.member.member_id)
+        await self._wake()
+
+    async def _wake(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
@@ -60,21 +74,27 @@ class Supervisor:
         self._events.notice(f"{member.member_id} is {what}{f': {change.reason}' if change.reason else ''}")
 
     async def supervise(self) -> None:
-        """Looks for silent members until cancelled; raises PeerLostError when the learner is dead."""
+        """Looks for silent members, and lets members out of quarantine, until cancelled."""
         while True:
             await self.apply(self.fleet.sweep())
-            for member in self.fleet.members(MemberKind.LEARNER):
-                if member.health is Health.DEAD:
-                    raise PeerLostError(
-                        f"the learner ({member.member_id}) is lost: {member.failure}; see its log, then "
-                        "start the same command again: it goes on from the newest checkpoint",
-                        peer=member.member_id,
-                    )
-            await asyncio.sleep(_SWEEP_S)
+            for member_id in self._quarantine.release():
+                self._events.notice(f"{member_id} is out of quarantine: the next push tries it again")
+                await self._wake()
+            await asyncio.sleep(SWEEP_S)
 
     async def expel(self, member: Member, reason: str) -> None:
-        """Removes a member from the fleet for good."""
+        """Removes a member from the fleet for good, because a join or a push to it failed.
+
+        After three of these in a row the next incarnations stay in quarantine for a while.
+        """
         await self.apply(self.fleet.mark_dead(member, reason))
+        seconds = self._quarantine.failed(member.member_id)
+        if seconds:
+            failures = self._quarantine.failures(member.member_id)
+            self._events.notice(
+                f"{member.member_id} failed {failures} pushes in a row: it gets no weights for {seconds:g} s "
+                f"(last: {reason})"
+            )
 
     # --- members
 
@@ -90,22 +110,23 @@ class Supervisor:
         A suspect server is left out while there are others; if it comes back, it is a newcomer without
         weights. The last server is tried even if it is suspect: on an overloaded machine, silence does not
         mean death.
+
+        Servers in quarantine are left out even if there are no others: a push that fails each time would be
+        repeated without end. The run then waits for the quarantine to end.
         """
-        ready = [m for m in self.fleet.usable(MemberKind.ROLLOUT) if m.state in RECEIVABLE_STATES]
+        ready = [
+            m
+            for m in self.fleet.usable(MemberKind.ROLLOUT)
+            if m.state in RECEIVABLE_STATES and not self._quarantine.holds(m.member_id)
+        ]
         return [m for m in ready if m.health is Health.ALIVE] or ready
 
     def require(self, kind: MemberKind) -> list[Member]:
         """The usable members of a kind; raises PeerLostError, with the last failure, where none is left."""
         members = self.fleet.usable(kind)
         if not members:
-            gone = "; ".join(
-                f"{m.member_id}: {m.failure or m.health.value}" for m in self.fleet.members(kind)
-            )
-            raise PeerLostError(
-                f"no {kind.value} service is left ({gone or 'none ever registered'}); see its log, "
-                "then start the same command again: it goes on from the newest checkpoint",
-                peer=kind.value,
-            )
+            gone = _failures(self.fleet.members(kind)) or "none ever registered"
+            raise PeerLostError(f"no {kind.value} service is left ({gone}); see its log", peer=kind.value)
         return members
 
     # --- waiting
@@ -125,36 +146,81 @@ class Supervisor:
         """Waits for the learner, a reward service and `num_rollouts` servers; announces what is missing.
 
         Raises:
-            PeerLostError: a member died while others were still missing.
+            PeerLostError: a member's failure is final while others are still missing.
             DeadlineError: something is missing after `timeout_s`; names it.
         """
 
-        def ready() -> bool:
-            missing = self._missing(num_rollouts)
-            dead = [m for m in self.fleet.members() if not m.usable]
-            if dead and missing:
-                reasons = "; ".join(f"{m.member_id}: {m.failure or m.health.value}" for m in dead)
-                raise PeerLostError(f"{reasons} (while starting; see its log)", peer=dead[0].member_id)
-            if missing:
-                self._events.phase(step=step, phase=f"waiting for {' and '.join(missing)}")
-            return not missing
+        def missing() -> list[str]:
+            names = [*self._no_learner(), *self._no_reward(), *self._no_rollouts(num_rollouts)]
+            if names:
+                self._events.phase(step=step, phase=f"waiting for {' and '.join(names)}")
+            return names
+
+        await self._wait(missing, tuple(MemberKind), timeout_s, setting="service.startup_timeout_s")
+
+    async def learner_ready(self, timeout_s: float) -> Member:
+        """Waits until there is a learner that has loaded its weights, at most `timeout_s`.
+
+        Raises:
+            PeerLostError: the learner's failure is final.
+            DeadlineError: there is none after `timeout_s`; names why the last is gone.
+        """
+        await self._wait_for_return(self._no_learner, MemberKind.LEARNER, timeout_s)
+        return self.learner
+
+    async def rollouts_ready(self, timeout_s: float) -> list[Member]:
+        """Waits until a rollout server can take part in a push; returns all that can. Errors as above."""
+        await self._wait_for_return(lambda: self._no_rollouts(1), MemberKind.ROLLOUT, timeout_s)
+        return self.rollouts
+
+    async def reward_ready(self, timeout_s: float) -> None:
+        """Waits until a reward service serves. Errors as above."""
+        await self._wait_for_return(self._no_reward, MemberKind.REWARD, timeout_s)
+
+    async def _wait_for_return(
+        self, missing: Callable[[], list[str]], kind: MemberKind, timeout_s: float
+    ) -> None:
+        names = missing()
+        if names:
+            gone = _failures(self.fleet.members(kind))
+            self._events.notice(f"waiting up to {timeout_s:g} s for {names[0]}{f' ({gone})' if gone else ''}")
+            await self._wait(missing, (kind,), timeout_s, setting="service.recovery_timeout_s")
+
+    async def _wait(
+        self, missing: Callable[[], list[str]], kinds: Sequence[MemberKind], timeout_s: float, *, setting: str
+    ) -> None:
+        def complete() -> bool:
+            names = missing()
+            final = [m for m in self.fleet.members() if m.kind in kinds and m.is_final and not m.usable]
+            if names and final:
+                raise PeerLostError(f"{_failures(final)} (see its log)", peer=final[0].member_id)
+            return not names
 
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(ready)
+                await self._changed.wait_for(complete)
         except TimeoutError:
+            gone = _failures(m for kind in kinds for m in self.fleet.members(kind))
             raise DeadlineError(
                 phase="FORMING",
-                peer=" and ".join(self._missing(num_rollouts)),
+                peer=" and ".join(missing()),
                 seconds=timeout_s,
-                hint="see their logs, or raise service.startup_timeout_s",
+                hint=f"{f'last failures: {gone}; ' if gone else ''}see the logs, or raise {setting}",
             ) from None
 
-    def _missing(self, num_rollouts: int) -> list[str]:
-        missing = []
-        if not any(m.state is LearnerState.READY for m in self.fleet.usable(MemberKind.LEARNER)):
-            missing.append("the learner")
-        if not any(m.state is RewardState.SERVING for m in self.fleet.usable(MemberKind.REWARD)):
-            missing.append("the reward service")
-        short = num_rollouts - len(self.rollouts)
-        return missing + ([f"{short} rollout server(s)"] if short > 0 else [])
+    def _no_learner(self) -> list[str]:
+        states = [m.state for m in self.fleet.usable(MemberKind.LEARNER)]
+        return [] if any(state not in (None, LearnerState.LOADING) for state in states) else ["the learner"]
+
+    def _no_reward(self) -> list[str]:
+        members = self.fleet.usable(MemberKind.REWARD)
+        return [] if any(m.state is RewardState.SERVING for m in members) else ["the reward service"]
+
+    def _no_rollouts(self, num_wanted: int) -> list[str]:
+        short = num_wanted - len(self.rollouts)
+        return [f"{short} rollout server(s)"] if short > 0 else []
+
+
+def _failures(members: Iterable[Member]) -> str:
+    """Why members are gone, as a sentence; "" if none is."""
+    return "; ".join(f"{m.member_id}: {m.failure or m.health.value}" for m in members if not m.usable)

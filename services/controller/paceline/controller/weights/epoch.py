@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from paceline.config.run import RunConfig
-from paceline.controller.fleet.clients import LearnerClient, LearnerWeights, RolloutClient
+from paceline.controller.fleet.clients import Gone, LearnerClient, LearnerWeights, RolloutClient, while_alive
 from paceline.controller.fleet.membership import Member
 from paceline.controller.weights import blame
 from paceline.core.errors import PacelineError, PeerLostError
@@ -23,7 +23,8 @@ from paceline.weights.plan.spec import WeightGroupSpec
 
 T = TypeVar("T")
 Expel = Callable[[Member, str], Coroutine[Any, Any, None]]
-Gone = Callable[[Member], Coroutine[Any, Any, None]]
+
+_NUMBERS_PER_TERM: Final = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,15 +52,24 @@ class Epochs:
     Args:
         expel: removes a member from the fleet for good and journals the reason.
         gone: returns when a member is no longer in the fleet.
+        term: the controller's; epochs of later terms have greater numbers, so that no number is used twice
+            with the learner's rendezvous store.
     """
 
     def __init__(
-        self, config: RunConfig, learner: LearnerClient, rollout: RolloutClient, expel: Expel, gone: Gone
+        self,
+        config: RunConfig,
+        learner: LearnerClient,
+        rollout: RolloutClient,
+        expel: Expel,
+        gone: Gone,
+        *,
+        term: int,
     ) -> None:
         self._config, self._learner, self._rollout = config, learner, rollout
         self.expel, self._gone = expel, gone
         self.current: Epoch | None = None
-        self._last_number = 0
+        self._last_number = term * _NUMBERS_PER_TERM
 
     def fits(self, learner: Member, rollouts: Sequence[Member]) -> bool:
         """Whether the current epoch consists of exactly these members."""
@@ -67,6 +77,9 @@ class Epochs:
 
     async def form(self, learner: Member, rollouts: Sequence[Member]) -> int:
         """Dissolves the current epoch and forms a new one; returns the version that the learner holds.
+
+        Servers of the dissolved epoch that are not in the new one go on sampling: leaving a group touches no
+        parameter. So newcomers get their weights in an epoch of their own while the others work.
 
         Raises:
             PeerLostError: the learner is gone, or no rollout server is left.
@@ -197,17 +210,5 @@ class Epochs:
             raise
 
     async def call_while_alive(self, member: Member, call: Coroutine[Any, Any, T]) -> T:
-        """Awaits a call to a member; raises PeerLostError as soon as the member is no longer in the fleet.
-
-        A frozen machine keeps its connections open; only its missing heartbeats show that it is gone.
-        """
-        calling, leaving = asyncio.create_task(call), asyncio.create_task(self._gone(member))
-        try:
-            await asyncio.wait([calling, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if calling.done():
-                return calling.result()
-            raise PeerLostError(f"{member.member_id} is gone: {member.failure}", peer=member.member_id)
-        finally:
-            calling.cancel()
-            leaving.cancel()
-            await asyncio.gather(calling, leaving, return_exceptions=True)
+        """Awaits a call to a member; raises PeerLostError as soon as the member is no longer in the fleet."""
+        return await while_alive(member, call, self._gone)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.core.errors import DataError, VersionMismatchError
+from paceline.core.errors import DataError, LostDataError, VersionMismatchError
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow
 from paceline.core.trajectory import Trajectory
 from paceline.learner.batch.types import PackedRow
-from paceline.wire import decode_trajectory
+from paceline.wire import blob_digest, decode_trajectory
 
 
 class Blobs(Protocol):
@@ -30,12 +30,13 @@ def fetch_rows(
     Raises:
         InvalidMessageError: a blob is not a trajectory.
         VersionMismatchError: a trajectory was sampled from another policy than `policy`.
-        DataError: a blob is missing, or a trajectory is not the one that its row names or was not sampled for
-            training.
+        LostDataError: a blob is missing, or is not the one that was scored.
+        DataError: a trajectory is not the one that its row names or was not sampled for training.
         BrokerError, DeadlineError: the broker does not answer.
     """
     packed = {}
     for index, blob in zip(wanted, blobs.get([rows[index].blob_key for index in wanted]), strict=True):
+        _check_blob(blob, rows[index])
         trajectory = decode_trajectory(blob, vocab_size=vocab_size)
         _check_row(trajectory, rows[index], policy)
         packed[index] = PackedRow(
@@ -46,6 +47,16 @@ def fetch_rows(
             response_log_probs=trajectory.response_log_probs,
         )
     return packed
+
+
+def _check_blob(blob: bytes, row: BatchRow) -> None:
+    """A server may have drawn the sample again and replaced the blob after the first one was scored."""
+    digest = blob_digest(blob)
+    if digest != row.blob_digest:
+        raise LostDataError(
+            f"blob {row.blob_key} of trajectory {row.trajectory_id} holds another sample than the one that "
+            f"was scored: its digest is {digest}, the header's {row.blob_digest}"
+        )
 
 
 def _check_row(trajectory: Trajectory, row: BatchRow, policy: PolicyTag) -> None:

@@ -1,0 +1,64 @@
+"""Quarantine: a rollout server that fails join after join stays out of weight groups for a while. Pure.
+
+    failure 1, 2 -> taken again at once     failure 3, 4, 5, ... -> out for 30 s, 60 s, 120 s, ... 10 min
+    a served policy -> the count is 0 again
+
+Counted by member id, over incarnations: a server that crashes in every push is a new incarnation each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.clock import Clock
+
+_FREE_FAILURES = 2
+_FIRST_S, _LONGEST_S = 30.0, 600.0
+
+
+@dataclass(kw_only=True, slots=True)
+class _Record:
+    failures: int = 0
+    until: float | None = None
+
+
+class Quarantine:
+    """Which members stay out of weight groups, and until when."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._records: dict[str, _Record] = {}
+
+    def failed(self, member_id: str) -> float:
+        """Notes a failed join or push; returns the seconds that the member stays out, 0 if it does not."""
+        record = self._records.setdefault(member_id, _Record())
+        record.failures += 1
+        if record.failures <= _FREE_FAILURES:
+            return 0.0
+        doublings = min(record.failures - _FREE_FAILURES - 1, 16)
+        seconds = min(_FIRST_S * 2.0**doublings, _LONGEST_S)
+        record.until = self._clock.monotonic() + seconds
+        return seconds
+
+    def succeeded(self, member_id: str) -> None:
+        """Notes that a member serves what was pushed to it."""
+        self._records.pop(member_id, None)
+
+    def failures(self, member_id: str) -> int:
+        """How often in a row a member has failed."""
+        record = self._records.get(member_id)
+        return record.failures if record else 0
+
+    def holds(self, member_id: str) -> bool:
+        """Whether a member stays out now."""
+        record = self._records.get(member_id)
+        return record is not None and record.until is not None
+
+    def release(self) -> list[str]:
+        """Lets those go whose time is over; returns their ids. They keep their failures."""
+        now, released = self._clock.monotonic(), []
+        for member_id, record in self._records.items():
+            if record.until is not None and now >= record.until:
+                record.until = None
+                released.append(member_id)
+        return released

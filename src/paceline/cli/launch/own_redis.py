@@ -1,0 +1,46 @@
+"""The run's own Redis server: started in the run directory, and started again with its data when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.broker.redis_server import RedisServer
+from paceline.cli.launch.processes import wait_for_exit
+from paceline.cli.launch.restarts import RestartHistory
+from paceline.core.errors import EnvironmentLackError
+
+log = logging.getLogger(__name__)
+
+
+class OwnRedis:
+    """Must be made and tended in the main thread: the server dies with the thread that started it."""
+
+    def __init__(self, folder: Path, history: RestartHistory) -> None:
+        self._history = history
+        self.server = RedisServer.start(folder, die_with_parent=True)
+
+    async def tend(self, *, say: Callable[[str], None], changed: Callable[[], None]) -> str:
+        """Starts the server again whenever it ends; returns the sentence that says why that has an end."""
+        reason = ""
+        while True:
+            if not reason:
+                await wait_for_exit(self.server.pid)
+                reason = "the run's Redis server ended unexpectedly"
+            pause_s = self._history.next_pause(asyncio.get_running_loop().time())
+            if pause_s is None:
+                rule = self._history.rule
+                return f"{reason}; it was started again {rule} already [log: {self.server.log_path}]"
+            sentence = f"{reason}; starting it again ({self._history.recent} of at most {self._history.rule})"
+            log.warning("%s", sentence)
+            say(sentence)
+            await asyncio.sleep(pause_s)
+            try:
+                self.server.restart()
+            except EnvironmentLackError as error:
+                reason = str(error)
+            else:
+                reason = ""
+                changed()

@@ -1,0 +1,65 @@
+"""Presence: how long the controller has missed a process that still runs. Pure; time is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A member that the controller declared dead gets this long to end by itself, or to register again.
+_GRACE_S = 5.0
+# The most that one look counts for: the launcher itself may have been stopped since the last one.
+_LONGEST_LOOK_S = 6.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sighting:
+    """What the controller says of a member. `alive`: neither dead nor gone; `ready`: it can work."""
+
+    heard_s_ago: float
+    alive: bool
+    ready: bool
+
+
+class Presence:
+    """Tells whether a process that runs is hung, from what the controller says of its member.
+
+    Seconds in which the controller did not answer do not count, and neither does what it says of an earlier
+    process with the same member id.
+
+    Args:
+        startup_s: how long a process may take to register.
+        silence_s: how long a registered member may be missing.
+    """
+
+    def __init__(self, *, startup_s: float, silence_s: float) -> None:
+        self._startup_s, self._silence_s = startup_s, silence_s
+        self._started = self._looked = self._missing_s = 0.0
+        self._heard = self.was_ready = False
+
+    def start(self, now: float) -> None:
+        """Notes that the process has started."""
+        self._started = self._looked = now
+        self._missing_s, self._heard = 0.0, False
+
+    def skip(self, now: float) -> None:
+        """Notes that the controller did not answer."""
+        self._looked = now
+
+    def look(self, sighting: Sighting | None, now: float) -> str | None:
+        """Notes the controller's answer; returns why the process counts as hung, or None.
+
+        `sighting` is None for a member that the controller does not know.
+        """
+        elapsed_s, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
+        if sighting is not None and now - sighting.heard_s_ago > self._started:
+            self._heard = True
+            self.was_ready = self.was_ready or sighting.ready
+            if sighting.alive:
+                self._missing_s = 0.0
+                return None
+        self._missing_s += elapsed_s
+        if not self._heard:
+            late = self._missing_s > self._startup_s
+            return f"has not registered within {self._missing_s:.0f} s of its start" if late else None
+        allowed_s = self._silence_s if sighting is None else _GRACE_S
+        missed = self._missing_s > allowed_s
+        return f"runs, but has been missing for {self._missing_s:.0f} s" if missed else None

@@ -1,0 +1,71 @@
+"""Restarts: which ends of a process a new start can mend, and how often it is tried. Pure; time is given."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from paceline.core.errors import EXIT_FINAL, EXIT_GIVEN
+
+
+class End(enum.Enum):
+    """What the end of a process means.
+
+    LEFT: it ended by itself, without an error. FINAL: started again it would end with the same error.
+    FAILED: an error that may not come again. KILLED: a signal ended it.
+    """
+
+    LEFT = "left"
+    FINAL = "final"
+    FAILED = "failed"
+    KILLED = "killed"
+
+
+def judge(exit_codes: Collection[int]) -> End:
+    """What the exit codes of processes that end together mean; a negative code is a signal's number.
+
+    A signal explains the errors of the others; an error that a start cannot mend explains the remaining ones.
+    """
+    if any(code < 0 for code in exit_codes):
+        return End.KILLED
+    if any(code in (EXIT_GIVEN, EXIT_FINAL) for code in exit_codes):
+        return End.FINAL
+    return End.FAILED if any(exit_codes) else End.LEFT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartRule:
+    """At most `max_restarts` in any `window_s` seconds, with pauses that double from `first_pause_s` on."""
+
+    max_restarts: int
+    window_s: float
+    first_pause_s: float = 0.25
+    longest_pause_s: float = 30.0
+
+    def __str__(self) -> str:
+        return f"{self.max_restarts} within {self.window_s:g} s"
+
+
+class RestartHistory:
+    """The restarts of what starts together; `next_pause` says when it starts again, or that it does not."""
+
+    def __init__(self, rule: RestartRule) -> None:
+        self.rule = rule
+        self._times: deque[float] = deque()
+
+    @property
+    def recent(self) -> int:
+        """How many restarts were in the window that ended with the last one."""
+        return len(self._times)
+
+    def next_pause(self, now: float) -> float | None:
+        """Notes a restart and returns the seconds to wait before it; None: it was restarted too often."""
+        while self._times and self._times[0] <= now - self.rule.window_s:
+            self._times.popleft()
+        if len(self._times) >= self.rule.max_restarts:
+            return None
+        pause_s: float = self.rule.first_pause_s * 2 ** len(self._times)
+        self._times.append(now)
+        return min(pause_s, self.rule.longest_pause_s)

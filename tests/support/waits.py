@@ -1,0 +1,85 @@
+"""Waits without a deadline of their own, each with the reason why it needs none. Written down, not guessed:
+`tests/architecture/test_deadlines.py` finds every wait and compares.
+"""
+
+from __future__ import annotations
+
+_CANCELLED = "the task has just been cancelled, and nothing in it swallows that"
+_OTHERS_END_IT = "what it waits for has deadlines of its own, one of which ends it"
+_TOLD = "waits to be told to stop: a signal, the end of the run, or an error of another task ends it"
+_USERS = "a person started it at a terminal, sees what it does, and may interrupt it"
+_LIFETIME = "waits for the end of a process of the run, for as long as the run lasts; stopping has a budget"
+
+NEEDLESS: dict[str, str] = {
+    # A person waits.
+    "paceline.cli.commands.export:run: subprocess.run": _USERS,
+    "paceline.cli.commands.verify:run: subprocess.run": _USERS,
+    "paceline.cli.launch.preflight:_policy_loss: subprocess.run": _USERS,
+    "paceline.cli.controller_client:ControllerClient.watch: channels.stream": (
+        "follows a run for as long as it lasts; the channel's keep-alive ends it 15 s after the peer froze"
+    ),
+    # For as long as the run lasts.
+    "paceline.cli.launch.launcher:_Launcher._until_the_end: asyncio.wait": _LIFETIME,
+    "paceline.cli.launch.launcher:_Launcher.run: asyncio.wait": _LIFETIME,
+    "paceline.cli.launch.process_tree:ProcessTree.next_exit: asyncio.wait": _LIFETIME,
+    "paceline.cli.launch.processes:start: process.wait": _LIFETIME,
+    "paceline.cli.launch.processes:wait_for_exit: await ended": _LIFETIME,
+    "paceline.cli.launch.launcher:_Launcher._start_and_follow: await check": (
+        "a check loads the model and the data once; its process is part of the run, and a signal ends both"
+    ),
+    "paceline.cli.launch.ranks:_run: await echo": "the process whose log it follows has ended",
+    "paceline.controller.app:_run_to_the_end: asyncio.wait": _LIFETIME,
+    "paceline.controller.app:_run_to_the_end: context.stopping.wait": _TOLD,
+    "paceline.controller.events:EventHub.follow: queue.get": (
+        "a client that follows the run; the end of the run is an event, a lost client cancels the call"
+    ),
+    "paceline.reward.app:RewardApp.run: self._session.context.stopping.wait": _TOLD,
+    "paceline.rollout.app:RolloutApp._serve: context.stopping.wait": _TOLD,
+    "paceline.sdk.server:serve_reward.serve: context.stopping.wait": _TOLD,
+    "paceline.service.runtime:ServiceContext.stopping_or: asyncio.wait": _TOLD,
+    "paceline.service.runtime:ServiceContext.stopping_or: self.stopping.wait": _TOLD,
+    "paceline.service.member:MemberSession.reporting: await work": _TOLD,
+    "paceline.cli.launch.process_tree:ProcessTree._wait_for: self._hurry.wait": (
+        "a task beside a wait that has a deadline; it is cancelled when that wait is over"
+    ),
+    # Bounded elsewhere.
+    "paceline.broker.mailbox:Mailbox.__aexit__: asyncio.wait": _CANCELLED,
+    "paceline.service.member:MemberSession.join.say_goodbye: asyncio.wait": _CANCELLED,
+    "paceline.rollout.app:RolloutApp._load: asyncio.wait": _CANCELLED,
+    "paceline.rollout.sampler:Sampler.close: asyncio.wait": (
+        "cancelled; the engine answers the abort or dies, and each group has a deadline"
+    ),
+    "paceline.controller.fleet.supervisor:Supervisor.gone: self._changed.wait_for": (
+        "a task beside a call that has a deadline; it is cancelled when the call is over"
+    ),
+    "paceline.controller.weights.epoch:Epochs.call_each: asyncio.wait": _OTHERS_END_IT,
+    "paceline.controller.weights.epoch:Epochs.call_while_alive: asyncio.wait": _OTHERS_END_IT,
+    "paceline.reward.consumer:Consumer.run: slots.acquire": (
+        "a slot is free when an item is scored, and scoring has a deadline"
+    ),
+    "paceline.reward.functions.pool:FunctionPool._take: self._queued.wait_for": (
+        "an idle task of the pool waits for work; closing the pool cancels it"
+    ),
+    "paceline.reward.functions.pool:FunctionPool.score: await done": _OTHERS_END_IT,
+    "paceline.reward.functions.frames:receive: stream.readexactly": "the callers wait for it with a deadline",
+    "paceline.reward.remote.client:call_score: reward_pb2_grpc.RewardServiceStub(channel).Score": (
+        "named here and called in the next line, with a deadline"
+    ),
+    "paceline.rollout.capacity:Capacity.wait_for_room: self._changed.wait": (
+        "room comes when a group ends, and each group has a deadline"
+    ),
+    "paceline.rollout.engines.vllm.engine:VllmEngine.generate.result: collector.get": (
+        "the sampler waits for the group with a deadline"
+    ),
+    "paceline.rollout.engines.vllm.engine:VllmEngine.receive: await receiving": _OTHERS_END_IT,
+    "paceline.rollout.engines.vllm.engine:VllmEngine.shutdown: await ending": (
+        "a step of the shutdown, which has a budget; the workers it talks to were killed just before"
+    ),
+    # torch
+    "paceline.weights.transport.group:_Pending.wait: work.wait": (
+        "on a CUDA stream wait() only orders kernels; the host polls the events with a deadline"
+    ),
+    "paceline.weights.transport.rendezvous:make_process_group: ProcessGroupNCCL": (
+        "its timeout is in the options, which the line above sets"
+    ),
+}
