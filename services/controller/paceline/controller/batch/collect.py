@@ -139,6 +139,43 @@ class Collector:
         self.position = LOG_START
         self.blob_keys: list[str] = []
 
+    # --- the log
+
+    async def recall(self, position: str, version: int) -> bool:
+        """Goes to where the journal says that the log was read; learns what the broker holds of the run.
+
+        Returns:
+            False where the broker has lost the run's data; then the log begins anew.
+        """
+        is_there = await self._mailboxes.open()
+        self.position = position if is_there else LOG_START
+        self.blob_keys = await self._mailboxes.leftovers(self.position)
+        await self._dispatcher.recall(version)
+        return is_there
+
+    async def begin_anew(self) -> None:
+        """Removes the run's data from the broker: everything will be sent and collected again."""
+        await self._mailboxes.begin_anew()
+        self._dispatcher.forget()
+        self.position, self.blob_keys = LOG_START, []
+
+    async def clean_up(self, version: int) -> None:
+        """Removes what finished steps left in the broker, with the prompts of `version`."""
+        await self._mailboxes.clean_up(version=version, position=self.position, blob_keys=self.blob_keys)
+        self.blob_keys = []
+
+    async def texts(self, headers: Sequence[ScoredHeader]) -> list[str]:
+        """The responses' texts; "" where none is stored."""
+        return await self._mailboxes.texts(headers)
+
+    # --- a collection
+
+    async def dispatch(self, order: Order) -> None:
+        """Sends the order's prompts out, as far as the broker does not hold them already."""
+        sent = await self._dispatcher.dispatch(order)
+        if 0 < len(sent) < len(order.prompts):
+            self._journal.record("redispatch", step=order.step, prompts=sent)
+
     async def collect(self, order: Order, refill: Refill | None = None) -> Batch:
         """Waits for the barrier to close; meanwhile `refill` replaces groups that teach nothing.
 
@@ -186,7 +223,7 @@ class Collector:
         # Only this task reads the barrier, so no one sees it change before the journal has the same verdicts.
         self._journal.record_all(events)
         if further:
-            await self._dispatcher.dispatch(replace(collection.order, prompts=further))
+            await self.dispatch(replace(collection.order, prompts=further))
 
     def _judge(self, collection: _Collection, header: ScoredHeader) -> Mapping[str, Any]:
         barrier, now = collection.barrier, time.monotonic()
@@ -257,7 +294,7 @@ class Collector:
 def _settle(
     collection: _Collection, header: ScoredHeader, events: list[Mapping[str, Any]]
 ) -> Mapping[int, Prompt]:
-    """Judges the group that a header may have completed; the prompts that take its place if it is set aside."""
+    """Judges the group that a header may have completed; the prompts that replace it if it is set aside."""
     if collection.refill is None:
         return {}
     replacement = collection.refill.settle(collection.barrier, [header.trajectory_id.prompt_id])

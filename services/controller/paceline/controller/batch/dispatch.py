@@ -63,8 +63,12 @@ class Dispatcher:
         """Everything is sent again: the broker has lost it."""
         self._sent.clear()
 
-    async def dispatch(self, order: Order) -> None:
-        """Appends one message per prompt, in the order of `order.prompts`, and one for its greedy answer."""
+    async def dispatch(self, order: Order) -> list[int]:
+        """Appends one message per prompt, in the order of `order.prompts`, and one for its greedy answer.
+
+        Returns:
+            The prompts that were sent: those whose messages were not all in the stream yet.
+        """
         stream = names.prompts(self._run_id, order.policy.version)
         await self._broker.ensure_group(stream, names.ROLLOUT_GROUP)
         groups = [group for prompt in order.prompts.values() for group in self._groups(order, prompt)]
@@ -81,6 +85,7 @@ class Dispatcher:
             timeout_s=self._config.barrier.stall_timeout_s,
         )
         self._sent = {key for key in self._sent if key[0] >= order.step} | set(keys)
+        return list(dict.fromkeys(group.prompt_id for group in missing))
 
     def _groups(self, order: Order, prompt: Prompt) -> list[PromptGroup]:
         """A prompt's messages: for its samples, and for its greedy answer where one is wanted."""

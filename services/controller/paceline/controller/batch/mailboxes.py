@@ -35,7 +35,9 @@ class Mailboxes:
     async def check(self) -> None:
         """Creates groups that are missing; raises LostDataError where the run's data is gone."""
         if not await self._has_marker():
-            raise LostDataError("the message broker has lost the run's data; was it started again, or emptied?")
+            raise LostDataError(
+                "the message broker has lost the run's data; was it started again, or emptied?"
+            )
         await self._create()
 
     async def begin_anew(self) -> None:

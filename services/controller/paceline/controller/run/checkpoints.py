@@ -139,11 +139,11 @@ class Checkpoints:
             await writing
 
     async def abandon(self) -> None:
-        """Does not wait any longer for the checkpoint that was saved last: the learner is gone."""
+        """Waits no longer for the checkpoint that was saved last: the learner is gone, or the run ends."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.cancel()
-            await asyncio.wait([writing])
+            await asyncio.gather(writing, return_exceptions=True)
 
     async def _complete(self, learner: Member, folder: Path, state: ControllerState) -> None:
         """Waits for a checkpoint and removes old ones. One that fails is one less; the run goes on."""
