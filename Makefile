@@ -31,10 +31,10 @@ $(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml
 	@touch $@
 
 demo: demo-start
-	$(BIN)/paceline train examples/arithmetic/ppo.yaml trainer.seed=$(SEED)
+	$(BIN)/paceline train examples/arithmetic/ppo.yaml trainer.seed=$(SEED) trainer.resume=never
 
 demo-grpo: demo-start
-	$(BIN)/paceline train examples/arithmetic/grpo.yaml trainer.seed=$(SEED)
+	$(BIN)/paceline train examples/arithmetic/grpo.yaml trainer.seed=$(SEED) trainer.resume=never
 
 demo-start: venv
 	$(BIN)/python examples/arithmetic/prepare.py --seed $(SEED)

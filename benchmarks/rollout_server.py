@@ -174,7 +174,7 @@ async def _serve(pipe: Connection, config: RunConfig, broker_url: str) -> None:
             broker=broker,
             run_id=RUN,
             server_id="rollout-0",
-            consumer="benchmark",
+            incarnation="benchmark",
             limits=SamplerLimits.of(config),
             spawn=spawn,
         )

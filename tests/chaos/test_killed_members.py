@@ -63,6 +63,7 @@ LIMITS = SamplerLimits(
     lease_s=LEASE_S,
     max_stream_length=1000,
     append_timeout_s=5.0,
+    max_deliveries=1000,
 )
 
 
@@ -128,7 +129,7 @@ async def roll_out(broker: MortalBroker, name: str) -> None:
         broker=broker,
         run_id=RUN,
         server_id=name.partition("/")[0],
-        consumer=name,
+        incarnation=name.partition("/")[2],
         limits=replace(LIMITS, lease_s=broker.lease_s),
         spawn=spawn,
     )

@@ -265,6 +265,18 @@ async def test_leaving_frees_the_learner_and_may_be_repeated(subject: Subject) -
     assert received.version == 13
 
 
+async def test_an_idle_engine_leaves_the_cores_to_the_learner(subject: Subject) -> None:
+    def cpu_seconds() -> float:
+        times = [process.cpu_times() for process in subject.processes()]
+        return sum(spent.user + spent.system for spent in times)
+
+    await subject.engine.generate(requests("idle"))
+    await asyncio.sleep(0.05)
+    before = cpu_seconds()
+    await asyncio.sleep(0.8)
+    assert cpu_seconds() - before < 0.3
+
+
 # Last: it takes the engine down.
 async def test_a_dead_engine_is_noticed_and_shutdown_leaves_no_process(
     subject: Subject, caplog: pytest.LogCaptureFixture

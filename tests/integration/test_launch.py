@@ -34,7 +34,8 @@ tree = {"data": {"train_files": ["x.parquet"]}, "model": {"path": "m"},
         "trainer": {"total_steps": 2, "run_dir": job["run_dir"]}, "broker": {"url": "memory://"},
         "service": {"startup_timeout_s": 10, "shutdown_timeout_s": job.get("budget_s", 4),
                     "max_restarts": job.get("max_restarts", 2), "suspect_after_s": 1, "dead_after_s": 2}}
-config, run_dir = run_dirs.prepare(parse(RunConfig, tree))
+prepared = run_dirs.prepare(parse(RunConfig, tree))
+config, run_dir = prepared.config, prepared.run_dir
 
 def controller(config, run_dir, address_file):
     fake = [sys.executable, job["fake"], "--address-file", str(address_file), "--run-dir", str(run_dir)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
-from paceline.core.members import MemberKind, RankRef
+from paceline.core.members import SOME_MEMBER, MemberKind, RankRef
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.rollout.engines.rank_receiver import RankReceiver
 from paceline.rollout.engines.vllm.layout import describe_model
@@ -25,8 +25,9 @@ from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
+from paceline.weights.transport.connecting import Connecting
 from paceline.weights.transport.group import WeightGroup
-from paceline.weights.transport.rendezvous import Deadline, abandon, open_store
+from paceline.weights.transport.rendezvous import Abandonment, Deadline, abandon, open_store
 from support.fake_vllm import fake_qwen2
 from support.reference_digest import digest_array
 from support.weight_layouts import DenseModel, fsdp_layout, tp_layout
@@ -220,6 +221,76 @@ def test_a_join_that_is_called_off_ends_at_once() -> None:
     fleet.join(fleet.spec())
     sent, received = fleet.push(1)
     assert agree(sent, received)
+
+
+def test_a_rank_without_memory_for_staging_fails_before_anybody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Allocate, roll call, connect: over NCCL a rank that fails after the roll call hangs the others."""
+    fleet = Fleet(dense(), 1, engines=2)
+    spec = fleet.spec(timeout_s=20.0)
+    allocate = WeightGroup._allocate
+
+    def refuse(self: WeightGroup, sizes: Sequence[int]) -> list[torch.Tensor]:
+        if self.rank == 2:
+            raise WeightSyncError("no memory")
+        return allocate(self, sizes)
+
+    monkeypatch.setattr(WeightGroup, "_allocate", refuse)
+    joins = [lambda n=n, r=r: r.join(spec, n, 20.0) for n, r in enumerate(fleet.receivers, start=1)]
+    began = time.monotonic()
+    learner, first, second = (
+        future.exception(10) for future in start_all(lambda: fleet.publisher.join(spec), *joins)
+    )
+    assert time.monotonic() - began < 5
+    assert isinstance(second, WeightSyncError)
+    for error in (learner, first):
+        assert isinstance(error, PeerLostError), error
+        assert error.peer == RankRef(MemberKind.ROLLOUT, 1)
+
+
+def test_a_failed_allocation_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(dense(), 1)
+
+    def refuse(*args: object, **kwargs: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        with pytest.raises(WeightSyncError, match=r"learner rank 0 has no memory .*staging_mib"):
+            fleet.publisher.join(fleet.spec())
+
+
+def test_a_connection_that_never_comes_up_ends_by_the_deadline_or_when_it_is_called_off() -> None:
+    store, never = open_store("127.0.0.1", 5.0), threading.Event()
+    connecting = Connecting(lambda: void(never.wait(10)), CPU)
+    with pytest.raises(DeadlineError) as caught:
+        connecting.wait(Deadline("weight group join", 0.2), Abandonment(store, 1))
+    assert caught.value.peer == SOME_MEMBER
+    threading.Timer(0.2, Abandonment(store, 1).call_off, [RankRef(MemberKind.ROLLOUT, 3)]).start()
+    began = time.monotonic()
+    with pytest.raises(PeerLostError) as lost:
+        connecting.wait(Deadline("weight group join", 10.0), Abandonment(store, 1))
+    assert lost.value.peer == RankRef(MemberKind.ROLLOUT, 3)
+    assert time.monotonic() - began < 3
+    assert connecting.is_alive()
+    never.set()
+    connecting.wait(Deadline("weight group join", 5.0), Abandonment(store, 2))
+    with pytest.raises(WeightSyncError, match="plans differ"):
+        Connecting(fail_with(WeightSyncError("plans differ")), CPU).wait(
+            Deadline("j", 5.0), Abandonment(store, 2)
+        )
+
+
+def void(_: object) -> None:
+    """Takes a result away."""
+
+
+def fail_with(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
 
 
 def test_a_relay_that_leaves_frees_the_others_at_once() -> None:

@@ -33,8 +33,9 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.heartbeats: list[pb.HeartbeatRequest] = []
         self.registrations: list[pb.RegisterRequest] = []
         self.known = True
-        self.run_over = False
+        self.run_over = self.drain = False
         self.term = 1
+        self.members: list[pb.MemberStatus] = []
         self.policy: PolicyTag | None = None
         self.checkpoints: list[str] = []
         self.heard = asyncio.Event()
@@ -62,7 +63,12 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.calls.append("heartbeat")
         self.heartbeats.append(request)
         self.heard.set()
-        return pb.HeartbeatResponse(known=self.known, run_over=self.run_over)
+        return pb.HeartbeatResponse(known=self.known, run_over=self.run_over, drain=self.drain)
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        self.calls.append(f"drain {request.member_id}")
+        self.drain = True
+        return pb.DrainResponse()
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
         self.calls.append(f"leave {request.reason}")
@@ -75,7 +81,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
             for name, state in (line.split() for line in told)
         ]
         return pb.GetStatusResponse(
-            run_id=self.run_id, step=3, total_steps=9, phase="collect", members=members
+            run_id=self.run_id, step=3, total_steps=9, phase="collect", members=[*members, *self.members]
         )
 
     async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:

@@ -71,7 +71,7 @@ class FakeEngine(Engine):
 
     `events` has what happened, in order: ("generate", prompt ids) once per group, ("abort", prompt ids),
     ("join", epoch), ("receive", version), ("leave", None), ("shutdown", None). `hold()` makes generation wait
-    until `release()`.
+    until `release()`. A prompt in `errors` fails with its error, one in `stuck` does not end.
 
     Args:
         ranks: what the weights go through; by default `num_ranks` of `PaperRank`.
@@ -95,6 +95,8 @@ class FakeEngine(Engine):
         self.failure: Exception | None = None
         self.push_failure: Exception | None = None
         self.log_prob = -1.0
+        self.errors: dict[tuple[int, ...], Exception] = {}
+        self.stuck: set[tuple[int, ...]] = set()
         self.max_under_way = 0
         self._under_way = 0
         self._open = asyncio.Event()
@@ -173,6 +175,10 @@ class FakeEngine(Engine):
         try:
             samples = [self.sample(request) for request in requests]
             await self._open.wait()
+            if prompt in self.stuck:
+                await asyncio.Event().wait()
+            if prompt in self.errors:
+                raise self.errors[prompt]
             await self._pass_time(max(len(sample.token_ids) for sample in samples))
             self._check_alive()
         except asyncio.CancelledError:

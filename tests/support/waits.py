@@ -7,6 +7,7 @@ from __future__ import annotations
 _CANCELLED = "the task has just been cancelled, and nothing in it swallows that"
 _OTHERS_END_IT = "what it waits for has deadlines of its own, one of which ends it"
 _TOLD = "waits to be told to stop: a signal, the end of the run, or an error of another task ends it"
+_FINISHING = "what is under way has deadlines of its own; after a signal MemberSession.finish bounds it"
 _USERS = "a person started it at a terminal, sees what it does, and may interrupt it"
 _LIFETIME = "waits for the end of a process of the run, for as long as the run lasts; stopping has a budget"
 
@@ -21,7 +22,8 @@ NEEDLESS: dict[str, str] = {
     # For as long as the run lasts.
     "paceline.cli.launch.launcher:_Launcher._until_the_end: asyncio.wait": _LIFETIME,
     "paceline.cli.launch.launcher:_Launcher.run: asyncio.wait": _LIFETIME,
-    "paceline.cli.launch.process_tree:ProcessTree.next_exit: asyncio.wait": _LIFETIME,
+    "paceline.cli.launch.process_tree:ProcessTree.next_exit: self._ended.get": _LIFETIME,
+    "paceline.cli.launch.services:Services.tend: asyncio.wait": _LIFETIME,
     "paceline.cli.launch.processes:start: process.wait": _LIFETIME,
     "paceline.cli.launch.processes:wait_for_exit: await ended": _LIFETIME,
     "paceline.cli.launch.launcher:_Launcher._start_and_follow: await check": (
@@ -33,8 +35,12 @@ NEEDLESS: dict[str, str] = {
     "paceline.controller.events:EventHub.follow: queue.get": (
         "a client that follows the run; the end of the run is an event, a lost client cancels the call"
     ),
-    "paceline.reward.app:RewardApp.run: self._session.context.stopping.wait": _TOLD,
-    "paceline.rollout.app:RolloutApp._serve: context.stopping.wait": _TOLD,
+    "paceline.reward.app:RewardApp._wind_up: asyncio.wait": _FINISHING,
+    "paceline.rollout.sampler:Sampler.drain: asyncio.wait": _FINISHING,
+    "paceline.service.member:MemberSession.finish: asyncio.wait": _CANCELLED,
+    "paceline.service.member:MemberSession.finish: self.run_over.wait": _TOLD,
+    "paceline.service.member:MemberSession.until_leaving: self._draining.wait": _TOLD,
+    "paceline.service.member:MemberSession._register: asyncio.wait": _CANCELLED,
     "paceline.sdk.server:serve_reward.serve: context.stopping.wait": _TOLD,
     "paceline.service.runtime:ServiceContext.stopping_or: asyncio.wait": _TOLD,
     "paceline.service.runtime:ServiceContext.stopping_or: self.stopping.wait": _TOLD,
@@ -53,7 +59,9 @@ NEEDLESS: dict[str, str] = {
         "a task beside a call that has a deadline; it is cancelled when the call is over"
     ),
     "paceline.controller.weights.epoch:Epochs.call_each: asyncio.wait": _OTHERS_END_IT,
-    "paceline.controller.weights.epoch:Epochs.call_while_alive: asyncio.wait": _OTHERS_END_IT,
+    "paceline.controller.fleet.clients:while_alive: asyncio.wait": (
+        "its callers pass calls with a deadline; the end of the member ends it too"
+    ),
     "paceline.reward.consumer:Consumer.run: slots.acquire": (
         "a slot is free when an item is scored, and scoring has a deadline"
     ),
@@ -79,7 +87,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.weights.transport.group:_Pending.wait: work.wait": (
         "on a CUDA stream wait() only orders kernels; the host polls the events with a deadline"
     ),
-    "paceline.weights.transport.rendezvous:make_process_group: ProcessGroupNCCL": (
+    "paceline.weights.transport.rendezvous:_nccl_group: ProcessGroupNCCL": (
         "its timeout is in the options, which the line above sets"
     ),
 }

@@ -81,7 +81,7 @@ async def test_a_lease_is_measured_by_the_clock_given() -> None:
 async def test_a_server_that_is_too_old_is_refused(
     version: str, accepted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def info(*_: object) -> dict[str, str]:
+    async def info(*_: object, **__: object) -> dict[str, str]:
         return {"redis_version": version}
 
     broker = RedisStreamsBroker("redis://:secret@host:1/0")

@@ -36,7 +36,7 @@ class Bench:
         progress: Progress,
         stub: controller_pb2_grpc.ControllerServiceStub,
     ) -> None:
-        self.progress = progress
+        self.progress, self.supervisor = progress, supervisor
         self.fleet, self.events, self._stub = supervisor.fleet, run.events, stub
 
     async def register(
@@ -49,6 +49,10 @@ class Bench:
     async def beat(self, member_id: str, state: str, **fields: object) -> pb.HeartbeatResponse:
         request = pb.HeartbeatRequest(member_id=member_id, incarnation="a", state=state, **fields)  # type: ignore[arg-type]
         return await channels.call(self._stub.Heartbeat, request, timeout_s=5, phase="H", peer="controller")
+
+    async def drain(self, member_id: str) -> None:
+        request = pb.DrainRequest(member_id=member_id)
+        await channels.call(self._stub.Drain, request, timeout_s=5, phase="D", peer="controller")
 
     async def follow(self, from_step: int) -> list[pb.WatchEvent]:
         request = pb.WatchRequest(from_step=from_step)
@@ -174,6 +178,36 @@ async def test_a_silent_member_is_replaced_without_being_asked(bench: Bench) -> 
     await bench.register(kind, "rollout-0", incarnation="b", address="127.0.0.1:1")
     assert [m.incarnation for m in bench.fleet.usable(MemberKind.ROLLOUT)] == ["b"]
     await frozen.stop(0)
+
+
+async def test_a_drained_member_is_told_with_its_heartbeat(bench: Bench) -> None:
+    for number in range(2):
+        await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, f"rollout-{number}")
+    await bench.register(common_pb2.MEMBER_KIND_LEARNER, "learner-0")
+    assert not (await bench.beat("rollout-0", "serving")).drain
+    await bench.drain("rollout-0")
+    assert (await bench.beat("rollout-0", "draining")).drain
+    assert not (await bench.beat("rollout-1", "serving")).drain
+    assert await bench.status() == {
+        "learner-0": "registered",
+        "rollout-0": "draining",
+        "rollout-1": "serving",
+    }
+    assert [m.member_id for m in bench.supervisor.rollouts] == ["rollout-1"]
+
+
+async def test_who_cannot_be_spared_is_not_drained(bench: Bench) -> None:
+    await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "rollout-0")
+    await bench.register(common_pb2.MEMBER_KIND_LEARNER, "learner-0")
+    for name in ("learner-0", "rollout-7"):
+        with pytest.raises(ConfigError, match=f"no member {name} can be drained; those that can: rollout-0"):
+            await bench.drain(name)
+    with pytest.raises(ConfigError, match="rollout-0 is the last rollout member"):
+        await bench.drain("rollout-0")
+    await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "rollout-1")
+    await bench.drain("rollout-0")
+    with pytest.raises(ConfigError, match="rollout-1 is the last rollout member"):
+        await bench.drain("rollout-1")
 
 
 async def test_an_unknown_member_must_register(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from paceline.config.run import RunConfig
 from paceline.controller.fleet.membership import Health, Member
 from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
-from paceline.core.errors import PeerLostError
-from paceline.core.members import MemberKind
+from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
+from paceline.core.members import SOME_MEMBER, LocalPart, MemberKind
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.rendezvous import Abandonment, abandon, open_store
 from support.fake_fleet import FakeLearner, FakeRollout, FakeServices
@@ -146,6 +149,109 @@ async def test_newcomers_get_their_weights_while_the_others_work_and_all_meet_ag
     await push.epochs.form(learner, [*servers, *newcomers])
     assert await push.transfer(1) is not None
     assert services.calls.count("join rollout-9 e3 at 4") == 1
+    assert fleet.expelled == []
+
+
+class OddRollout(SilentRollout):
+    """Members named odd run a model with a wider tensor; those named alien one with other tensors."""
+
+    async def describe(self, member: Member) -> tuple[RankLayout, ...]:
+        [usual] = await super().describe(member)
+        if member.member_id.startswith("odd"):
+            part = TensorSlice(name="w", global_shape=(3,), box=Box.full((3,)), param="w", offset=(0,))
+            return (RankLayout(dtype="float32", slices=(part,)),)
+        if member.member_id.startswith("alien"):
+            return (replace(usual, slices=(replace(usual.slices[0], name="v"),)),)
+        if member.member_id.startswith("half"):
+            return (replace(usual, dtype="bfloat16"),)
+        return (usual,)
+
+
+async def test_a_server_with_another_model_is_put_out_for_that_before_anybody_joins() -> None:
+    services, fleet = SilentServices(), Fleet()
+    services.rollout = OddRollout(services)
+    epochs = services.push(fleet).epochs
+    servers = [member(MemberKind.ROLLOUT, name) for name in ("rollout-0", "odd-1", "alien-2", "half-3")]
+    await epochs.form(push_learner(), servers)
+    assert fleet.expelled == ["odd-1", "alien-2", "half-3"]
+    common = "ModelError: it does not run the learner's model: "
+    assert [server.failure for server in servers[1:]] == [
+        common + "w: it needs shape (3,), the learner holds (2,)",
+        common + "it needs v of shape (2,), which the learner does not hold",
+        common + "its rank 0 keeps bfloat16 parameters, model.dtype is float32",
+    ]
+    assert [call for call in services.calls if call.startswith("join")] == [
+        "join learner-0 e1",
+        "join rollout-0 e1 at 1",
+    ]
+    with pytest.raises(
+        PeerLostError, match=r"odd-9: it does not .* w: it needs shape \(3,\).* No rollout server"
+    ):
+        await epochs.form(push_learner(), [member(MemberKind.ROLLOUT, "odd-9")])
+
+
+class BlindServices(SilentServices):
+    """Every receive fails without naming anybody, as over NCCL where something does not end."""
+
+    def __init__(self, hung: str | None = None) -> None:
+        super().__init__()
+        self.hung = hung
+        self.rollout = BlindRollout(self)
+        self.learner = BlindLearner(self)
+
+
+class BlindLearner(SilentLearner):
+    async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
+        raise DeadlineError(phase="push", peer=SOME_MEMBER, seconds=1.0)
+
+
+class BlindRollout(SilentRollout):
+    services: BlindServices
+
+    async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
+        peer = LocalPart.ENGINE if member.member_id == self.services.hung else SOME_MEMBER
+        raise DeadlineError(phase="push", peer=peer, seconds=1.0)
+
+
+async def test_only_the_server_whose_engine_hangs_is_put_out() -> None:
+    services, fleet = BlindServices("rollout-1"), Fleet()
+    push = services.push(fleet)
+    servers = [member(MemberKind.ROLLOUT, f"rollout-{number}") for number in range(3)]
+    await push.epochs.form(push_learner(), servers)
+    assert await push.transfer(1) is None
+    assert fleet.expelled == ["rollout-1"]
+
+
+async def test_nobody_is_put_out_for_a_failure_without_a_cause_until_it_repeats() -> None:
+    services, fleet = BlindServices(), Fleet()
+    push = services.push(fleet)
+    servers = [member(MemberKind.ROLLOUT, f"rollout-{number}") for number in range(3)]
+    await push.epochs.form(push_learner(), servers)
+    assert await push.transfer(1) is None
+    assert fleet.expelled == []
+    await push.epochs.form(push_learner(), servers)
+    assert await push.transfer(1) is None
+    assert fleet.expelled == ["rollout-0", "rollout-1", "rollout-2"]
+
+
+class BareLearner(SilentLearner):
+    async def join(self, member: Member, *, epoch: int, spec: bytes) -> None:
+        await super().join(member, epoch=epoch, spec=spec)
+        raise WeightSyncError("learner rank 0 has no memory for 512 MiB of staging")
+
+
+class BareRollout(SilentRollout):
+    async def join(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
+        await asyncio.wait_for(self.services.told.wait(), DEADLINE_S)
+        raise PeerLostError("called off", peer="learner-0")
+
+
+async def test_what_fails_on_the_learner_alone_frees_the_servers_and_is_not_their_fault() -> None:
+    services, fleet = SilentServices(), Fleet()
+    services.learner, services.rollout = BareLearner(services), BareRollout(services)
+    epochs = services.push(fleet).epochs
+    with pytest.raises(WeightSyncError, match="no memory for 512 MiB"):
+        await epochs.form(push_learner(), [member(MemberKind.ROLLOUT, f"rollout-{n}") for n in range(2)])
     assert fleet.expelled == []
 
 

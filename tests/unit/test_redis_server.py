@@ -64,6 +64,8 @@ class TestStarting:
             assert settings["appendonly"] == "yes"
             assert settings["appendfsync"] == "everysec"
             assert settings["maxmemory-policy"] == "noeviction"
+            machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            assert 0 < int(settings["maxmemory"]) <= machine // 4
             assert settings["dir"] == str(folder)
             config = folder / "redis.conf"
             assert stat.S_IMODE(config.stat().st_mode) == 0o600
@@ -91,16 +93,64 @@ class TestStarting:
         assert not Path(f"/proc/{pid}").exists()
         with pytest.raises(EnvironmentLackError, match="is stopped"):
             _ = server.pid
-        with RedisServer.start(tmp_path) as again, redis.Redis.from_url(again.url) as client:
+        with (
+            RedisServer.start(tmp_path, keep_data=True) as again,
+            redis.Redis.from_url(again.url) as client,
+        ):
             assert client.get("k") == b"v"
 
-    def test_a_killed_server_comes_back_under_its_address(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("left_by", ["appendonly.aof", "dump.rdb", "appendonlydir/appendonly.aof.1"])
+    def test_a_new_run_starts_empty_whatever_lies_in_the_folder(self, tmp_path: Path, left_by: str) -> None:
+        file = tmp_path / left_by
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("of another run")
+        with RedisServer.start(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+            client.set("k", "v")
+            assert client.dbsize() == 1
+        with RedisServer.start(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+            assert client.dbsize() == 0
+
+    def test_its_memory_bound_holds(self, tmp_path: Path) -> None:
+        with (
+            RedisServer.start(tmp_path, max_memory_mib=4) as server,
+            redis.Redis.from_url(server.url) as client,
+            pytest.raises(redis.OutOfMemoryError),
+        ):
+            for number in range(8):
+                client.set(str(number), b"x" * 2**20)
+
+    @pytest.mark.parametrize("keep_data", [True, False])
+    def test_a_killed_server_comes_back_under_its_address(self, tmp_path: Path, keep_data: bool) -> None:
         with RedisServer.start(tmp_path) as server:
             url, pid = server.url, server.pid
-            os.kill(pid, signal.SIGKILL)
+            with redis.Redis.from_url(url) as client:
+                client.set("k", "v")
+                os.kill(pid, signal.SIGKILL)
+                server.restart(keep_data=keep_data)
+                assert server.url == url
+                assert server.pid != pid
+                assert client.get("k") == (b"v" if keep_data else None)
+
+    def test_a_torn_end_of_the_data_is_cut_off(self, tmp_path: Path) -> None:
+        with RedisServer.start(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+            client.set("k", "v")
+            os.kill(server.pid, signal.SIGKILL)
+            log = next(path for path in tmp_path.rglob("*.aof") if path.stat().st_size)
+            log.write_bytes(log.read_bytes() + b"*3\r\n$3\r\nSET\r\n$1\r\nx")
             server.restart()
-            assert server.url == url
-            assert server.pid != pid
+            assert client.get("k") == b"v"
+
+    def test_a_port_that_clients_know_is_not_replaced(self, tmp_path: Path) -> None:
+        with RedisServer.start(tmp_path) as server:
+            port = server.port
+            server.stop()
+            with socket.socket() as holder:
+                holder.bind(("127.0.0.1", port))
+                holder.listen()
+                with pytest.raises(EnvironmentLackError, match=f":{port}: the port is taken"):
+                    server.restart()
+            server.restart()
+            assert server.port == port
 
     def test_a_frozen_server_is_killed(self, tmp_path: Path) -> None:
         server = RedisServer.start(tmp_path)

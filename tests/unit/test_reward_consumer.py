@@ -210,6 +210,22 @@ async def test_a_slow_batch_does_not_hold_up_the_next(bench: Bench) -> None:
         assert [header.trajectory_id.prompt_id for header in await bench.headers(1)] == [1]
 
 
+async def test_a_service_that_leaves_scores_what_it_has_and_takes_no_more(bench: Bench) -> None:
+    async with bench.working() as work:
+        await bench.broker.append([finished_sample(RUN, 1, tokens("wait"))])
+        async with asyncio.timeout(5):
+            await bench.scorer.asked.wait()
+        bench.consumer.stop()
+        await asyncio.sleep(1.2)  # an empty mailbox is asked for a second
+        await bench.broker.append([finished_sample(RUN, 2, tokens("ab"))])
+        assert not work.done()
+        bench.scorer.release.set()
+        assert [header.trajectory_id.prompt_id for header in await bench.headers(1)] == [1]
+        await asyncio.wait_for(work, 1)
+    async with bench.working(bench.make_consumer("reward-1")):
+        assert [header.scorer for header in await bench.headers(1)] == ["reward-1"]
+
+
 async def test_what_a_dead_service_held_is_scored_by_another(bench: Bench) -> None:
     other = bench.make_consumer("reward-1", lease_s=0.2)
     await bench.broker.append([finished_sample(RUN, 1, tokens("wait"))])

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from paceline.broker import names
 from paceline.broker.base import Outgoing
 from paceline.broker.memory import MemoryBroker
 from paceline.core.errors import (
-    DeadlineError,
+    IllegalTransitionError,
     NumericsError,
     PeerLostError,
     ProtocolError,
@@ -25,15 +26,22 @@ from paceline.core.errors import (
 from paceline.core.ids import Purpose, sample_seed
 from paceline.core.members import RolloutState
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import PromptGroup, RewardContext, SamplingSpec, Trajectory
+from paceline.core.trajectory import GroupRefusal, PromptGroup, RewardContext, SamplingSpec, Trajectory
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from paceline.rollout.sampler import Sampler
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
-from paceline.wire import decode_trajectory, decode_trajectory_header, encode_prompt_group
+from paceline.wire import (
+    blob_digest,
+    decode_scored,
+    decode_trajectory,
+    decode_trajectory_header,
+    encode_prompt_group,
+)
 from support.fake_engine import FakeEngine
+from support.sequencer_run import config
 
 RUN = "run-1"
 V0 = PolicyTag(version=0, digest="0" * 16)
@@ -46,6 +54,8 @@ LIMITS = SamplerLimits(
     lease_s=5.0,
     max_stream_length=1000,
     append_timeout_s=5.0,
+    max_deliveries=3,
+    probe_timeout_s=0.05,
 )
 
 
@@ -80,6 +90,16 @@ class Bench:
                 headers += [decode_trajectory_header(entry.payload) for entry in entries]
         return headers
 
+    async def refusals(self, wanted: int) -> list[GroupRefusal]:
+        """The group refusals so far, at least `wanted`; fails where there are not so many within 5 s."""
+        stream = names.scored(RUN)
+        async with asyncio.timeout(5):
+            while await self.broker.length(stream) < wanted:  # noqa: ASYNC110 - as `quiet`
+                await asyncio.sleep(0.01)
+        entries = await self.broker.read_log(stream, after="0-0", max_entries=100, block_s=0)
+        refusals = [decode_scored(entry.payload) for entry in entries]
+        return [refusal for refusal in refusals if isinstance(refusal, GroupRefusal)]
+
     async def blob(self, header: Any) -> Trajectory:
         [data] = await self.broker.get_blobs([header.blob_key])
         assert data is not None
@@ -107,8 +127,9 @@ async def bench(
     joined: bool = True,
     num_ranks: int = 1,
     engine: FakeEngine | None = None,
+    broker: MemoryBroker | None = None,
 ) -> AsyncIterator[Bench]:
-    broker, engine = MemoryBroker(), engine or FakeEngine(num_ranks=num_ranks)
+    broker, engine = broker or MemoryBroker(), engine or FakeEngine(num_ranks=num_ranks)
     changes: list[str] = []
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -122,7 +143,7 @@ async def bench(
                 broker=broker,
                 run_id=RUN,
                 server_id="rollout-0",
-                consumer="rollout-0/x",
+                incarnation="x",
                 limits=limits,
                 spawn=spawn,
             )
@@ -242,7 +263,7 @@ async def test_what_was_aborted_goes_to_another_server_at_once() -> None:
         assert len(taken) == 1
 
 
-async def test_a_group_of_another_digest_is_refused_and_not_acknowledged(
+async def test_a_group_of_another_digest_is_refused_and_acknowledged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with bench() as b:
@@ -250,24 +271,169 @@ async def test_a_group_of_another_digest_is_refused_and_not_acknowledged(
         stranger = replace(V0, digest="f" * 16)
         await b.ask(group(1, stranger), group(2))
         assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {2}
-        assert await b.left_over(0) == 1
+        [refusal] = await b.refusals(1)
+        assert (refusal.prompt_id, refusal.policy, refusal.reason) == (1, stranger, "wrong_policy")
+        assert refusal.message == "prompt 1 wants v0@ffffffffffffffff, this server holds v0@0000000000000000"
+        assert (refusal.run_id, refusal.step, refusal.purpose) == (RUN, 1, Purpose.TRAIN)
+        assert (refusal.server_id, refusal.deliveries) == ("rollout-0", 1)
+        assert await b.left_over(0) == 0
         assert "reason=wrong_policy" in caplog.text
-        assert "prompt 1 wants v0@ffffffffffffffff, this server holds v0@0000000000000000" in caplog.text
 
 
-async def test_what_cannot_be_read_is_refused_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_group_of_an_older_version_is_only_acknowledged() -> None:
+    async with bench() as b:
+        await b.push(V1)
+        await b.ask(group(1, V0), version=1)
+        await b.ask(group(2, V1))
+        assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {2}
+        assert await b.left_over(1) == 0
+        assert await b.refusals(0) == []
+
+
+async def test_what_cannot_be_served_is_refused_at_once_with_its_reason() -> None:
     async with bench() as b:
         await b.push(V0)
-        await b.broker.append([Outgoing(stream=names.prompts(RUN, 0), payload=b"nonsense")])
+        torn = msgpack.unpackb(encode_prompt_group(group(4)))
+        for payload in (b"nonsense", msgpack.packb({**torn, "seeds": "none"})):
+            await b.broker.append([Outgoing(stream=names.prompts(RUN, 0), payload=payload)])
         await b.ask(group(1, prompt_token_ids=np.array([64], np.int32)))  # the vocabulary ends at 63
         await b.ask(group(2, run_id="run-2"), version=0)
         await b.ask(group(3))
         assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {3}
-        assert await b.left_over(0) == 3
-        assert [r.message.split()[1] for r in caplog.records if r.message.startswith("refused")][1:] == [
-            "reason=out_of_range",
-            "reason=wrong_run",
-        ]
+        refused = {(r.prompt_id, r.run_id, r.reason) for r in await b.refusals(3)}
+        assert refused == {(1, RUN, "out_of_range"), (2, "run-2", "wrong_run"), (4, RUN, "wrong_type")}
+        assert await b.left_over(0) == 0
+
+
+async def test_a_request_that_the_engine_refuses_is_its_groups_and_nobody_elses() -> None:
+    async with bench(engine=FakeEngine(max_model_len=5)) as b:
+        await b.push(V0)
+        await b.ask(group(1, prompt_token_ids=np.arange(6, dtype=np.int32)), group(2))
+        assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {2}
+        [refusal] = await b.refusals(1)
+        assert (refusal.prompt_id, refusal.reason, refusal.deliveries) == (1, "refused_by_engine", 1)
+        assert "the prompt is too long" in refusal.message
+
+
+async def test_an_engine_error_is_the_groups_which_is_given_up_after_so_many_deliveries() -> None:
+    async with bench(limits=replace(LIMITS, lease_s=0.05)) as b:
+        await b.push(V0)
+        b.engine.errors[(5, 3)] = RuntimeError("an illegal\ninstruction \ud800")
+        await b.ask(group(3), group(4))
+        assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {4}
+        [refusal] = await b.refusals(1)
+        assert (refusal.prompt_id, refusal.reason, refusal.deliveries) == (3, "engine_error", 3)
+        assert refusal.message == "RuntimeError: an illegal instruction \\ud800"
+        assert b.engine.named("generate").count((5, 3)) == 3
+        assert await b.left_over(0) == 0
+        await b.ask(group(5))
+        await b.headers(4)
+
+
+async def test_a_group_that_fails_once_gets_the_same_samples_on_its_second_delivery() -> None:
+    async with bench(limits=replace(LIMITS, lease_s=0.05)) as b:
+        await b.push(V0)
+        b.engine.errors[(5, 3)] = PeerLostError("aborted", peer="engine")
+        await b.ask(group(3))
+        await b.quiet(1)
+        b.engine.errors.clear()
+        headers = await b.headers(4)
+        assert [h.trajectory_id.sample_index for h in headers] == [0, 1, 2, 3]
+        for header, seed in zip(headers, group(3).seeds, strict=True):
+            expected = b.engine.sample(_request(seed=seed, prompt=(5, 3), sampling=group(3).sampling))
+            assert (await b.blob(header)).response_token_ids.tolist() == expected.token_ids.tolist()
+
+
+async def test_a_group_that_takes_too_long_is_drawn_again_and_then_given_up() -> None:
+    async with bench(limits=replace(LIMITS, group_timeout_s=0.05, lease_s=0.05)) as b:
+        await b.push(V0)
+        b.engine.stuck.add((5, 3))
+        await b.ask(group(3), group(4))
+        assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {4}
+        [refusal] = await b.refusals(1)
+        assert (refusal.prompt_id, refusal.reason, refusal.deliveries) == (3, "deadline", 3)
+        assert refusal.message.startswith("prompt 3 was not drawn within 0.05 s; raise rollout.")
+        assert b.engine.named("abort").count((5, 3)) == 3
+
+
+async def test_an_engine_that_answers_nothing_any_more_ends_the_service() -> None:
+    with pytest.raises(PeerLostError, match=r"the engine hangs: prompt 3 was not drawn within 0.05 s"):
+        async with bench(limits=replace(LIMITS, group_timeout_s=0.05)) as b:
+            await b.push(V0)
+            b.engine.hold()
+            await b.ask(group(3))
+            await asyncio.sleep(5)
+
+
+async def test_a_group_whose_takers_died_is_given_up_without_another_attempt() -> None:
+    async with bench(limits=replace(LIMITS, lease_s=0.05)) as b:
+        stream = names.prompts(RUN, 0)
+        await b.ask(group(3), group(4))
+        await b.broker.ensure_group(stream, names.ROLLOUT_GROUP)
+        await b.broker.read(stream, names.ROLLOUT_GROUP, "dead/1", max_entries=1, block_s=0)
+        for taker in ("dead/2", "dead/3"):
+            await b.broker.reclaim(stream, names.ROLLOUT_GROUP, taker, min_idle_s=0, max_entries=9)
+        await b.push(V0)
+        assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {4}
+        [refusal] = await b.refusals(1)
+        assert (refusal.prompt_id, refusal.reason, refusal.deliveries) == (3, "max_deliveries", 4)
+        assert "was taken 3 times, and no server has answered" in refusal.message
+        assert (5, 3) not in b.engine.named("generate")
+
+
+async def test_an_engine_that_fails_every_group_ends_the_service() -> None:
+    with pytest.raises(PeerLostError, match="8 prompt groups failed one after the other; .*RuntimeError: x"):
+        async with bench() as b:
+            await b.push(V0)
+            b.engine.errors.update({(5, p): RuntimeError("x") for p in range(8)})
+            await b.ask(*(group(p) for p in range(8)))
+            await asyncio.sleep(5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "seconds"),
+    [
+        ({"data__max_response_length": 1024}, (600.0, 900.0, 1800.0)),
+        ({"data__max_response_length": 32_000}, (6400.0, 9600.0, 19_200.0)),
+        ({"data__max_response_length": 32_000, "rollout__request_timeout_s": 10.0}, (10.0, 15.0, 30.0)),
+        ({"barrier__stall_timeout_s": 7.0, "barrier__collect_timeout_s": 8.0}, (600.0, 7.0, 8.0)),
+    ],
+)
+def test_deadlines_follow_the_response_length(keys: dict[str, float], seconds: tuple[float, ...]) -> None:
+    changed = config(**{"barrier__stall_timeout_s": None, **keys}, actor__ppo_max_token_len_per_gpu=40_000)
+    limits = SamplerLimits.of(changed)
+    assert (limits.group_timeout_s, limits.append_timeout_s, changed.collect_timeout_s) == seconds
+    assert limits.max_deliveries == 6
+
+
+async def test_two_draws_of_one_sample_never_share_a_blob() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        await b.ask(group(1), group(1))
+        headers = await b.headers(8)
+        assert len({h.blob_key for h in headers}) == 8
+        assert headers[0].blob_key.startswith(names.blob(RUN, "train:1:1:0", "rollout-0", "x."))
+        for header in headers:
+            [data] = await b.broker.get_blobs([header.blob_key])
+            assert data is not None
+            assert blob_digest(data) == header.blob_digest
+
+
+class DiesBeforeTheAcknowledgement(MemoryBroker):
+    """The process is gone after its results are stored, if an acknowledgement is a second command."""
+
+    async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
+        if stream == names.prompts(RUN, 0):
+            await asyncio.sleep(3600)
+        await super().ack(stream, group, entry_ids)
+
+
+async def test_results_and_acknowledgement_are_stored_together() -> None:
+    async with bench(broker=DiesBeforeTheAcknowledgement()) as b:
+        await b.push(V0)
+        await b.ask(group(1))
+        await b.headers(4)
+        assert await b.left_over(0) == 0
 
 
 async def test_groups_are_taken_until_the_engine_is_full_and_again_as_they_end() -> None:
@@ -401,6 +567,33 @@ async def test_a_forgotten_server_stops_until_the_next_push() -> None:
         await b.headers(4)
 
 
+async def test_a_drained_server_finishes_its_groups_and_begins_no_more() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        b.engine.hold()
+        await b.ask(group(1))
+        await b.quiet(1)
+        draining = asyncio.create_task(b.server.drain())
+        await asyncio.sleep(0.05)
+        assert b.changes[-2:] == ["serving", "draining"]
+        assert b.server.standing.policy == V0
+        await b.ask(group(2))
+        b.engine.release()
+        await asyncio.wait_for(draining, 3)
+        headers = await b.headers(4)
+        assert {h.trajectory_id.prompt_id for h in headers} <= {1, 2}
+        assert b.engine.named("abort") == []
+        num_begun = len(b.engine.named("generate"))
+        await b.ask(group(3))
+        await asyncio.sleep(0.05)
+        assert len(b.engine.named("generate")) == num_begun
+        for order in (b.server.receive(1, 1), b.server.commit(V1)):
+            with pytest.raises(IllegalTransitionError, match="a rollout server that is draining has no move"):
+                await order
+        await b.server.forget()
+        assert b.server.standing.state is RolloutState.DRAINING
+
+
 async def test_leaving_a_group_does_not_disturb_what_is_being_drawn() -> None:
     """Newcomers get their weights in a group of their own while the others sample."""
     async with bench() as b:
@@ -459,20 +652,22 @@ async def test_the_death_of_the_engine_ends_the_service() -> None:
             await asyncio.sleep(5)
 
 
-async def test_a_group_that_takes_too_long_ends_the_service_with_its_name() -> None:
-    with pytest.raises(DeadlineError, match=r"GENERATE prompt 3: no answer from engine within 0.05 s"):
-        async with bench(limits=replace(LIMITS, group_timeout_s=0.05)) as b:
-            await b.push(V0)
-            b.engine.hold()
-            await b.ask(group(3))
-            await asyncio.sleep(5)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 async def test_log_probabilities_that_are_no_numbers_never_leave(value: float) -> None:
-    with pytest.raises(NumericsError, match=r"prompt 3: .*v0@0000000000000000 are unusable"):
+    async with bench() as b:
+        await b.push(V0)
+        b.engine.log_prob = value
+        await b.ask(group(3))
+        [refusal] = await b.refusals(1)
+        assert (refusal.prompt_id, refusal.reason, refusal.deliveries) == (3, "not_finite", 1)
+        assert "v0@0000000000000000 are unusable" in refusal.message
+        assert await b.broker.length(names.trajectories(RUN)) == 0
+
+
+async def test_weights_that_give_no_numbers_end_the_service() -> None:
+    with pytest.raises(NumericsError, match=r"8 prompt groups failed one after the other; .* are unusable"):
         async with bench() as b:
             await b.push(V0)
-            b.engine.log_prob = value
-            await b.ask(group(3))
+            b.engine.log_prob = float("nan")
+            await b.ask(*(group(p) for p in range(8)))
             await asyncio.sleep(5)

@@ -19,6 +19,7 @@ EVENTS: list[states.Event] = [
     states.ReceiveFailed(),
     states.Committed(V3),
     states.Forgotten(),
+    states.Drained(),
 ]
 
 

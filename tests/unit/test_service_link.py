@@ -256,6 +256,22 @@ async def test_a_failure_is_reported_and_a_lost_controller_does_not_hide_it(
     await link.close()
 
 
+async def test_an_order_to_drain_is_passed_on(controller: tuple[FakeController, Any]) -> None:
+    fake, server = controller
+    link = link_to(server.address)
+    await link.register(5, STALE)
+    told = asyncio.Event()
+    running = asyncio.create_task(link.run(lambda: STALE, on_drain=told.set))
+    await heard(fake, 2)
+    assert not told.is_set()
+    fake.drain = True
+    await asyncio.wait_for(told.wait(), 5)
+    assert not running.done()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await link.close()
+
+
 async def test_run_before_register_is_refused(controller: tuple[FakeController, Any]) -> None:
     link = link_to("127.0.0.1:1")
     with pytest.raises(ProtocolError, match=r"register\(\) comes before run\(\)"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
+from paceline.controller.fleet.clients import is_serving
 from paceline.core.errors import ModelError
 from paceline.core.members import MemberKind, RewardState
 from paceline.rpc.v1 import reward_pb2_grpc
@@ -142,6 +144,98 @@ async def test_the_server_outlives_the_goodbye(controller: tuple[FakeController,
     assert order[0] == "served"
     assert order[1] != "leave stopped"
     assert fake.calls[-1] == "leave stopped"
+
+
+class Work:
+    """What a member finishes before it leaves: until the test says so."""
+
+    def __init__(self) -> None:
+        self.done, self.finished, self.cut = asyncio.Event(), False, False
+
+    async def finish(self) -> None:
+        try:
+            await self.done.wait()
+            self.finished = True
+        except asyncio.CancelledError:
+            self.cut = True
+            raise
+
+
+async def until_left(session: MemberSession, work: Work, *, grace_s: float) -> None:
+    await join(session)
+    await session.until_leaving()
+    await session.finish(work.finish(), grace_s=grace_s)
+
+
+async def test_a_signal_makes_a_member_unhealthy_at_once_and_leaves_it_its_grace(
+    controller: tuple[FakeController, str],
+) -> None:
+    fake, address = controller
+    unfinished = Work()
+
+    async def work(session: MemberSession) -> None:
+        leaving = asyncio.create_task(until_left(session, unfinished, grace_s=0.6))
+        await fake.heard.wait()
+        assert await is_serving(session.link.address)
+        began = time.monotonic()
+        session.context.stop("SIGTERM")
+        while await is_serving(session.link.address):
+            assert time.monotonic() - began < 0.5
+        await leaving
+        assert 0.5 < time.monotonic() - began < 2
+
+    await run(address, work)
+    assert (unfinished.finished, unfinished.cut) == (False, True)
+    assert fake.calls[-1] == "leave stopped"
+
+
+async def test_a_drained_member_finishes_however_long_it_takes_and_leaves(
+    controller: tuple[FakeController, str],
+) -> None:
+    fake, address = controller
+    unfinished = Work()
+
+    async def work(session: MemberSession) -> None:
+        leaving = asyncio.create_task(until_left(session, unfinished, grace_s=0.1))
+        await fake.heard.wait()
+        fake.drain = True
+        session.poke()
+        await asyncio.sleep(0.4)
+        assert not await is_serving(session.link.address)
+        assert not leaving.done()
+        unfinished.done.set()
+        await leaving
+
+    await run(address, work)
+    assert unfinished.finished
+    assert fake.calls[-1] == "leave drained"
+
+
+async def test_when_the_run_is_over_nothing_is_finished(controller: tuple[FakeController, str]) -> None:
+    fake, address = controller
+    unfinished = Work()
+
+    async def work(session: MemberSession) -> None:
+        leaving = asyncio.create_task(until_left(session, unfinished, grace_s=30))
+        await fake.heard.wait()
+        session.context.stop("SIGTERM")
+        await asyncio.sleep(0.1)
+        assert not leaving.done()
+        fake.run_over = True
+        session.poke()
+        await asyncio.wait_for(leaving, 2)
+
+    await run(address, work)
+    assert (unfinished.finished, unfinished.cut) == (False, True)
+
+
+async def test_a_member_that_is_told_to_stop_does_not_wait_for_a_controller() -> None:
+    async def work(session: MemberSession) -> None:
+        asyncio.get_running_loop().call_later(0.1, session.context.stop, "SIGTERM")
+        await join(session)
+
+    async with asyncio.timeout(2):
+        await run("127.0.0.1:1", work)
 
 
 def test_the_command_line() -> None:

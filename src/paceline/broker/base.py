@@ -9,7 +9,9 @@ A stream can also be read as a log: by position, without taking anything from an
 A stream or group that does not exist has no entries: reading it returns [] after the wait, renewing returns
 [], acknowledging does nothing. A reader whose stream is deleted gets no more entries, and no error.
 
-Every method may raise BrokerError (the broker refused or is gone) and DeadlineError (no answer in time).
+Commands wait through an outage of the server: it may be restarted, fail over, freeze or be full. Every method
+raises BrokerError when the outage outlasts a bound, or at once for what waiting does not mend. A command that
+was cut off is repeated, so a message may be stored twice.
 """
 
 from __future__ import annotations
@@ -64,8 +66,7 @@ class Broker(Protocol):
         """Stores messages in order, each with its blobs before it, and acknowledges; returns entry ids.
 
         A message is never visible before its blobs. The acknowledgement takes effect together with the last
-        message: an entry is never acknowledged without its answer. A command repeated after a lost connection
-        may store a message twice: readers drop repeats by the message's own id.
+        message: an entry is never acknowledged without its answer.
         """
         ...
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
 import redis
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from paceline.broker.address import REDIS_SCHEMES, redact, scheme_of
-from paceline.broker.redis_errors import translate
+from paceline.broker.outage import Attempts, Outage
+from paceline.broker.redis_errors import refusal, trouble_of
 from paceline.core.errors import ConfigError, LostDataError
 
 _KEYS_PER_FETCH: Final = 64
@@ -24,21 +26,23 @@ class BlobReader:
 
     Args:
         url: the broker's redis address.
-        timeout_s: longest wait for one request, which fetches at most 64 blobs.
+        outage_timeout_s: longest outage of the server that a request waits through.
+        timeout_s: how long an attempt waits for the server's answer; a request fetches at most 64 blobs.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, url: str, *, outage_timeout_s: float = 300.0, timeout_s: float = 30.0) -> None:
         if scheme_of(url) not in REDIS_SCHEMES:
             raise ConfigError(
                 f"blobs of {redact(url)!r} exist in one process only: set broker.url to redis://"
             )
         self._url, self._timeout_s = url, timeout_s
+        self._outage = Outage(redact(url), timeout_s=outage_timeout_s)
         self._client: redis.Redis = redis.Redis.from_url(
             url,
             protocol=2,
             socket_timeout=timeout_s,
             socket_connect_timeout=min(timeout_s, 5.0),
-            retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), retries=6),
+            retry=Retry(NoBackoff(), retries=0),
         )
 
     def __enter__(self) -> Self:
@@ -54,15 +58,11 @@ class BlobReader:
 
         Raises:
             LostDataError: blobs are missing; names them.
-            BrokerError, DeadlineError: the broker is gone.
+            BrokerError: the broker is gone.
         """
         values: list[bytes | None] = []
-        try:
-            for start in range(0, len(keys), _KEYS_PER_FETCH):
-                portion: Any = self._client.mget(keys[start : start + _KEYS_PER_FETCH])
-                values += portion
-        except (RedisError, OSError) as error:
-            raise translate(error, url=self._url, command="MGET", timeout_s=self._timeout_s) from error
+        for start in range(0, len(keys), _KEYS_PER_FETCH):
+            values += self._fetch(keys[start : start + _KEYS_PER_FETCH])
         present = [value for value in values if value is not None]
         if len(present) < len(keys):
             missing = [key for key, value in zip(keys, values, strict=True) if value is None]
@@ -72,6 +72,22 @@ class BlobReader:
                 f"{', '.join(missing[:_KEYS_NAMED])}{more}; they were deleted, or the server lost its data"
             )
         return present
+
+    def _fetch(self, keys: Sequence[str]) -> list[bytes | None]:
+        with Attempts(self._outage, "MGET") as attempts:
+            while True:
+                try:
+                    values: Any = self._client.mget(keys)
+                except (RedisError, OSError) as error:
+                    trouble = trouble_of(error, timeout_s=self._timeout_s)
+                    if trouble is None:
+                        raise refusal(error, url=self._url, command="MGET") from error
+                    pause_s = attempts.failed(trouble)
+                else:
+                    attempts.answered()
+                    return list(values)
+                self._client.connection_pool.disconnect()
+                time.sleep(pause_s)
 
     def close(self) -> None:
         """Closes the connection."""

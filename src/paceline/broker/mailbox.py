@@ -12,7 +12,7 @@ from typing import Self
 
 from paceline.broker.backpressure import wait_for_room
 from paceline.broker.base import Ack, Broker, Entry, Outgoing
-from paceline.core.errors import BrokerError, DeadlineError
+from paceline.core.errors import BrokerError
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Mailbox:
         Entries that this mailbox has leased already do not come again.
 
         Raises:
-            BrokerError, DeadlineError: the broker is gone.
+            BrokerError: the broker is gone.
         """
         self._check_renewing()
         wanted = self._max_entries if max_entries is None else max_entries
@@ -100,7 +100,7 @@ class Mailbox:
         waits for room, the leases are renewed.
 
         Raises:
-            DeadlineError: a stream had no room for `timeout_s` seconds, or the broker did not answer.
+            DeadlineError: a stream had no room for `timeout_s` seconds.
             BrokerError: the broker is gone. The entries stay leased.
         """
         self._check_renewing()
@@ -154,7 +154,7 @@ class Mailbox:
                 continue
             try:
                 renewed = await self._broker.renew(self._stream, self._group, self._consumer, entry_ids)
-            except (BrokerError, DeadlineError) as error:
+            except BrokerError as error:
                 # The next round may succeed in time; if not, the entries are delivered again.
                 log.warning("%s: %d leases not renewed: %s", self._stream, len(entry_ids), error)
                 continue
@@ -187,7 +187,8 @@ class Mailbox:
         if not entry_ids:
             return
         try:
-            await self._broker.release(self._stream, self._group, self._consumer, list(entry_ids))
-        except (BrokerError, DeadlineError) as error:
-            # Their leases lapse anyway; giving them back is only quicker.
+            # Their leases lapse anyway; giving them back is only quicker, and not worth a long wait.
+            async with asyncio.timeout(self._lease_s):
+                await self._broker.release(self._stream, self._group, self._consumer, list(entry_ids))
+        except (BrokerError, TimeoutError) as error:
             log.warning("%s: %d entries not given back: %s", self._stream, len(entry_ids), error)

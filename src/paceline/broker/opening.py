@@ -7,18 +7,29 @@ from urllib.parse import urlsplit
 from paceline.broker.address import MEMORY_SCHEME, redact, scheme_of
 from paceline.broker.base import Broker
 from paceline.broker.memory import MemoryBroker, named_store
+from paceline.broker.outage import Say
 from paceline.broker.redis_streams import RedisStreamsBroker
 from paceline.core.errors import ConfigError
 
 
-def open_broker(url: str, *, timeout_s: float = 10.0) -> Broker:
+def open_broker(
+    url: str,
+    *,
+    timeout_s: float = 10.0,
+    outage_timeout_s: float = 300.0,
+    on_outage: Say | None = None,
+    on_recovery: Say | None = None,
+) -> Broker:
     """A broker for redis://, rediss:// or unix:// (`ping` connects, this does not), or for memory://[NAME].
 
     Memory brokers of the same name in one process share their streams; without a name each has its own.
 
     Args:
         url: the address.
-        timeout_s: deadline of a command.
+        timeout_s: how long an attempt of a command waits for the server's answer.
+        outage_timeout_s: longest outage of a server that commands wait through; see `Outage`.
+        on_outage: called with a sentence once an outage has lasted for 2 s.
+        on_recovery: called with a sentence when such an outage is over.
 
     Raises:
         ConfigError: the address is unusable.
@@ -26,6 +37,12 @@ def open_broker(url: str, *, timeout_s: float = 10.0) -> Broker:
     if scheme_of(url) == MEMORY_SCHEME:
         return MemoryBroker(store=named_store(urlsplit(url).netloc))
     try:
-        return RedisStreamsBroker(url, timeout_s=timeout_s)
+        return RedisStreamsBroker(
+            url,
+            timeout_s=timeout_s,
+            outage_timeout_s=outage_timeout_s,
+            on_outage=on_outage,
+            on_recovery=on_recovery,
+        )
     except ValueError as error:
         raise ConfigError(f"broker.url {redact(url)!r} cannot be used: {error}") from error

@@ -1,48 +1,93 @@
-"""Translates the redis client's errors into Paceline's; messages never contain the password."""
+"""Reads the redis client's errors: which ones pass, and what the others mean; never shows the password."""
 
 from __future__ import annotations
 
 import re
+import ssl
+from typing import Final
 
 from redis import exceptions
 
 from paceline.broker.address import redact
-from paceline.core.errors import BrokerError, DeadlineError, PacelineError
+from paceline.broker.outage import Trouble
+from paceline.core.errors import BrokerError
+
+_FULL: Final = Trouble(
+    state="is full: it has used its maxmemory, takes no more messages, and nothing drains",
+    remedy="raise its maxmemory (broker.max_memory_mib for the run's own server), or lower "
+    "broker.max_stream_length or data.train_batch_size",
+)
+_BY_CODE: Final = {
+    "OOM": _FULL,
+    "LOADING": Trouble(state="is still loading its data", remedy="wait for it to be ready"),
+    "READONLY": Trouble(
+        state="is a replica, which takes no messages",
+        remedy="promote it, or point the address at the primary",
+    ),
+    "MASTERDOWN": Trouble(
+        state="is a replica that has lost its primary", remedy="promote it, or start the primary again"
+    ),
+    "NOREPLICAS": Trouble(state="has too few replicas to write", remedy="start its replicas again"),
+    "MISCONF": Trouble(state="cannot write its data to disk", remedy="make room on its disk; see its log"),
+    "BUSY": Trouble(state="is busy with a script", remedy="wait, or end the script with SCRIPT KILL"),
+}
+# The client takes the code off the text of errors that it has a class for.
+_CODE_OF_CLASS: Final = {
+    exceptions.OutOfMemoryError: "OOM",
+    exceptions.BusyLoadingError: "LOADING",
+    exceptions.ReadOnlyError: "READONLY",
+    exceptions.MasterDownError: "MASTERDOWN",
+}
+_REFUSED_PASSWORD: Final = (exceptions.AuthenticationError, exceptions.AuthenticationWrongNumberOfArgsError)
 
 
-def translate(error: Exception, *, url: str, command: str, timeout_s: float) -> PacelineError:
-    """The error to raise instead of `error`."""
-    where = redact(url)
+def trouble_of(error: Exception, *, timeout_s: float) -> Trouble | None:
+    """What is wrong with the server for now; None for an error that waiting does not mend."""
     if isinstance(error, (TimeoutError, exceptions.TimeoutError)):
-        return DeadlineError(
-            phase=command,
-            peer=f"broker {where}",
-            seconds=timeout_s,
-            hint="the server is overloaded, frozen or unreachable",
+        return Trouble(
+            state=f"has not answered for {timeout_s:g} s",
+            remedy="it is frozen, overloaded or cut off: look at its process and its machine",
+            silent_s=timeout_s,
         )
-    if isinstance(error, exceptions.AuthenticationError) or _says(error, "NOAUTH", "WRONGPASS"):
+    code = _CODE_OF_CLASS.get(type(error)) or next((code for code in _BY_CODE if _says(error, code)), None)
+    if code is not None:
+        return _BY_CODE[code]
+    if isinstance(error, (exceptions.ConnectionError, OSError)) and not _is_final(error):
+        reason = redact(str(error)).rstrip(".")
+        return Trouble(
+            state=f"cannot be reached ({reason})", remedy="start the server again, or correct broker.url"
+        )
+    return None
+
+
+def refusal(error: Exception, *, url: str, command: str) -> BrokerError:
+    """The error to raise for one that waiting does not mend."""
+    where = redact(url)
+    if isinstance(error, _REFUSED_PASSWORD) or _says(error, "NOAUTH") or _says(error, "WRONGPASS"):
         return BrokerError(f"{command}: broker {where} refused the password: correct it in broker.url")
-    if _says(error, "OOM"):
-        return BrokerError(
-            f"{command}: broker {where} is out of memory and took nothing: raise its maxmemory, or lower "
-            "broker.max_stream_length or data.train_batch_size"
-        )
-    if isinstance(error, exceptions.BusyLoadingError):
-        return BrokerError(f"{command}: broker {where} is still loading its data: wait for it to be ready")
-    if isinstance(error, (exceptions.ConnectionError, OSError)):
-        return BrokerError(f"{command}: broker {where} cannot be reached ({error}): is the server running?")
     return BrokerError(f"{command}: broker {where} refused it: {error}")
-
-
-def _says(error: Exception, *words: str) -> bool:
-    """Whether the text contains one of the server's error codes; a script's errors have it at the end."""
-    return any(re.search(rf"\b{word}\b", str(error)) for word in words)
 
 
 def is_missing(error: Exception) -> bool:
     """Whether a command failed because the stream or group does not exist or was deleted during the wait."""
     return isinstance(error, exceptions.ResponseError) and (
-        _says(error, "NOGROUP", "UNBLOCKED")
+        _says(error, "NOGROUP")
+        or _says(error, "UNBLOCKED")
         or "no such key" in str(error)
         or "requires the key to exist" in str(error)
+    )
+
+
+def _says(error: Exception, code: str) -> bool:
+    """Whether the server gave this error code, itself or, after a colon, in a script."""
+    return re.search(rf"(?:^|: -?){code} ", str(error)) is not None
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the connection fails for a reason that stays: the password, or the server's certificate."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    return isinstance(error, _REFUSED_PASSWORD) or any(
+        isinstance(cause, ssl.SSLCertVerificationError) for cause in causes
     )

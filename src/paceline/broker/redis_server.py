@@ -25,6 +25,13 @@ from paceline.core.errors import EnvironmentLackError
 _SERVERS: Final = ("redis-server", "valkey-server")
 _PORT_ATTEMPTS: Final = 5
 _PR_SET_PDEATHSIG: Final = 1
+_RESTART_GRACE_S: Final = 3.0
+_DATA_FILES: Final = ("appendonly.aof", "dump.rdb")
+_DATA_FOLDER: Final = "appendonlydir"  # since Redis 7
+_MEMORY_LIMITS: Final = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 # Asks the kernel for SIGTERM at the parent's death, which survives exec, and becomes the server.
 _DIE_WITH_PARENT: Final = (
@@ -67,11 +74,14 @@ class RedisServer:
 
     `RedisServer.start(folder)` starts a server; as a context manager it stops it at the end. The append-only
     file is synced once a second: a killed process loses nothing that it confirmed, a machine that dies loses
-    up to a second.
+    up to a second. Writers wait when the server has used its memory: it drops nothing (noeviction).
     """
 
-    def __init__(self, *, folder: Path, binary: Path, port: int, die_with_parent: bool) -> None:
+    def __init__(
+        self, *, folder: Path, binary: Path, port: int, max_memory_bytes: int, die_with_parent: bool
+    ) -> None:
         self._folder, self._binary, self._die_with_parent = folder, binary, die_with_parent
+        self._max_memory_bytes = max_memory_bytes
         self._fixed_port = port
         self.port = port
         self._password = secrets.token_urlsafe(32)
@@ -79,13 +89,22 @@ class RedisServer:
 
     @classmethod
     def start(
-        cls, folder: Path, *, port: int = 0, timeout_s: float = 15.0, die_with_parent: bool = False
+        cls,
+        folder: Path,
+        *,
+        keep_data: bool = False,
+        port: int = 0,
+        max_memory_mib: int | None = None,
+        timeout_s: float = 15.0,
+        die_with_parent: bool = False,
     ) -> Self:
-        """Starts a server with the data in `folder`, if there is any, and waits until it answers.
+        """Starts a server and waits until it answers.
 
         Args:
             folder: created where missing, readable for this user only.
+            keep_data: whether it loads what a server left in the folder; it starts empty otherwise.
             port: on loopback; 0: any free port.
+            max_memory_mib: bound of its memory; None: a quarter of what this machine or container has.
             timeout_s: longest wait for the first answer.
             die_with_parent: whether the server gets SIGTERM when the *thread* that started it ends (the
                 kernel looks at threads): start it from the main thread then.
@@ -94,8 +113,14 @@ class RedisServer:
             EnvironmentLackError: there is no binary, the port is taken, or the server does not start.
         """
         folder = folder.absolute()
-        server = cls(folder=folder, binary=find_server(), port=port, die_with_parent=die_with_parent)
-        server.restart(timeout_s=timeout_s)
+        server = cls(
+            folder=folder,
+            binary=find_server(),
+            port=port,
+            max_memory_bytes=(max_memory_mib or _quarter_of_memory_mib()) * 2**20,
+            die_with_parent=die_with_parent,
+        )
+        server.restart(keep_data=keep_data, timeout_s=timeout_s)
         return server
 
     @property
@@ -119,18 +144,19 @@ class RedisServer:
         """Whether the server was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
-    def restart(self, *, timeout_s: float = 15.0) -> None:
-        """Starts the process again after it died or was stopped; address, password and data stay.
+    def restart(self, *, keep_data: bool = True, timeout_s: float = 15.0) -> None:
+        """Starts the process again after it died, froze or was stopped; address and password stay.
 
         Raises:
-            EnvironmentLackError: as `start`.
+            EnvironmentLackError: as `start`; with `keep_data` also where the data cannot be loaded.
         """
-        self.stop()
+        self.stop(timeout_s=_RESTART_GRACE_S)
         deadline = time.monotonic() + timeout_s
         for attempt in range(_PORT_ATTEMPTS):
             self.port = self.port or _free_port()
-            self._launch()
+            self._launch(keep_data=keep_data)
             if self._wait_ready(deadline):
+                self._fixed_port = self.port  # clients know it from now on
                 return
             # Another process may take the free port before the server binds it: try the next one then.
             taken = self._died_of_taken_port()
@@ -162,6 +188,12 @@ class RedisServer:
     ) -> None:
         self.stop()
 
+    def _delete_data(self) -> None:
+        for name in _DATA_FILES:
+            (self._folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._folder / _DATA_FOLDER)
+
     @property
     def _config_path(self) -> Path:
         return self._folder / "redis.conf"
@@ -171,9 +203,11 @@ class RedisServer:
         """The server's log file."""
         return self._folder / "redis.log"
 
-    def _launch(self) -> None:
+    def _launch(self, *, keep_data: bool) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not keep_data:
+                self._delete_data()
             self._write_config()
             self.log_path.unlink(missing_ok=True)
         except OSError as error:
@@ -206,6 +240,7 @@ class RedisServer:
             'save ""',
             "appendonly yes",
             "appendfsync everysec",
+            f"maxmemory {self._max_memory_bytes}",
             "maxmemory-policy noeviction",
             "stream-node-max-entries 100",
         ]
@@ -254,6 +289,15 @@ class RedisServer:
 def _quoted(path: Path) -> str:
     text = str(path).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{text}"'
+
+
+def _quarter_of_memory_mib() -> int:
+    """A quarter of the machine's memory, or of the container's limit where that is lower."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in _MEMORY_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            sizes.append(int(path.read_text()))
+    return max(1, min(sizes) // 4 // 2**20)
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""The broker over Redis Streams: one connection pool, a deadline on every command."""
+"""The broker over Redis Streams: one connection pool, a deadline on every attempt, patience in an outage."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, TypeVar
 
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from paceline.broker import scripts
 from paceline.broker.address import redact
 from paceline.broker.base import Ack, Entry, Outgoing
-from paceline.broker.redis_errors import is_missing, translate
+from paceline.broker.outage import Attempts, Outage, Say
+from paceline.broker.redis_errors import is_missing, refusal, trouble_of
 from paceline.core.errors import BrokerError
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,10 @@ _BYTES_PER_APPEND: Final = 8 * 2**20
 _KEYS_PER_FETCH: Final = 64
 _KEYS_PER_DELETE: Final = 1000
 _OLDEST_SERVER: Final = (6, 2)
+_FIRST_CONTACT_S: Final = 15.0
 _RAW_COMMANDS: Final = ("XREADGROUP", "XREAD", "XPENDING", "XINFO GROUPS")
+
+T = TypeVar("T")
 
 
 class RedisStreamsBroker:
@@ -40,7 +43,9 @@ class RedisStreamsBroker:
 
     Args:
         url: redis://, rediss:// or unix:// address with the password in it.
-        timeout_s: deadline of a command with its retries; for a blocking read, beyond its wait.
+        timeout_s: how long an attempt waits for the server's answer; for a blocking read, beyond its wait.
+        outage_timeout_s: longest outage of the server that commands wait through.
+        on_outage, on_recovery: as in `Outage`.
         max_connections: size of the pool. Blocking reads use at most `max_connections -
             reserved_connections`, so that other commands always find a connection.
         reserved_connections: connections that blocking reads leave free.
@@ -51,6 +56,9 @@ class RedisStreamsBroker:
         url: str,
         *,
         timeout_s: float = 10.0,
+        outage_timeout_s: float = 300.0,
+        on_outage: Say | None = None,
+        on_recovery: Say | None = None,
         max_connections: int = 32,
         reserved_connections: int = 8,
     ) -> None:
@@ -60,6 +68,9 @@ class RedisStreamsBroker:
             )
         self._url = url
         self._timeout_s = timeout_s
+        self._outage = Outage(
+            redact(url), timeout_s=outage_timeout_s, on_outage=on_outage, on_recovery=on_recovery
+        )
         # Deadlines are set around whole commands; the client's socket timeout would cut blocking reads short.
         pool = aioredis.BlockingConnectionPool.from_url(
             url,
@@ -69,7 +80,7 @@ class RedisStreamsBroker:
             socket_timeout=None,
             socket_connect_timeout=min(timeout_s, 5.0),
             socket_read_size=2**18,
-            retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), retries=6),
+            retry=Retry(NoBackoff(), retries=0),
         )
         self._client: Any = aioredis.Redis(connection_pool=pool)
         for command in _RAW_COMMANDS:
@@ -126,35 +137,36 @@ class RedisStreamsBroker:
     async def _read(self, command: Sequence[Any], stream: str, after: str, block_s: float) -> list[Entry]:
         if block_s > 0:
             block_ms = max(1, round(block_s * 1000))  # BLOCK 0 would mean for ever
-            async with self._blocking_slot(command[0], self._timeout_s + block_s):
-                words = (*command, "BLOCK", block_ms, "STREAMS", stream, after)
-                reply = await self._run(*words, extra_s=block_s)
+            words = (*command, "BLOCK", block_ms, "STREAMS", stream, after)
+            reply = await self._retry(command[0], lambda: self._block(words), self._timeout_s + block_s)
         else:
             reply = await self._run(*command, "STREAMS", stream, after)
         return [_entry(stream, row) for row in reply[0][1]] if reply else []
 
-    @asynccontextmanager
-    async def _blocking_slot(self, command: str, timeout_s: float) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._blocking.acquire()
-        except TimeoutError as error:
-            raise translate(error, url=self._url, command=command, timeout_s=timeout_s) from error
-        try:
-            yield
-        finally:
-            self._blocking.release()
+    async def _block(self, words: Sequence[Any]) -> Any:
+        async with self._blocking:
+            return await self._client.execute_command(*words)
 
     async def reclaim(
         self, stream: str, group: str, consumer: str, *, min_idle_s: float, max_entries: int
     ) -> list[Entry]:
-        """Takes over entries that no consumer has renewed for `min_idle_s` seconds."""
-        arguments = [group, consumer, round(min_idle_s * 1000), max_entries]
-        try:
-            rows = await self._script(scripts.RECLAIM, [stream], arguments)
-        except _StreamMissingError:
-            return []
-        return [_entry(stream, row[:2], deliveries=row[2]) for row in rows]
+        """Takes over entries that no consumer has renewed for `min_idle_s` seconds.
+
+        None soon after an outage: consumers that could not renew their leases then are not dead.
+        """
+        if not self._outage.is_recent(min_idle_s):
+            arguments = [group, consumer, round(min_idle_s * 1000), max_entries]
+            try:
+                rows = await self._script(scripts.RECLAIM, [stream], arguments, limit_s=0.0)
+                return [_entry(stream, row[:2], deliveries=row[2]) for row in rows]
+            except _StreamMissingError:
+                return []
+            except BrokerError:
+                if not self._outage.is_on:
+                    raise
+        if self._outage.is_on:
+            await self._run("PING")
+        return []
 
     async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
         """Resets the entries' idle time; returns those that are still the consumer's."""
@@ -249,8 +261,12 @@ class RedisStreamsBroker:
                 return len(removed)
 
     async def ping(self) -> None:
-        """Raises BrokerError where the broker does not answer or is too old for Paceline."""
-        version = str((await self._run("INFO", "server"))["redis_version"])
+        """Raises BrokerError where the broker does not answer for 15 s or is too old for Paceline.
+
+        Waits no longer than that: at a start the address may be wrong.
+        """
+        info = await self._run("INFO", "server", limit_s=_FIRST_CONTACT_S)
+        version = str(info["redis_version"])
         if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_SERVER:
             raise BrokerError(
                 f"broker {redact(self._url)} is Redis {version}: 6.2 is the first that can reclaim and "
@@ -261,44 +277,76 @@ class RedisStreamsBroker:
         """Closes the connections. The broker is unusable afterwards."""
         await self._client.aclose(close_connection_pool=True)
 
-    async def _script(self, source: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+    async def _script(
+        self, source: str, keys: Sequence[str], arguments: Sequence[Any], *, limit_s: float | None = None
+    ) -> Any:
         """Runs a script by its hash; sends its text to a server that does not know it."""
         words = (len(keys), *keys, *arguments)
         name = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
         try:
-            return await self._run("EVALSHA", name, *words)
+            return await self._run("EVALSHA", name, *words, limit_s=limit_s)
         except _ScriptUnknownError:
-            return await self._run("EVAL", source, *words)
+            return await self._run("EVAL", source, *words, limit_s=limit_s)
 
-    async def _run(self, *words: Any, extra_s: float = 0.0) -> Any:
-        """One command with its deadline, `extra_s` beyond the usual one."""
-        async with self._deadline(words[0], self._timeout_s + extra_s):
-            return await self._client.execute_command(*words)
+    async def _run(self, *words: Any, limit_s: float | None = None) -> Any:
+        return await self._retry(
+            words[0], lambda: self._client.execute_command(*words), self._timeout_s, limit_s=limit_s
+        )
 
     async def _pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Several commands in one round trip."""
         if not commands:
             return []
-        async with self._deadline(commands[0][0], self._timeout_s):
+
+        async def run() -> list[Any]:
             pipeline = self._client.pipeline(transaction=False)
             for words in commands:
                 pipeline.execute_command(*words)
             replies: list[Any] = await pipeline.execute()
             return replies
 
-    @asynccontextmanager
-    async def _deadline(self, command: str, timeout_s: float) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                yield
-        except NoScriptError as error:
+        return await self._retry(commands[0][0], run, self._timeout_s)
+
+    async def _retry(
+        self,
+        command: str,
+        act: Callable[[], Awaitable[T]],
+        timeout_s: float,
+        *,
+        limit_s: float | None = None,
+    ) -> T:
+        """Repeats a command through an outage; each attempt has `timeout_s` seconds."""
+        with Attempts(self._outage, command, limit_s=limit_s) as attempts:
+            while True:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        reply = await act()
+                except (RedisError, OSError, TimeoutError) as error:
+                    pause_s = self._pause_s(attempts, command, error)
+                else:
+                    attempts.answered()
+                    return reply
+                await self._drop_idle_connections()
+                await asyncio.sleep(pause_s)
+
+    def _pause_s(self, attempts: Attempts, command: str, error: Exception) -> float:
+        """Seconds until the next attempt; raises what waiting does not mend."""
+        trouble = trouble_of(error, timeout_s=self._timeout_s)
+        if trouble is not None:
+            return attempts.failed(trouble)
+        attempts.answered()
+        if isinstance(error, NoScriptError):
             raise _ScriptUnknownError from error
-        except (RedisError, OSError, TimeoutError) as error:
-            if is_missing(error):
-                raise _StreamMissingError(str(error)) from error
-            if isinstance(error, ResponseError) and str(error).startswith("BUSYGROUP"):
-                raise _GroupExistsError from error
-            raise translate(error, url=self._url, command=command, timeout_s=timeout_s) from error
+        if is_missing(error):
+            raise _StreamMissingError(str(error)) from error
+        if isinstance(error, ResponseError) and str(error).startswith("BUSYGROUP"):
+            raise _GroupExistsError from error
+        raise refusal(error, url=self._url, command=command) from error
+
+    async def _drop_idle_connections(self) -> None:
+        """Makes the next attempt connect anew and look the address up: another server may have it now."""
+        with contextlib.suppress(RedisError, OSError):
+            await self._client.connection_pool.disconnect(inuse_connections=False)
 
 
 class _GroupExistsError(Exception):

@@ -93,6 +93,11 @@ class ControllerClient:
         request = controller_pb2.StopRunRequest(reason=reason)
         await channels.call(self._stub.StopRun, request, timeout_s=2.0, phase="STOP", peer=self._peer)
 
+    async def drain(self, member_id: str) -> None:
+        """Has a member finish its work and leave; raises ConfigError if it cannot be spared."""
+        request = controller_pb2.DrainRequest(member_id=member_id)
+        await channels.call(self._stub.Drain, request, timeout_s=5.0, phase="DRAIN", peer=self._peer)
+
 
 def _member(message: controller_pb2.MemberStatus) -> MemberStatus:
     return MemberStatus(

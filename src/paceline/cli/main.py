@@ -15,6 +15,7 @@ COMMANDS: dict[str, str] = {
     "check": "validate configuration, data and model without starting anything",
     "doctor": "report what this machine offers and lacks",
     "status": "show what a run is doing",
+    "rollout": "take a rollout server out of a run",
     "sft": "train a starting model on prompt/answer pairs",
     "export": "write a checkpoint as a safetensors folder",
     "report": "write the report of a run, one HTML page",

@@ -49,7 +49,18 @@ class RolloutConfig(Section):
         None,
         description="GPU indices, divided among the replicas in order; null: all that the learner leaves.",
     )
-    request_timeout_s: float = Field(600.0, gt=0, description="Longest time for a prompt group.")
+    request_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="Longest time for a prompt group in the engine; null: 0.2 s per token of "
+        "data.max_response_length, at least 600 s.",
+    )
+    max_deliveries: int = Field(
+        6,
+        gt=0,
+        description="Attempts to draw a prompt group, over all servers, before it is dropped with its "
+        "reason; an attempt whose server died counts.",
+    )
     engine_kwargs: dict[str, bool | int | float | str | dict[str, object]] = Field(
         {},
         description="Further arguments of vLLM's AsyncEngineArgs; what breaks exactness is refused.",

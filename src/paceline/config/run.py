@@ -70,6 +70,25 @@ class RunConfig(Section):
         return "nccl" if learner_device == "cuda" and not shared else "gloo"
 
     @property
+    def request_timeout_s(self) -> float:
+        """Longest time for a prompt group in the engine."""
+        if self.rollout.request_timeout_s is not None:
+            return self.rollout.request_timeout_s
+        return max(600.0, 0.2 * self.data.max_response_length)
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Longest time without a new trajectory."""
+        stall = self.barrier.stall_timeout_s
+        return 1.5 * self.request_timeout_s if stall is None else stall
+
+    @property
+    def collect_timeout_s(self) -> float:
+        """Longest duration of a step's collection."""
+        collect = self.barrier.collect_timeout_s
+        return 3.0 * self.request_timeout_s if collect is None else collect
+
+    @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt and response together, in tokens."""
         return self.data.max_prompt_length + self.data.max_response_length

@@ -13,9 +13,11 @@ from paceline.config.data import Files
 class TrainerConfig(Section):
     """The run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9_.-]+$", description="First part of the run id.")
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9_.-]+$", description="First part of the run id; names the folder, too."
+    )
     run_dir: str | None = Field(
-        None, description="Where everything of the run is written; null: runs/RUN_ID."
+        None, description="Where everything of the run is written; null: runs/NAME, with trainer.name."
     )
     total_steps: int = Field(gt=0, description="Training steps.")
     seed: int = Field(
@@ -23,10 +25,16 @@ class TrainerConfig(Section):
     )
     test_freq: int = Field(0, ge=0, description="Validate every so many steps; 0: only before and after.")
     val_before_train: bool = Field(True, description="Validate the starting model.")
-    save_freq: int = Field(0, ge=0, description="Checkpoint every so many steps; 0: only at the end.")
+    save_freq: int = Field(
+        10,
+        ge=0,
+        description="Checkpoint every so many steps, which a lost learner goes back to; 0: only at the end.",
+    )
     keep_checkpoints: int = Field(2, gt=0, description="How many of the newest checkpoints are kept.")
     resume: Literal["auto", "never"] = Field(
-        "auto", description="auto: go on from the newest complete checkpoint in run_dir, if there is one."
+        "auto",
+        description="auto: go on with the interrupted run in run_dir, if there is one. never: move an "
+        "earlier run aside (run_dir.1, run_dir.2, ...) and begin again.",
     )
     save_trajectories: bool = Field(
         True, description="Write each step's trajectories to trajectories/step_NNNNNN.parquet."
@@ -57,9 +65,18 @@ class LearnerConfig(Section):
 class BarrierConfig(Section):
     """Which trajectories a batch admits."""
 
-    collect_timeout_s: float = Field(1800.0, gt=0, description="Longest duration of a step's collection.")
-    stall_timeout_s: float = Field(
-        300.0, gt=0, description="Longest time without a new trajectory during the collection."
+    collect_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="Longest duration of a step's collection; null: three times rollout.request_timeout_s, "
+        "which follows the response length.",
+    )
+    stall_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="Longest time without a new trajectory during the collection, or without room in a "
+        "mailbox; null: one and a half times rollout.request_timeout_s, so that a group whose time ran out "
+        "can be drawn again.",
     )
 
 
@@ -73,6 +90,18 @@ class BrokerConfig(Section):
     )
     lease_s: float = Field(
         5.0, gt=0, description="A message whose taker has not renewed it for so long goes to another."
+    )
+    outage_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="Longest outage of the broker's server (restart, failover, freeze, no memory left) that "
+        "services wait through.",
+    )
+    max_memory_mib: int | None = Field(
+        None,
+        gt=0,
+        description="Memory bound of the server that `paceline train` starts; services wait while it is "
+        "full. null: a quarter of the machine's.",
     )
     max_stream_length: int = Field(100_000, gt=0, description="Writers wait while a mailbox is longer.")
 

@@ -22,6 +22,7 @@ class RolloutState(enum.Enum):
     STALE = "stale"
     SYNCING = "syncing"
     SERVING = "serving"
+    DRAINING = "draining"
 
 
 class LearnerState(enum.Enum):
@@ -40,6 +41,7 @@ class RewardState(enum.Enum):
 
     STARTING = "starting"
     SERVING = "serving"
+    DRAINING = "draining"
 
 
 MemberState = RolloutState | LearnerState | RewardState
@@ -58,26 +60,49 @@ class RankRef:
     """A rank of a weight group; str() is its name in sentences.
 
     Attributes:
-        kind: LEARNER or ROLLOUT.
+        kind: LEARNER or ROLLOUT; None where not even that is known.
         number: its place among the ranks of that kind; None where it is not known which of them it is.
     """
 
-    kind: MemberKind
+    kind: MemberKind | None
     number: int | None = None
 
     def __str__(self) -> str:
+        if self.kind is None:
+            return "some member of the weight group"
         return (
             f"some {self.kind.value} rank" if self.number is None else f"{self.kind.value} rank {self.number}"
         )
 
 
-Peer = str | RankRef
-"""What an error names: a rank of a weight group, a member by its id, or anything else by its name."""
+SOME_MEMBER = RankRef(None)
+"""Some other member of the weight group"""
+
+
+class LocalPart(enum.Enum):
+    """A part of the member that reports an error: the failure is that member's own."""
+
+    ENGINE = "the engine"
+    DEVICE = "the device"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+Peer = str | RankRef | LocalPart
+"""What an error names: a rank of a weight group, a part of the reporting member, a member by its id, or
+anything else by its name."""
 
 
 def peer_to_plain(peer: Peer) -> str | list[str | int | None]:
     """A peer as values that JSON and msgpack carry."""
-    return [peer.kind.value, peer.number] if isinstance(peer, RankRef) else peer
+    match peer:
+        case RankRef():
+            return [peer.kind and peer.kind.value, peer.number]
+        case LocalPart():
+            return [_LOCAL, peer.value]
+        case _:
+            return peer
 
 
 def peer_from_plain(plain: str | Sequence[object]) -> Peer:
@@ -85,6 +110,11 @@ def peer_from_plain(plain: str | Sequence[object]) -> Peer:
     if isinstance(plain, str):
         return plain
     kind, number = plain
+    if kind == _LOCAL:
+        return LocalPart(number)
     if number is not None and not isinstance(number, int):
         raise ValueError(f"a rank is a whole number or None, got {number!r}")
-    return RankRef(MemberKind(kind), number)
+    return RankRef(None if kind is None else MemberKind(kind), number)
+
+
+_LOCAL = "local"

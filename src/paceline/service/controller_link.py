@@ -156,6 +156,7 @@ class ControllerLink:
         report: Callable[[], MemberReport],
         *,
         on_reregistered: Callable[[], None] | None = None,
+        on_drain: Callable[[], None] | None = None,
     ) -> None:
         """Heartbeats until the controller says that the run is over.
 
@@ -164,6 +165,8 @@ class ControllerLink:
             on_reregistered: called after the member had to register again (the controller took it for dead,
                 or has restarted), unless the member samples from exactly the committed policy: its weights
                 are stale.
+            on_drain: called, maybe repeatedly, when the controller tells the member to finish its work and
+                leave.
 
         Raises:
             PeerLostError: the controller has been unreachable for service.recovery_timeout_s.
@@ -183,6 +186,8 @@ class ControllerLink:
             if answer.run_over:
                 log.info("the controller says that the run is over")
                 return
+            if answer.drain and on_drain is not None:
+                on_drain()
             if answer.known:
                 await self._pause(heartbeat_s)
             elif not await self._register_again(report()) and on_reregistered is not None:

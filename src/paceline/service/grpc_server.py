@@ -48,9 +48,13 @@ class RunningServer:
         """host:port to connect to; for a wildcard bind the machine's name."""
         return f"{socket.gethostname() if self.host in _WILDCARDS else self.host}:{self.port}"
 
+    async def refuse_work(self) -> None:
+        """Answers health checks with NOT_SERVING from now on; calls are still served."""
+        await self._health.enter_graceful_shutdown()
+
     async def stop(self, grace_s: float = 2.0) -> None:
         """Refuses new calls, and cancels the calls under way after `grace_s` seconds."""
-        await self._health.enter_graceful_shutdown()
+        await self.refuse_work()
         await self._server.stop(grace_s)
 
 

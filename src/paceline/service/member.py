@@ -1,7 +1,8 @@
 """The bootstrap that every member of a run's fleet shares; a service adds only what is particular to it.
 
-gRPC server -> register -> log level, telemetry -> heartbeats -> the service's work, until the run is over or
-a signal comes -> the service's shutdown steps -> goodbye -> close the connection -> stop the gRPC server
+gRPC server -> register -> log level, telemetry -> heartbeats -> the service's work, until the run is over, a
+signal comes or the controller drains the member -> not healthy any more -> the service finishes what it can
+-> its shutdown steps -> goodbye -> close the connection -> stop the gRPC server
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from paceline.core.errors import PacelineError, exit_code
+from paceline.core.errors import PacelineError, PeerLostError, exit_code
 from paceline.core.members import MemberKind
 from paceline.service import telemetry
-from paceline.service.controller_link import ControllerLink, MemberReport, Registration
-from paceline.service.grpc_server import start_server
+from paceline.service.controller_link import PEER, ControllerLink, MemberReport, Registration
+from paceline.service.grpc_server import RunningServer, start_server
 from paceline.service.logs import set_level
 from paceline.service.process import env_token
 from paceline.service.runtime import ServiceContext, run_service
@@ -68,6 +69,9 @@ class MemberSession:
         options: the command line.
         kind: what the member does.
         num_ranks: how many ranks it has in the weight group.
+
+    Attributes:
+        run_over: the controller has ended the run; there is nothing to finish.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class MemberSession:
         self.context, self.options = context, options
         self._kind, self._num_ranks = kind, num_ranks
         self._link: ControllerLink | None = None
+        self._draining = asyncio.Event()
+        self.run_over = asyncio.Event()
 
     @property
     def link(self) -> ControllerLink:
@@ -109,6 +115,7 @@ class MemberSession:
             add, servicer, host=options.host, port=options.port, token=token, terms=terms
         )
         context.defer("gRPC server", server.stop)
+        context.spawn("health", self._refuse_work(server))
         link = ControllerLink(
             options.controller,
             kind=self._kind,
@@ -119,7 +126,7 @@ class MemberSession:
             terms=terms,
         )
         context.defer("connection to the controller", link.close)
-        registration = await link.register(_REGISTER_S, report())
+        registration = await self._register(link, report())
         self._link = link
         settings = registration.config.telemetry
         set_level(settings.log_level)
@@ -135,11 +142,38 @@ class MemberSession:
             # A heartbeat after the goodbye would register the member again.
             heartbeats.cancel()
             await asyncio.wait([heartbeats])
-            await link.leave("stopped")
+            await link.leave("drained" if self._draining.is_set() else "stopped")
 
         context.defer("goodbye to the controller", say_goodbye, budget_s=_GOODBYE_S)
         await asyncio.sleep(0)  # lets the heartbeats begin
         return registration
+
+    async def until_leaving(self) -> None:
+        """Returns when the run is over, a signal has come, or the controller drains this member."""
+        draining = asyncio.ensure_future(self._draining.wait())
+        try:
+            await self.context.stopping_or(draining)
+        finally:
+            draining.cancel()
+
+    async def finish(self, work: Coroutine[Any, Any, None], *, grace_s: float) -> None:
+        """Awaits work that this member finishes before it leaves, and cancels what takes too long.
+
+        A member that is drained takes the time that it needs; after a signal it has `grace_s` seconds. If the
+        run is over, nothing needs to be finished.
+        """
+        finishing = asyncio.create_task(work, name="finish")
+        over = asyncio.create_task(self.run_over.wait(), name="run over")
+        try:
+            await self.context.stopping_or(finishing)
+            await asyncio.wait({finishing, over}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if finishing.done():
+                finishing.result()
+        finally:
+            self.context.stop("drained")
+            for task in (finishing, over):
+                task.cancel()
+            await asyncio.wait({finishing, over})
 
     def poke(self) -> None:
         """Sends a heartbeat at once, after a change of state. Call it from the event loop's thread."""
@@ -170,8 +204,24 @@ class MemberSession:
         report: Callable[[], MemberReport],
         on_reregistered: Callable[[], None] | None,
     ) -> None:
-        await link.run(report, on_reregistered=on_reregistered)
+        await link.run(report, on_reregistered=on_reregistered, on_drain=self._draining.set)
+        self.run_over.set()
         self.context.stop("the run is over")
+
+    async def _register(self, link: ControllerLink, report: MemberReport) -> Registration:
+        registering = asyncio.create_task(link.register(_REGISTER_S, report), name="register")
+        try:
+            await self.context.stopping_or(registering)
+            if registering.done():
+                return registering.result()
+            raise PeerLostError("told to stop before the controller had answered", peer=PEER)
+        finally:
+            registering.cancel()
+            await asyncio.wait({registering})
+
+    async def _refuse_work(self, server: RunningServer) -> None:
+        await self.until_leaving()
+        await server.refuse_work()
 
 
 def run_member(

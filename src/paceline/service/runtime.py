@@ -13,6 +13,7 @@ from typing import Any
 from paceline.core.errors import PacelineError, exit_code
 from paceline.service import telemetry
 from paceline.service.logs import setup_logging
+from paceline.service.loop_lag import measure_loop_lag
 from paceline.service.process import die_with_parent
 from paceline.service.shutdown import ShutdownStack, Step
 
@@ -94,6 +95,7 @@ async def _serve(main: Main, name: str, grace_s: float) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             context = ServiceContext(name, tasks)
+            context.spawn("event-loop lag", measure_loop_lag())
             with _signals(context, grace_s):
                 await main(context)
                 await context._finish()

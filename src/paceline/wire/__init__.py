@@ -12,6 +12,7 @@ from paceline.wire.messages import (
     encode_scored_header,
     encode_trajectory,
     encode_trajectory_header,
+    refusal_of,
 )
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "encode_scored_header",
     "encode_trajectory",
     "encode_trajectory_header",
+    "refusal_of",
 ]

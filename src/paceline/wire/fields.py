@@ -44,13 +44,17 @@ DEFAULT_LIMITS = Limits()
 
 
 def pack(kind: str, fields: dict[str, Any]) -> bytes:
-    """A message's bytes: its schema version, its kind, its fields.
+    """A message's bytes: its schema version, its kind, its fields; lone surrogates in text are escaped.
 
     Raises:
         InvalidMessageError: a field holds a value that msgpack cannot express.
     """
+    content = {"schema": SCHEMA_VERSION, "kind": kind, **fields}
     try:
-        packed: bytes = msgpack.packb({"schema": SCHEMA_VERSION, "kind": kind, **fields})
+        packed: bytes = msgpack.packb(content)
+    except UnicodeEncodeError:
+        # Lone surrogates, say of a reward's error text: no reason to lose the message.
+        packed = msgpack.packb(content, unicode_errors="backslashreplace")
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidMessageError(
             f"{kind} cannot be encoded: {error}; a message holds numbers, text, lists and mappings only",

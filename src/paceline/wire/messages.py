@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.errors import RewardErrorKind
+from paceline.core.errors import InvalidMessageError, RewardErrorKind
+from paceline.core.ids import Purpose
 from paceline.core.training import DIGEST_BYTES
 from paceline.core.trajectory import (
     FinishReason,
@@ -252,6 +253,42 @@ def encode_group_refusal(refusal: GroupRefusal) -> bytes:
             "deliveries": refusal.deliveries,
         },
     )
+
+
+def refusal_of(
+    message: bytes,
+    *,
+    server_id: str,
+    reason: str,
+    detail: str,
+    deliveries: int,
+    limits: Limits = DEFAULT_LIMITS,
+) -> GroupRefusal | None:
+    """The refusal of the group that a prompt group's message or a trajectory's header is about.
+
+    The rest of the message may be invalid; None if not even the group can be read.
+    """
+    try:
+        fields = unpack((PROMPT_GROUP, HEADER), message, limits)
+        if fields.kind == HEADER:
+            sample = read_trajectory_id(fields)
+            step, purpose, prompt_id = sample.step, Purpose(sample.purpose), sample.prompt_id
+        else:
+            step, purpose = fields.integer("step"), read_purpose(fields)
+            prompt_id = fields.integer("prompt_id")
+        return GroupRefusal(
+            run_id=fields.name("run_id"),
+            step=step,
+            purpose=purpose,
+            prompt_id=prompt_id,
+            policy=read_policy(fields),
+            server_id=server_id,
+            reason=reason,
+            message=detail,
+            deliveries=deliveries,
+        )
+    except InvalidMessageError:
+        return None
 
 
 def decode_scored(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> ScoredHeader | GroupRefusal:

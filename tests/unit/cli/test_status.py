@@ -1,4 +1,4 @@
-"""`paceline status`, answered by a fake controller."""
+"""`paceline status` and `paceline rollout drain`, answered by a fake controller."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.main import main
 from paceline.core.errors import EnvironmentLackError
+from paceline.rpc.v1 import controller_pb2 as pb
 from support.cli_configs import config
 from support.fake_controller import FakeController, serve
 
@@ -18,7 +19,8 @@ async def test_status_asks_the_controller_of_the_note(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = await serve(FakeController(), token="secret")
-    resolved, folder = run_dirs.prepare(config(trainer={"total_steps": 2, "run_dir": "runs/mine"}))
+    prepared = run_dirs.prepare(config(trainer={"total_steps": 2, "run_dir": "runs/mine"}))
+    resolved, folder = prepared.config, prepared.run_dir
     note = run_dirs.new_note(folder, "secret")
     note.controller, note.state = server.address, "running"
     run_dirs.write_note(folder, note)
@@ -32,4 +34,27 @@ async def test_status_asks_the_controller_of_the_note(
     assert "not running (2 steps done)" in capsys.readouterr().out
     assert await asyncio.to_thread(main, ["status", "other"]) == 2
     assert "no run other" in capsys.readouterr().err
+    await server.stop(0)
+
+
+async def test_drain_waits_until_the_server_has_left(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    fake = FakeController()
+    server = await serve(fake)
+    fake.members = [pb.MemberStatus(member_id="rollout-1", state="serving", in_flight=12)]
+    words = ["rollout", "drain", "rollout-1", "--controller", server.address]
+    assert await asyncio.to_thread(main, [*words, "--timeout", "0.1"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "rollout-1 takes no more prompts; 12 samples are under way\n"
+    assert "DRAIN: no answer from rollout-1 within 0.1 s" in said.err
+
+    draining = asyncio.create_task(asyncio.to_thread(main, words))
+    await asyncio.sleep(0.3)
+    assert not draining.done()
+    fake.members = [pb.MemberStatus(member_id="rollout-1", state="left")]
+    assert await draining == 0
+    assert fake.calls == ["drain rollout-1", "drain rollout-1"]
+    assert capsys.readouterr().out.splitlines()[-1] == "rollout-1 has left"
     await server.stop(0)

@@ -28,6 +28,7 @@ from paceline.controller.run import checkpoints
 from paceline.controller.run.opening import open_run
 from paceline.controller.run.sequencer import Sequencer
 from paceline.controller.servicer import ControllerServicer
+from paceline.controller.watchdog import Watchdog
 from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
@@ -71,10 +72,16 @@ async def serve(context: ServiceContext, options: Options) -> None:
         otlp_endpoint=config.telemetry.otlp_endpoint,
         instance="controller",
     )
-    run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=EventHub())
-    broker = open_broker(broker_url)
+    events = EventHub()
+    broker = open_broker(
+        broker_url,
+        outage_timeout_s=config.broker.outage_timeout_s,
+        on_outage=events.notice,
+        on_recovery=events.notice,
+    )
     context.defer("broker connection", broker.close)
     await broker.ping()
+    run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=events)
     progress = Progress(run, step=max(0, journal.standing.finished))
     progress.policy = journal.standing.committed
     fleet = Fleet(
@@ -172,10 +179,14 @@ async def _run_to_the_end(
     running = asyncio.create_task(sequencer.run(), name="sequencer")
     supervising = asyncio.create_task(supervisor.supervise(), name="supervisor")
     signalled = asyncio.create_task(context.stopping.wait(), name="signal")
-    tasks: list[asyncio.Task[Any]] = [running, supervising, signalled]
+    watchdog = Watchdog(progress, supervisor.fleet, run.events, SystemClock())
+    watching = asyncio.create_task(watchdog.run(), name="watchdog")
+    tasks: list[asyncio.Task[Any]] = [running, supervising, watching, signalled]
     try:
         await asyncio.wait([*tasks, stop], return_when=asyncio.FIRST_COMPLETED)
-        failure = next((t.exception() for t in (supervising, running) if t.done() and t.exception()), None)
+        failure = next(
+            (t.exception() for t in (supervising, watching, running) if t.done() and t.exception()), None
+        )
         ok = running.done() and failure is None
         if ok:
             message = f"{progress.step} steps done"

@@ -127,7 +127,16 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             is_final=request.is_final,
         )
         await self._supervisor.apply(changes)
-        return controller_pb2.HeartbeatResponse(known=known, run_over=self._over.is_set())
+        return controller_pb2.HeartbeatResponse(
+            known=known, run_over=self._over.is_set(), drain=known and member.is_draining
+        )
+
+    async def Drain(
+        self, request: controller_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> controller_pb2.DrainResponse:
+        """Tells a member with its next heartbeat to finish its work and leave."""
+        self._supervisor.drain(request.member_id)
+        return controller_pb2.DrainResponse()
 
     async def Leave(
         self, request: controller_pb2.LeaveRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -211,7 +211,9 @@ def _serve(
                 known.config.weight_backend(device.type),
                 host=known.publish_host,
             )
-            blobs = stack.enter_context(BlobReader(known.broker_url))
+            blobs = stack.enter_context(
+                BlobReader(known.broker_url, outage_timeout_s=known.config.broker.outage_timeout_s)
+            )
             ready(learner)
             return Commands(learner, blobs, publisher).table
 

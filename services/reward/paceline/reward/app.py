@@ -1,6 +1,7 @@
 """The reward service's process: joins the fleet, starts the scorers, works the mailbox until the run is over.
 
-starting (tokenizer, reward processes, remote services) -> serving -> the run is over, or SIGTERM -> left
+starting (tokenizer, reward processes, remote services) -> serving -> the run is over, SIGTERM or drained:
+what is under way is scored, as far as the time allows -> left
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from paceline.service.process import REWARD_TOKEN
 _log = logging.getLogger(__name__)
 
 _WIND_UP_S = 5.0
+# After a signal, batches under way get this long; those that take longer go to another service.
+_FINISH_S = 5.0
 
 
 class RewardApp:
@@ -43,10 +46,19 @@ class RewardApp:
         )
         work = self._session.spawn("work", self._work(registration, servicer))
         try:
-            await self._session.context.stopping.wait()
+            await self._session.until_leaving()
+            await self._session.finish(self._wind_up(work), grace_s=_FINISH_S)
         finally:
             work.cancel()
             await asyncio.wait({work}, timeout=_WIND_UP_S)
+
+    async def _wind_up(self, work: asyncio.Task[None]) -> None:
+        """Takes no more trajectories; returns when those under way are scored."""
+        if self._consumer is not None:
+            self._state = RewardState.DRAINING
+            self._session.poke()
+            self._consumer.stop()
+            await asyncio.wait({work})
 
     async def _work(self, registration: Registration, servicer: RewardServicer) -> None:
         config = registration.config
@@ -62,7 +74,7 @@ class RewardApp:
         folder = config.model.tokenizer_path or config.model.path
         # Importing the tokenizer library takes seconds, in which heartbeats must go on.
         tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_tokenizer, folder), scorer.start())
-        broker = open_broker(registration.broker_url)
+        broker = open_broker(registration.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
         self._session.context.defer("broker", broker.close)
         self._consumer = Consumer(
             broker=broker,
@@ -73,7 +85,7 @@ class RewardApp:
                 member_id=self._session.options.member_id,
                 lease_s=config.broker.lease_s,
                 max_stream_length=config.broker.max_stream_length,
-                room_timeout_s=config.barrier.stall_timeout_s,
+                room_timeout_s=config.stall_timeout_s,
                 save_texts=config.trainer.save_trajectories,
             ),
         )

@@ -60,9 +60,14 @@ class Consumer:
     ) -> None:
         self._broker, self._scorer, self._tokenizer, self._options = broker, scorer, tokenizer, options
         self.num_in_flight = 0
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Makes `run` take no more entries and return when those under way are scored."""
+        self._stopping = True
 
     async def run(self) -> None:
-        """Works until cancelled; unfinished entries then go back to the mailbox.
+        """Works until stopped, or cancelled; unfinished entries then go back to the mailbox.
 
         Raises:
             BrokerError, DeadlineError: the broker is gone.
@@ -79,7 +84,7 @@ class Consumer:
         )
         slots = asyncio.Semaphore(_MAX_BATCHES)
         async with box, asyncio.TaskGroup() as tasks:
-            while True:
+            while not self._stopping:
                 await slots.acquire()
                 entries = await box.take()
                 if not entries:

@@ -1,7 +1,8 @@
 """The rollout service's process: wires engine, broker and sampler in the order in which they start.
 
 join the fleet (joining) -> engine -> stale -> pushes and prompts, until the run is over or the process is
-told to stop. Then they end in reverse order.
+told to stop. Then the groups under way are finished, as far as the time allows, and the parts end in reverse
+order.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from paceline.service.member import MemberSession
 
 _HEALTH_S = 1.0
 _ENGINE_SHUTDOWN_S = 8.0
+# After a signal, groups under way get this long; those that take longer go to another server.
+_FINISH_S = 5.0
 
 
 class RolloutApp:
@@ -56,7 +59,7 @@ class RolloutApp:
     async def _serve(self, engine: Engine, registration: Registration) -> None:
         session, context, config = self._session, self._session.context, registration.config
         context.defer("engine", engine.shutdown, budget_s=_ENGINE_SHUTDOWN_S)
-        broker = open_broker(registration.broker_url)
+        broker = open_broker(registration.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
         context.defer("broker", broker.close)
         await broker.ping()
         sampler = Sampler(
@@ -64,7 +67,7 @@ class RolloutApp:
             broker=broker,
             run_id=registration.run_id,
             server_id=session.options.member_id,
-            consumer=f"{session.options.member_id}/{session.link.incarnation}",
+            incarnation=session.link.incarnation,
             limits=SamplerLimits.of(config),
             spawn=session.spawn,
         )
@@ -78,7 +81,8 @@ class RolloutApp:
             )
         )
         session.spawn("engine health", self._check_health(engine))
-        await context.stopping.wait()
+        await session.until_leaving()
+        await session.finish(self._server.drain(), grace_s=_FINISH_S)
 
     def _reregistered(self) -> None:
         self._session.spawn("forget", self._server.forget())

@@ -24,7 +24,9 @@ class SamplerLimits:
         num_groups: most groups, of any size.
         group_size: samples per group, until the first groups say otherwise.
         group_timeout_s: longest that one group may take in the engine.
+        max_deliveries: attempts that a group gets before it is refused.
         lease_s, max_stream_length, append_timeout_s: of the mailboxes.
+        probe_timeout_s: longest time for a single token, before the engine counts as hung.
     """
 
     num_samples: int
@@ -34,6 +36,8 @@ class SamplerLimits:
     lease_s: float
     max_stream_length: int
     append_timeout_s: float
+    max_deliveries: int
+    probe_timeout_s: float = 60.0
 
     @classmethod
     def of(cls, config: RunConfig) -> SamplerLimits:
@@ -43,10 +47,11 @@ class SamplerLimits:
             num_samples=rollout.max_num_seqs,
             num_groups=rollout.max_groups_in_flight or 2**31,
             group_size=rollout.n,
-            group_timeout_s=rollout.request_timeout_s,
+            group_timeout_s=config.request_timeout_s,
             lease_s=config.broker.lease_s,
             max_stream_length=config.broker.max_stream_length,
-            append_timeout_s=config.barrier.stall_timeout_s,
+            append_timeout_s=config.stall_timeout_s,
+            max_deliveries=rollout.max_deliveries,
         )
 
 

@@ -1,11 +1,11 @@
 """Draws samples: takes prompt groups of one policy version from their mailbox, puts trajectories into theirs.
 
-    prompts:vN -> decode, check -> engine -> check -> blobs and headers, one append per group -> trajectories
-    -> ack
+    prompts:vN -> decode, check -> engine -> check -> blobs, headers, acknowledgement at once -> trajectories
+                        |            `-- failed: given back for another attempt
+                        `-- refused, or given up after so many attempts -> scored
 
 A sampler is open for one policy at a time, or closed. A group that is not finished when the sampler closes is
-not
-acknowledged: another server gets it, or its step is over.
+given back: another server gets it, or its step is over.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.broker import names
-from paceline.broker.backpressure import append_when_room
-from paceline.broker.base import Broker, Entry
+from paceline.broker.base import Broker, Entry, Outgoing
 from paceline.broker.mailbox import Mailbox
-from paceline.core.errors import DeadlineError, InvalidMessageError
+from paceline.core.errors import PeerLostError
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import PromptGroup
+from paceline.core.trajectory import PromptGroup, SamplingSpec
 from paceline.rollout.capacity import Capacity, SamplerLimits
-from paceline.rollout.engines.base import Engine, Sample
+from paceline.rollout.engines.base import Engine, Sample, SampleRequest
+from paceline.rollout.failures import Admission, FailureStreak, GroupFailure, failure_of
 from paceline.rollout.trajectories import check_samples, sample_requests, trajectory_messages
 from paceline.service import telemetry
-from paceline.wire import decode_prompt_group
+from paceline.wire import encode_group_refusal
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Sampler:
 
     Args:
         server_id: this server's name in trajectories.
-        consumer: this process's name in the consumer group; another one after a restart.
+        incarnation: another one after each restart of the server.
         spawn: starts a task whose failure ends the service.
     """
 
@@ -53,15 +54,16 @@ class Sampler:
         broker: Broker,
         run_id: str,
         server_id: str,
-        consumer: str,
+        incarnation: str,
         limits: SamplerLimits,
         spawn: Spawn,
     ) -> None:
         self._engine, self._broker, self._limits = engine, broker, limits
-        self._run_id, self._server_id, self._consumer = run_id, server_id, consumer
+        self._run_id, self._server_id, self._incarnation = run_id, server_id, incarnation
         self._spawn, self._serials = spawn, itertools.count()
         self._session: asyncio.Task[None] | None = None
-        self._capacity = Capacity(limits)
+        self._draining = False
+        self._capacity, self._streak = Capacity(limits), FailureStreak()
 
     @property
     def in_flight(self) -> int:
@@ -73,6 +75,13 @@ class Sampler:
         if self._session is not None:
             raise RuntimeError("the sampler is open: close it first")
         self._session = self._spawn(f"sample {policy}", self._serve(policy))
+
+    async def drain(self) -> None:
+        """Takes no more groups, for good, and returns when those under way are delivered."""
+        self._draining = True
+        if self._session is not None:
+            # Ends: a mailbox that is empty is asked for a second, and each group has a deadline.
+            await asyncio.wait([self._session])
 
     async def close(self) -> None:
         """Takes no more groups, aborts those under way, and returns when the engine has none of them left."""
@@ -86,25 +95,36 @@ class Sampler:
         await asyncio.wait([session])
 
     async def _serve(self, policy: PolicyTag) -> None:
-        stream = names.prompts(self._run_id, policy.version)
+        admission = Admission(
+            run_id=self._run_id,
+            policy=policy,
+            server_id=self._server_id,
+            vocab_size=self._engine.vocab_size,
+            max_deliveries=self._limits.max_deliveries,
+        )
         box = Mailbox(
             self._broker,
-            stream,
+            names.prompts(self._run_id, policy.version),
             names.ROLLOUT_GROUP,
-            self._consumer,
+            f"{self._server_id}/{self._incarnation}",
             lease_s=self._limits.lease_s,
             block_s=_BLOCK_S,
         )
         try:
             async with box, asyncio.TaskGroup() as tasks:
-                while True:
+                while not self._draining:
                     num_groups = await self._capacity.wait_for_room()
                     for entry in await box.take(num_groups):
-                        group = self._admit(entry, policy)
-                        if group is not None:
+                        group = admission.read(entry)
+                        if isinstance(group, PromptGroup):
                             self._capacity.group_began(group)
-                            work = self._work(box, entry, group)
+                            work = self._work(_Delivery(box, admission, entry), group)
                             tasks.create_task(work, name=f"prompt {group.prompt_id}")
+                        elif group is None:
+                            await box.done([entry])
+                        else:
+                            settling = self._settle(_Delivery(box, admission, entry), group)
+                            tasks.create_task(settling, name=f"refuse {entry.entry_id}")
         except BaseExceptionGroup as failures:
             # One cause is enough: the rest was cancelled for it.
             raise failures.exceptions[0] from None
@@ -112,24 +132,8 @@ class Sampler:
             # A task that was cancelled before its first step has counted nothing down.
             self._capacity.clear()
 
-    def _admit(self, entry: Entry, policy: PolicyTag) -> PromptGroup | None:
-        """The group of an entry, or None if it is refused: it then stays unacknowledged."""
-        try:
-            group = decode_prompt_group(entry.payload, vocab_size=self._engine.vocab_size)
-        except InvalidMessageError as error:
-            _refuse(entry, error.reason, str(error))
-            return None
-        if group.run_id != self._run_id:
-            detail = f"the group is of run {group.run_id}, this server of run {self._run_id}"
-            _refuse(entry, "wrong_run", detail)
-            return None
-        if group.policy != policy:
-            detail = f"prompt {group.prompt_id} wants {group.policy}, this server holds {policy}"
-            _refuse(entry, "wrong_policy", detail)
-            return None
-        return group
-
-    async def _work(self, box: Mailbox, entry: Entry, group: PromptGroup) -> None:
+    async def _work(self, delivery: _Delivery, group: PromptGroup) -> None:
+        entry = delivery.entry
         attributes: dict[str, str | int] = {
             "paceline.step": group.step,
             "paceline.prompt_id": group.prompt_id,
@@ -145,39 +149,104 @@ class Sampler:
 
         try:
             with telemetry.span("rollout.generate", traceparent=entry.traceparent, attributes=attributes):
-                started = time.monotonic()
-                samples = await self._draw(group, sample_ended)
+                started, serial = time.monotonic(), next(self._serials)
+                samples = await self._draw(group, serial, sample_ended)
+                if isinstance(samples, GroupFailure):
+                    await self._settle(delivery, samples)
+                    self._streak.failed(group, samples)
+                    return
+                self._streak.succeeded()
                 delivering = len(samples)
                 self._capacity.delivery_began(delivering)
-                seconds = time.monotonic() - started
-                await append_when_room(
-                    self._broker,
-                    trajectory_messages(group, samples, server_id=self._server_id, seconds=seconds),
-                    max_length=self._limits.max_stream_length,
-                    timeout_s=self._limits.append_timeout_s,
+                messages = trajectory_messages(
+                    group,
+                    samples,
+                    server_id=self._server_id,
+                    draw=f"{self._incarnation}.{serial}",
+                    seconds=time.monotonic() - started,
                 )
-            await box.done([entry])
-        except InvalidMessageError as error:
-            _refuse(entry, error.reason, str(error))
+                await self._finish(delivery, messages)
         finally:
             self._capacity.group_ended(undrawn=undrawn, delivering=delivering)
 
-    async def _draw(self, group: PromptGroup, sample_ended: Callable[[], None]) -> list[Sample]:
+    async def _draw(
+        self, group: PromptGroup, serial: int, sample_ended: Callable[[], None]
+    ) -> list[Sample] | GroupFailure:
+        """The group's samples, or why it has none.
+
+        Raises:
+            PeerLostError: the engine has died, or no longer answers.
+        """
+        limit_s = self._limits.group_timeout_s
         try:
-            async with asyncio.timeout(self._limits.group_timeout_s):
-                samples = await self._engine.generate(
-                    sample_requests(group, next(self._serials)), sample_ended
-                )
-        except TimeoutError as error:
-            raise DeadlineError(
-                phase=f"GENERATE prompt {group.prompt_id}",
-                peer="engine",
-                seconds=self._limits.group_timeout_s,
-                hint="the engine hangs, or rollout.request_timeout_s is too short for the response length",
-            ) from error
-        check_samples(group, samples)
+            async with asyncio.timeout(limit_s):
+                samples = await self._engine.generate(sample_requests(group, serial), sample_ended)
+            check_samples(group, samples)
+        except TimeoutError:
+            await self._probe(group)
+            message = (
+                f"prompt {group.prompt_id} was not drawn within {limit_s:g} s; raise "
+                "rollout.request_timeout_s if its responses are that long"
+            )
+            return GroupFailure(reason="deadline", message=message)
+        except Exception as error:  # noqa: BLE001 - the group's error, unless the engine has died of it
+            await self._engine.check_health()
+            return failure_of(error)
         return samples
 
+    async def _probe(self, group: PromptGroup) -> None:
+        """Asks the engine for one token: a group that takes too long may have hung the engine.
 
-def _refuse(entry: Entry, reason: str, detail: str) -> None:
-    log.error("refused: reason=%s stream=%s entry=%s: %s", reason, entry.stream, entry.entry_id, detail)
+        Raises:
+            PeerLostError: no answer.
+        """
+        request = SampleRequest(
+            request_id=f"probe#{next(self._serials)}",
+            prompt_token_ids=group.prompt_token_ids[:1].tolist(),
+            sampling=SamplingSpec(temperature=0.0, max_tokens=1),
+            seed=0,
+            cache_salt=str(group.policy),
+        )
+        try:
+            async with asyncio.timeout(self._limits.probe_timeout_s):
+                await self._engine.generate([request])
+        except TimeoutError:
+            raise PeerLostError(
+                f"the engine hangs: prompt {group.prompt_id} was not drawn within "
+                f"{self._limits.group_timeout_s:g} s, and a single token not within "
+                f"{self._limits.probe_timeout_s:g} s",
+                peer="engine",
+            ) from None
+
+    async def _settle(self, delivery: _Delivery, failure: GroupFailure) -> None:
+        """Gives a failed group back, or refuses it if another attempt is not worth it."""
+        entry, admission = delivery.entry, delivery.admission
+        what = f"reason={failure.reason} stream={entry.stream} entry={entry.entry_id}: {failure.message}"
+        if admission.gives_back(entry, failure):
+            log.warning("failed, attempt %d: %s", entry.deliveries, what)
+            await delivery.box.give_back([entry])
+            return
+        log.error("refused: %s", what)
+        refusal = admission.refusal(entry, failure)
+        if refusal is None:
+            await delivery.box.done([entry])
+        else:
+            stream = names.scored(self._run_id)
+            await self._finish(delivery, [Outgoing(stream=stream, payload=encode_group_refusal(refusal))])
+
+    async def _finish(self, delivery: _Delivery, messages: Sequence[Outgoing]) -> None:
+        await delivery.box.finish(
+            [delivery.entry],
+            messages,
+            max_length=self._limits.max_stream_length,
+            timeout_s=self._limits.append_timeout_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """An entry with the mailbox that it came from and the rules for it."""
+
+    box: Mailbox
+    admission: Admission
+    entry: Entry

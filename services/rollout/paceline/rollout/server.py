@@ -136,6 +136,13 @@ class RolloutServer:
                 self._move(states.Forgotten())
                 await self._ready().sampler.close()
 
+    async def drain(self) -> None:
+        """Takes no more prompts; returns when the groups under way are delivered. -> DRAINING, for good."""
+        async with self._order_lock:
+            self._move(states.Drained())
+        if self._parts is not None:
+            await self._parts.sampler.drain()
+
     def _ready(self) -> Parts:
         if self._parts is None:
             raise ProtocolError(

@@ -4,6 +4,7 @@
                                ^                     |  ^                      |
                                +----ReceiveFailed----+  +-----ReceiveBegan-----+
     SYNCING, SERVING --Forgotten--> STALE
+    every state --Drained--> DRAINING, for good
 
 Only `Committed` leads to SERVING. It is legal in SYNCING alone, and there only for the version that has been
 received
@@ -68,7 +69,12 @@ class Forgotten:
     """The controller has registered this server a second time: the server may have missed a version."""
 
 
-Event = EngineReady | ReceiveBegan | ReceiveEnded | ReceiveFailed | Committed | Forgotten
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The server was told to finish its work and leave."""
+
+
+Event = Drained | EngineReady | ReceiveBegan | ReceiveEnded | ReceiveFailed | Committed | Forgotten
 
 _LEGAL_IN: Final[dict[type[Event], Collection[RolloutState]]] = {
     EngineReady: (RolloutState.JOINING,),
@@ -77,6 +83,7 @@ _LEGAL_IN: Final[dict[type[Event], Collection[RolloutState]]] = {
     ReceiveFailed: (RolloutState.SYNCING,),
     Committed: (RolloutState.SYNCING,),
     Forgotten: (RolloutState.SYNCING, RolloutState.SERVING),
+    Drained: tuple(RolloutState),
 }
 
 
@@ -101,6 +108,8 @@ def advance(standing: Standing, event: Event) -> Standing:
         case Committed(policy):
             _check_received(standing, policy)
             return Standing(state=RolloutState.SERVING, policy=policy)
+        case Drained():
+            return Standing(state=RolloutState.DRAINING, policy=standing.policy)
         case EngineReady() | ReceiveFailed() | Forgotten():
             return Standing(state=RolloutState.STALE)
 

@@ -56,12 +56,14 @@ def check_samples(group: PromptGroup, samples: Sequence[Sample]) -> None:
 
 
 def trajectory_messages(
-    group: PromptGroup, samples: Sequence[Sample], *, server_id: str, seconds: float
+    group: PromptGroup, samples: Sequence[Sample], *, server_id: str, draw: str, seconds: float
 ) -> list[Outgoing]:
     """One message per sample: the header as payload, the trajectory as its blob.
 
     Args:
         server_id: this server's name in the run.
+        draw: differs between all draws of this server and of those that had its name before: the blobs of
+            one draw never replace those of another.
         seconds: time that the engine took for the group.
     """
     stream, traceparent = names.trajectories(group.run_id), telemetry.current_traceparent()
@@ -69,7 +71,8 @@ def trajectory_messages(
     for index, sample in enumerate(samples):
         trajectory = _trajectory(group, index, sample, server_id, seconds)
         blob = encode_trajectory(trajectory)
-        header = _header(group, trajectory, blob_digest(blob))
+        key = names.blob(group.run_id, str(trajectory.trajectory_id), server_id, draw)
+        header = _header(group, trajectory, key, blob_digest(blob))
         messages.append(
             Outgoing(
                 stream=stream,
@@ -98,18 +101,17 @@ def _trajectory(group: PromptGroup, index: int, sample: Sample, server_id: str, 
     )
 
 
-def _header(group: PromptGroup, trajectory: Trajectory, digest: str) -> TrajectoryHeader:
-    trajectory_id, server_id = trajectory.trajectory_id, trajectory.server_id
+def _header(group: PromptGroup, trajectory: Trajectory, key: str, digest: str) -> TrajectoryHeader:
     return TrajectoryHeader(
         run_id=group.run_id,
-        trajectory_id=trajectory_id,
+        trajectory_id=trajectory.trajectory_id,
         policy=group.policy,
-        blob_key=names.blob(group.run_id, str(trajectory_id), server_id, "0"),
+        blob_key=key,
         blob_digest=digest,
         num_prompt_tokens=len(group.prompt_token_ids),
         num_response_tokens=len(trajectory.response_token_ids),
         finish_reason=trajectory.finish_reason,
-        server_id=server_id,
+        server_id=trajectory.server_id,
         seconds=trajectory.seconds,
         context=group.context,
     )

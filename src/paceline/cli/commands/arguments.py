@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
+
+from paceline.cli.launch import run_dir as run_dirs
+from paceline.core.errors import ConfigError
+from paceline.service.process import env_token
 
 
 def add_config(parser: argparse.ArgumentParser, *, description: str) -> None:
@@ -21,3 +26,43 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="run directory, or its name under runs/ (default: the latest run)",
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerAddress:
+    """Where a running controller answers, and the run's token."""
+
+    address: str
+    token: str
+
+
+def add_controller(parser: argparse.ArgumentParser) -> None:
+    """Adds RUN and `--controller`, one of which `find_controller` needs."""
+    add_run(parser)
+    parser.add_argument(
+        "--controller",
+        metavar="HOST:PORT",
+        help="ask this controller instead; the token is read from PACELINE_TOKEN",
+    )
+
+
+def find_controller(args: argparse.Namespace) -> ControllerAddress | None:
+    """The controller that the arguments mean; prints why there is none.
+
+    Raises:
+        ConfigError: there is no such run, or it was not started by `paceline train`.
+    """
+    if args.controller:
+        return ControllerAddress(address=args.controller, token=env_token())
+    folder = run_dirs.find(args.run_name)
+    note = run_dirs.read_note(folder)
+    if note is None:
+        raise ConfigError(
+            f"{folder} was not started by `paceline train`; give --controller HOST:PORT and set "
+            "PACELINE_TOKEN"
+        )
+    if note.alive and note.controller:
+        return ControllerAddress(address=note.controller, token=note.token)
+    last = note.message or ("starting" if note.alive else "its launcher is gone")
+    print(f"{folder}: {'not up yet' if note.alive else 'not running'} ({last})")
+    return None

@@ -10,46 +10,26 @@ from rich.table import Table
 
 from paceline.cli.commands import arguments
 from paceline.cli.controller_client import ControllerClient, RunStatus
-from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.live.view import phase_words, step_line
-from paceline.core.errors import ConfigError
-from paceline.service.process import env_token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    arguments.add_run(parser)
-    parser.add_argument(
-        "--controller",
-        metavar="HOST:PORT",
-        help="ask this controller instead; the token is read from PACELINE_TOKEN",
-    )
+    arguments.add_controller(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what the controller answers; returns 1 if the run is not up."""
-    if args.controller:
-        address, token = args.controller, env_token()
-    else:
-        folder = run_dirs.find(args.run_name)
-        note = run_dirs.read_note(folder)
-        if note is None:
-            raise ConfigError(
-                f"{folder} was not started by `paceline train`; give --controller HOST:PORT and set "
-                "PACELINE_TOKEN"
-            )
-        if not note.alive or not note.controller:
-            last = note.message or ("starting" if note.alive else "its launcher is gone")
-            print(f"{folder}: {'not up yet' if note.alive else 'not running'} ({last})")
-            return 1
-        address, token = note.controller, note.token
-    _show(asyncio.run(_ask(address, token)))
+    controller = arguments.find_controller(args)
+    if controller is None:
+        return 1
+    _show(asyncio.run(_ask(controller)))
     return 0
 
 
-async def _ask(address: str, token: str) -> RunStatus:
-    async with ControllerClient(address, token) as controller:
-        return await controller.status()
+async def _ask(controller: arguments.ControllerAddress) -> RunStatus:
+    async with ControllerClient(controller.address, controller.token) as client:
+        return await client.status()
 
 
 def _show(status: RunStatus) -> None:

@@ -41,8 +41,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     quick_check(config)
     check_port(config.service.host, config.service.controller_port, "service.controller_port")
-    config, run_dir = run_dirs.prepare(config)
+    prepared = run_dirs.prepare(config)
+    config, run_dir = prepared.config, prepared.run_dir
     _log_to(run_dir / "logs" / "launcher.log")
+    for remark in prepared.remarks:
+        print(remark)
     view = _view(config, run_dir, plain=args.plain)
     try:
         outcome = asyncio.run(launch(config, run_dir, view))
@@ -54,9 +57,11 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     if not outcome.ok:
         print(f"paceline train: {outcome.message}", file=sys.stderr)
-        if config.trainer.resume == "auto" and _has_checkpoint(run_dir):
-            resumed = f"with trainer.run_dir={run_dir}, the same command goes on from the newest checkpoint"
-            print(resumed, file=sys.stderr)
+        step = run_dirs.newest_checkpoint(run_dir)
+        if step is not None:
+            print(
+                f"the same command goes on after step {step}, whose checkpoint is the newest", file=sys.stderr
+            )
     return outcome.exit_code
 
 
@@ -74,7 +79,3 @@ def _log_to(file: Path) -> None:
     handler.setFormatter(LineFormatter("launcher"))
     logging.basicConfig(handlers=[handler], force=True, level="WARNING")
     logging.getLogger("paceline").setLevel("INFO")
-
-
-def _has_checkpoint(run_dir: Path) -> bool:
-    return any((run_dir / "checkpoints").glob("*/manifest.json"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 
 import yaml
 
@@ -12,6 +11,7 @@ from paceline.broker.address import redact
 from paceline.cli.launch import plan
 from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.plan import ProcessSpec
+from paceline.cli.launch.run_dir import folder_of
 from paceline.config.run import RunConfig
 from paceline.service.process import BROKER_URL, DIE_WITH_PARENT, TOKEN
 
@@ -20,7 +20,7 @@ _SECRET = "(made at start)"
 
 def describe(config: RunConfig, machine: Machine | None = None) -> str:
     """All services with command, environment and the sections that they read; without secrets."""
-    run_dir = Path(config.trainer.run_dir or "runs/RUN_ID")
+    run_dir = folder_of(config)
     specs = [
         plan.controller(config, run_dir, run_dir / "controller.address"),
         *plan.members(

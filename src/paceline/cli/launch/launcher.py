@@ -167,7 +167,11 @@ class _Launcher:
             return self._config.broker.url
         from paceline.cli.launch.own_redis import OwnRedis
 
-        self._redis = OwnRedis(self._run_dir / "redis", RestartHistory(self._services.rule))
+        self._redis = OwnRedis(
+            self._run_dir / "redis",
+            RestartHistory(self._services.rule),
+            max_memory_mib=self._config.broker.max_memory_mib,
+        )
         self._view.milestone(f"Redis answers on port {self._redis.server.port}")
         return self._redis.server.url
 

@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 class OwnRedis:
     """Must be made and tended in the main thread: the server dies with the thread that started it."""
 
-    def __init__(self, folder: Path, history: RestartHistory) -> None:
+    def __init__(self, folder: Path, history: RestartHistory, *, max_memory_mib: int | None = None) -> None:
         self._history = history
-        self.server = RedisServer.start(folder, die_with_parent=True)
+        self.server = RedisServer.start(folder, max_memory_mib=max_memory_mib, die_with_parent=True)
 
     async def tend(self, *, say: Callable[[str], None], changed: Callable[[], None]) -> str:
         """Starts the server again whenever it ends; returns the sentence that says why that has an end."""

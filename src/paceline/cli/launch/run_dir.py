@@ -9,16 +9,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
+import yaml
 
 from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.core.ids import new_run_id
 from paceline.service.process import write_atomically
 
 RUNS = Path("runs")
 LATEST = "latest"
 NOTE = "run.json"
+RESOLVED = "config.resolved.yaml"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,34 +46,110 @@ class RunNote:
             return False
 
 
-def prepare(config: RunConfig) -> tuple[RunConfig, Path]:
-    """Makes the run directory with config.resolved.yaml; returns the configuration with trainer.run_dir set.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A run directory, the configuration that its services get, and what people should know of both."""
+
+    config: RunConfig
+    run_dir: Path
+    remarks: list[str]
+
+
+def folder_of(config: RunConfig) -> Path:
+    """The run's folder: trainer.run_dir, else the same one for the same trainer.name."""
+    return Path(config.trainer.run_dir) if config.trainer.run_dir else RUNS / config.trainer.name
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Makes the run directory with config.resolved.yaml, or takes that of an interrupted run.
+
+    With trainer.resume=never an earlier run is moved aside. The services get `resume: auto` in any case: one
+    that is started again goes on with this run.
 
     Raises:
+        ConfigError: the folder holds a run that has finished.
         EnvironmentLackError: the folder cannot be written, or another launcher runs in it.
     """
-    folder = (
-        Path(config.trainer.run_dir) if config.trainer.run_dir else RUNS / new_run_id(config.trainer.name)
-    )
-    run_dir = folder.resolve()
-    try:
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EnvironmentLackError(
-            f"cannot make the run directory {run_dir}: {error.strerror}; set trainer.run_dir"
-        ) from error
+    run_dir = folder_of(config).resolve()
     note = read_note(run_dir)
     if note is not None and note.alive:
         raise EnvironmentLackError(
             f"{run_dir} belongs to a run that is under way (process {note.launcher_pid}); stop it, or set "
             "another trainer.run_dir"
         )
-    trainer = config.trainer.model_copy(update={"run_dir": str(run_dir)})
+    trainer = config.trainer.model_copy(update={"run_dir": str(run_dir), "resume": "auto"})
     resolved = config.model_copy(update={"trainer": trainer})
+    try:
+        remarks = _move_aside(run_dir) if config.trainer.resume == "never" else _remarks_on(run_dir, resolved)
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentLackError(
+            f"cannot make the run directory {run_dir}: {error.strerror}; set trainer.run_dir"
+        ) from error
     secret = "@" in (config.broker.url or "")
-    write_atomically(run_dir / "config.resolved.yaml", dump_yaml(resolved), mode=0o600 if secret else 0o644)
+    write_atomically(run_dir / RESOLVED, dump_yaml(resolved), mode=0o600 if secret else 0o644)
     _link_latest(run_dir)
-    return resolved, run_dir
+    return Prepared(config=resolved, run_dir=run_dir, remarks=remarks)
+
+
+def newest_checkpoint(run_dir: Path) -> int | None:
+    """The step of the newest complete checkpoint."""
+    manifests = (run_dir / "checkpoints").glob("step_*/manifest.json")
+    return max((int(path.parent.name.removeprefix("step_")) for path in manifests), default=None)
+
+
+def _move_aside(run_dir: Path) -> list[str]:
+    """Renames a folder in which a run was started."""
+    if not (run_dir / RESOLVED).exists():
+        return []
+    number = 1
+    while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+        number += 1
+    run_dir.rename(aside)
+    return [f"moved the earlier run to {aside}"]
+
+
+def _remarks_on(run_dir: Path, config: RunConfig) -> list[str]:
+    """What people should know of the run that `config` continues."""
+    step = newest_checkpoint(run_dir)
+    if step is None:
+        return []
+    total_steps = config.trainer.total_steps
+    if step >= total_steps:
+        raise ConfigError(
+            f"the run in {run_dir} has finished its {total_steps} steps; a greater trainer.total_steps "
+            "continues it, trainer.resume=never moves it aside and begins again, and another trainer.name or "
+            "trainer.run_dir keeps both"
+        )
+    hint = "it goes on (trainer.resume=never: begin again)"
+    remarks = [f"{run_dir} holds a run with a checkpoint of step {step}: {hint}"]
+    changes = _changes(run_dir, config)
+    return [*remarks, f"changed since its last start: {', '.join(changes)}"] if changes else remarks
+
+
+def _changes(run_dir: Path, config: RunConfig) -> list[str]:
+    """The keys whose values differ from those of the run's last start, with both values."""
+    try:
+        before = yaml.safe_load((run_dir / RESOLVED).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return []
+    old, new = _flat(before), _flat(config.model_dump(mode="json"))
+    # Addresses of services and the broker, which has a password, may well differ.
+    return [
+        f"{key} {old[key]} -> {value}"
+        for key, value in new.items()
+        if key in old and old[key] != value and not key.startswith(("broker.", "service."))
+    ]
+
+
+def _flat(tree: object, prefix: str = "") -> dict[str, object]:
+    """Leaves by dotted key."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    leaves: dict[str, object] = {}
+    for key, value in tree.items():
+        leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return leaves
 
 
 def new_note(run_dir: Path, token: str) -> RunNote:

@@ -50,6 +50,11 @@ class ControllerServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/paceline.rpc.v1.ControllerService/Drain',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.DrainRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/paceline.rpc.v1.ControllerService/GetStatus',
                 request_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.GetStatusRequest.SerializeToString,
@@ -86,6 +91,13 @@ class ControllerServiceServicer(object):
 
     def Leave(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Tells a rollout or reward member to take no new work, to finish what it has, and to leave.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -128,6 +140,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.LeaveRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.LeaveResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.DrainRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.DrainResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -227,6 +244,33 @@ class ControllerService(object):
             '/paceline.rpc.v1.ControllerService/Leave',
             paceline_dot_rpc_dot_v1_dot_controller__pb2.LeaveRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_controller__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.rpc.v1.ControllerService/Drain',
+            paceline_dot_rpc_dot_v1_dot_controller__pb2.DrainRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_controller__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,8 @@ class ControllerServiceStub:
     """Adds a member: at the start, after a restart or in the middle of a run. Idempotent for an incarnation."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_controller_pb2.HeartbeatRequest, _controller_pb2.HeartbeatResponse]
     Leave: _aio.UnaryUnaryMultiCallable[_controller_pb2.LeaveRequest, _controller_pb2.LeaveResponse]
+    Drain: _aio.UnaryUnaryMultiCallable[_controller_pb2.DrainRequest, _controller_pb2.DrainResponse]
+    """Tells a rollout or reward member to take no new work, to finish what it has, and to leave."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_controller_pb2.GetStatusRequest, _controller_pb2.GetStatusResponse]
     """What the run is doing now."""
     Watch: _aio.UnaryStreamMultiCallable[_controller_pb2.WatchRequest, _controller_pb2.WatchEvent]
@@ -51,6 +53,14 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.LeaveRequest,
         context: _aio.ServicerContext[_controller_pb2.LeaveRequest, _abc.Awaitable[_controller_pb2.LeaveResponse]],
     ) -> _abc.Awaitable[_controller_pb2.LeaveResponse]: ...
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _controller_pb2.DrainRequest,
+        context: _aio.ServicerContext[_controller_pb2.DrainRequest, _abc.Awaitable[_controller_pb2.DrainResponse]],
+    ) -> _abc.Awaitable[_controller_pb2.DrainResponse]:
+        """Tells a rollout or reward member to take no new work, to finish what it has, and to leave."""
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -20,16 +20,23 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.core.errors import WeightSyncError
-from paceline.core.members import MemberKind, Peer, RankRef
+from paceline.core.members import SOME_MEMBER, LocalPart, Peer
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.geometry.parameters import AddressCache
 from paceline.weights.plan.plan import MessageKey, Piece, TransferPlan
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.transport.connecting import Connecting
 from paceline.weights.transport.copies import CopyJob
-from paceline.weights.transport.rendezvous import Abandonment, Deadline, make_process_group
+from paceline.weights.transport.rendezvous import (
+    Abandonment,
+    Deadline,
+    await_all,
+    connect_store,
+    make_process_group,
+)
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NUM_SLOTS: Final = 2
@@ -64,23 +71,19 @@ class WeightGroup:
         spec: WeightGroupSpec,
         rank: int,
         plan: TransferPlan,
-        process_group: Any,
         device: torch.device,
         abandonment: Abandonment,
     ) -> None:
         self.spec, self.rank, self.plan, self.device = spec, rank, plan, device
-        self._process_group, self._abandonment = process_group, abandonment
+        self._process_group: Any = None
+        self._abandonment = abandonment
         self._pending: list[_Pending] = []
         placed = self._layout_rounds()
         sizes = [0] * _NUM_SLOTS
         for message in (message for messages in (*self._sends, *self._receives) for message in messages):
             sizes[message.slot] = max(sizes[message.slot], message.begin + message.size)
         self._wire_device = device if spec.backend == "nccl" else torch.device("cpu")
-        pinned = device.type == "cuda" and self._wire_device.type == "cpu"
-        self._slots = [
-            torch.empty(size, dtype=DTYPES[spec.wire_dtype], device=self._wire_device, pin_memory=pinned)
-            for size in sizes
-        ]
+        self._slots = self._allocate(sizes)
         self.rounds: tuple[Round, ...] = tuple(
             tuple(
                 (piece, self._slots[number % _NUM_SLOTS][at : at + piece.box.volume].view(piece.box.shape))
@@ -109,30 +112,27 @@ class WeightGroup:
             store: learner rank 0's own store; the other ranks connect to it.
 
         Raises:
-            WeightSyncError: the spec describes another model, or a peer computed another plan.
+            WeightSyncError: the spec describes another model, there is no memory for staging, or a peer
+                computed another plan. The other ranks are told.
             DeadlineError, PeerLostError: a member did not join in time or went away.
         """
-        known = (*spec.learner_layouts, *spec.rollout_layouts)[rank]
-        if known != layout:
-            raise WeightSyncError(
-                f"{spec.rank_ref(rank)}: the group spec describes other slices than this rank has; "
-                "it was made from an older description or for another rank"
-            )
-        plan = spec.build_plan()
         deadline = Deadline("weight group join", timeout_s)
+        store = store or connect_store(spec, deadline)
+        abandonment = Abandonment(store, spec.epoch)
         try:
-            if store is None:
-                store = TCPStore(
-                    spec.store_host,
-                    spec.store_port,
-                    timeout=deadline.remaining(RankRef(MemberKind.LEARNER, 0)),
-                    wait_for_workers=False,
+            known = (*spec.learner_layouts, *spec.rollout_layouts)[rank]
+            if known != layout:
+                raise WeightSyncError(
+                    f"{spec.rank_ref(rank)}: the group spec describes other slices than this rank has; "
+                    "it was made from an older description or for another rank"
                 )
-            process_group = make_process_group(spec, rank, store, deadline)
-        except RuntimeError as error:
-            raise deadline.translate(error, "some member of the weight group") from error
-        group = cls(spec, rank, plan, process_group, device, Abandonment(store, spec.epoch))
-        group._greet(deadline)
+            # Allocated before the roll call: once NCCL connects, it waits for a rank that has failed.
+            group = cls(spec, rank, spec.build_plan(), device, abandonment)
+        except BaseException as error:
+            abandonment.report(spec.rank_ref(rank), error)
+            raise
+        await_all(spec, rank, store, deadline)
+        group._connect(store, deadline)
         return group
 
     @property
@@ -210,6 +210,11 @@ class WeightGroup:
             self._finish(deadline)
         return torch.stack([values, *shares]).sum(dim=0)
 
+    def fail(self, error: BaseException) -> None:
+        """Aborts the group for an error, and calls the push off if the error is this rank's own."""
+        self.abort()
+        self._abandonment.report(self.spec.rank_ref(self.rank), error)
+
     def abort(self) -> None:
         """Cuts all connections and frees staging; peers that wait get an error. May be repeated."""
         for pending in self._pending:
@@ -220,6 +225,41 @@ class WeightGroup:
         self._process_group = None
         self._slots, self.rounds = [], ()
         self._packing.clear()
+
+    def _allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        pinned = self.device.type == "cuda" and self._wire_device.type == "cpu"
+        dtype = DTYPES[self.spec.wire_dtype]
+        try:
+            return [
+                torch.empty(size, dtype=dtype, device=self._wire_device, pin_memory=pinned) for size in sizes
+            ]
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"{self.spec.rank_ref(self.rank)} has no memory for {sum(sizes) * dtype.itemsize >> 20} "
+                f"MiB of staging on {self._wire_device}: {error}; lower weights.staging_mib"
+            ) from error
+
+    def _connect(self, store: Store, deadline: Deadline) -> None:
+        """Makes the process group and its connections; all ranks have answered the roll call.
+
+        NCCL connects in a thread: a rank that dies now would make it wait for ever, and no call frees it.
+        """
+        with self._aborting():
+            try:
+                self._process_group = make_process_group(self.spec, self.rank, store, deadline)
+            except RuntimeError as error:
+                raise deadline.translate(error, SOME_MEMBER) from error
+            if self.spec.backend == "gloo":
+                self._greet(deadline)
+                return
+            connecting = Connecting(lambda: self._greet(deadline), self.device)
+            try:
+                connecting.wait(deadline, self._abandonment)
+            except BaseException:
+                if connecting.is_alive():
+                    # An abort would wait too. The thread keeps the process group.
+                    self._process_group = None
+                raise
 
     def _layout_rounds(self) -> list[list[tuple[Piece, int]]]:
         """Lays out this rank's messages in staging; returns its pieces by round, with offsets in the slot.
@@ -291,7 +331,10 @@ class WeightGroup:
                 raise deadline.translate(error, self.spec.rank_ref(peer)) from error
         if pending.on_stream:
             pending.drop()
-            pending.add(self._live_group()._end_coalescing(), "some member of the weight group")
+            try:
+                pending.add(self._live_group()._end_coalescing(), SOME_MEMBER)
+            except RuntimeError as error:
+                raise deadline.translate(error, SOME_MEMBER) from error
         return pending
 
     def _live_group(self) -> Any:
@@ -313,17 +356,15 @@ class WeightGroup:
         origins = [*(range(1, num_learners) if self.rank == 0 else range(0 if learner else num_learners))]
         origins += [origin for origin, to in self.plan.relay_pairs if to == self.rank]
         received = [(torch.empty_like(own), origin, _TAG_GREETING) for origin in origins]
-        with self._aborting():
-            sends = [(own, to, _TAG_GREETING) for to in targets]
-            self._post(sends, received, deadline).wait(deadline)
-            self._finish(deadline)
-            for greeting, origin, _ in received:
-                if not torch.equal(greeting, own):
-                    raise WeightSyncError(
-                        f"{self.spec.rank_ref(self.rank)} and {self.spec.rank_ref(origin)} computed "
-                        "different transfer plans; both must run the same version of Paceline and get the "
-                        "same spec"
-                    )
+        sends = [(own, to, _TAG_GREETING) for to in targets]
+        self._post(sends, received, deadline).wait(deadline)
+        self._finish(deadline)
+        for greeting, origin, _ in received:
+            if not torch.equal(greeting, own):
+                raise WeightSyncError(
+                    f"{self.spec.rank_ref(self.rank)} and {self.spec.rank_ref(origin)} computed different "
+                    "transfer plans; both must run the same version of Paceline and get the same spec"
+                )
 
     def _finish(self, deadline: Deadline) -> None:
         """Waits until the device has finished everything that was queued; returns at once on the CPU."""
@@ -331,10 +372,12 @@ class WeightGroup:
             return
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
+        # NCCL's transfers are in the queue too: what does not end may be any member's.
+        peer = SOME_MEMBER if self.spec.backend == "nccl" else LocalPart.DEVICE
         # CUDA has no wait with a deadline, hence the polling.
         self._abandonment.rest()
         while not done.query():
-            deadline.remaining("the device's queue")
+            deadline.remaining(peer)
             self._abandonment.check(deadline.phase)
             time.sleep(50e-6)
 
@@ -343,7 +386,10 @@ class WeightGroup:
 
 
 class _AbortOnError:
-    """Aborts the group if its body fails, so that no peer waits for a rank that has given up."""
+    """Aborts the group if its body fails, so that no peer waits for a rank that has given up.
+
+    NCCL's peers notice nothing of an abort; those are told through the rendezvous store.
+    """
 
     def __init__(self, group: WeightGroup) -> None:
         self._group = group
@@ -353,7 +399,7 @@ class _AbortOnError:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._group.abort()
+            self._group.fail(error)
 
 
 class _Pending:

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import socket
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
-from paceline.core.errors import DeadlineError, PeerLostError
-from paceline.core.members import MemberKind, Peer, RankRef
+from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
+from paceline.core.members import (
+    SOME_MEMBER,
+    LocalPart,
+    MemberKind,
+    Peer,
+    RankRef,
+    peer_from_plain,
+    peer_to_plain,
+)
 from paceline.weights.plan.spec import WeightGroupSpec
 
 _ABANDONED = "abandoned"
 _HERE = "here/{rank}"
 _ASK_EVERY_S = 0.1
 _LOOK_EVERY_S = 0.005
+_STORE = RankRef(MemberKind.LEARNER, 0)
+_OWN_FAILURES: Final = ("out of memory", "can't allocate memory", "cuda error")
+"""What torch's errors say where the process itself, not a peer, has failed"""
+_WATCHDOG: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Deadline:
@@ -38,8 +53,13 @@ class Deadline:
         hint = "see the peer's log, then form a new weight group"
         return DeadlineError(phase=self.phase, peer=peer, seconds=self.seconds, hint=hint)
 
-    def translate(self, error: RuntimeError, peer: Peer) -> DeadlineError | PeerLostError:
-        """Tells timeouts from broken connections: torch's RuntimeErrors differ only in their text."""
+    def translate(self, error: RuntimeError, peer: Peer) -> DeadlineError | PeerLostError | WeightSyncError:
+        """Tells timeouts, broken connections and failures of this process apart.
+
+        torch's RuntimeErrors differ only in their text.
+        """
+        if any(words in str(error).lower() for words in _OWN_FAILURES):
+            return WeightSyncError(f"{self.phase}: {LocalPart.DEVICE} failed: {str(error).splitlines()[0]}")
         if self._end <= time.monotonic() or "timed out" in str(error).lower():
             return self.error(peer)
         text = str(error).splitlines()[0]
@@ -86,11 +106,31 @@ class Abandonment:
         try:
             if not self._store.check([_ABANDONED]):
                 return
-            lost = self._store.get(_ABANDONED).decode()
+            lost = peer_from_plain(json.loads(self._store.get(_ABANDONED)))
         except RuntimeError as error:
-            first = RankRef(MemberKind.LEARNER, 0)
-            raise PeerLostError(f"{phase}: lost the connection to {first}: {error}", peer=first) from error
+            raise PeerLostError(f"{phase}: lost the connection to {_STORE}: {error}", peer=_STORE) from error
         raise PeerLostError(f"{phase}: called off, since {lost} went away", peer=lost)
+
+    def report(self, rank: RankRef, error: BaseException) -> None:
+        """Calls the join or push off for an error of `rank` that is its own, not the loss of a peer."""
+        if not isinstance(error, PeerLostError | DeadlineError) or isinstance(error.peer, LocalPart):
+            self.call_off(rank)
+
+    def call_off(self, lost: Peer) -> None:
+        """Frees every rank that waits in the join or push; the error names `lost`."""
+        # Without the store, whose end all ranks notice, nobody can be told.
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_ABANDONED, json.dumps(peer_to_plain(lost)))
+
+
+def connect_store(spec: WeightGroupSpec, deadline: Deadline) -> TCPStore:
+    """Connects to learner rank 0's store; raises DeadlineError or PeerLostError naming that rank."""
+    try:
+        return TCPStore(
+            spec.store_host, spec.store_port, timeout=deadline.remaining(_STORE), wait_for_workers=False
+        )
+    except RuntimeError as error:
+        raise deadline.translate(error, _STORE) from error
 
 
 def abandon(host: str, port: int, *, epoch: int, lost: str, timeout_s: float) -> None:
@@ -104,55 +144,72 @@ def abandon(host: str, port: int, *, epoch: int, lost: str, timeout_s: float) ->
         timeout_s: longest time to wait for the store.
     """
     store = TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-    _epoch_store(store, epoch).set(_ABANDONED, lost)
+    Abandonment(store, epoch).call_off(lost)
 
 
 def _epoch_store(store: Store, epoch: int) -> PrefixStore:
     return PrefixStore(f"weights/{epoch}", store)
 
 
-def _await_all(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> None:
-    """Returns when every rank has called it: NCCL, once it connects, waits for all without a deadline."""
-    here, called_off = _epoch_store(store, spec.epoch), Abandonment(store, spec.epoch)
-    here.set(_HERE.format(rank=rank), "1")
-    missing = [other for other in range(spec.world_size) if other != rank]
-    while True:
-        missing = [other for other in missing if not here.check([_HERE.format(rank=other)])]
-        if not missing:
-            return
-        deadline.remaining(spec.rank_ref(missing[0]))
-        called_off.check(deadline.phase)
-        time.sleep(_LOOK_EVERY_S)
-
-
-def make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> Any:
-    """Waits for all ranks, then makes the process group of one epoch, separate from torch's default one.
-
-    NCCL makes its connections later, with the first messages.
+def await_all(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> None:
+    """Returns when every rank has called it: the roll call before anybody connects.
 
     Raises:
         DeadlineError: a rank did not come; the error names it.
         PeerLostError: the join was called off, since a member went away.
     """
-    _await_all(spec, rank, store, deadline)
-    members = "some member of the weight group"
-    store = _epoch_store(store, spec.epoch)
-    store.set_timeout(deadline.remaining(members))
-    if spec.backend == "nccl":
-        from torch.distributed import ProcessGroupNCCL
+    here, called_off = _epoch_store(store, spec.epoch), Abandonment(store, spec.epoch)
+    try:
+        here.set(_HERE.format(rank=rank), "1")
+        missing = [other for other in range(spec.world_size) if other != rank]
+        while True:
+            missing = [other for other in missing if not here.check([_HERE.format(rank=other)])]
+            if not missing:
+                return
+            deadline.remaining(spec.rank_ref(missing[0]))
+            called_off.check(deadline.phase)
+            time.sleep(_LOOK_EVERY_S)
+    except RuntimeError as error:
+        raise deadline.translate(error, _STORE) from error
 
-        options: Any = ProcessGroupNCCL.Options()
-        # Transfers take precedence over packing and scattering, which would occupy the device between two
-        # rounds.
-        options.is_high_priority_stream = True
-        # The watchdog ends the process; our own deadlines must pass first.
-        options._timeout = timedelta(seconds=10 * spec.timeout_s)
-        return ProcessGroupNCCL(store, rank, spec.world_size, options)
+
+def make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> Any:
+    """Makes the process group of one epoch, separate from torch's default one; all ranks must be there.
+
+    NCCL makes its connections later, with the first messages.
+    """
+    store = _epoch_store(store, spec.epoch)
+    store.set_timeout(deadline.remaining(SOME_MEMBER))
+    if spec.backend == "nccl":
+        return _nccl_group(spec, rank, store)
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = deadline.remaining(members)
+    options._timeout = deadline.remaining(SOME_MEMBER)
     options._devices = [gloo.create_device(hostname=_own_address(spec.store_host, spec.store_port))]
     return gloo(store, rank, spec.world_size, options)
+
+
+def _nccl_group(spec: WeightGroupSpec, rank: int, store: Store) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options: Any = ProcessGroupNCCL.Options()
+    # Transfers take precedence over packing and scattering, which would occupy the device between two
+    # rounds.
+    options.is_high_priority_stream = True
+    # Our own deadlines must pass before the watchdog's.
+    options._timeout = timedelta(seconds=10 * spec.timeout_s)
+    # By default the watchdog ends the process when a peer is lost over a network or a message times out. A
+    # lost rollout server must not end the learner: this group's watchdog reports, and we abort. torch reads
+    # the variable when a group is made and has no option for it; the process's other groups are not changed.
+    before = os.environ.get(_WATCHDOG)
+    os.environ[_WATCHDOG] = "0"
+    try:
+        return ProcessGroupNCCL(store, rank, spec.world_size, options)
+    finally:
+        if before is None:
+            del os.environ[_WATCHDOG]
+        else:
+            os.environ[_WATCHDOG] = before
 
 
 def _own_address(host: str, port: int) -> str:

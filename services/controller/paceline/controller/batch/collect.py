@@ -276,7 +276,7 @@ class Collector:
             )
 
     def _check_deadlines(self, collection: _Collection) -> None:
-        now, limits, barrier = time.monotonic(), self._config.barrier, collection.barrier
+        now, limits, barrier = time.monotonic(), self._config, collection.barrier
         waited, silent = now - collection.began, now - collection.last_progress
         if barrier.closed or (waited <= limits.collect_timeout_s and silent <= limits.stall_timeout_s):
             return

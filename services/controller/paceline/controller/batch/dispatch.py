@@ -82,7 +82,7 @@ class Dispatcher:
                 for group in missing
             ],
             max_length=self._config.broker.max_stream_length,
-            timeout_s=self._config.barrier.stall_timeout_s,
+            timeout_s=self._config.stall_timeout_s,
         )
         self._sent = {key for key in self._sent if key[0] >= order.step} | set(keys)
         return list(dict.fromkeys(group.prompt_id for group in missing))

@@ -55,6 +55,7 @@ class Member:
     Attributes:
         failure: why it is dead, or left.
         is_final: its slot fails in the same way however often it is started: its inputs are unusable.
+        is_draining: it was told to finish its work and leave.
     """
 
     kind: MemberKind
@@ -69,6 +70,7 @@ class Member:
     in_flight: int = 0
     failure: str = ""
     is_final: bool = False
+    is_draining: bool = False
 
     @property
     def usable(self) -> bool:

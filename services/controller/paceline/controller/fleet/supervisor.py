@@ -11,7 +11,7 @@ from paceline.controller.fleet.membership import SWEEP_S, Fleet, FleetChange, He
 from paceline.controller.fleet.quarantine import Quarantine
 from paceline.controller.journal import Journal
 from paceline.core.clock import Clock
-from paceline.core.errors import DeadlineError, PeerLostError
+from paceline.core.errors import ConfigError, DeadlineError, PeerLostError
 from paceline.core.members import (
     READY_STATES,
     RECEIVABLE_STATES,
@@ -95,6 +95,25 @@ class Supervisor:
                 f"{member.member_id} failed {failures} pushes in a row: it gets no weights for {seconds:g} s "
                 f"(last: {reason})"
             )
+
+    def drain(self, member_id: str) -> None:
+        """Has a rollout or reward member told to finish its work and leave.
+
+        Raises:
+            ConfigError: there is no such member, it is the learner, or it is the last of its kind.
+        """
+        workers = [m for m in self.fleet.members() if m.usable and m.kind is not MemberKind.LEARNER]
+        member = next((m for m in workers if m.member_id == member_id), None)
+        if member is None:
+            names = ", ".join(m.member_id for m in workers) or "none"
+            raise ConfigError(f"no member {member_id} can be drained; those that can: {names}")
+        if not any(m.kind is member.kind and m is not member and not m.is_draining for m in workers):
+            raise ConfigError(
+                f"{member_id} is the last {member.kind.value} member, and the run would wait for another: "
+                "start that one first"
+            )
+        member.is_draining = True
+        self._events.notice(f"{member_id} is told to finish its work and leave")
 
     # --- members
 

@@ -100,10 +100,11 @@ class Publication:
             return
         if self._progress.phase is not Phase.FORMING:
             self._progress.move(Phase.FORMING)
-        held = await self._form(learner, rollouts)
-        if held != version:
+        learner_version = await self._form(learner, rollouts)
+        if learner_version != version:
             raise PeerLostError(
-                f"the learner holds version {held}, not {version}: it was restarted", peer=learner.member_id
+                f"the learner holds version {learner_version}, not {version}: it was restarted",
+                peer=learner.member_id,
             )
 
     async def _form(self, learner: Member, rollouts: Sequence[Member]) -> int:

@@ -2,7 +2,7 @@
 
 A member that gives up cuts all of its connections, so one failure spreads to members that did nothing wrong.
 Their errors name the member or rank that they lost (`PeerLostError.peer`, `DeadlineError.peer`); an error
-that names no other member is the member's own.
+that names no other member, or a part of the member itself (`LocalPart`), is the member's own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.controller.fleet.membership import Member
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError
-from paceline.core.members import MemberKind, Peer, RankRef
+from paceline.core.members import LocalPart, MemberKind, Peer, RankRef
 
 Failure = tuple[Member, PacelineError]
 """A rollout server and the error of the call to it."""
@@ -19,13 +19,10 @@ Failure = tuple[Member, PacelineError]
 
 def is_own_failure(member: Member, error: BaseException) -> bool:
     """Whether an error of a call to `member` is its own, not the consequence of another member's."""
-    return _peer(error) in (None, member.member_id)
-
-
-def is_learner_lost(learner: Member, error: BaseException) -> bool:
-    """Whether an error of a call to the learner means that the learner itself is gone or hangs."""
     peer = _peer(error)
-    return peer == learner.member_id or (isinstance(peer, RankRef) and peer.kind is MemberKind.LEARNER)
+    if isinstance(peer, RankRef):
+        return peer.kind is member.kind is MemberKind.LEARNER
+    return peer in (None, member.member_id) or isinstance(peer, LocalPart)
 
 
 def at_fault(
@@ -34,8 +31,7 @@ def at_fault(
     """The failures of the servers to expel.
 
     They are those of servers that failed by themselves; if there are none, the failure of the one server that
-    the others' errors lead to. If the errors lead to no server that failed, all are expelled: otherwise the
-    next attempt would fail in the same way.
+    the others' errors lead to. There are none at all if the errors lead to no server that failed.
 
     Args:
         failures: every rollout server whose call failed.
@@ -48,7 +44,7 @@ def at_fault(
     accusations = {member.member_id: _accused(error, owners) for member, error in failures}
     first = _accused(learner_error, owners) if learner_error is not None else None
     last = _last_accused(accusations, first)
-    return [(member, error) for member, error in failures if member.member_id == last] or list(failures)
+    return [(member, error) for member, error in failures if member.member_id == last]
 
 
 def _peer(error: BaseException) -> Peer | None:

@@ -19,12 +19,14 @@ from paceline.controller.fleet.membership import Member
 from paceline.controller.weights import blame
 from paceline.core.errors import PacelineError, PeerLostError
 from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.plan.fit import misfit
 from paceline.weights.plan.spec import WeightGroupSpec
 
 T = TypeVar("T")
 Expel = Callable[[Member, str], Coroutine[Any, Any, None]]
 
 _NUMBERS_PER_TERM: Final = 1_000_000
+_MOST_UNEXPLAINED: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,7 @@ class Epochs:
         self.expel, self._gone = expel, gone
         self.current: Epoch | None = None
         self._last_number = term * _NUMBERS_PER_TERM
+        self._unexplained = 0
 
     def fits(self, learner: Member, rollouts: Sequence[Member]) -> bool:
         """Whether the current epoch consists of exactly these members."""
@@ -82,20 +85,24 @@ class Epochs:
         parameter. So newcomers get their weights in an epoch of their own while the others work.
 
         Raises:
-            PeerLostError: the learner is gone, or no rollout server is left.
+            PeerLostError: the learner is gone, or no rollout server is left; with the reason if the last ones
+                were expelled because they run another model.
             DeadlineError: the learner did not join in time.
         """
         await self.dissolve()
+        misfits: dict[str, str] = {}
         while rollouts:
             weights = await self._learner.describe(learner)
             layouts = await self.call_each(rollouts, self._rollout.describe)
-            if len(layouts) == len(rollouts):
+            misfits |= await self._expel_misfits(rollouts, weights, layouts)
+            if all(member.usable for member in rollouts):
                 if await self._all_join(learner, rollouts, weights, layouts):
                     return weights.version
                 await self.dissolve()
             rollouts = [m for m in rollouts if m.usable]
+        reasons = "".join(f"{member_id}: {reason}. " for member_id, reason in misfits.items())
         raise PeerLostError(
-            "no rollout server is left to hold the weights; start one, or raise rollout.replicas",
+            f"{reasons}No rollout server is left to hold the weights; start one, or raise rollout.replicas",
             peer="rollout",
         )
 
@@ -138,13 +145,27 @@ class Epochs:
             return True
 
         joining = asyncio.create_task(
-            self._learner.join(learner, epoch=epoch.number, spec=spec), name="join learner"
+            self.call_jointly(epoch, learner, self._learner.join(learner, epoch=epoch.number, spec=spec)),
+            name="join learner",
         )
         joined = await self.call_each(rollouts, join, beside=joining)
         error = joining.exception()
-        if error is not None and (len(joined) == len(rollouts) or blame.is_learner_lost(learner, error)):
+        if error is not None and (len(joined) == len(rollouts) or blame.is_own_failure(learner, error)):
             raise error
         return error is None and len(joined) == len(rollouts)
+
+    async def _expel_misfits(
+        self, members: Sequence[Member], weights: LearnerWeights, layouts: dict[str, tuple[RankLayout, ...]]
+    ) -> dict[str, str]:
+        """Expels the servers that do not run the learner's model; returns the reasons by member id."""
+        reasons: dict[str, str] = {}
+        for member in members:
+            if member.member_id in layouts:
+                difference = misfit(weights.layouts, layouts[member.member_id], self._config.model.dtype)
+                if difference is not None:
+                    reasons[member.member_id] = f"it does not run the learner's model: {difference}"
+                    await self.expel(member, f"ModelError: {reasons[member.member_id]}")
+        return reasons
 
     def _spec(
         self, epoch: Epoch, weights: LearnerWeights, rollout_layouts: Sequence[RankLayout]
@@ -188,12 +209,32 @@ class Epochs:
             else:
                 results[member.member_id] = outcome
         epoch, learner_error = self.current, beside.exception() if beside else None
-        if epoch is not None and learner_error and blame.is_learner_lost(epoch.learner, learner_error):
+        if epoch is not None and learner_error and blame.is_own_failure(epoch.learner, learner_error):
             return results
         owners = epoch.owners if epoch is not None else ()
-        for member, error in blame.at_fault(failures, learner_error, owners):
+        for member, error in self._to_expel(failures, learner_error, owners):
             await self.expel(member, f"{type(error).__name__}: {error}")
         return results
+
+    def _to_expel(
+        self, failures: list[blame.Failure], learner_error: BaseException | None, owners: Sequence[Member]
+    ) -> list[blame.Failure]:
+        """The failures of the servers at fault. Where nobody is, the next attempt may show who it is.
+
+        The second time in a row all servers that failed are expelled: attempts without end would help nobody.
+        """
+        if not failures:
+            return []
+        faults = blame.at_fault(failures, learner_error, owners)
+        self._unexplained = 0 if faults else self._unexplained + 1
+        if self._unexplained < _MOST_UNEXPLAINED:
+            return faults
+        self._unexplained = 0
+        return failures
+
+    def succeeded(self) -> None:
+        """A push reached every server of the epoch: failures before it no longer count."""
+        self._unexplained = 0
 
     async def call_jointly(self, epoch: Epoch, member: Member, call: Coroutine[Any, Any, T]) -> T:
         """Awaits a call that every member of the epoch must answer; tells the others if this member fails.

@@ -66,16 +66,18 @@ class WeightPush:
             receiving = self._rollout.receive(member, epoch=epoch.number, version=version)
             return await self.epochs.call_jointly(epoch, member, receiving)
 
+        publishing = self._learner.publish(epoch.learner, epoch=epoch.number, version=version)
         sending = asyncio.create_task(
-            self._learner.publish(epoch.learner, epoch=epoch.number, version=version), name="publish weights"
+            self.epochs.call_jointly(epoch, epoch.learner, publishing), name="publish weights"
         )
         received = await self.epochs.call_each(epoch.rollouts, receive, beside=sending)
         error = sending.exception()
-        is_learner_lost = error is not None and blame.is_learner_lost(epoch.learner, error)
+        is_learner_lost = error is not None and blame.is_own_failure(epoch.learner, error)
         if len(received) < len(epoch.rollouts) and not is_learner_lost:
             await self.epochs.dissolve()
             return None
         sent = sending.result()
+        self.epochs.succeeded()
         return Candidate(
             policy=PolicyTag(version=version, digest=format_digest(model_digest(sent.reports))),
             servers=await self._agreeing(epoch.rollouts, sent, received),

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Final, TypeVar
 
 from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerLostError, WeightSyncError
-from paceline.core.members import peer_from_plain
+from paceline.core.members import LocalPart, RankRef, peer_from_plain
 
 GRACE_S: Final = 10.0
 """How much longer the engine may take to answer than its workers may take to act"""
@@ -49,7 +49,7 @@ async def answered(llm: Any, call: Awaitable[T], what: str, seconds: float) -> T
             return await call
     except TimeoutError:
         hint = "its processes hang; the engine must be restarted"
-        raise DeadlineError(phase=what, peer="the engine", seconds=seconds, hint=hint) from None
+        raise DeadlineError(phase=what, peer=LocalPart.ENGINE, seconds=seconds, hint=hint) from None
     except Exception as error:  # vLLM wraps what a worker raised in a bare Exception
         if llm.errored:
             raise engine_died() from error
@@ -59,7 +59,7 @@ async def answered(llm: Any, call: Awaitable[T], what: str, seconds: float) -> T
 def engine_died() -> PeerLostError:
     """The error for a dead engine."""
     return PeerLostError(
-        "the inference engine has died; its last lines are in this server's log", peer="engine"
+        "the inference engine has died; its last lines are in this server's log", peer=LocalPart.ENGINE
     )
 
 
@@ -68,11 +68,21 @@ def _raise_reported(replies: Sequence[Reply]) -> None:
     if not errors:
         return
     # A rank that fails breaks the connections of its peers, this engine's other ranks included. Report the
-    # cause, not a consequence; and if a peer was lost, one that is not of this engine.
-    causes = [item for item in errors if item[0]["kind"] not in ("DeadlineError", "PeerLostError")]
+    # cause, not a consequence; and if a peer was lost, one that is known and not of this engine.
+    peers = [peer_from_plain(error.get("peer", "")) for error, _ in errors]
     own_ranks = {peer_from_plain(error["rank"]) for error, _ in errors if error["rank"]}
-    outside = [item for item in errors if peer_from_plain(item[0].get("peer", "")) not in own_ranks]
-    raise _make_error(*(causes or outside or errors)[0])
+
+    def distance(number: int) -> int:
+        if errors[number][0]["kind"] not in ("DeadlineError", "PeerLostError"):
+            return 0
+        peer = peers[number]
+        if isinstance(peer, LocalPart):
+            return 1
+        if peer in own_ranks:
+            return 4
+        return 2 if isinstance(peer, RankRef) and peer.number is not None else 3
+
+    raise _make_error(*errors[min(range(len(errors)), key=distance)])
 
 
 def _make_error(error: Reply, where: str) -> PacelineError:

@@ -1,0 +1,127 @@
+"""What becomes of a prompt group that gets no samples: refused, given back, or the end of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.broker.base import Entry
+from paceline.core.errors import InvalidMessageError, NumericsError, PeerLostError
+from paceline.core.policy import PolicyTag
+from paceline.core.reward_function import one_line
+from paceline.core.trajectory import GroupRefusal, PromptGroup
+from paceline.wire import decode_prompt_group, refusal_of
+
+MAX_FAILED_IN_A_ROW = 8
+"""Different prompt groups that may fail one after the other before the engine or its weights are blamed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFailure:
+    """Why a group got no samples.
+
+    `reason` is a short stable word. `final`: another attempt, here or elsewhere, would fail the same way.
+    `of_engine`: the engine or its weights may be at fault, not the group.
+    """
+
+    reason: str
+    message: str
+    final: bool = False
+    of_engine: bool = True
+
+
+def failure_of(error: Exception) -> GroupFailure:
+    """The failure that an error of one group's generation stands for; the engine is alive."""
+    match error:
+        case InvalidMessageError():
+            return GroupFailure(
+                reason=error.reason, message=one_line(str(error)), final=True, of_engine=False
+            )
+        case NumericsError():
+            # Seeds and weights decide the numbers: they would be the same on any server.
+            return GroupFailure(reason="not_finite", message=one_line(str(error)), final=True)
+        case _:
+            return GroupFailure(reason="engine_error", message=one_line(f"{type(error).__name__}: {error}"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """Decides which deliveries are worth an attempt.
+
+    Args:
+        run_id, policy: the only ones that are served.
+        server_id: the sender of refusals.
+        vocab_size: token ids are below it.
+        max_deliveries: attempts that a group gets; servers that died during one count too.
+    """
+
+    run_id: str
+    policy: PolicyTag
+    server_id: str
+    vocab_size: int
+    max_deliveries: int
+
+    def read(self, entry: Entry) -> PromptGroup | GroupFailure | None:
+        """The group of an entry, why it cannot be served, or None: it is of a version that is over."""
+        try:
+            group = decode_prompt_group(entry.payload, vocab_size=self.vocab_size)
+        except InvalidMessageError as error:
+            return failure_of(error)
+        if group.run_id != self.run_id:
+            message = f"the group is of run {group.run_id}, this server of run {self.run_id}"
+            return GroupFailure(reason="wrong_run", message=message, final=True)
+        if group.policy.version < self.policy.version:
+            return None
+        if group.policy != self.policy:
+            message = f"prompt {group.prompt_id} wants {group.policy}, this server holds {self.policy}"
+            return GroupFailure(reason="wrong_policy", message=message, final=True)
+        if entry.deliveries > self.max_deliveries:
+            message = (
+                f"prompt {group.prompt_id} was taken {entry.deliveries - 1} times, and no server has "
+                f"answered; rollout.max_deliveries={self.max_deliveries}"
+            )
+            return GroupFailure(reason="max_deliveries", message=message, final=True)
+        return group
+
+    def refusal(self, entry: Entry, failure: GroupFailure) -> GroupRefusal | None:
+        """The refusal to send; None if the message does not even tell which group it is."""
+        return refusal_of(
+            entry.payload,
+            server_id=self.server_id,
+            reason=failure.reason,
+            detail=failure.message,
+            deliveries=entry.deliveries,
+        )
+
+    def gives_back(self, entry: Entry, failure: GroupFailure) -> bool:
+        """Whether the group is worth another attempt."""
+        return not failure.final and entry.deliveries < self.max_deliveries
+
+
+class FailureStreak:
+    """Counts different groups that failed one after the other: many together are not the groups' fault."""
+
+    def __init__(self) -> None:
+        self._prompts: set[int] = set()
+
+    def succeeded(self) -> None:
+        """A group got its samples."""
+        self._prompts.clear()
+
+    def failed(self, group: PromptGroup, failure: GroupFailure) -> None:
+        """A group failed.
+
+        Raises:
+            NumericsError: the weights are unusable.
+            PeerLostError: the engine is.
+        """
+        if not failure.of_engine:
+            return
+        self._prompts.add(group.prompt_id)
+        if len(self._prompts) < MAX_FAILED_IN_A_ROW:
+            return
+        message = (
+            f"{len(self._prompts)} prompt groups failed one after the other; the last: {failure.message}"
+        )
+        if failure.reason == "not_finite":
+            raise NumericsError(message)
+        raise PeerLostError(message, peer="engine")

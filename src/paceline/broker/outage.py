@@ -1,0 +1,157 @@
+"""One policy for a server that is away: commands wait, within a bound, and the wait is announced once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+from paceline.core.clock import Clock, SystemClock
+from paceline.core.errors import BrokerError
+
+log = logging.getLogger(__name__)
+
+ANNOUNCED_AFTER_S: Final = 2.0
+"""Shorter outages are not worth a word."""
+
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+_NEVER: Final = float("-inf")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trouble:
+    """Why a server does not do its work for now.
+
+    Attributes:
+        state: continues a sentence that begins with the server's name.
+        remedy: what a person can do about it.
+        silent_s: how long the server had already been silent when this was noticed.
+    """
+
+    state: str
+    remedy: str
+    silent_s: float = 0.0
+
+
+class Outage:
+    """What one client knows about its server's outages; all its commands share it.
+
+    An outage begins when a command fails with a `Trouble` and is over when a command that waited gets
+    through, or when any command does while none waits. A full server still answers readers: their success
+    does not end the outage of the writers that wait for room.
+
+    After `timeout_s` seconds it is given up: commands that wait raise BrokerError, later ones at their first
+    failure, until a command gets through.
+
+    Args:
+        server: the server's name for people, without its password.
+        timeout_s: longest outage that commands wait through.
+        on_outage, on_recovery: called with a sentence when an outage has lasted for 2 s, and when it is over.
+            Both are logged anyway.
+        clock: tells the time.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        *,
+        timeout_s: float,
+        on_outage: Say | None = None,
+        on_recovery: Say | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._server, self.timeout_s = server, timeout_s
+        self._on_outage, self._on_recovery = on_outage, on_recovery
+        self._clock = clock or SystemClock()
+        self._since_s: float | None = None
+        self._over_s = _NEVER
+        self._announced = False
+        self.num_waiting = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the last that was heard of the server was a failure."""
+        return self._since_s is not None
+
+    def is_recent(self, seconds: float) -> bool:
+        """Whether there is an outage, or the last was over less than `seconds` seconds ago."""
+        return self.is_on or self._clock.monotonic() - self._over_s < seconds
+
+    def note_failure(self, command: str, trouble: Trouble, limit_s: float) -> float:
+        """Notes that a command failed; returns the seconds left to wait.
+
+        Raises:
+            BrokerError: the outage has lasted for `limit_s` seconds.
+        """
+        now = self._clock.monotonic()
+        if self._since_s is None:
+            self._since_s = now - trouble.silent_s
+        seconds = now - self._since_s
+        if seconds >= limit_s:
+            raise BrokerError(
+                f"{command}: broker {self._server} {trouble.state}, for {seconds:.1f} s now; commands wait "
+                f"{limit_s:g} s (broker.outage_timeout_s): {trouble.remedy}"
+            )
+        if seconds >= ANNOUNCED_AFTER_S and not self._announced:
+            self._announced = True
+            sentence = f"broker {self._server} {trouble.state}; waiting up to {limit_s:g} s"
+            _say(self._on_outage, f"{sentence}: {trouble.remedy}")
+        return limit_s - seconds
+
+    def note_answer(self, *, waited: bool) -> None:
+        """Notes that the server did what a command asked for."""
+        if self._since_s is None or (self.num_waiting and not waited):
+            return
+        now = self._clock.monotonic()
+        if self._announced:
+            _say(self._on_recovery, f"broker {self._server} is back after {now - self._since_s:.0f} s")
+        self._since_s, self._over_s, self._announced = None, now, False
+
+
+class Attempts:
+    """The attempts of one command, as a context manager.
+
+    Args:
+        outage: what the client knows about its server.
+        command: its name, for messages.
+        limit_s: longest outage that this command waits through, if shorter than the client's.
+    """
+
+    def __init__(self, outage: Outage, command: str, *, limit_s: float | None = None) -> None:
+        self._outage, self._command = outage, command
+        self._limit_s = outage.timeout_s if limit_s is None else min(limit_s, outage.timeout_s)
+        self._num_failures = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._outage.num_waiting -= self._num_failures > 0
+
+    def failed(self, trouble: Trouble) -> float:
+        """Notes a failed attempt; returns how many seconds to pause before the next.
+
+        Raises:
+            BrokerError: the outage has lasted too long.
+        """
+        left_s = self._outage.note_failure(self._command, trouble, self._limit_s)
+        self._outage.num_waiting += self._num_failures == 0
+        self._num_failures += 1
+        return min(_FIRST_PAUSE_S * 2.0 ** min(self._num_failures - 1, 10), _LONGEST_PAUSE_S, left_s)
+
+    def answered(self) -> None:
+        """Notes that the server did its work."""
+        self._outage.note_answer(waited=self._num_failures > 0)
+
+
+def _say(listener: Say | None, sentence: str) -> None:
+    log.warning("%s", sentence)
+    if listener is not None:
+        listener(sentence)

@@ -1,0 +1,37 @@
+"""Event-loop lag: how much later than planned this process's event loop runs what is due.
+
+A blocked loop sends no heartbeats and answers no calls, and looks like a dead process to others. The gauge
+`service/event_loop_lag_s` is the largest lag of each interval; a lag of more than a second is logged at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import NoReturn
+
+from paceline.service import telemetry
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_WARN_S = 1.0
+
+
+async def measure_loop_lag(*, interval_s: float = 10.0) -> NoReturn:
+    """Measures until cancelled."""
+    while True:
+        worst_s, until = 0.0, time.monotonic() + interval_s
+        while time.monotonic() < until:
+            due = time.monotonic() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            lag_s = time.monotonic() - due
+            worst_s = max(worst_s, lag_s)
+            if lag_s > _WARN_S:
+                log.warning(
+                    "this process did nothing for %.1f s: its event loop was blocked, or the process or the "
+                    "machine was paused",
+                    lag_s,
+                )
+        telemetry.record("service/event_loop_lag_s", worst_s)

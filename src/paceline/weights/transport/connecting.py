@@ -1,0 +1,58 @@
+"""NCCL's first exchange, which connects the ranks, in a thread that a deadline can leave behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from paceline.core.members import SOME_MEMBER
+from paceline.weights.transport.rendezvous import Abandonment, Deadline
+
+_LOOK_EVERY_S = 0.005
+
+
+class Connecting:
+    """Runs `connect` in a thread, on this thread's stream.
+
+    A rank that dies while NCCL connects makes the others wait inside NCCL for ever. The thread that waits
+    there is left behind, with its process group; nothing else of the process waits for it.
+    """
+
+    def __init__(self, connect: Callable[[], None], device: torch.device) -> None:
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                # Both are a thread's own: without them it would work on device 0.
+                if stream is not None:
+                    torch.cuda.set_device(device)
+                with torch.cuda.stream(stream):
+                    connect()
+            except BaseException as error:  # noqa: BLE001  raised by `wait`
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="weight group connects", daemon=True)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether the thread still connects."""
+        return self._thread.is_alive()
+
+    def wait(self, deadline: Deadline, abandonment: Abandonment) -> None:
+        """Returns when all is connected.
+
+        Raises:
+            DeadlineError: it was not in time.
+            PeerLostError: the join was called off.
+            BaseException: what `connect` raised.
+        """
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_EVERY_S)
+            if self._thread.is_alive():
+                deadline.remaining(SOME_MEMBER)
+                abandonment.check(deadline.phase)
+        if self._error is not None:
+            raise self._error

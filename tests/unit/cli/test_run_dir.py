@@ -1,0 +1,94 @@
+"""Which folder a run gets, what happens to an earlier run in it, and what people are told about that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from paceline.cli.launch import run_dir as run_dirs
+from paceline.core.errors import ConfigError, EnvironmentLackError
+from support.cli_configs import config
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def checkpoint(run_dir: Path, step: int) -> None:
+    folder = run_dir / "checkpoints" / f"step_{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def resolved(run_dir: Path) -> dict[str, object]:
+    tree: dict[str, dict[str, object]] = yaml.safe_load((run_dir / "config.resolved.yaml").read_text())
+    return tree["trainer"]
+
+
+def test_the_same_configuration_gets_the_same_folder(folder: Path) -> None:
+    first = run_dirs.prepare(config(trainer={"total_steps": 9, "name": "adder"}))
+    assert first.run_dir == folder / "runs/adder"
+    assert first.remarks == []
+    second = run_dirs.prepare(config(trainer={"total_steps": 9, "name": "adder"}))
+    assert second.run_dir == first.run_dir
+    assert second.remarks == []
+    assert (folder / "runs/latest").resolve() == first.run_dir
+    assert run_dirs.prepare(config(trainer={"total_steps": 9})).run_dir == folder / "runs/run"
+
+
+def test_an_interrupted_run_goes_on_and_changes_are_named(folder: Path) -> None:
+    before = run_dirs.prepare(config(trainer={"total_steps": 9}))
+    checkpoint(before.run_dir, 4)
+    again = run_dirs.prepare(
+        config(trainer={"total_steps": 12}, actor={"optim": {"lr": 3e-4}}, learner={"world_size": 2})
+    )
+    goes_on, changed = again.remarks
+    assert goes_on.startswith(f"{folder}/runs/run holds a run with a checkpoint of step 4: it goes on")
+    assert changed.removeprefix("changed since its last start: ").split(", ") == [
+        "actor.optim.lr 1e-06 -> 0.0003",
+        "trainer.total_steps 9 -> 12",
+        "learner.world_size 1 -> 2",
+    ]
+
+
+def test_a_finished_run_is_refused(folder: Path) -> None:
+    before = run_dirs.prepare(config(trainer={"total_steps": 9}))
+    checkpoint(before.run_dir, 8)
+    checkpoint(before.run_dir, 9)
+    with pytest.raises(ConfigError, match=r"has finished its 9 steps.*trainer.total_steps.*resume=never"):
+        run_dirs.prepare(config(trainer={"total_steps": 9}))
+    assert run_dirs.prepare(config(trainer={"total_steps": 10})).remarks
+
+
+def test_never_moves_the_earlier_run_aside(folder: Path) -> None:
+    never = config(trainer={"total_steps": 9, "resume": "never"})
+    first = run_dirs.prepare(never)
+    assert first.remarks == []
+    for number in (1, 2):
+        checkpoint(first.run_dir, 9)
+        again = run_dirs.prepare(never)
+        assert again.run_dir == first.run_dir
+        assert again.remarks == [f"moved the earlier run to {folder}/runs/run.{number}"]
+        assert not (first.run_dir / "checkpoints").exists()
+        assert (folder / f"runs/run.{number}/checkpoints/step_000009/manifest.json").is_file()
+    # A controller that is started again in this run must go on with it.
+    assert resolved(first.run_dir)["resume"] == "auto"
+
+
+def test_a_run_that_is_under_way_is_not_moved(folder: Path) -> None:
+    never = config(trainer={"total_steps": 9, "resume": "never"})
+    run = run_dirs.prepare(never)
+    run_dirs.write_note(run.run_dir, run_dirs.new_note(run.run_dir, "secret"))
+    with pytest.raises(EnvironmentLackError, match="belongs to a run that is under way"):
+        run_dirs.prepare(never)
+
+
+def test_an_empty_folder_of_the_users_own_is_used(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    never = config(trainer={"total_steps": 9, "resume": "never", "run_dir": "mine"})
+    assert run_dirs.prepare(never).remarks == []
+    assert not (folder / "mine.1").exists()
