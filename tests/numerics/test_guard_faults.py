@@ -13,7 +13,7 @@ import torch
 from paceline.controller.audit import violations
 from paceline.controller.run.checkpoints import complete
 from paceline.core.errors import GuardError
-from paceline.learner import checkpoint
+from paceline.learner.checkpoint.load import load
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train import update
@@ -240,7 +240,7 @@ async def test_a_run_that_is_started_again_goes_on_with_adjustments_medians_and_
     assert len(histories["actor/grad_norm"]) == 6
 
     rest = Faulty(model, ranks, 6, **guard)
-    checkpoint.load(rest.learner, folder)
+    load(rest.learner, folder)
     rest.services = LearnerServices(rest.learner, 4, 4)
     async with run_of(rest.config, tmp_path / "half", rest.services) as second:
         await rest.go(second, rewards())
