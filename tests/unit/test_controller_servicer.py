@@ -102,6 +102,17 @@ async def test_a_heartbeat_brings_state_and_policy(bench: Bench) -> None:
     assert await bench.status() == {"rollout-0": "serving"}
 
 
+async def test_a_members_notice_is_shown_to_the_user(bench: Bench) -> None:
+    await bench.register(common_pb2.MEMBER_KIND_LEARNER, "learner-0")
+    following = asyncio.create_task(bench.follow(from_step=1))
+    await asyncio.sleep(0.1)
+    await bench.beat("learner-0", "loading", notice="a checkpoint is damaged")
+    bench.events.end(ok=True, message="done")
+    assert [event.notice.message for event in await following if event.HasField("notice")] == [
+        "learner-0: a checkpoint is damaged"
+    ]
+
+
 async def test_a_registration_tells_what_the_member_holds_and_what_is_committed(bench: Bench) -> None:
     answer = await bench.register(common_pb2.MEMBER_KIND_REWARD, "reward-0")
     assert (answer.term, answer.HasField("policy")) == (1, False)
