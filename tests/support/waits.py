@@ -64,6 +64,12 @@ NEEDLESS: dict[str, str] = {
         "a task beside a call that has a deadline; it is cancelled when the call is over"
     ),
     "paceline.controller.weights.epoch:Epochs.call_each: asyncio.wait": _OTHERS_END_IT,
+    "paceline.controller.run.checkpoints:Checkpoints.written: await writing": _OTHERS_END_IT,
+    "paceline.controller.run.publication:Publication._call_off: asyncio.wait": _CANCELLED,
+    "paceline.controller.run.sequencer:Sequencer._learn: asyncio.wait": _CANCELLED,
+    "paceline.controller.run.sequencer:Sequencer._learn: await saving": (
+        "reads texts, and each command to the broker has a deadline, and writes a file"
+    ),
     "paceline.controller.fleet.clients:while_alive: asyncio.wait": (
         "its callers pass calls with a deadline; the end of the member ends it too"
     ),
