@@ -115,7 +115,7 @@ class Epochs:
         outcomes = await asyncio.gather(
             self._learner.leave(epoch.learner, epoch=epoch.number), *calls, return_exceptions=True
         )
-        if isinstance(outcomes[0], BaseException):
+        if isinstance(outcomes[0], BaseException) and epoch.learner.usable:
             raise outcomes[0]
 
     async def _all_join(
