@@ -77,7 +77,7 @@ class _Waits(ast.NodeVisitor):
             return
         if _is_wait(node, awaited=node in self._awaited) and not _has_timeout(node):
             self._note(node)
-        for argument in node.args[:1]:
+        for argument in node.args:
             if _is_rpc(argument):
                 self._called.add(argument)
                 if not _has_timeout(node):
@@ -179,6 +179,7 @@ def test_a_wait_without_a_deadline_is_seen(code: str) -> None:
     [
         "await call(self._stub.TrainStep, request, timeout_s=3.0)",
         "await self._stub.TrainStep(request, timeout=3.0)",
+        "await self._call(member, self._stub.TrainStep, request, timeout_s=3.0)",
         "await asyncio.wait([task], timeout=2.0)",
         "await asyncio.wait_for(event.wait(), 2.0)",
         "process.wait(3.0)",

@@ -29,6 +29,7 @@ RETURNED: dict[str, object] = {
     "reward_dict": {"reward": 0.25},
     "int": 2,
     "big": 1e308,
+    "surrogate_key": {"score": 1.0, "\udc80": 2.0},
 }
 
 RAISED: dict[str, BaseException] = {
@@ -36,6 +37,7 @@ RAISED: dict[str, BaseException] = {
     "timeout_error": TimeoutError("the judge was slow"),
     "connection_error": ConnectionRefusedError("the judge is down"),
     "sys_exit": SystemExit(4),
+    "surrogate": ValueError("half \ud83d of a pair"),
 }
 
 
@@ -104,6 +106,38 @@ def _numpy(name: str, extra: dict[str, object]) -> object:
     return {"bool": np.bool_(True), "float": np.float32(0.5)}[name]
 
 
+def _fork(argument: str, extra: dict[str, object]) -> object:
+    return 1.0 if os.fork() else 0.5
+
+
+def _recurse(argument: str, extra: dict[str, object]) -> object:
+    return _recurse(argument, extra)
+
+
+class _Odd(dict[object, object]):
+    """A dict whose methods raise."""
+
+    def __contains__(self, key: object) -> bool:
+        raise RuntimeError("odd \ud800")
+
+
+class _Shy:
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+    __repr__ = __str__
+
+
+def _junk(argument: str, extra: dict[str, object]) -> object:
+    payload = {"list": b"\xc0", "key": b"\x91\x81\x90\x01", "row": b"\x91\x91\x01"}[argument]
+    for number in range(3, 64):  # one of these is the pipe of the results
+        try:
+            os.write(number, len(payload).to_bytes(4, "little") + payload)
+        except OSError:
+            continue
+    return 1.0
+
+
 ORDERS: dict[str, Callable[[str, dict[str, object]], object]] = {
     "hang": _hang,
     "hang_once": _hang_once,
@@ -116,8 +150,13 @@ ORDERS: dict[str, Callable[[str, dict[str, object]], object]] = {
     "read": lambda argument, extra: float(len(sys.stdin.read())),
     "return": lambda name, extra: RETURNED[name],
     "numpy": _numpy,
+    "fork": _fork,
+    "recurse": _recurse,
+    "junk": _junk,
     "pid": lambda argument, extra: float(os.getpid()),
 }
+
+RETURNED.update({"odd_dict": _Odd(score=1.0), "shy_key": {"score": 1.0, _Shy(): 2.0}, "shy": _Shy()})
 
 
 def tells_fields(response: str, ground_truth: str, *, prompt: str, data_source: str, level: int = 0) -> float:

@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import msgpack
 import pytest
 
 from paceline.broker import Mailbox, Outgoing, names
 from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.core.errors import InvalidMessageError, RewardError, RewardErrorKind
+from paceline.core.ids import Purpose
 from paceline.core.scoring import ScoreItem
-from paceline.core.trajectory import ScoredHeader
+from paceline.core.trajectory import GroupRefusal, ScoredHeader
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scores import Score, failed
 from paceline.wire import blob_digest, decode_scored
@@ -22,22 +24,27 @@ RUN = "run-1"
 
 
 class Letters:
-    """Token 1 is "a", 2 is "b", ...; 0 is special."""
+    """Token 1 is "a", 2 is "b", ...; 0 is special, 99 is `special`."""
+
+    special = "?"
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         if max(token_ids) > 2**20:
             raise OverflowError("out of range integral type conversion attempted")
-        return "".join("" if token == 0 and skip_special_tokens else chr(96 + token) for token in token_ids)
+        letters = {token: chr(96 + token) for token in token_ids} | {99: self.special}
+        return "".join("" if token == 0 and skip_special_tokens else letters[token] for token in token_ids)
 
 
 class Recorder:
-    """Scores by length; waits or fails where the response says so."""
+    """Scores by length; waits or fails where the response says so, or so many times as `passing` says."""
 
     def __init__(self) -> None:
         self.items: list[ScoreItem] = []
         self.steps: list[tuple[str, int]] = []
         self.asked, self.release = asyncio.Event(), asyncio.Event()
         self.fail: RewardError | None = None
+        self.fail_text = "f returned nan"
+        self.passing: dict[str, int] = {}
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str, step: int) -> list[Score]:
         self.items += items
@@ -50,8 +57,13 @@ class Recorder:
         return [self._score(item) for item in items]
 
     def _score(self, item: ScoreItem) -> Score:
+        if self.passing and item.response in self.passing:
+            self.passing[item.response] -= 1
+            if not self.passing[item.response]:
+                del self.passing[item.response]
+            return failed(item.trajectory_id, RewardErrorKind.TIMEOUT, "too slow, just now")
         if item.response == "bad":
-            return failed(item.trajectory_id, RewardErrorKind.NOT_FINITE, "f returned nan")
+            return failed(item.trajectory_id, RewardErrorKind.NOT_FINITE, self.fail_text)
         length = float(len(item.response))
         return Score(trajectory_id=item.trajectory_id, reward=length, components={"length": length})
 
@@ -78,12 +90,12 @@ class Bench:
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.broker = MemoryBroker(store=self.store)
-        self.scorer = Recorder()
+        self.scorer, self.tokenizer = Recorder(), Letters()
         self.consumer = self.make_consumer("reward-0")
 
     def make_consumer(self, member_id: str, **options: float) -> Consumer:
         settings = ConsumerOptions(run_id=RUN, member_id=member_id, **options)  # type: ignore[arg-type]
-        return Consumer(broker=self.broker, scorer=self.scorer, tokenizer=Letters(), options=settings)
+        return Consumer(broker=self.broker, scorer=self.scorer, tokenizer=self.tokenizer, options=settings)
 
     @asynccontextmanager
     async def working(self, consumer: Consumer | None = None) -> AsyncIterator[asyncio.Task[None]]:
@@ -186,8 +198,8 @@ async def test_what_cannot_be_read_is_told_and_takes_nothing_along(bench: Bench)
     assert headers[9].reward == 4.0
     for prompt_id, sentence in (
         (1, "is gone: its step is over, or the broker lost it"),
-        (2, "cannot be read: it holds train:4:1:0"),
-        (3, "cannot be read: invalid trajectory"),
+        (2, "cannot be read: its digest is not the header's"),
+        (3, "cannot be read: its digest is not the header's"),
         (4, "cannot be read: out of range"),
     ):
         error = headers[prompt_id].reward_error
@@ -196,6 +208,86 @@ async def test_what_cannot_be_read_is_told_and_takes_nothing_along(bench: Bench)
         assert sentence in error[1]
     assert [item.response for item in bench.scorer.items] == ["abcd"]
     assert await bench.pending() == 0
+
+
+async def test_an_error_that_may_pass_is_tried_again_with_the_next_delivery(bench: Bench) -> None:
+    bench.scorer.passing = {"slow": 2, "never": 99}
+    consumer = bench.make_consumer("reward-0", lease_s=0.05, max_deliveries=3)
+    words = ["slow", "fine", "never", "bad"]
+    await bench.broker.append([finished_sample(RUN, i, tokens(word)) for i, word in enumerate(words)])
+    async with bench.working(consumer):
+        headers = {header.trajectory_id.prompt_id: header for header in await bench.headers(4)}
+        await settle()
+    assert [headers[i].reward for i in range(4)] == [4.0, 4.0, None, None]
+    assert headers[2].reward_error == ("timeout", "too slow, just now")
+    assert headers[3].reward_error == ("not_finite", "f returned nan")
+    asked = [item.response for item in bench.scorer.items]
+    assert {word: asked.count(word) for word in words} == {"slow": 3, "fine": 1, "never": 3, "bad": 1}
+    assert consumer.num_in_flight == 0
+    assert await bench.pending() == 0
+
+
+async def test_a_header_that_cannot_be_read_drops_its_group_if_that_is_known(bench: Bench) -> None:
+    sample = finished_sample(RUN, 7, tokens("a"))
+    torn = msgpack.packb({**msgpack.unpackb(sample.payload), "seconds": "many"})
+    await bench.broker.append([Outgoing(stream=names.trajectories(RUN), payload=torn)])
+    async with bench.working():
+        (payload,) = await bench.scored(1)
+        await settle()
+    refusal = decode_scored(payload)
+    assert isinstance(refusal, GroupRefusal)
+    assert (refusal.run_id, refusal.step, refusal.purpose, refusal.prompt_id) == (RUN, 4, Purpose.TRAIN, 7)
+    assert (refusal.policy, refusal.reason, refusal.server_id) == (POLICY, "wrong_type", "reward-0")
+    assert "seconds is a str, wanted a number" in refusal.message
+    assert await bench.pending() == 0
+
+
+class DiesBeforeTheAcknowledgement(MemoryBroker):
+    """The process is gone after its results are stored, if an acknowledgement is a second command."""
+
+    async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
+        if stream == names.trajectories(RUN):
+            await asyncio.sleep(3600)
+        await super().ack(stream, group, entry_ids)
+
+
+async def test_scores_and_acknowledgement_are_stored_together(bench: Bench) -> None:
+    bench.broker = DiesBeforeTheAcknowledgement(store=bench.store)
+    await bench.broker.append([finished_sample(RUN, 1, tokens("a"))])
+    async with bench.working(bench.make_consumer("reward-0")):
+        await bench.headers(1)
+    assert await bench.pending() == 0
+
+
+async def test_texts_with_lone_surrogates_are_escaped_and_end_nothing(bench: Bench) -> None:
+    bench.scorer.fail_text = "no \udfff"
+    bench.tokenizer.special = "\ud800"
+    await bench.broker.append([finished_sample(RUN, 1, tokens("bad")), finished_sample(RUN, 2, [1, 99, 2])])
+    async with bench.working():
+        bad, odd = sorted(await bench.headers(2), key=lambda header: header.trajectory_id.prompt_id)
+    assert bad.reward_error == ("not_finite", "no \\udfff")
+    assert await bench.broker.get_blobs([odd.text_key]) == [b"a\\ud800b"]
+    assert bench.scorer.items[-1].response == "a\\ud800b"
+
+
+async def test_a_broker_that_came_back_empty_is_read_on(bench: Bench) -> None:
+    consumer = bench.make_consumer("reward-0")
+    async with bench.working(consumer):
+        await bench.broker.append([finished_sample(RUN, 1, tokens("ab"))])
+        await bench.headers(1)
+        bench.store.streams.clear()
+        bench.store.blobs.clear()
+        await bench.broker.append([finished_sample(RUN, 1, tokens("ab"))])
+        (header,) = await bench.headers(1)
+    assert header.reward == 2.0
+
+
+async def test_without_saved_trajectories_no_text_is_stored(bench: Bench) -> None:
+    await bench.broker.append([finished_sample(RUN, 1, tokens("ab"))])
+    async with bench.working(bench.make_consumer("reward-0", save_texts=False)):
+        (header,) = await bench.headers(1)
+    assert header.text_key == ""
+    assert list(bench.store.blobs) == [header.blob_key]
 
 
 async def test_a_slow_batch_does_not_hold_up_the_next(bench: Bench) -> None:

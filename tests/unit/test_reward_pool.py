@@ -115,6 +115,33 @@ async def test_what_a_function_raises_or_returns_is_its_items_error() -> None:
         assert pool.num_replaced == 0
 
 
+async def test_odd_objects_and_texts_are_their_items_errors_and_no_more() -> None:
+    orders = {
+        "return:odd_dict": ("raised", "what a reward function returned raised RuntimeError: odd \\ud800"),
+        "return:shy_key": ("raised", "what a reward function returned raised RuntimeError: no"),
+        "return:shy": ("wrong_type", "f returned _Shy: return a float, or a dict of floats"),
+        "surrogate": ("raised", "f raised ValueError: half \\ud83d of a pair"),
+    }
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
+        results = await pool.score(items(*orders, "recurse", "return:surrogate_key", "fork", "a"))
+        told = [(score.error[0].value, score.error[1]) for score in results[:4] if score.error]
+        assert told == list(orders.values())
+        assert kinds(results[4:]) == ["raised", "1.0", "1.0", "1.0"]
+        assert "RecursionError" in message(results[4])
+        assert results[5].components == {"f": 1.0, "f/\\udc80": 2.0}
+        # The copy that the function forked neither answers nor takes requests.
+        assert kinds(await pool.score(items("fork", "a", "b"))) == ["1.0"] * 3
+        assert pool.num_replaced == 0
+
+
+@pytest.mark.parametrize("what", ["list", "key", "row"])
+async def test_junk_in_the_results_costs_a_process_and_not_the_service(what: str) -> None:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10, max_retries=0) as pool:
+        results = await pool.score(items("a", f"junk:{what}", "b"))
+        assert [score.trajectory_id for score in results] == ["t0", "t1", "t2"]
+        assert kinds(await pool.score(items("after"))) == ["1.0"]
+
+
 async def test_prints_and_reads_do_not_touch_the_protocol(capfd: pytest.CaptureFixture[str]) -> None:
     async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
         assert kinds(await pool.score(items("print", "read", "print", "a"))) == ["1.0", "0.0", "1.0", "1.0"]

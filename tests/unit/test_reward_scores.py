@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
-from paceline.core.reward_function import MAX_MESSAGE_CHARS
+from paceline.core.text import MAX_MESSAGE_CHARS
 from paceline.reward.functions.spec import FunctionSpec, combine
 from paceline.reward.scores import Score, failed
 from paceline.reward.weighted_sum import add_scores, check_names

@@ -40,6 +40,12 @@ class RewardConfig(Section):
     max_retries: int = Field(
         2, ge=0, description="Further attempts after a timeout, a crash or an unreachable service."
     )
+    max_deliveries: int = Field(
+        4,
+        gt=0,
+        description="Times that a response is given to the reward services before a timeout, a crash or an "
+        "unreachable service is its final error.",
+    )
     min_reward: float = Field(-1e6, description="Smaller sums are errors.")
     max_reward: float = Field(1e6, description="Larger sums are errors.")
     max_dropped_share: float = Field(

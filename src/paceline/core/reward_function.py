@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
+from paceline.core.text import encodable, one_line
 
 RESERVED_NAMES = frozenset({"response", "ground_truth", "prompt", "data_source"})
 """Fields of the item that every function is given; no extra column may have one of these names."""
 
 MAX_COMPONENTS = 256
 MAX_COMPONENT_CHARS = 256
-MAX_MESSAGE_CHARS = 500
 _VALUE_KEYS = ("score", "reward")
 _FORM = "write f(response: str, ground_truth: str, **extra) -> float"
 
@@ -187,12 +187,6 @@ def describe(name: str, error: BaseException) -> str:
     return one_line(f"{name} raised {type(error).__name__}{': ' if text else ''}{text}")
 
 
-def one_line(text: str) -> str:
-    """The text on one line, cut off after `MAX_MESSAGE_CHARS`."""
-    line = " ".join(text.split())
-    return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[: MAX_MESSAGE_CHARS - 3]}..."
-
-
 def _check_mapping(name: str, returned: Mapping[object, object]) -> tuple[float, dict[str, float]]:
     value_key = next((key for key in _VALUE_KEYS if key in returned), None)
     if value_key is None:
@@ -211,7 +205,7 @@ def _check_mapping(name: str, returned: Mapping[object, object]) -> tuple[float,
     for key, component in returned.items():
         if key == value_key:
             continue
-        label = f"{name}/{key}"
+        label = encodable(f"{name}/{key}")
         if len(label) > MAX_COMPONENT_CHARS:
             raise RewardError(
                 f"{name} returned a key of {len(str(key))} characters: shorten it",

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from paceline.core.errors import ConfigError
-from paceline.core.reward_function import one_line
+from paceline.core.text import one_line
 
 
 def find_function(reference: str, subject: str) -> object:

@@ -18,9 +18,9 @@ from paceline.core.reward_function import (
     describe,
     inspect_function,
     kind_of,
-    one_line,
 )
 from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.core.text import one_line
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.service.grpc_server import RunningServer, start_server
 from paceline.service.process import REWARD_TOKEN

@@ -34,6 +34,7 @@ from paceline.core.errors import (
     WeightSyncError,
 )
 from paceline.core.members import Peer, peer_from_plain, peer_to_plain
+from paceline.core.text import encodable
 
 ERROR_KEY = "paceline-error-bin"
 # gRPC drops headers above 8 KiB, and with them the error's class.
@@ -88,6 +89,7 @@ def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Pacelin
 
 def clip(message: str) -> str:
     """Cuts a message to what fits into gRPC's headers."""
+    message = encodable(message)
     return message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 4] + " ..."
 
 

@@ -83,10 +83,12 @@ class RewardApp:
             options=ConsumerOptions(
                 run_id=registration.run_id,
                 member_id=self._session.options.member_id,
+                incarnation=self._session.link.incarnation,
                 lease_s=config.broker.lease_s,
                 max_stream_length=config.broker.max_stream_length,
                 room_timeout_s=config.stall_timeout_s,
                 save_texts=config.trainer.save_trajectories,
+                max_deliveries=config.reward.max_deliveries,
             ),
         )
         servicer.scorer = scorer

@@ -2,8 +2,10 @@
 
     trajectories mailbox -> blobs -> response texts -> scorer -> scored mailbox -> ack
 
-Delivery is at least once: a batch is acknowledged after its scored headers are stored, and the barrier drops
-repeats. Unblocked by: an entry in the mailbox. Deadlines: the scorer's per item, the broker's per command.
+Delivery is at least once: a batch is acknowledged together with its scored headers, and the barrier drops
+repeats. An item whose scorer timed out, crashed or could not be reached goes back to the mailbox and is
+delivered again, up to reward.max_deliveries times. Unblocked by: an entry in the mailbox. Deadlines: the
+scorer's per item, the broker's per command.
 """
 
 from __future__ import annotations
@@ -14,15 +16,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.broker import Broker, Entry, Mailbox, Outgoing, append_when_room, names
+from paceline.broker import Broker, Entry, Mailbox, Outgoing, names
 from paceline.core.errors import InvalidMessageError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
+from paceline.core.text import encodable
 from paceline.core.trajectory import ScoredHeader, TrajectoryHeader
 from paceline.data.prompts import Decoder
 from paceline.reward.scorer import Scorer
 from paceline.reward.scores import Score, failed
 from paceline.service.telemetry import current_traceparent, span
-from paceline.wire import decode_trajectory, decode_trajectory_header, encode_scored_header
+from paceline.wire import (
+    blob_digest,
+    decode_trajectory,
+    decode_trajectory_header,
+    encode_group_refusal,
+    encode_scored_header,
+    refusal_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -35,21 +45,25 @@ class ConsumerOptions:
 
     Args:
         run_id: the run whose trajectories are scored.
-        member_id: the consumer's name in its group, and the scorer's name in the scored headers.
+        member_id: the scorer's name in the scored headers.
+        incarnation: another one after each restart of the service.
         lease_s: silence after which another reward service takes over the entries that this one has taken.
         max_stream_length: the scored mailbox's bound; writing waits above it.
         room_timeout_s: how long writing may wait.
         max_entries: largest batch.
         save_texts: whether the responses' texts are stored beside their arrays.
+        max_deliveries: deliveries after which an error that might have passed is the trajectory's score.
     """
 
     run_id: str
     member_id: str
+    incarnation: str = "0"
     lease_s: float = 5.0
     max_stream_length: int = 100_000
     room_timeout_s: float = 300.0
     max_entries: int = 128
     save_texts: bool = True
+    max_deliveries: int = 4
 
 
 class Consumer:
@@ -78,7 +92,7 @@ class Consumer:
             self._broker,
             names.trajectories(options.run_id),
             names.REWARD_GROUP,
-            options.member_id,
+            f"{options.member_id}/{options.incarnation}",
             lease_s=options.lease_s,
             max_entries=options.max_entries,
         )
@@ -89,6 +103,8 @@ class Consumer:
                 entries = await box.take()
                 if not entries:
                     slots.release()
+                    # A server that came back without its data has lost the group too.
+                    await self._broker.ensure_group(names.trajectories(options.run_id), names.REWARD_GROUP)
                     continue
                 self.num_in_flight += len(entries)
                 task = tasks.create_task(self._process(box, entries), name=f"score {entries[0].entry_id}")
@@ -99,47 +115,69 @@ class Consumer:
         traceparent = next((entry.traceparent for entry in entries if entry.traceparent), None)
         try:
             with span("reward.score", traceparent=traceparent, attributes={"num_items": len(entries)}):
-                messages = await self._score(entries, started)
+                answers = await self._answers(entries, started)
+                again = [entry for entry in entries if entry.entry_id not in answers]
+                if again:
+                    _log.warning("%d of %d items are delivered again", len(again), len(entries))
+                    await box.give_back(again)
+                if not answers:
+                    return
                 parent = current_traceparent()
-                await append_when_room(
-                    self._broker,
-                    [replace(message, traceparent=parent) for message in messages],
+                await box.finish(
+                    [entry for entry in entries if entry.entry_id in answers],
+                    [replace(message, traceparent=parent) for message in answers.values()],
                     max_length=self._options.max_stream_length,
                     timeout_s=self._options.room_timeout_s,
                 )
-                await box.done(entries)
         finally:
             self.num_in_flight -= len(entries)
 
-    async def _score(self, entries: Sequence[Entry], started: float) -> list[Outgoing]:
-        """The scored headers of a batch, and the payloads that could not be read, unchanged."""
-        stream = names.scored(self._options.run_id)
-        headers: list[TrajectoryHeader] = []
-        messages: list[Outgoing] = []
+    async def _answers(self, entries: Sequence[Entry], started: float) -> dict[str, Outgoing]:
+        """The answer to each entry by its id, but for those that another delivery may give a reward."""
+        answers: dict[str, Outgoing] = {}
+        headers: dict[str, TrajectoryHeader] = {}
         for entry in entries:
             try:
-                headers.append(decode_trajectory_header(entry.payload))
+                headers[entry.entry_id] = decode_trajectory_header(entry.payload)
             except InvalidMessageError as error:
-                # Passed on unchanged: the controller will reject it as well, and notes it in the journal.
-                _log.error("entry %s of %s: %s", entry.entry_id, entry.stream, error)
-                messages.append(Outgoing(stream=stream, payload=entry.payload))
-        blobs = await self._broker.get_blobs([header.blob_key for header in headers])
+                answers[entry.entry_id] = self._refusal(entry, error)
+        blobs = await self._broker.get_blobs([header.blob_key for header in headers.values()])
         # In a thread: decoding a large batch takes long, and heartbeats and leases must go on.
-        texts = await asyncio.to_thread(self._read_responses, headers, blobs)
-        scores = await self._score_texts(headers, texts)
+        texts = await asyncio.to_thread(self._read_responses, list(headers.values()), blobs)
+        scores = await self._score_texts(list(headers.values()), texts)
         seconds = time.monotonic() - started
-        for header, text, score in zip(headers, texts, scores, strict=True):
-            text_blob = self._text_blob(header, text)
-            scored = self._scored_header(header, next(iter(text_blob), ""), score, seconds)
-            payload = encode_scored_header(scored)
-            messages.append(Outgoing(stream=stream, payload=payload, blobs=text_blob))
-        return messages
+        deliveries = {entry.entry_id: entry.deliveries for entry in entries}
+        for (entry_id, header), text, score in zip(headers.items(), texts, scores, strict=True):
+            # What cannot be read now cannot be read later either: only a scorer's errors may pass.
+            may_pass = isinstance(text, str) and score.may_be_retried
+            if may_pass and deliveries[entry_id] < self._options.max_deliveries:
+                continue
+            answers[entry_id] = self._scored(header, text, score, seconds)
+        return answers
 
-    def _text_blob(self, header: TrajectoryHeader, text: str | Score) -> dict[str, bytes]:
-        """The response's text by its key; {} where texts are not kept, or the response could not be read."""
-        if not self._options.save_texts or not isinstance(text, str):
-            return {}
-        return {names.text(header.blob_key): text.encode(errors="backslashreplace")}
+    def _refusal(self, entry: Entry, error: InvalidMessageError) -> Outgoing:
+        """Drops the group of a header that cannot be read: that sample will never have a score."""
+        _log.error("entry %s of %s: %s", entry.entry_id, entry.stream, error)
+        refusal = refusal_of(
+            entry.payload,
+            server_id=self._options.member_id,
+            reason=error.reason,
+            detail=str(error),
+            deliveries=entry.deliveries,
+        )
+        # Where not even the group can be read, the message goes on unchanged: the controller journals it.
+        payload = entry.payload if refusal is None else encode_group_refusal(refusal)
+        return Outgoing(stream=names.scored(self._options.run_id), payload=payload)
+
+    def _scored(self, header: TrajectoryHeader, text: str | Score, score: Score, seconds: float) -> Outgoing:
+        """The scored header, with the response's text in a blob where texts are kept."""
+        blobs: dict[str, bytes] = {}
+        if self._options.save_texts and isinstance(text, str):
+            blobs[names.text(header.blob_key)] = text.encode()
+        scored = self._scored_header(header, next(iter(blobs), ""), score, seconds)
+        return Outgoing(
+            stream=names.scored(self._options.run_id), payload=encode_scored_header(scored), blobs=blobs
+        )
 
     def _read_responses(
         self, headers: Sequence[TrajectoryHeader], blobs: Sequence[bytes | None]
@@ -153,12 +191,11 @@ class Consumer:
             message = f"the blob {header.blob_key} is gone: its step is over, or the broker lost it"
             return failed(trajectory_id, RewardErrorKind.UNAVAILABLE, message)
         try:
-            trajectory = decode_trajectory(blob)
-            if trajectory.trajectory_id != header.trajectory_id:
-                raise InvalidMessageError(f"it holds {trajectory.trajectory_id}", reason="inconsistent")
-            token_ids: list[int] = trajectory.response_token_ids.tolist()
-            return self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        except (InvalidMessageError, OverflowError) as error:  # the latter: an id too large for the tokenizer
+            if blob_digest(blob) != header.blob_digest:
+                raise InvalidMessageError("its digest is not the header's", reason="wrong_digest")
+            token_ids: list[int] = decode_trajectory(blob).response_token_ids.tolist()
+            return encodable(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything on ids that it does not know
             message = f"the blob {header.blob_key} cannot be read: {error}"
             return failed(trajectory_id, RewardErrorKind.UNAVAILABLE, message)
 

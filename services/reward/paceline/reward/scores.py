@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.core.errors import RewardErrorKind
-from paceline.core.reward_function import one_line
 from paceline.core.scoring import ScoreResult
+from paceline.core.text import one_line
 
 RETRIED_KINDS = frozenset({RewardErrorKind.TIMEOUT, RewardErrorKind.CRASHED, RewardErrorKind.UNAVAILABLE})
 """The errors that another attempt may cure; any other kind would occur again."""

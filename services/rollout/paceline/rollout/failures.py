@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline.broker.base import Entry
 from paceline.core.errors import InvalidMessageError, NumericsError, PeerLostError
 from paceline.core.policy import PolicyTag
-from paceline.core.reward_function import one_line
+from paceline.core.text import one_line
 from paceline.core.trajectory import GroupRefusal, PromptGroup
 from paceline.wire import decode_prompt_group, refusal_of
 

@@ -18,8 +18,9 @@ from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 from paceline.core.errors import ConfigError, RewardError
-from paceline.core.reward_function import describe, kind_of, one_line
+from paceline.core.reward_function import describe, kind_of
 from paceline.core.scoring import ScoreItem
+from paceline.core.text import one_line
 from paceline.reward.functions import frames
 from paceline.reward.functions.progress import Progress
 from paceline.reward.functions.registry import load
@@ -34,7 +35,7 @@ class Functions:
     """The configured functions, imported and ready to be called."""
 
     def __init__(self, specs: Iterable[FunctionSpec]) -> None:
-        self._specs = tuple(specs)
+        self._specs, self._pid = tuple(specs), os.getpid()
         self._functions = tuple((spec, load(spec.reference, spec.arguments)) for spec in self._specs)
 
     def score(self, item: ScoreItem) -> tuple[float | None, dict[str, float], str | None, str]:
@@ -49,9 +50,16 @@ class Functions:
                     raise
                 except BaseException as error:  # noqa: BLE001  user code: what it raises is this item's error
                     return None, {}, kind_of(error).value, describe(spec.name, error)
+                finally:
+                    if os.getpid() != self._pid:
+                        os._exit(0)  # a copy that a function forked must not write results
             reward, components = combine(self._specs, returned)
         except RewardError as error:
             return None, {}, error.kind.value, one_line(str(error))
+        except MemoryError:
+            raise
+        except BaseException as error:  # noqa: BLE001  user code too: the methods of what a function returned
+            return None, {}, kind_of(error).value, describe("what a reward function returned", error)
         return reward, components, None, ""
 
 

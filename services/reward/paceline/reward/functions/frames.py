@@ -42,7 +42,7 @@ def decode(payload: bytes) -> Any:
     """
     try:
         return msgpack.unpackb(payload, unicode_errors="surrogatepass", strict_map_key=False)
-    except (ValueError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"a reward process wrote to its pipe what is not msgpack: {error}") from error
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.core.errors import ProtocolError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
+from paceline.core.text import one_line
 from paceline.reward.functions import frames
 from paceline.reward.scores import Score, failed
 
@@ -77,12 +78,12 @@ def parse_row(row: Any, jobs: dict[int, Job]) -> tuple[int, Score]:
     """
     try:
         number, reward, components, kind, message, seconds = row
-        error = None if kind is None else (RewardErrorKind(kind), str(message))
+        error = None if kind is None else (RewardErrorKind(kind), one_line(str(message)))
         is_sound = isinstance(reward, float) and math.isfinite(reward) if error is None else reward is None
-        if not is_sound or not isinstance(components, dict):
+        if not is_sound or not _are_components(components):
             raise ValueError("neither a reward nor an error")
         number, seconds = int(number), float(seconds)
-    except (TypeError, ValueError) as fault:
+    except (TypeError, ValueError, OverflowError) as fault:
         raise ProtocolError(f"a reward process sent a row that cannot be read: {fault}") from fault
     if number not in jobs:
         raise ProtocolError(f"a reward process answered for item {number}, which it was not given")
@@ -94,6 +95,13 @@ def parse_row(row: Any, jobs: dict[int, Job]) -> tuple[int, Score]:
         seconds=seconds,
     )
     return number, score
+
+
+def _are_components(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(number, float) and math.isfinite(number)
+        for name, number in value.items()
+    )
 
 
 def _row(number: int, item: ScoreItem) -> list[object]:

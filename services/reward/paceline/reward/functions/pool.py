@@ -238,7 +238,9 @@ class FunctionPool:
         number, started = child.progress()
         return (max(started, sent) if number in jobs else sent) + self._timeout_s
 
-    def _settle_rows(self, jobs: dict[int, Job], rows: list[Any]) -> None:
+    def _settle_rows(self, jobs: dict[int, Job], rows: Any) -> None:
+        if not isinstance(rows, list):
+            raise ProtocolError(f"a reward process sent a {type(rows).__name__} where rows belong")
         seconds = 0.0
         for row in rows:
             number, score = parse_row(row, jobs)

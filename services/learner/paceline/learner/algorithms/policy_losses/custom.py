@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
-from paceline.core.reward_function import one_line
+from paceline.core.text import one_line
 from paceline.core.user_function import find_function
 from paceline.learner.algorithms.policy_losses.base import LossFunction, LossInputs, LossOutputs
 

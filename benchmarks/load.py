@@ -1,0 +1,299 @@
+"""Load on controller, reward service and Redis, with only the engines and the learner simulated.
+
+    python benchmarks/load.py [--servers 10 50 200] [--trajectories 1000 10000 100000] [--tokens 16]
+
+For each size a run of a few steps: real controller, real reward service with a trivial function, real Redis,
+real rollout servers (apps, samplers, mailboxes; a few processes share them) over engines that draw at once.
+The learner reads its orders and answers. What is left of a step is what the services and the broker cost.
+
+Per step, the median without the first: seconds from dispatch to commit, CPU seconds of the controller, of the
+reward service and of Redis, the most memory that Redis used, and the bytes of the journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import redis
+
+from paceline.broker.redis_server import RedisServer
+from paceline.config.load import dump_yaml, parse
+from paceline.config.run import RunConfig
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+PROMPT_TOKENS = 32
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """One line of the table."""
+
+    servers: int
+    trajectories: int
+    tokens: int
+    samples: int
+
+    @property
+    def prompts(self) -> int:
+        """Prompt groups per step."""
+        return max(1, self.trajectories // self.samples)
+
+
+@dataclass(kw_only=True, slots=True)
+class Step:
+    """What one step took."""
+
+    seconds: float
+    controller_s: float
+    reward_s: float
+    redis_s: float
+    redis_mib: float
+    journal_bytes: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Watched:
+    """The processes whose CPU time is measured, and what was last seen of them."""
+
+    controller: psutil.Process
+    reward: psutil.Process
+    redis: psutil.Process
+    client: Any
+    peak_mib: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+    _before: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
+
+    def look(self) -> None:
+        """Notes the memory that Redis uses now."""
+        used = self.client.info("memory")["used_memory"] / 2**20
+        self.peak_mib = max(self.peak_mib, used)
+
+    def note(self, metrics: Mapping[str, float], journal: Path) -> None:
+        """A step has ended: takes the differences since the one before."""
+        now = (
+            *(_cpu_s(process) for process in (self.controller, self.reward, self.redis)),
+            journal.stat().st_size,
+        )
+        before, self._before = self._before, now
+        self.steps.append(
+            Step(
+                seconds=float(metrics.get("timing_s/step") or 0.0),
+                controller_s=now[0] - before[0],
+                reward_s=now[1] - before[1],
+                redis_s=now[2] - before[2],
+                redis_mib=self.peak_mib,
+                journal_bytes=now[3] - before[3],
+            )
+        )
+        self.peak_mib = 0.0
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """CPU seconds of a process and its children."""
+    total = 0.0
+    for part in (process, *process.children(recursive=True)):
+        times = part.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+def make_config(size: Size, inputs: Path, run_dir: Path, num_steps: int, texts: bool) -> RunConfig:
+    """A run of this size."""
+    length = PROMPT_TOKENS + size.tokens
+    return parse(
+        RunConfig,
+        {
+            "data": {
+                "train_files": str(inputs / "data/train.parquet"),
+                "max_prompt_length": PROMPT_TOKENS,
+                "max_response_length": size.tokens,
+                "train_batch_size": size.prompts,
+            },
+            "model": {"path": str(inputs / "model")},
+            "algorithm": {"adv_estimator": "grpo" if size.samples > 1 else "gae"},
+            "actor": {"ppo_mini_batch_size": size.prompts, "ppo_max_token_len_per_gpu": length},
+            "rollout": {"n": size.samples, "replicas": size.servers},
+            "reward": {"functions": [{"name": f"{HERE / 'load_rewards.py'}:length"}]},
+            "trainer": {
+                "total_steps": num_steps,
+                "run_dir": str(run_dir),
+                "save_trajectories": texts,
+                "val_before_train": False,
+            },
+            "guard": {"enabled": False},
+            "service": {"startup_timeout_s": 600.0},
+            "learner": {"device": "cpu"},
+        },
+    )
+
+
+def prepare(folder: Path, num_prompts: int) -> Path:
+    """The arithmetic example's rows and tokenizer."""
+    command = [sys.executable, str(ROOT / "examples/arithmetic/prepare.py")]
+    command += ["--out", str(folder / "data"), "--model-out", str(folder / "model")]
+    command += ["--num-train", str(num_prompts), "--num-val", "1", "--num-sft", "1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    return folder
+
+
+def measure(size: Size, folder: Path, args: argparse.Namespace) -> list[Step]:
+    """Runs the services at one size; returns its steps without the first."""
+    inputs = prepare(folder / "inputs", size.prompts)
+    run_dir = folder / "run"
+    (run_dir / "logs").mkdir(parents=True)
+    config = make_config(size, inputs, run_dir, args.steps, not args.no_texts)
+    resolved = run_dir / "config.resolved.yaml"
+    resolved.write_text(dump_yaml(config))
+    with ExitStack() as stack:
+        server = stack.enter_context(RedisServer.start(folder / "redis"))
+        paths = [ROOT / "src", *(ROOT / "services").iterdir()]
+        environment = os.environ | {
+            "PACELINE_BROKER_URL": server.url,
+            "PACELINE_TOKEN": secrets.token_hex(8),
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "OMP_NUM_THREADS": "1",
+        }
+
+        def start(name: str, *command: str) -> psutil.Process:
+            log = stack.enter_context((run_dir / "logs" / f"{name}.log").open("w"))
+            process = psutil.Popen([sys.executable, *command], env=environment, stdout=log, stderr=log)
+            stack.callback(_end, process)
+            return process
+
+        address_file = folder / "address"
+        controller = start(
+            "controller",
+            *("-m", "paceline.controller", "--config", str(resolved), "--run-dir", str(run_dir)),
+            *("--port", "0", "--address-file", str(address_file)),
+        )
+        address = _wait_for_address(address_file, controller)
+        reward = start("reward", "-m", "paceline.reward", "--controller", address, "--member-id", "reward-0")
+        members = str(HERE / "load_members.py")
+        start("learner", members, "learner", "--controller", address)
+        per_process = -(-size.servers // args.processes)
+        for first in range(0, size.servers, per_process):
+            count = min(per_process, size.servers - first)
+            start(
+                f"rollout-{first}",
+                *(members, "rollout", "--controller", address),
+                *("--first", str(first), "--count", str(count)),
+            )
+        watched = Watched(
+            controller=controller,
+            reward=reward,
+            redis=psutil.Process(server.pid),
+            client=redis.Redis.from_url(server.url, socket_timeout=30.0),
+        )
+        follow(watched, run_dir, args.steps, args.timeout_s)
+        if args.verify:
+            command = [sys.executable, "-m", "paceline.controller.verify", str(run_dir)]
+            subprocess.run(command, env=environment, check=True, timeout=args.timeout_s)
+    return watched.steps[2:]
+
+
+def _wait_for_address(file: Path, controller: psutil.Process) -> str:
+    deadline = time.monotonic() + 120
+    while not file.exists():
+        if time.monotonic() > deadline or controller.poll() is not None:
+            raise TimeoutError("the controller did not come up; its log is in the run directory")
+        time.sleep(0.05)
+    return file.read_text(encoding="utf-8")
+
+
+def follow(watched: Watched, run_dir: Path, num_steps: int, timeout_s: float) -> None:
+    """Notes each step as its line of metrics appears, until the last."""
+    deadline, num_lines = time.monotonic() + timeout_s, 0
+    path = run_dir / "metrics.jsonl"
+    while num_lines <= num_steps:
+        if time.monotonic() > deadline or watched.controller.poll() is not None:
+            log = (run_dir / "logs" / "controller.log").read_text(errors="replace")
+            raise TimeoutError(f"step {num_lines} did not end:\n{log[-3000:]}")
+        watched.look()
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for line in lines[num_lines:]:
+            watched.note(json.loads(line), run_dir / "events.jsonl")
+        num_lines = len(lines)
+        time.sleep(POLL_S)
+    watched.controller.wait(timeout=60)
+
+
+def _end(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.terminate()
+        try:
+            process.wait(20)
+        except psutil.TimeoutExpired:
+            process.kill()
+
+
+def row(size: Size, steps: Sequence[Step]) -> str:
+    """A line of the table."""
+
+    def median(name: str) -> float:
+        return statistics.median(float(getattr(step, name)) for step in steps)
+
+    seconds = median("seconds")
+    return (
+        f"| {size.servers} | {size.prompts * size.samples:,} | {size.tokens:,} | {seconds:.2f} "
+        f"| {size.prompts * size.samples / seconds:,.0f} | {median('controller_s'):.2f} "
+        f"| {median('reward_s'):.2f} | {median('redis_s'):.2f} | {median('redis_mib'):,.0f} "
+        f"| {median('journal_bytes'):,.0f} |"
+    )
+
+
+def main() -> int:
+    """Runs all sizes and prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--servers", type=int, nargs="+", default=[10], help="rollout servers")
+    parser.add_argument("--trajectories", type=int, nargs="+", default=[10_000], help="per step")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16], help="per response")
+    parser.add_argument("--samples", type=int, default=8, help="per prompt")
+    parser.add_argument("--steps", type=int, default=4, help="of each run; the first warms up")
+    parser.add_argument("--processes", type=int, default=4, help="that the rollout servers share")
+    parser.add_argument("--no-texts", action="store_true", help="trainer.save_trajectories: false")
+    parser.add_argument("--verify", action="store_true", help="check each run with `paceline verify`")
+    parser.add_argument("--timeout-s", type=float, default=3600.0, help="longest duration of a run")
+    args = parser.parse_args()
+    sizes = [
+        Size(servers=servers, trajectories=trajectories, tokens=tokens, samples=args.samples)
+        for servers in args.servers
+        for trajectories in args.trajectories
+        for tokens in args.tokens
+    ]
+    print(f"$ python {' '.join(sys.argv)}")
+    print(
+        f"{platform.platform()}, {len(os.sched_getaffinity(0))} cores, python {platform.python_version()}\n"
+    )
+    print(
+        "| servers | trajectories per step | tokens | seconds per step | trajectories/s | controller CPU s "
+        "| reward CPU s | Redis CPU s | Redis MiB, most | journal bytes per step |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            print(row(size, measure(size, Path(folder), args)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

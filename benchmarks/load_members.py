@@ -1,0 +1,225 @@
+"""Members of a run without a model, for benchmarks/load.py: everything is real but engine and learner.
+
+python benchmarks/load_members.py rollout --controller HOST:PORT --first 0 --count 5
+python benchmarks/load_members.py learner --controller HOST:PORT
+
+A process holds any number of rollout servers, each with the service's own app, sampler and mailboxes; the
+engine draws random tokens at once and takes weights that are never sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.config.run import RunConfig
+from paceline.core.members import LearnerState, MemberKind
+from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainResult
+from paceline.core.trajectory import FinishReason
+from paceline.rollout import app as rollout_app
+from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
+from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
+from paceline.service import telemetry
+from paceline.service.controller_link import MemberReport
+from paceline.service.member import MemberOptions, MemberSession
+from paceline.service.runtime import ServiceContext, run_service
+from paceline.weights.digest.agreement import DigestReport, SliceDigest, format_digest, model_digest
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.receipt import PushReceipt
+from paceline.wire.training import order_from_proto, result_to_proto
+
+SHAPE = (2,)
+
+
+def layout() -> RankLayout:
+    """One rank with the one tensor there is."""
+    part = TensorSlice(name="w", global_shape=SHAPE, box=Box.full(SHAPE), param="w", offset=(0,))
+    return RankLayout(dtype="float32", slices=(part,))
+
+
+def receipt(rank: str, version: int) -> PushReceipt:
+    """A push that took no time; the weights are the version's number."""
+    part = SliceDigest(name="w", global_shape=SHAPE, box=Box.full(SHAPE), value=version + 1)
+    return PushReceipt(
+        version=version,
+        reports=(DigestReport.of(rank=rank, version=version, slices=(part,)),),
+        num_bytes=8,
+        relayed_bytes=0,
+        transfer_ms=0.0,
+        digest_ms=0.0,
+        peak_extra_bytes=0,
+    )
+
+
+class PaperEngine(Engine):
+    """Draws random tokens, all at once."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding."""
+        return self._vocab_size
+
+    async def describe(self) -> tuple[RankLayout, ...]:
+        """One rank."""
+        return (layout(),)
+
+    async def join(self, spec: WeightGroupSpec, rank_offset: int, timeout_s: float) -> None:
+        """Nothing to connect."""
+
+    async def receive(self, version: int, timeout_s: float) -> PushReceipt:
+        """Done at once."""
+        return receipt("rollout", version)
+
+    async def digest(self, version: int) -> tuple[DigestReport, ...]:
+        """As reported by the push."""
+        return receipt("rollout", version).reports
+
+    async def leave(self) -> None:
+        """Nothing to leave."""
+
+    async def generate(
+        self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
+    ) -> list[Sample]:
+        """Full-length responses that follow from the seeds."""
+        await asyncio.sleep(0)
+        samples = []
+        for request in requests:
+            draw = np.random.default_rng(request.seed)
+            count = request.sampling.max_tokens
+            token_ids = draw.integers(5, self._vocab_size, count, dtype=np.int32)
+            samples.append(
+                Sample(
+                    token_ids=token_ids,
+                    log_probs=np.full(count, -1.0, np.float32),
+                    finish_reason=FinishReason.LENGTH,
+                )
+            )
+            ended()
+        return samples
+
+    async def check_health(self) -> None:
+        """Always well."""
+
+    async def shutdown(self) -> None:
+        """Nothing to end."""
+
+
+class PaperLearner(learner_pb2_grpc.LearnerServiceServicer):
+    """Answers every order at once, without fetching or training anything."""
+
+    def __init__(self) -> None:
+        self.policy = PolicyTag(version=0, digest="")
+
+    async def DescribeWeights(self, request: Any, context: Any) -> Any:
+        """One rank."""
+        return learner_pb2.DescribeLearnerWeightsResponse(
+            rank_layouts=[layout().to_bytes()],
+            store_host="127.0.0.1",
+            store_port=1,
+            version=self.policy.version,
+            device="cpu",
+        )
+
+    async def JoinWeightGroup(self, request: Any, context: Any) -> Any:
+        """Nothing to connect."""
+        return learner_pb2.JoinLearnerGroupResponse()
+
+    async def PublishWeights(self, request: Any, context: Any) -> Any:
+        """Done at once."""
+        pushed = receipt("learner", request.version)
+        self.policy = PolicyTag(version=request.version, digest=format_digest(model_digest(pushed.reports)))
+        return learner_pb2.PublishWeightsResponse(receipt=pushed.to_bytes())
+
+    async def LeaveWeightGroup(self, request: Any, context: Any) -> Any:
+        """Nothing to leave."""
+        return learner_pb2.LeaveLearnerGroupResponse()
+
+    async def AbandonPush(self, request: Any, context: Any) -> Any:
+        """Nobody waits."""
+        return learner_pb2.AbandonPushResponse()
+
+    async def TrainStep(self, request: Any, context: Any) -> Any:
+        """Reads the order, as the real one does, and answers."""
+        order = order_from_proto(request)
+        self.policy = PolicyTag(version=order.step, digest="")
+        return result_to_proto(TrainResult(step=order.step, metrics={"actor/ppo_kl": 0.0}))
+
+    async def SaveCheckpoint(self, request: Any, context: Any) -> Any:
+        """A manifest alone."""
+        await asyncio.to_thread(_write_manifest, Path(request.folder), request)
+        return learner_pb2.SaveCheckpointResponse(seconds=0.0)
+
+    async def WaitCheckpoint(self, request: Any, context: Any) -> Any:
+        """It is complete."""
+        return learner_pb2.WaitCheckpointResponse(seconds=0.0)
+
+    def report(self) -> MemberReport:
+        """Always ready."""
+        return MemberReport(state=LearnerState.READY, policy=self.policy)
+
+
+def _write_manifest(folder: Path, request: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    state = json.loads(request.controller_state)
+    (folder / "manifest.json").write_text(json.dumps({"step": request.step, "controller_state": state}))
+
+
+async def serve_rollouts(context: ServiceContext, controller: str, first: int, count: int) -> None:
+    """Runs rollout servers until the run is over."""
+    # A span per group and server would be measured instead of the services.
+    telemetry.setup = lambda *_, **__: None  # type: ignore[assignment]
+    rollout_app.start_engine = start_engine
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(first, first + count):
+            options = MemberOptions(
+                controller=controller, member_id=f"rollout-{number}", host="127.0.0.1", port=0
+            )
+            session = MemberSession(context, options, kind=MemberKind.ROLLOUT)
+            tasks.create_task(rollout_app.RolloutApp(session).run())
+
+
+async def start_engine(config: RunConfig) -> Engine:
+    """The engine of each server; the vocabulary is that of the model's configuration."""
+    model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    return PaperEngine(int(model["vocab_size"]))
+
+
+async def serve_learner(context: ServiceContext, controller: str) -> None:
+    """Runs the learner until the run is over."""
+    learner = PaperLearner()
+    options = MemberOptions(controller=controller, member_id="learner-0", host="127.0.0.1", port=0)
+    session = MemberSession(context, options, kind=MemberKind.LEARNER)
+    await session.join(learner_pb2_grpc.add_LearnerServiceServicer_to_server, learner, learner.report)
+    await context.stopping.wait()
+
+
+def main() -> int:
+    """Serves; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=("rollout", "learner"))
+    parser.add_argument("--controller", required=True, metavar="HOST:PORT")
+    parser.add_argument("--first", type=int, default=0, help="number of the first rollout server")
+    parser.add_argument("--count", type=int, default=1, help="rollout servers in this process")
+    args = parser.parse_args()
+    if args.kind == "learner":
+        return run_service(lambda context: serve_learner(context, args.controller), name="learner")
+    return run_service(
+        lambda context: serve_rollouts(context, args.controller, args.first, args.count), name="rollout"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,16 @@
+"""Text from outside, in a form that can be stored, sent and logged: data files, responses, error messages."""
+
+from __future__ import annotations
+
+MAX_MESSAGE_CHARS = 500
+
+
+def encodable(text: str) -> str:
+    """The text with lone surrogates escaped; no encoding has a form for them."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def one_line(text: str) -> str:
+    """The text on one line and encodable, cut off after `MAX_MESSAGE_CHARS`."""
+    line = encodable(" ".join(text.split()))
+    return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[: MAX_MESSAGE_CHARS - 3]}..."
