@@ -98,7 +98,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             and holder.health is Health.ALIVE
             and holder.incarnation != request.incarnation
             and holder.address != request.address
-            and await is_serving(holder.address)
+            and await is_serving(holder.address, holder.incarnation)
         ):
             message = (
                 f"there is a member {request.member_id} at {holder.address} already, so the one at "
