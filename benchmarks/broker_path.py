@@ -97,8 +97,6 @@ def answer(group: PromptGroup) -> list[Outgoing]:
                 finish_reason=FinishReason.LENGTH,
                 sampling=group.sampling,
                 seed=seed,
-                server_id="bench-0",
-                seconds=0.0,
             )
         )
         header = wire.encode_trajectory_header(

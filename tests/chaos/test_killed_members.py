@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.broker import Mailbox, names
+from paceline.broker.log import LOG_START
 from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.barrier import Verdict
-from paceline.controller.batch.dispatch import Batch, Collector, Order
+from paceline.controller.batch.collect import Batch, Collector
+from paceline.controller.batch.dispatch import Dispatcher, Order
+from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.batch.refill import Refill
 from paceline.controller.events import EventHub
 from paceline.controller.journal import Journal
@@ -203,37 +205,39 @@ async def collect(
     store, refilled = MemoryStore(), num_first < len(PROMPTS)
     cursor = PromptCursor(list(PROMPTS), batch_size=num_first, seed=seed, shuffle=refilled)
     broker, fleet = MemoryBroker(store=store), Fleet(store, np.random.default_rng(seed), num_deaths)
-    await broker.ensure_group(names.trajectories(RUN), names.REWARD_GROUP)
+    mailboxes = Mailboxes(broker, RUN)
     journal = Journal(folder / "events.jsonl", SystemClock())
-    async with Mailbox(broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
-        collector = Collector(
-            Run(config=config(), id=RUN, dir=folder, journal=journal, events=EventHub()),
-            broker=broker,
-            box=box,
-            check_fleet=lambda: None,
-            count=lambda *_: None,
-        )
-        order = Order(
-            step=STEP,
-            purpose=Purpose.TRAIN,
-            policy=POLICY,
-            prompts={i: PROMPTS[i] for i in cursor.take()},
-            num_samples=NUM_SAMPLES,
-            sampling=SamplingSpec(temperature=1.0, max_tokens=12, stop_token_ids=(0,)),
-            with_greedy=refilled,
-        )
-        refill = refill_from(cursor, order.prompts) if refilled else None
-        slots: list[tuple[str, Work]] = [("rollout-0", roll_out), ("rollout-1", roll_out)]
-        slots += [("reward-0", reward), ("reward-1", reward)]
-        working = [asyncio.create_task(fleet.keep(slot, work)) for slot, work in slots]
-        try:
-            await collector.dispatch(order)
-            batch = await collector.collect(order, refill)
-        finally:
-            for task in working:
-                task.cancel()
-            ends = await asyncio.gather(*working, return_exceptions=True)
-        assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+    run = Run(config=config(), id=RUN, dir=folder, journal=journal, events=EventHub())
+    collector = Collector(
+        run,
+        broker=broker,
+        mailboxes=mailboxes,
+        dispatcher=Dispatcher(run, broker),
+        wait_for_services=lambda: asyncio.sleep(0),
+        count=lambda *_: None,
+    )
+    await collector.recall(LOG_START, POLICY.version)
+    order = Order(
+        step=STEP,
+        purpose=Purpose.TRAIN,
+        policy=POLICY,
+        prompts={i: PROMPTS[i] for i in cursor.take()},
+        num_samples=NUM_SAMPLES,
+        sampling=SamplingSpec(temperature=1.0, max_tokens=12, stop_token_ids=(0,)),
+        with_greedy=refilled,
+    )
+    refill = refill_from(cursor, order.prompts) if refilled else None
+    slots: list[tuple[str, Work]] = [("rollout-0", roll_out), ("rollout-1", roll_out)]
+    slots += [("reward-0", reward), ("reward-1", reward)]
+    working = [asyncio.create_task(fleet.keep(slot, work)) for slot, work in slots]
+    try:
+        await collector.dispatch(order)
+        batch = await collector.collect(order, refill)
+    finally:
+        for task in working:
+            task.cancel()
+        ends = await asyncio.gather(*working, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
     return batch, broker, fleet
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,11 @@ class Learner:
 
 @asynccontextmanager
 async def running(
-    model: Path, redis_server: RedisServer, folder: Path, *, checkpoint: str = ""
+    model: Path, redis_server: RedisServer, folder: Path, *, checkpoints: Sequence[Path] = ()
 ) -> AsyncIterator[Learner]:
     controller = Controller(run_config(model).model_dump_json())
     controller.broker_url, controller.run_dir = redis_server.url, str(folder)
-    controller.checkpoints = [checkpoint] if checkpoint else []
+    controller.checkpoints = [str(folder) for folder in checkpoints]
     server = await serve(controller, token=TOKEN)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -167,6 +168,31 @@ async def going_back(learner: Learner, folder: Path, batch: Any) -> None:
     assert {"vf_clipfrac", "entropy_low", "reference_kl", "reward_constant"} <= {rule for rule, _ in readings}
 
 
+async def saving_beside_a_step(
+    learner: Learner, folder: Path, batch: tuple[tuple[BatchRow, ...], dict[str, bytes], PolicyTag]
+) -> learner_pb2.TrainStepResponse:
+    """The checkpoint of step 2 is written while step 3 trains."""
+    save = learner_pb2.SaveCheckpointRequest(step=2, folder=str(folder), controller_state=b'{"cursor": 7}')
+    await learner.call(learner.stub.SaveCheckpoint, save)
+    third = await learner.train(3, *_order(batch))
+    written = learner_pb2.WaitCheckpointRequest(step=2)
+    assert (await learner.call(learner.stub.WaitCheckpoint, written)).seconds > 0
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["controller_state"] == {"cursor": 7}
+    assert manifest["learner"]["version"] == 2
+    assert set(manifest["files"]) == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
+    return third
+
+
+def damaged_copy(folder: Path, name: str) -> Path:
+    """A checkpoint with a bit flipped in what rank 1 wrote."""
+    copy = Path(shutil.copytree(folder, folder.parent / name))
+    shards = bytearray((copy / "__1_0.distcp").read_bytes())
+    shards[len(shards) // 3] ^= 4
+    (copy / "__1_0.distcp").write_bytes(bytes(shards))
+    return copy
+
+
 async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_path: Path) -> None:
     batches = {}
     for step in (1, 2, 3, 4):
@@ -208,14 +234,7 @@ async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_pa
         assert first.metrics["critic/grad_norm"] > 0
         await learner.train(2, *_order(batches[2]))
 
-        save = learner_pb2.SaveCheckpointRequest(
-            step=2, folder=str(folder), controller_state=b'{"cursor": 7}'
-        )
-        await learner.call(learner.stub.SaveCheckpoint, save)
-        manifest = json.loads((folder / "manifest.json").read_text())
-        assert manifest["controller_state"] == {"cursor": 7}
-        assert manifest["learner"]["version"] == 2
-        third = await learner.train(3, *_order(batches[3]))
+        third = await saving_beside_a_step(learner, folder, batches[3])
         await going_back(learner, folder, batches[4])
         states = [beat.state for beat in learner.controller.heartbeats]
         assert {"loading", "ready", "training", "rolling back"} <= set(states)
@@ -224,7 +243,12 @@ async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_pa
         codes = await asyncio.wait_for(asyncio.gather(*(rank.wait() for rank in learner.ranks)), 20)
         assert codes == [0, 0]
 
-    async with running(model, redis_server, tmp_path, checkpoint=str(folder)) as learner:
+    damaged = damaged_copy(folder, "step_000003")
+    async with running(model, redis_server, tmp_path, checkpoints=[damaged, folder]) as learner:
+        notices = [beat.notice for beat in learner.controller.heartbeats if beat.notice]
+        assert len(notices) == 1
+        assert "step_000003 is damaged and passed over" in notices[0]
+        assert "__1_0.distcp has changed" in notices[0]
         resumed = await learner.train(3, *_order(batches[3]))
         assert numbers(resumed) == numbers(third)
 

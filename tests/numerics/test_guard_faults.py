@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from paceline.controller.audit import violations
-from paceline.controller.run.checkpoints import newest
+from paceline.controller.run.checkpoints import complete
 from paceline.core.errors import GuardError
-from paceline.learner import checkpoint
+from paceline.learner.checkpoint.load import load
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train import update
@@ -234,17 +234,15 @@ async def test_a_run_that_is_started_again_goes_on_with_adjustments_medians_and_
     async with run_of(half.config, tmp_path / "half", half.services) as broken:
         with pytest.raises(ZeroDivisionError):
             await half.go(broken, rewards())
-    newest_checkpoint = newest(tmp_path / "half")
-    assert newest_checkpoint is not None
-    folder, state = newest_checkpoint
+    folder, state = next(complete(tmp_path / "half"))
     assert state.step == 3
     histories = json.loads((folder / "manifest.json").read_text())["learner"]["guard_histories"]
     assert len(histories["actor/grad_norm"]) == 6
 
     rest = Faulty(model, ranks, 6, **guard)
-    checkpoint.load(rest.learner, folder)
+    load(rest.learner, folder)
     rest.services = LearnerServices(rest.learner, 4, 4)
-    async with run_of(rest.config, tmp_path / "half", rest.services, state) as second:
+    async with run_of(rest.config, tmp_path / "half", rest.services) as second:
         await rest.go(second, rewards())
     assert numbers(second) == numbers(first)
     assert same(unbroken.seen[7], rest.seen[7])

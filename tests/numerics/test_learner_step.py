@@ -12,16 +12,14 @@ import torch
 from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, ModelError, NumericsError
-from paceline.learner import checkpoint
 from paceline.learner.batch import plan as batching
-from paceline.learner.distributed.collectives import CommandError
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train import update
 from paceline.learner.train.learner import Learner
 from support.learner_fakes import make_batch, run_config
-from support.learner_scenarios import numbers, take_step, train
+from support.learner_scenarios import numbers, save, take_step, train
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
@@ -227,7 +225,7 @@ def test_a_checkpoint_is_exported_to_a_folder_that_transformers_loads(
     learner = Learner.build(config, ranks)
     train(learner, 1, 2)
     folder = tmp_path / "checkpoints" / "step_000002"
-    checkpoint.save(learner, folder, step=2, controller_state=b"{}")
+    save(learner, folder, step=2)
     (tmp_path / "config.resolved.yaml").write_text(dump_yaml(config))
     out = export(tmp_path, 2, tmp_path / "out")
 
@@ -241,23 +239,6 @@ def test_a_checkpoint_is_exported_to_a_folder_that_transformers_loads(
         export(tmp_path, 2, tmp_path / "out")
     with pytest.raises(CheckpointError, match="step_000003 is no complete checkpoint"):
         export(tmp_path, 3, tmp_path / "other")
-
-
-def test_a_checkpoint_of_another_step_or_kind_is_refused(model: Path, ranks: Ranks, tmp_path: Path) -> None:
-    learner = Learner.build(run_config(model), ranks)
-    with pytest.raises(CommandError, match="a checkpoint of step 3 was asked for, the learner is at 0"):
-        checkpoint.save(learner, tmp_path / "c", step=3, controller_state=b"{}")
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "left over").write_text("of an attempt that was broken off")
-    checkpoint.save(learner, tmp_path / "c", step=0, controller_state=b'{"a": 1}')
-    assert not (tmp_path / "c" / "left over").exists()
-    assert checkpoint.Manifest.read(tmp_path / "c").controller_state == {"a": 1}
-    # The same step again is the same checkpoint.
-    checkpoint.save(learner, tmp_path / "c", step=0, controller_state=b'{"a": 2}')
-    assert checkpoint.Manifest.read(tmp_path / "c").controller_state == {"a": 1}
-    other = Learner.build(run_config(model, algorithm={"adv_estimator": "grpo", **WITHOUT_CRITIC}), ranks)
-    with pytest.raises(CheckpointError, match="holds a critic, algorithm.adv_estimator=grpo needs no critic"):
-        checkpoint.load(other, tmp_path / "c")
 
 
 def test_a_row_over_the_budget_is_named(model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

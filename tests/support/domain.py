@@ -103,8 +103,6 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         finish_reason=draw(st.sampled_from(FinishReason)),
         sampling=draw(samplings),
         seed=draw(counts),
-        server_id=draw(names),
-        seconds=draw(seconds),
     )
 
 

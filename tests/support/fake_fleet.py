@@ -15,8 +15,9 @@ from paceline.broker.base import Broker, Outgoing
 from paceline.broker.mailbox import Mailbox
 from paceline.controller.fleet.clients import LearnerWeights
 from paceline.controller.fleet.membership import Member
-from paceline.core.errors import PeerLostError
+from paceline.core.errors import PeerLostError, VersionMismatchError
 from paceline.core.guard import Adjustments, Reading
+from paceline.core.members import RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.core.trajectory import FinishReason, GroupRefusal, PromptGroup, ScoredHeader
@@ -49,6 +50,8 @@ class FakeServices:
         writes: whether a checkpoint leaves its manifest.
         version: the one that the learner holds.
         source: the step whose weights the learner holds.
+        trained: the digest of the batch of each step that was trained, in order.
+        policies: what each server samples from.
     """
 
     def __init__(self) -> None:
@@ -61,6 +64,8 @@ class FakeServices:
         self.writes = False
         self.version = 0
         self.source = 0
+        self.trained: list[tuple[int, str]] = []
+        self.policies: dict[str, PolicyTag] = {}
         self.learner, self.rollout = FakeLearner(self), FakeRollout(self)
 
     @property
@@ -113,9 +118,18 @@ class FakeLearner:
         self.services.calls.append(f"leave {member.member_id} e{epoch}")
 
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
-        self.services.calls.append(f"train {order.step}")
-        self.services.orders.append(order)
-        self.services.version = self.services.source = order.step
+        key = (order.step, order.digest)
+        if self.services.trained[-1:] == [key]:
+            self.services.calls.append(f"train {order.step} again")
+        elif order.step != self.services.version + 1:
+            raise VersionMismatchError(
+                f"the learner holds version {self.services.version}, asked for step {order.step}"
+            )
+        else:
+            self.services.calls.append(f"train {order.step}")
+            self.services.orders.append(order)
+            self.services.trained.append(key)
+            self.services.version = self.services.source = order.step
         readings = tuple(self.services.readings.get(order.step, ()))
         return TrainResult(step=order.step, metrics={"actor/ppo_kl": 0.0}, readings=readings)
 
@@ -165,13 +179,15 @@ class FakeRollout:
 
     async def commit(self, member: Member, policy: PolicyTag) -> None:
         self.services.calls.append(f"commit {member.member_id} {policy.version}")
+        self.services.policies[member.member_id] = policy
+        member.policy, member.state = policy, RolloutState.SERVING
 
     async def leave(self, member: Member, *, epoch: int) -> None:
         self.services.calls.append(f"leave {member.member_id} e{epoch}")
 
 
 def _write_manifest(folder: Path, controller_state: bytes) -> None:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").write_text(json.dumps({"controller_state": json.loads(controller_state)}))
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from paceline.config.run import RunConfig
-from paceline.learner import checkpoint
+from paceline.learner.checkpoint.load import load
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, form_group, leave_group, open_store
 from paceline.learner.train.learner import Learner
 from support.learner_fakes import run_config, write_model
-from support.learner_scenarios import take_step, train
+from support.learner_scenarios import save, take_step, train
 
 
 @contextmanager
@@ -53,10 +53,10 @@ def findings(folder: Path) -> dict[str, Any]:
     with group_on("cuda") as ranks:
         learner = Learner.build(half, ranks)
         train(learner, 1, 2)
-        checkpoint.save(learner, folder / "step", step=2, controller_state=b"{}")
+        save(learner, folder / "step", step=2)
         third = train(learner, 3, 3)
         resumed = Learner.build(half, ranks)
-        checkpoint.load(resumed, folder / "step")
+        load(resumed, folder / "step")
         results["resumed_equals"] = train(resumed, 3, 3) == third
         began = time.monotonic()
         take_step(resumed, 4)

@@ -142,8 +142,6 @@ def make_trajectory(
         finish_reason=FinishReason.STOP,
         sampling=SamplingSpec(temperature=1.0, max_tokens=8),
         seed=1,
-        server_id="rollout-0",
-        seconds=0.1,
     )
 
 

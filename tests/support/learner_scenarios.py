@@ -11,8 +11,9 @@ import torch
 from paceline.config.run import RunConfig
 from paceline.core.errors import PeerLostError, VersionMismatchError
 from paceline.core.training import TrainOrder, TrainResult
-from paceline.learner import checkpoint
 from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.checkpoint.load import load, roll_back
+from paceline.learner.checkpoint.write import CheckpointWriter
 from paceline.learner.distributed.collectives import CommandError, attempt
 from paceline.learner.distributed.command_loop import CommandLoop, CommandQueue
 from paceline.learner.distributed.ranks import Ranks, leave_group
@@ -54,18 +55,26 @@ def config_of(model: str) -> RunConfig:
     return run_config(Path(model))
 
 
+def save(learner: Learner, folder: Path, *, step: int, controller_state: bytes = b"{}") -> None:
+    """Writes a checkpoint and waits until it is complete."""
+    CheckpointWriter(learner).save(folder, step=step, controller_state=controller_state).result(timeout=60)
+
+
 def five_steps_with_a_checkpoint(ranks: Ranks, model: str, folder: str) -> list[dict[str, float]]:
-    """Trains five steps and saves after the second."""
+    """Trains five steps and saves after the second; the others do not wait for it."""
     learner = Learner.build(config_of(model), ranks)
     metrics = train(learner, 1, 2)
-    checkpoint.save(learner, Path(folder), step=2, controller_state=b'{"cursor": 3}')
-    return metrics + train(learner, 3, 5)
+    writer = CheckpointWriter(learner)
+    written = writer.save(Path(folder), step=2, controller_state=b'{"cursor": 3}')
+    metrics += train(learner, 3, 5)
+    assert written.result(timeout=60) > 0
+    return metrics
 
 
 def resumed_steps(ranks: Ranks, model: str, folder: str) -> list[dict[str, float]]:
     """Steps three to five from the checkpoint."""
     learner = Learner.build(config_of(model), ranks)
-    checkpoint.load(learner, Path(folder))
+    load(learner, Path(folder))
     return train(learner, 3, 5)
 
 
@@ -80,11 +89,11 @@ def going_back(ranks: Ranks, model: str, folder: str) -> list[dict[str, float]]:
     """Step 4 after a rollback from 3 to 2, and by a fresh learner with that checkpoint and version 3."""
     learner = Learner.build(config_of(model), ranks)
     train(learner, 1, 2)
-    checkpoint.save(learner, Path(folder), step=2, controller_state=b"{}")
+    save(learner, Path(folder), step=2)
     train(learner, 3, 3)
-    checkpoint.roll_back(learner, Path(folder))
+    roll_back(learner, Path(folder))
     fresh = Learner.build(config_of(model), ranks)
-    checkpoint.load(fresh, Path(folder))
+    load(fresh, Path(folder))
     fresh.version = learner.version
     return [numbers(take_step(trained, 4)) for trained in (learner, fresh)]
 

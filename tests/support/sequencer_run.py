@@ -11,21 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from paceline.broker import names
-from paceline.broker.mailbox import Mailbox
 from paceline.broker.memory import MemoryBroker
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.audit import read
-from paceline.controller.batch.dispatch import Collector
+from paceline.controller.batch.collect import Collector
+from paceline.controller.batch.dispatch import Dispatcher
 from paceline.controller.batch.inputs import Inputs
+from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.events import EventHub
 from paceline.controller.fleet.membership import Fleet
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.guard.report import Guard
 from paceline.controller.journal import Journal
 from paceline.controller.progress import Progress, Run
-from paceline.controller.run.checkpoints import ControllerState
 from paceline.controller.run.sequencer import Sequencer
 from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
@@ -74,15 +73,16 @@ class SequencerRun:
         cfg: RunConfig,
         folder: Path,
         broker: MemoryBroker,
-        box: Mailbox,
         fakes: FakeServices | None = None,
-        resumed: ControllerState | None = None,
     ) -> None:
         self.folder, self.broker, self.services, self.config = folder, broker, fakes or FakeServices(), cfg
         clock, events = SystemClock(), EventHub()
         self.notices: list[str] = []
         events.notice = self.notices.append  # type: ignore[method-assign]
         self.journal = Journal(folder / "events.jsonl", clock)
+        self.journal.record(
+            "run", run_id=RUN, term=self.journal.term, step=max(0, self.journal.standing.finished)
+        )
         run = Run(config=cfg, id=RUN, dir=folder, journal=self.journal, events=events)
         self.guard = Guard(run)
         self.supervisor = Supervisor(
@@ -90,15 +90,12 @@ class SequencerRun:
         )
         train = prompts(7)
         cursor = PromptCursor(train.ids(), batch_size=cfg.data.train_batch_size, seed=0)
-        if resumed is not None:
-            cursor.restore(resumed.cursor)
-            self.guard.load_state_dict(resumed.guard)
         learner: Any = self.services.learner
         rollout: Any = self.services.rollout
         epochs = Epochs(cfg, learner, rollout, self.supervisor.expel, self.supervisor.gone, term=0)
         self.sequencer = Sequencer(
             run,
-            Progress(run, step=resumed.step if resumed else 0),
+            Progress(run),
             inputs=Inputs(
                 train=train,
                 val=prompts(2),
@@ -108,8 +105,9 @@ class SequencerRun:
             collector=Collector(
                 run,
                 broker=broker,
-                box=box,
-                check_fleet=lambda: self.supervisor.require(MemberKind.ROLLOUT),
+                mailboxes=Mailboxes(broker, RUN),
+                dispatcher=Dispatcher(run, broker),
+                wait_for_services=self._services,
                 count=lambda *_: None,
             ),
             learner=learner,
@@ -118,12 +116,22 @@ class SequencerRun:
             guard=self.guard,
         )
 
-    async def enlist(self, member_id: str, kind: MemberKind, state: MemberState) -> None:
-        fleet = self.supervisor.fleet
-        changes = fleet.register(
-            kind=kind, member_id=member_id, incarnation="a", address=member_id, num_ranks=1
+    async def _services(self) -> None:
+        await self.supervisor.rollouts_ready(self.config.service.recovery_timeout_s)
+
+    async def enlist(
+        self, member_id: str, kind: MemberKind, state: MemberState, incarnation: str = "a"
+    ) -> None:
+        policy = self.services.policies.get(member_id)
+        changes = self.supervisor.fleet.register(
+            kind=kind,
+            member_id=member_id,
+            incarnation=incarnation,
+            address=member_id,
+            num_ranks=1,
+            state=RolloutState.SERVING if policy else state,
+            policy=policy,
         )
-        changes += fleet.heartbeat(member_id, "a", state=state, policy=None, in_flight=0)[1]
         await self.supervisor.apply(changes)
 
     async def enlist_all(self) -> None:
@@ -157,14 +165,11 @@ async def run(folder: Path, **changes: Any) -> AsyncIterator[SequencerRun]:
 
 @contextlib.asynccontextmanager
 async def run_of(
-    cfg: RunConfig, folder: Path, fakes: FakeServices | None = None, resumed: ControllerState | None = None
+    cfg: RunConfig, folder: Path, fakes: FakeServices | None = None, broker: MemoryBroker | None = None
 ) -> AsyncIterator[SequencerRun]:
-    """A run of a configuration, with these services, from its start or from a checkpoint."""
-    broker = MemoryBroker()
-    await broker.ensure_group(names.trajectories(RUN), names.REWARD_GROUP)
-    async with Mailbox(broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
-        it = SequencerRun(cfg, folder, broker, box, fakes, resumed)
-        try:
-            yield it
-        finally:
-            it.journal.close()
+    """A controller of a run, with these services, that goes on from what is in the folder."""
+    it = SequencerRun(cfg, folder, broker or MemoryBroker(), fakes)
+    try:
+        yield it
+    finally:
+        it.journal.close()

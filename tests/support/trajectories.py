@@ -42,8 +42,6 @@ def finished_sample(
         finish_reason=FinishReason.STOP,
         sampling=SamplingSpec(temperature=1.0, max_tokens=16),
         seed=7,
-        server_id="rollout-0",
-        seconds=0.25,
     )
     blob = encode_trajectory(trajectory)
     key = names.blob(run_id, str(trajectory_id), "rollout-0", "0")

@@ -15,6 +15,7 @@ NEEDLESS: dict[str, str] = {
     # A person waits.
     "paceline.cli.commands.export:run: subprocess.run": _USERS,
     "paceline.cli.commands.verify:run: subprocess.run": _USERS,
+    "paceline.cli.commands.chaos:run: subprocess.run": _USERS,
     "paceline.cli.launch.preflight:_policy_loss: subprocess.run": _USERS,
     "paceline.cli.controller_client:ControllerClient.watch: channels.stream": (
         "follows a run for as long as it lasts; the channel's keep-alive ends it 15 s after the peer froze"
@@ -22,6 +23,10 @@ NEEDLESS: dict[str, str] = {
     # For as long as the run lasts.
     "paceline.cli.launch.launcher:_Launcher._until_the_end: asyncio.wait": _LIFETIME,
     "paceline.cli.launch.launcher:_Launcher.run: asyncio.wait": _LIFETIME,
+    "paceline.cli.chaos.conduct:conduct: asyncio.wait": _LIFETIME,
+    "paceline.cli.chaos.conduct:conduct: await running": _LIFETIME,
+    "paceline.cli.chaos.proxy:Proxy._serve: asyncio.wait": "a connection lasts as long as its two ends want",
+    "paceline.cli.chaos.proxy:Proxy._pass: self._open.wait": "the fault that swallows has an end",
     "paceline.cli.launch.process_tree:ProcessTree.next_exit: self._ended.get": _LIFETIME,
     "paceline.cli.launch.services:Services.tend: asyncio.wait": _LIFETIME,
     "paceline.cli.launch.processes:start: process.wait": _LIFETIME,
@@ -59,6 +64,12 @@ NEEDLESS: dict[str, str] = {
         "a task beside a call that has a deadline; it is cancelled when the call is over"
     ),
     "paceline.controller.weights.epoch:Epochs.call_each: asyncio.wait": _OTHERS_END_IT,
+    "paceline.controller.run.checkpoints:Checkpoints.written: await writing": _OTHERS_END_IT,
+    "paceline.controller.run.publication:Publication._call_off: asyncio.wait": _CANCELLED,
+    "paceline.controller.run.sequencer:Sequencer._learn: asyncio.wait": _CANCELLED,
+    "paceline.controller.run.sequencer:Sequencer._learn: await saving": (
+        "reads texts, and each command to the broker has a deadline, and writes a file"
+    ),
     "paceline.controller.fleet.clients:while_alive: asyncio.wait": (
         "its callers pass calls with a deadline; the end of the member ends it too"
     ),

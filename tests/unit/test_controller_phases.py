@@ -38,7 +38,7 @@ def test_a_step_goes_round() -> None:
         (Phase.COLLECT, Phase.PUBLISH),
         (Phase.DISPATCH, Phase.LEARN),
         (Phase.LEARN, Phase.COMMIT),
-        (Phase.FORMING, Phase.DISPATCH),
+        (Phase.FORMING, Phase.COLLECT),
         (Phase.PUBLISH, Phase.DISPATCH),
         (Phase.ENDED, Phase.FAILED),
         (Phase.FAILED, Phase.FORMING),

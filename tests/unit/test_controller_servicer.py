@@ -102,6 +102,17 @@ async def test_a_heartbeat_brings_state_and_policy(bench: Bench) -> None:
     assert await bench.status() == {"rollout-0": "serving"}
 
 
+async def test_a_members_notice_is_shown_to_the_user(bench: Bench) -> None:
+    await bench.register(common_pb2.MEMBER_KIND_LEARNER, "learner-0")
+    following = asyncio.create_task(bench.follow(from_step=1))
+    await asyncio.sleep(0.1)
+    await bench.beat("learner-0", "loading", notice="a checkpoint is damaged")
+    bench.events.end(ok=True, message="done")
+    assert [event.notice.message for event in await following if event.HasField("notice")] == [
+        "learner-0: a checkpoint is damaged"
+    ]
+
+
 async def test_a_registration_tells_what_the_member_holds_and_what_is_committed(bench: Bench) -> None:
     answer = await bench.register(common_pb2.MEMBER_KIND_REWARD, "reward-0")
     assert (answer.term, answer.HasField("policy")) == (1, False)
@@ -153,6 +164,7 @@ async def test_a_second_process_with_the_id_of_one_at_work_is_refused(bench: Ben
     """Otherwise each would put the other out at every registration, for ever."""
     kind = common_pb2.MEMBER_KIND_ROLLOUT
     at_work = await start_server(lambda servicer, server: None, None)
+    await at_work.answer_as("a")
     await bench.register(kind, "rollout-0", address=at_work.address)
     with pytest.raises(ConfigError, match="refused: give it another --member-id") as caught:
         await bench.register(kind, "rollout-0", incarnation="b", address="127.0.0.1:1")
@@ -170,9 +182,21 @@ async def test_a_second_process_with_the_id_of_one_at_work_is_refused(bench: Ben
     assert [m.incarnation for m in bench.fleet.usable(MemberKind.ROLLOUT)] == ["c"]
 
 
+async def test_another_process_on_the_port_of_a_member_is_not_taken_for_it(bench: Bench) -> None:
+    """rollout-0 has died; its free port went to another member before rollout-0 was started again."""
+    kind = common_pb2.MEMBER_KIND_ROLLOUT
+    other = await start_server(lambda servicer, server: None, None)
+    await other.answer_as("x")
+    await bench.register(kind, "rollout-0", address=other.address)
+    await bench.register(kind, "rollout-0", incarnation="b", address="127.0.0.1:1")
+    assert [m.incarnation for m in bench.fleet.usable(MemberKind.ROLLOUT)] == ["b"]
+    await other.stop(0)
+
+
 async def test_a_silent_member_is_replaced_without_being_asked(bench: Bench) -> None:
     kind = common_pb2.MEMBER_KIND_ROLLOUT
     frozen = await start_server(lambda servicer, server: None, None)
+    await frozen.answer_as("a")
     await bench.register(kind, "rollout-0", address=frozen.address)
     bench.fleet.members()[0].health = Health.SUSPECT
     await bench.register(kind, "rollout-0", incarnation="b", address="127.0.0.1:1")

@@ -306,6 +306,17 @@ async def test_a_server_that_freezes_holds_the_others_up_until_its_silence_is_no
     assert services.calls.count("abandon e1 for rollout-1") == 1
 
 
+async def test_a_server_that_registered_again_is_not_called_as_the_one_that_was_taken_for_dead() -> None:
+    """The same process; a call to its old registration would fail at once, and it would be put out again."""
+    services, fleet = SilentServices(), Fleet()
+    push = services.push(fleet)
+    learner, server = member(MemberKind.LEARNER, "learner-0"), member(MemberKind.ROLLOUT, "rollout-0")
+    await push.epochs.form(learner, [server])
+    assert push.epochs.fits(learner, [server])
+    await fleet.expel(server, "silent for 12.1 s")
+    assert not push.epochs.fits(learner, [member(MemberKind.ROLLOUT, "rollout-0")])
+
+
 def test_the_ranks_of_the_epoch_hear_of_it_and_no_others() -> None:
     store = open_store("127.0.0.1", 10.0)
     epochs = {number: Abandonment(store, number) for number in (3, 4)}

@@ -35,6 +35,7 @@ async def test_a_whole_run(tmp_path: Path) -> None:
             return [f"publish v{version} e1", *receives, *(f"commit rollout-{i} {version}" for i in range(2))]
 
         assert it.services.calls == [
+            "describe learner",
             *(f"describe {m}" for m in ("learner", "rollout-0", "rollout-1")),
             "join learner e1",
             "join rollout-0 e1 at 1",
@@ -65,7 +66,7 @@ async def test_a_whole_run(tmp_path: Path) -> None:
         assert it.lines()[0]["val/reward/mean"] == it.lines()[2]["val/reward/mean"] == 0.0
         assert violations(it.events(), num_samples=2) == []
         state = ControllerState.from_plain(json.loads(it.services.saved[0]))
-        assert (state.step, state.cursor.position, state.num_prompts) == (1, 3, 7)
+        assert (state.step, state.cursor.position) == (1, 3)
         assert await it.broker.get_blobs([names.blob(RUN, "train:1:0:0", "fake", "0")]) == [None]
 
 

@@ -96,7 +96,10 @@ async def test_heartbeats_carry_the_report_until_the_run_is_over(
     link = link_to(server.address)
     await link.register(5, STALE)
     report = MemberReport(
-        state=RolloutState.SERVING, policy=PolicyTag(version=3, digest="ab" * 8), in_flight=7
+        state=RolloutState.SERVING,
+        policy=PolicyTag(version=3, digest="ab" * 8),
+        in_flight=7,
+        notice="read me",
     )
     running = asyncio.create_task(link.run(lambda: report))
     await heard(fake, 3)
@@ -109,6 +112,7 @@ async def test_heartbeats_carry_the_report_until_the_run_is_over(
         "ab" * 8,
         7,
     )
+    assert last.notice == "read me"
     await link.leave("run over")
     assert fake.calls[-1] == "leave run over"
     await link.close()

@@ -176,10 +176,10 @@ async def test_a_signal_makes_a_member_unhealthy_at_once_and_leaves_it_its_grace
     async def work(session: MemberSession) -> None:
         leaving = asyncio.create_task(until_left(session, unfinished, grace_s=0.6))
         await fake.heard.wait()
-        assert await is_serving(session.link.address)
+        assert await is_serving(session.link.address, session.link.incarnation)
         began = time.monotonic()
         session.context.stop("SIGTERM")
-        while await is_serving(session.link.address):
+        while await is_serving(session.link.address, session.link.incarnation):
             assert time.monotonic() - began < 0.5
         await leaving
         assert 0.5 < time.monotonic() - began < 2
@@ -201,7 +201,7 @@ async def test_a_drained_member_finishes_however_long_it_takes_and_leaves(
         fake.drain = True
         session.poke()
         await asyncio.sleep(0.4)
-        assert not await is_serving(session.link.address)
+        assert not await is_serving(session.link.address, session.link.incarnation)
         assert not leaving.done()
         unfinished.done.set()
         await leaving

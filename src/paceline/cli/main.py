@@ -14,6 +14,7 @@ COMMANDS: dict[str, str] = {
     "train": "train a model; starts all services on this machine",
     "check": "validate configuration, data and model without starting anything",
     "doctor": "report what this machine offers and lacks",
+    "chaos": "train under faults, then check what the run has written",
     "status": "show what a run is doing",
     "rollout": "take a rollout server out of a run",
     "sft": "train a starting model on prompt/answer pairs",

@@ -80,7 +80,7 @@ class PromptGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trajectory:
-    """One sample with its arrays.
+    """One sample with its arrays. Who drew it and when is in the header: equal draws are equal blobs.
 
     Shapes: `prompt_token_ids` (P,), the three response arrays (R,) with R >= 1. `response_log_probs` are
     natural logs under the distribution that was sampled from; `response_mask` is 1 on tokens that the policy
@@ -97,8 +97,6 @@ class Trajectory:
     finish_reason: FinishReason
     sampling: SamplingSpec
     seed: int
-    server_id: str
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

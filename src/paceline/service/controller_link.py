@@ -61,11 +61,12 @@ class Registration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReport:
-    """The content of a heartbeat."""
+    """The content of a heartbeat; `notice` is for a person to read, and is sent once."""
 
     state: MemberState
     policy: PolicyTag | None = None
     in_flight: int = 0
+    notice: str = ""
 
 
 class ControllerLink:
@@ -234,6 +235,7 @@ class ControllerLink:
             in_flight=report.in_flight if report else 0,
             failure=failure,
             is_final=is_final,
+            notice=report.notice if report else "",
         )
         return await channels.call(
             self._stub.Heartbeat, request, timeout_s=timeout_s, phase="HEARTBEAT", peer=PEER

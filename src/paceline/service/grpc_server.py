@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from paceline.core.errors import ConfigError, EnvironmentLackError, PacelineError
@@ -47,6 +47,10 @@ class RunningServer:
     def address(self) -> str:
         """host:port to connect to; for a wildcard bind the machine's name."""
         return f"{socket.gethostname() if self.host in _WILDCARDS else self.host}:{self.port}"
+
+    async def answer_as(self, name: str) -> None:
+        """Answers health checks for `name` too, by which others tell this process from its successor."""
+        await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def refuse_work(self) -> None:
         """Answers health checks with NOT_SERVING from now on; calls are still served."""

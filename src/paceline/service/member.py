@@ -126,6 +126,7 @@ class MemberSession:
             terms=terms,
         )
         context.defer("connection to the controller", link.close)
+        await server.answer_as(link.incarnation)
         registration = await self._register(link, report())
         self._link = link
         settings = registration.config.telemetry

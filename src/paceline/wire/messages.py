@@ -109,8 +109,6 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             "finish_reason": trajectory.finish_reason.value,
             "sampling": pack_sampling(trajectory.sampling),
             "seed": trajectory.seed,
-            "server_id": trajectory.server_id,
-            "seconds": trajectory.seconds,
         },
     )
 
@@ -147,8 +145,6 @@ def decode_trajectory(
         finish_reason=read_choice(fields, "finish_reason", FinishReason),
         sampling=read_sampling(fields),
         seed=fields.integer("seed", maximum=_MAX_SEED),
-        server_id=fields.name("server_id"),
-        seconds=fields.number("seconds", minimum=0.0),
     )
 
 

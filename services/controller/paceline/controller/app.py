@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.broker import Broker, names, open_broker
-from paceline.broker.mailbox import Mailbox
+from paceline.broker import open_broker
 from paceline.config.load import load
 from paceline.config.run import RunConfig
-from paceline.controller.batch.dispatch import Collector
+from paceline.controller.batch.collect import Collector
+from paceline.controller.batch.dispatch import Dispatcher
 from paceline.controller.batch.inputs import Inputs, load_inputs
+from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.events import EventHub
 from paceline.controller.fleet.clients import Channels, LearnerClient, RolloutClient
 from paceline.controller.fleet.membership import Fleet
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.guard.report import Guard
-from paceline.controller.journal import Journal
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run import checkpoints
+from paceline.controller.run.opening import open_run
 from paceline.controller.run.sequencer import Sequencer
 from paceline.controller.servicer import ControllerServicer
 from paceline.controller.watchdog import Watchdog
 from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.ids import run_id_for
-from paceline.core.members import MemberKind
+from paceline.core.errors import BrokerError, ConfigError, DeadlineError, PacelineError
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import telemetry
 from paceline.service.grpc_server import start_server
@@ -43,8 +43,6 @@ log = logging.getLogger(__name__)
 # How long members have to hear of the end and to leave before the server stops; a rollout server takes some
 # seconds to end its engine.
 _FAREWELL_S = 8.0
-# Kinds of members that a collection needs.
-_COLLECTING = (MemberKind.ROLLOUT, MemberKind.REWARD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,16 +64,14 @@ async def serve(context: ServiceContext, options: Options) -> None:
     if not broker_url:
         raise ConfigError("no message broker: set broker.url, or PACELINE_BROKER_URL in the environment")
     inputs = await asyncio.to_thread(load_inputs, config)
-    resumed = checkpoints.resume(options.run_dir, config, inputs)
-    folder, state = resumed or (None, None)
-    run_id = state.run_id if state else run_id_for(options.run_dir.name, config.trainer.name)
+    clock = SystemClock()
+    journal, run_id = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
     telemetry.setup(
         "controller",
         run_dir=options.run_dir,
         otlp_endpoint=config.telemetry.otlp_endpoint,
         instance="controller",
     )
-
     events = EventHub()
     broker = open_broker(
         broker_url,
@@ -84,13 +80,10 @@ async def serve(context: ServiceContext, options: Options) -> None:
         on_recovery=events.notice,
     )
     context.defer("broker connection", broker.close)
-    await _empty_mailboxes(broker, run_id)
-    clock = SystemClock()
-    journal = Journal(options.run_dir / "events.jsonl", clock)
+    await broker.ping()
     run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=events)
-    progress = Progress(run, step=state.step if state else 0)
-    log.info("controller number %d of this run: %s", journal.term, journal.standing)
-    journal.record("run", run_id=run_id, term=journal.term, step=progress.step, pid=os.getpid())
+    progress = Progress(run, step=max(0, journal.standing.finished))
+    progress.policy = journal.standing.committed
     fleet = Fleet(
         clock, suspect_after_s=config.service.suspect_after_s, dead_after_s=config.service.dead_after_s
     )
@@ -101,28 +94,35 @@ async def serve(context: ServiceContext, options: Options) -> None:
         progress,
         supervisor,
         broker_url=broker_url,
-        checkpoints=lambda: [folder] if folder else [],
+        checkpoints=lambda: [f for f, state in checkpoints.complete(run.dir) if state.run_id == run.id],
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
     channels = Channels(config, token, journal.term)
     context.defer("channels", channels.close)
     await _listen(context, options, config, servicer, token)
-    scored = names.scored(run_id)
-    async with Mailbox(
-        broker, scored, names.CONTROLLER_GROUP, "controller", lease_s=config.broker.lease_s
-    ) as box:
-        collector = Collector(
-            run,
-            broker=broker,
-            box=box,
-            check_fleet=lambda: [supervisor.require(kind) for kind in _COLLECTING],
-            count=progress.count,
-        )
-        guard = Guard(run)
-        if state:
-            guard.load_state_dict(state.guard)
-        sequencer = _sequencer(run, progress, inputs, collector, channels, supervisor, guard)
+    mailboxes = Mailboxes(broker, run_id)
+    collector = Collector(
+        run,
+        broker=broker,
+        mailboxes=mailboxes,
+        dispatcher=Dispatcher(run, broker),
+        wait_for_services=lambda: _services(supervisor, config.service.recovery_timeout_s),
+        count=progress.count,
+    )
+    sequencer = _sequencer(run, progress, inputs, collector, channels, supervisor)
+    try:
         await _run_to_the_end(context, run, sequencer, supervisor, servicer, stop)
+    finally:
+        # The run is over, well or not: a controller that dies otherwise leaves its data to the next one.
+        if journal.standing.ended:
+            with contextlib.suppress(BrokerError, DeadlineError):
+                await mailboxes.purge()
+
+
+async def _services(supervisor: Supervisor, timeout_s: float) -> None:
+    """Returns when there are the members that a collection needs."""
+    await supervisor.rollouts_ready(timeout_s)
+    await supervisor.reward_ready(timeout_s)
 
 
 def _sequencer(
@@ -132,7 +132,6 @@ def _sequencer(
     collector: Collector,
     channels: Channels,
     supervisor: Supervisor,
-    guard: Guard,
 ) -> Sequencer:
     learner = LearnerClient(run.config, channels, supervisor.gone)
     rollout = RolloutClient(run.config, channels)
@@ -145,16 +144,8 @@ def _sequencer(
         learner=learner,
         push=WeightPush(epochs, learner, rollout),
         supervisor=supervisor,
-        guard=guard,
+        guard=Guard(run),
     )
-
-
-async def _empty_mailboxes(broker: Broker, run_id: str) -> None:
-    """Connects and creates empty mailboxes: messages that an earlier process of this run left are useless."""
-    await broker.ping()
-    await broker.purge(names.prefix(run_id))
-    await broker.ensure_group(names.trajectories(run_id), names.REWARD_GROUP)
-    await broker.ensure_group(names.scored(run_id), names.CONTROLLER_GROUP)
 
 
 async def _listen(

@@ -4,11 +4,12 @@ Every event is one JSON line of events.jsonl in the run directory:
 `{"n": 17, "time": 1763690000.1, "event": "trajectory", "step": 3, ...}`. `n` counts without gaps within one
 file. The writer holds a lock on the file: there is one controller per run directory. The events:
 
-run {run_id, term, step, data_digest, pid}   a controller began; `step` is the last finished one
+run {run_id, term, step, data_digest, settings, pid}   a controller began; `step` is the last finished one
 resume {step, phase}                         it goes on in this step: the step's trajectories, refills and
                                              drops so far are void; they are read again and follow again
 rewind {to_step, reason, cursor, guard}      steps after `to_step` are void
 recollect {step, reason}                     the step's trajectories, refills and drops so far are void
+log {step, position}                         the log of scored trajectories is read on from this position
 phase {step, source, to}                     the sequencer enters a phase
 epoch {number, members}                      a weight group was formed
 dispatch {step, policy, prompts, greedy?}    the prompts of a step, once per step and rewind

@@ -10,7 +10,7 @@ from paceline.core.errors import IllegalTransitionError
 class Phase(enum.Enum):
     """What the sequencer is doing.
 
-    FORMING     waits for members and forms the weight group
+    FORMING     waits for members, compares what they hold with the journal, and forms the weight group
     DISPATCH    sends prompts out
     COLLECT     takes scored trajectories in
     LEARN       the learner trains
@@ -38,12 +38,14 @@ class Phase(enum.Enum):
 
 _BETWEEN_STEPS = {Phase.DISPATCH, Phase.VALIDATE, Phase.CHECKPOINT, Phase.FORMING, Phase.ENDED}
 
+# From every phase of a step a run may go back to FORMING, where a member was lost, and from COLLECT and LEARN
+# to DISPATCH, where the broker has lost the step's data.
 _MOVES: dict[Phase, set[Phase]] = {
     Phase.STARTING: {Phase.FORMING},
-    Phase.FORMING: {Phase.PUBLISH},
-    Phase.DISPATCH: {Phase.COLLECT},
-    Phase.COLLECT: {Phase.LEARN},
-    Phase.LEARN: {Phase.PUBLISH, Phase.FORMING, Phase.ROLLBACK},
+    Phase.FORMING: {Phase.PUBLISH, Phase.DISPATCH, Phase.FORMING, Phase.ENDED},
+    Phase.DISPATCH: {Phase.COLLECT, Phase.FORMING},
+    Phase.COLLECT: {Phase.LEARN, Phase.DISPATCH, Phase.FORMING},
+    Phase.LEARN: {Phase.PUBLISH, Phase.FORMING, Phase.ROLLBACK, Phase.DISPATCH},
     Phase.ROLLBACK: {Phase.PUBLISH, Phase.FORMING},
     Phase.PUBLISH: {Phase.COMMIT, Phase.FORMING},
     Phase.COMMIT: _BETWEEN_STEPS,

@@ -98,7 +98,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             and holder.health is Health.ALIVE
             and holder.incarnation != request.incarnation
             and holder.address != request.address
-            and await is_serving(holder.address)
+            and await is_serving(holder.address, holder.incarnation)
         ):
             message = (
                 f"there is a member {request.member_id} at {holder.address} already, so the one at "
@@ -114,6 +114,8 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         member = self._supervisor.fleet.get(request.member_id)
         if member is None:
             return controller_pb2.HeartbeatResponse(known=False, run_over=self._over.is_set())
+        if request.notice:
+            self._run.events.notice(f"{request.member_id}: {request.notice}")
         # A member that reports why it ends need not have a state any more.
         only_failure = request.failure and not request.state
         state = None if only_failure else member_state_from_word(member.kind, request.state)

@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.broker.log import LOG_START
 from paceline.core.policy import PolicyTag
-
-LOG_START = "0-0"
-"""The log position before the first entry of the `scored` stream."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,6 +46,7 @@ class Standing:
         finished: the last finished step; -1 before step 0, the start, is finished.
         log_position: last entry of the `scored` stream that belongs to finished steps.
         cursor, guard: their states at the end of the finished step; {} before the first.
+        settings: what of the configuration must stay as it is, by key.
         commits: the digest of every version that was committed and is not void.
         current: the step in progress; None between steps.
         ended: whether the last controller ended in order.
@@ -55,6 +54,7 @@ class Standing:
 
     run_id: str = ""
     data_digest: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
     term: int = 0
     finished: int = -1
     log_position: str = LOG_START
@@ -97,6 +97,7 @@ class Standing:
         self.run_id, self.ended = str(event["run_id"]), False
         self.term = int(event.get("term", self.term + 1))
         self.data_digest = str(event.get("data_digest", self.data_digest))
+        self.settings = event.get("settings", self.settings)
 
     def _on_phase(self, event: Mapping[str, Any]) -> None:
         if int(event["step"]) > self.finished:
@@ -110,6 +111,9 @@ class Standing:
         current = self.in_progress(int(event["step"]))
         current.num_recollects += 1
         self.log_position = LOG_START
+
+    def _on_log(self, event: Mapping[str, Any]) -> None:
+        self.log_position = str(event["position"])
 
     def _on_batch(self, event: Mapping[str, Any]) -> None:
         self.in_progress(int(event["step"])).digest = str(event["digest"])
@@ -140,6 +144,7 @@ _HANDLERS: Mapping[str, Callable[[Standing, Mapping[str, Any]], None]] = {
     "phase": Standing._on_phase,
     "dispatch": Standing._on_dispatch,
     "recollect": Standing._on_recollect,
+    "log": Standing._on_log,
     "batch": Standing._on_batch,
     "trained": Standing._on_trained,
     "commit": Standing._on_commit,

@@ -1,81 +1,48 @@
 """The learner's processes: rank 0 serves gRPC beside its training thread, the others follow its commands.
 
-rank 0:  join the fleet -> training thread: form the group, load, resume -> commands until the run is over
-others:  form the group -> load, resume -> commands until STOP
+rank 0:  join the fleet -> training thread -> commands until the run is over
+others:  the same work in the main thread, until rank 0 ends the group
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
-import json
 import logging
-import signal
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
-from torch._C._distributed_c10d import Store
-
-from paceline.broker.blobs import BlobReader
-from paceline.config.run import RunConfig
-from paceline.core.errors import DeadlineError, PacelineError
-from paceline.learner import checkpoint
-from paceline.learner.commands import Commands
-from paceline.learner.distributed.collectives import broadcast_bytes
-from paceline.learner.distributed.command_loop import STOP, CommandLoop, CommandQueue, Handler
-from paceline.learner.distributed.publisher import WeightPublisher
-from paceline.learner.distributed.ranks import (
-    RankEnvironment,
-    Ranks,
-    choose_device,
-    form_group,
-    leave_group,
-    open_store,
-    use_threads,
-)
+from paceline.core.errors import PacelineError
+from paceline.learner.distributed.command_loop import STOP, CommandQueue
+from paceline.learner.distributed.ranks import RankEnvironment
+from paceline.learner.group import Assignment, follow, lead
 from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2_grpc
 from paceline.service.controller_link import MemberReport
-from paceline.service.logs import set_level, setup_logging
+from paceline.service.logs import setup_logging
 from paceline.service.member import MemberSession
 from paceline.service.process import die_with_parent
 
 log = logging.getLogger(__name__)
 
 _STOP_S = 5.0
-_FIRST_WAIT_S = 120.0
-_GROUP_KEY = "paceline/group"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
-    """The part of the registration that every rank needs."""
+class _Head:
+    """Carries what the training thread says over to the event loop."""
 
-    config: RunConfig
-    broker_url: str
-    resume_from: Path | None
-    publish_host: str
+    def __init__(self, servicer: LearnerServicer, commands: CommandQueue, command_timeout_s: float) -> None:
+        self._servicer, self.commands, self._command_timeout_s = servicer, commands, command_timeout_s
+        self._loop = asyncio.get_running_loop()
 
-    def to_bytes(self) -> bytes:
-        """Bytes for the other ranks; with the broker's password, so for the group and not for its store."""
-        resume_from = str(self.resume_from) if self.resume_from else ""
-        fields = [self.config.model_dump_json(), self.broker_url, resume_from, self.publish_host]
-        return json.dumps(fields).encode()
+    def ready(self, learner: Learner) -> None:
+        """Opens the service."""
+        self._loop.call_soon_threadsafe(self._servicer.ready, learner.version, self._command_timeout_s)
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Assignment:
-        """Reads what `to_bytes` wrote."""
-        config, broker_url, resume_from, publish_host = json.loads(data)
-        return cls(
-            config=RunConfig.model_validate_json(config),
-            broker_url=broker_url,
-            resume_from=Path(resume_from) if resume_from else None,
-            publish_host=publish_host,
-        )
+    def notify(self, message: str) -> None:
+        """Logs the message and sends it to the controller."""
+        log.warning("%s", message)
+        self._loop.call_soon_threadsafe(self._servicer.notify, message)
 
 
 class LearnerApp:
@@ -98,7 +65,7 @@ class LearnerApp:
         assignment = Assignment(
             config=registration.config,
             broker_url=registration.broker_url,
-            resume_from=next(iter(registration.checkpoints), None),
+            checkpoints=registration.checkpoints,
             publish_host=self._session.link.address.rpartition(":")[0],
         )
         training = self._start_training(assignment)
@@ -120,15 +87,12 @@ class LearnerApp:
                 else:
                     done.set_exception(error)
 
-        def ready(learner: Learner) -> None:
-            loop.call_soon_threadsafe(
-                self._servicer.ready, learner.version, assignment.config.learner.command_timeout_s
-            )
+        head = _Head(self._servicer, self._queue, assignment.config.learner.command_timeout_s)
 
         def work() -> None:
             error: BaseException | None = None
             try:
-                lead(self._environment, assignment, self._queue, ready)
+                lead(self._environment, assignment, head)
             except BaseException as raised:  # noqa: BLE001  handed to the event loop, which raises it
                 error = raised
             with contextlib.suppress(RuntimeError):  # the loop has ended already
@@ -144,90 +108,8 @@ class LearnerApp:
             log.warning("the group did not stop within %g s; its ranks end with this process", _STOP_S)
 
     def _report(self) -> MemberReport:
-        return MemberReport(state=self._servicer.state, policy=self._servicer.policy)
-
-
-def lead(
-    environment: RankEnvironment,
-    assignment: Assignment,
-    queue: CommandQueue,
-    ready: Callable[[Learner], None],
-) -> None:
-    """Rank 0's training thread: forms the group, tells the others, serves commands until STOP."""
-    settings = assignment.config.learner
-    store = open_store(environment, settings.collective_timeout_s)
-    # The other ranks know only the store's address; they need these settings to form the group.
-    group = [settings.device, settings.devices, settings.threads, settings.collective_timeout_s]
-    store.set(_GROUP_KEY, json.dumps(group))
-    _serve(environment, store, assignment, queue, ready)
-
-
-def follow(environment: RankEnvironment) -> None:
-    """Every other rank's process: waits for rank 0, then serves its commands until STOP.
-
-    Raises:
-        DeadlineError: rank 0 did not come.
-        PeerLostError: another rank failed.
-    """
-    try:
-        store = open_store(environment, _FIRST_WAIT_S)
-        store.wait([_GROUP_KEY], datetime.timedelta(seconds=_FIRST_WAIT_S))
-    except RuntimeError as error:
-        raise DeadlineError(
-            phase="FORMING",
-            peer=f"learner rank 0 at {environment.master_host}:{environment.master_port}",
-            seconds=_FIRST_WAIT_S,
-            hint="its log says why",
-        ) from error
-    _serve(environment, store, None, None, lambda learner: None)
-
-
-def _serve(
-    environment: RankEnvironment,
-    store: Store,
-    assignment: Assignment | None,
-    queue: CommandQueue | None,
-    ready: Callable[[Learner], None],
-) -> None:
-    device_word, devices, threads, timeout_s = json.loads(store.get(_GROUP_KEY))
-    use_threads(threads, environment)
-    device = choose_device(device_word, environment, tuple(devices) if devices else None)
-    ranks = form_group(environment, store, device, timeout_s)
-    if queue is None:
-        # From now on rank 0 ends the group; a signal to all processes must not end single ranks.
-        signal.signal(signal.SIGTERM, lambda number, frame: log.info("SIGTERM: rank 0 will end the group"))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.ExitStack() as stack:
-
-        def load() -> dict[str, Handler]:
-            known = Assignment.from_bytes(
-                broadcast_bytes(assignment.to_bytes() if assignment else b"", ranks)
-            )
-            set_level(known.config.telemetry.log_level)
-            learner = _build(known, ranks)
-            publisher = WeightPublisher(
-                learner.actor.network.lm,
-                device,
-                known.config.weight_backend(device.type),
-                host=known.publish_host,
-            )
-            blobs = stack.enter_context(
-                BlobReader(known.broker_url, outage_timeout_s=known.config.broker.outage_timeout_s)
-            )
-            ready(learner)
-            return Commands(learner, blobs, publisher).table
-
-        CommandLoop(ranks, load, queue).run()
-    leave_group()
-
-
-def _build(assignment: Assignment, ranks: Ranks) -> Learner:
-    learner = Learner.build(assignment.config, ranks)
-    log.info("rank %d of %d holds its shards on %s", ranks.rank, ranks.world_size, ranks.device)
-    if assignment.resume_from is not None:
-        checkpoint.load(learner, assignment.resume_from)
-        log.info("resumed from %s at version %d", assignment.resume_from, learner.version)
-    return learner
+        servicer = self._servicer
+        return MemberReport(state=servicer.state, policy=servicer.policy, notice=servicer.take_notice())
 
 
 def run_follower(environment: RankEnvironment) -> int:

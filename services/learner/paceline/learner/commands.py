@@ -13,9 +13,10 @@ from pathlib import Path
 
 from paceline.core.errors import CheckpointError, IllegalTransitionError
 from paceline.core.training import TrainResult
-from paceline.learner import checkpoint
 from paceline.learner.batch.fetch import Blobs, fetch_rows
 from paceline.learner.batch.types import PackedRow
+from paceline.learner.checkpoint.load import roll_back
+from paceline.learner.checkpoint.write import CheckpointWriter
 from paceline.learner.distributed.collectives import CommandError, attempt, gather_bytes
 from paceline.learner.distributed.command_loop import Arguments, Handler
 from paceline.learner.distributed.publisher import WeightPublisher
@@ -46,6 +47,7 @@ class Commands:
 
     def __init__(self, learner: Learner, blobs: Blobs, publisher: WeightPublisher) -> None:
         self._learner, self._blobs, self._publisher = learner, blobs, publisher
+        self._writer = CheckpointWriter(learner)
 
     @property
     def table(self) -> dict[str, Handler]:
@@ -59,6 +61,10 @@ class Commands:
             PUBLISH: self._publish,
             LEAVE: self._leave,
         }
+
+    def finish(self) -> None:
+        """Waits for a checkpoint that is being written; called when the loop has ended."""
+        self._writer.finish()
 
     def _train(self, arguments: Arguments) -> TrainResult:
         order = decode_order(arguments["order"])
@@ -82,16 +88,12 @@ class Commands:
         return train_step(learner, order, fetch)
 
     def _save(self, arguments: Arguments) -> Future[float]:
-        """Returns the seconds that the writing takes."""
-        checkpoint.save(
-            self._learner,
+        """Returns the seconds that the writing takes, when it is done."""
+        return self._writer.save(
             Path(arguments["folder"]),
             step=arguments["step"],
             controller_state=arguments["controller_state"],
         )
-        written = Future[float]()
-        written.set_result(0.0)
-        return written
 
     def _load(self, arguments: Arguments) -> None:
         learner, version = self._learner, arguments["version"]
@@ -102,7 +104,7 @@ class Commands:
                     f"{version}"
                 )
             )
-        checkpoint.roll_back(learner, Path(arguments["folder"]))
+        roll_back(learner, Path(arguments["folder"]))
 
     def _describe(self, arguments: Arguments) -> Description:
         ranks = self._learner.ranks

@@ -20,7 +20,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError, PacelineError
-from paceline.learner.checkpoint import POLICY, Manifest
+from paceline.learner.checkpoint import files
+from paceline.learner.checkpoint.manifest import Manifest
+from paceline.learner.checkpoint.state import POLICY
 from paceline.learner.model.folder import write_folder
 from paceline.learner.train.learner import DTYPES
 
@@ -38,11 +40,12 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
         `out`.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: there is no such checkpoint, or it is damaged.
         ModelError: `out` is not empty.
     """
     folder = run_dir / "checkpoints" / f"step_{step:06d}"
     manifest = Manifest.read(folder)
+    files.check(folder, manifest.files, manifest.files)
     config = load(RunConfig, run_dir / "config.resolved.yaml")
     source = Path(manifest.model_path)
     if not (source / "config.json").is_file():

@@ -64,6 +64,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._epoch: int | None = None
         self._training: _Training | None = None
         self._saved: tuple[int, Future[float]] | None = None
+        self._notices: list[str] = []
 
     @property
     def state(self) -> LearnerState:
@@ -80,6 +81,17 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._policy = PolicyTag(version=version, digest="")
         self._command_timeout_s = command_timeout_s
         self._enter(LearnerState.READY)
+
+    def notify(self, message: str) -> None:
+        """Keeps a message for the controller's next heartbeat."""
+        self._notices.append(message)
+        self._on_change()
+
+    def take_notice(self) -> str:
+        """The messages since the last call, as a text."""
+        text = "; ".join(self._notices)
+        self._notices.clear()
+        return text
 
     async def DescribeWeights(
         self, request: learner_pb2.DescribeLearnerWeightsRequest, context: Any

@@ -69,10 +69,22 @@ def trajectory_messages(
     stream, traceparent = names.trajectories(group.run_id), telemetry.current_traceparent()
     messages = []
     for index, sample in enumerate(samples):
-        trajectory = _trajectory(group, index, sample, server_id, seconds)
+        trajectory = _trajectory(group, index, sample)
         blob = encode_trajectory(trajectory)
         key = names.blob(group.run_id, str(trajectory.trajectory_id), server_id, draw)
-        header = _header(group, trajectory, key, blob_digest(blob))
+        header = TrajectoryHeader(
+            run_id=group.run_id,
+            trajectory_id=trajectory.trajectory_id,
+            policy=group.policy,
+            blob_key=key,
+            blob_digest=blob_digest(blob),
+            num_prompt_tokens=len(group.prompt_token_ids),
+            num_response_tokens=len(sample.token_ids),
+            finish_reason=sample.finish_reason,
+            server_id=server_id,
+            seconds=seconds,
+            context=group.context,
+        )
         messages.append(
             Outgoing(
                 stream=stream,
@@ -84,7 +96,7 @@ def trajectory_messages(
     return messages
 
 
-def _trajectory(group: PromptGroup, index: int, sample: Sample, server_id: str, seconds: float) -> Trajectory:
+def _trajectory(group: PromptGroup, index: int, sample: Sample) -> Trajectory:
     return Trajectory(
         run_id=group.run_id,
         trajectory_id=group.trajectory_id(index),
@@ -96,22 +108,4 @@ def _trajectory(group: PromptGroup, index: int, sample: Sample, server_id: str, 
         finish_reason=sample.finish_reason,
         sampling=group.sampling,
         seed=group.seeds[index],
-        server_id=server_id,
-        seconds=seconds,
-    )
-
-
-def _header(group: PromptGroup, trajectory: Trajectory, key: str, digest: str) -> TrajectoryHeader:
-    return TrajectoryHeader(
-        run_id=group.run_id,
-        trajectory_id=trajectory.trajectory_id,
-        policy=group.policy,
-        blob_key=key,
-        blob_digest=digest,
-        num_prompt_tokens=len(group.prompt_token_ids),
-        num_response_tokens=len(trajectory.response_token_ids),
-        finish_reason=trajectory.finish_reason,
-        server_id=trajectory.server_id,
-        seconds=trajectory.seconds,
-        context=group.context,
     )

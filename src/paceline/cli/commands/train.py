@@ -43,10 +43,10 @@ def run(args: argparse.Namespace) -> int:
     check_port(config.service.host, config.service.controller_port, "service.controller_port")
     prepared = run_dirs.prepare(config)
     config, run_dir = prepared.config, prepared.run_dir
-    _log_to(run_dir / "logs" / "launcher.log")
+    log_to(run_dir / "logs" / "launcher.log")
     for remark in prepared.remarks:
         print(remark)
-    view = _view(config, run_dir, plain=args.plain)
+    view = make_view(config, run_dir, plain=args.plain)
     try:
         outcome = asyncio.run(launch(config, run_dir, view))
     finally:
@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-def _view(config: RunConfig, run_dir: Path, *, plain: bool) -> View:
+def make_view(config: RunConfig, run_dir: Path, *, plain: bool) -> View:
+    """A live table on a terminal, else plain lines."""
     total_steps = config.trainer.total_steps
     if plain or not sys.stdout.isatty():
         print(f"run directory: {run_dir}", flush=True)
@@ -73,7 +74,7 @@ def _view(config: RunConfig, run_dir: Path, *, plain: bool) -> View:
     return LiveView(f"paceline  {config.model.path}  {run_dir}", total_steps)
 
 
-def _log_to(file: Path) -> None:
+def log_to(file: Path) -> None:
     """Sends the launcher's log to a file, as the view uses the screen."""
     handler = logging.FileHandler(file)
     handler.setFormatter(LineFormatter("launcher"))

@@ -55,11 +55,15 @@ _RECENT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planner:
-    """Makes the specs of the processes to start; tests replace these functions."""
+    """Makes the specs of the processes to start; tests and `paceline chaos` replace these functions.
+
+    `broker_url` gives the address by which services reach the run's own Redis server.
+    """
 
     controller: Callable[[RunConfig, Path, Path], ProcessSpec] = plan.controller
     checks: Callable[[RunConfig, Path], Sequence[ProcessSpec]] = plan.checks
     members: Callable[..., Sequence[ProcessSpec]] = plan.members
+    broker_url: Callable[[str], str] = str
 
 
 async def launch(config: RunConfig, run_dir: Path, view: View, *, planner: Planner | None = None) -> Outcome:
@@ -173,7 +177,7 @@ class _Launcher:
             max_memory_mib=self._config.broker.max_memory_mib,
         )
         self._view.milestone(f"Redis answers on port {self._redis.server.port}")
-        return self._redis.server.url
+        return self._planner.broker_url(self._redis.server.url)
 
     def _write_note(self) -> None:
         if self._note.state != "running":

@@ -123,6 +123,7 @@ class HeartbeatRequest(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     IS_FINAL_FIELD_NUMBER: _builtins.int
+    NOTICE_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     incarnation: _builtins.str
     state: _builtins.str
@@ -133,6 +134,8 @@ class HeartbeatRequest(_message.Message):
     """why it is about to end; empty otherwise"""
     is_final: _builtins.bool
     """it would fail in the same way if it were started again"""
+    notice: _builtins.str
+    """what a person should read; sent once"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag:
         """the policy that it holds"""
@@ -147,10 +150,11 @@ class HeartbeatRequest(_message.Message):
         in_flight: _builtins.int = ...,
         failure: _builtins.str = ...,
         is_final: _builtins.bool = ...,
+        notice: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "in_flight", b"in_flight", "incarnation", b"incarnation", "is_final", b"is_final", "member_id", b"member_id", "policy", b"policy", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "in_flight", b"in_flight", "incarnation", b"incarnation", "is_final", b"is_final", "member_id", b"member_id", "notice", b"notice", "policy", b"policy", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

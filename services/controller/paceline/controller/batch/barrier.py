@@ -3,10 +3,12 @@
     scored headers -> judge -> admitted groups -> (closed) -> batch in (prompt id, sample index) order
 
 With v the step's policy version and d its digest, a header is admitted only if its version is v and its
-digest is d; each trajectory id is admitted at most once. The barrier closes when every expected group is
-complete or dropped; groups may be added while it is open. A complete group may be set aside: it is not
-trained, though nothing is wrong with it. The batch does not depend on the order of arrival: of repeats of a
-trajectory the first is kept, and repeats carry the same tokens.
+digest is d; each trajectory id is admitted at most once. A sample is settled when it is admitted or has
+failed: its reward could not be computed, or its group was refused. The barrier closes when every sample is
+settled; only then are the groups with failed samples dropped. A good copy of a failed sample that comes
+before that is admitted. Groups may be added while the barrier is open. A complete group may be set aside: it
+is not trained, though nothing is wrong with it. The batch does not depend on the order of arrival: of repeats
+of a trajectory the first is kept, and repeats carry the same tokens.
 """
 
 from __future__ import annotations
@@ -44,6 +46,10 @@ class DroppedGroup:
     message: str
 
 
+_Failure = tuple[str, str]
+"""Reason and message."""
+
+
 class Barrier:
     """Collects the groups of one step.
 
@@ -68,7 +74,7 @@ class Barrier:
         self._num_greedy = int(with_greedy)
         self._admitted: dict[TrajectoryId, ScoredHeader] = {}
         self._num_admitted = Counter[int]()
-        self._dropped: dict[int, DroppedGroup] = {}
+        self._failures: dict[int, dict[TrajectoryId, _Failure]] = {}
         self._aside: set[int] = set()
         self._open = set(self._expected)
         self.verdicts = Counter[Verdict]()
@@ -83,12 +89,12 @@ class Barrier:
 
     @property
     def closed(self) -> bool:
-        """Whether every group is complete or dropped."""
+        """Whether every sample is settled."""
         return not self._open
 
     @property
     def num_admitted(self) -> int:
-        """Trajectories admitted so far, including those of groups that were dropped later."""
+        """Trajectories admitted so far, including those of groups that will be dropped."""
         return len(self._admitted)
 
     @property
@@ -103,13 +109,17 @@ class Barrier:
 
     @property
     def missing(self) -> list[int]:
-        """Prompt ids of the groups that are neither complete nor dropped, ascending."""
+        """Prompt ids of the groups with samples that are not settled, ascending."""
         return sorted(self._open)
 
     @property
     def dropped(self) -> list[DroppedGroup]:
-        """The groups dropped so far, by prompt id."""
-        return [self._dropped[prompt_id] for prompt_id in sorted(self._dropped)]
+        """The groups with failed samples, by prompt id, each with the reason of the first of them."""
+        failed = {p: sorted(failures.items()) for p, failures in sorted(self._failures.items()) if failures}
+        return [
+            DroppedGroup(prompt_id=prompt_id, reason=failures[0][1][0], message=failures[0][1][1])
+            for prompt_id, failures in failed.items()
+        ]
 
     def judge(self, header: ScoredHeader) -> Verdict:
         """The verdict on `header`. Changes nothing, so that the journal can be written first."""
@@ -120,7 +130,7 @@ class Barrier:
             return Verdict.WRONG_DIGEST
         if key.step != self.step or not 0 <= key.sample_index < self._num_wanted(key):
             return Verdict.UNKNOWN
-        if key.prompt_id in self._dropped or key.prompt_id in self._aside:
+        if key.prompt_id in self._aside:
             return Verdict.GROUP_DROPPED
         if key in self._admitted:
             return Verdict.DUPLICATE
@@ -135,16 +145,34 @@ class Barrier:
         if verdict is Verdict.ADMITTED:
             self._admitted[header.trajectory_id] = header
             self._num_admitted[prompt_id] += 1
-            if self._num_admitted[prompt_id] == self._expected[prompt_id] + self._num_greedy:
-                self._open.discard(prompt_id)
+            self._failures.get(prompt_id, {}).pop(header.trajectory_id, None)
         elif verdict is Verdict.REWARD_ERROR and header.reward_error is not None:
             kind, message = header.reward_error
-            self.drop(prompt_id, reason=f"reward:{kind}", message=message)
+            self._fail(header.trajectory_id, (f"reward:{kind}", message))
+        self._settle(prompt_id)
 
-    def drop(self, prompt_id: int, *, reason: str, message: str) -> None:
-        """Drops a group; its trajectories, admitted or still to come, are not trained."""
-        self._dropped.setdefault(prompt_id, DroppedGroup(prompt_id=prompt_id, reason=reason, message=message))
-        self._open.discard(prompt_id)
+    def refuse(self, prompt_id: int, purpose: Purpose, *, reason: str, message: str) -> bool:
+        """Notes that some samples of a group will not be generated; returns whether they were wanted."""
+        if prompt_id not in self._expected or prompt_id in self._aside:
+            return False
+        keys = [key for key in self._keys_of(prompt_id) if key.purpose == purpose.value]
+        missing = [key for key in keys if key not in self._admitted]
+        for key in missing:
+            self._fail(key, (reason, message))
+        self._settle(prompt_id)
+        return bool(missing)
+
+    def _fail(self, key: TrajectoryId, failure: _Failure) -> None:
+        failures = self._failures.setdefault(key.prompt_id, {})
+        # Of several failures of a sample the least is kept, so that the reason does not depend on arrival.
+        failures[key] = min(failure, failures.get(key, failure))
+
+    def _settle(self, prompt_id: int) -> None:
+        if prompt_id in self._open:
+            num_failed = len(self._failures.get(prompt_id, ()))
+            wanted = self._expected[prompt_id] + self._num_greedy
+            if self._num_admitted[prompt_id] + num_failed == wanted:
+                self._open.discard(prompt_id)
 
     def set_aside(self, prompt_id: int) -> None:
         """Excludes a complete group from training; raises ProtocolError for any other."""
@@ -155,9 +183,12 @@ class Barrier:
         self._aside.add(prompt_id)
 
     def is_complete(self, prompt_id: int) -> bool:
-        """Whether a group has all its samples, and is neither dropped nor set aside."""
+        """Whether a group has all its samples and is not set aside."""
         settled = prompt_id in self._expected and prompt_id not in self._open
-        return settled and prompt_id not in self._dropped and prompt_id not in self._aside
+        return settled and not self._has_failed(prompt_id) and prompt_id not in self._aside
+
+    def _has_failed(self, prompt_id: int) -> bool:
+        return bool(self._failures.get(prompt_id))
 
     def group(self, prompt_id: int) -> list[ScoredHeader]:
         """The admitted headers of a group, by sample index; a greedy answer comes first."""
@@ -185,7 +216,7 @@ class Barrier:
         return {
             key.prompt_id: self._admitted[key]
             for key in sorted(self._admitted)
-            if key.purpose == Purpose.GREEDY.value and key.prompt_id not in self._dropped
+            if key.purpose == Purpose.GREEDY.value and not self._has_failed(key.prompt_id)
         }
 
     def _samples(self, wanted: Callable[[int], bool]) -> list[ScoredHeader]:
@@ -194,7 +225,7 @@ class Barrier:
             self._admitted[key]
             for key in sorted(self._admitted)
             if key.purpose == self.purpose.value
-            and key.prompt_id not in self._dropped
+            and not self._has_failed(key.prompt_id)
             and wanted(key.prompt_id)
         ]
 

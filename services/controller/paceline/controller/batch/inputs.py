@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from paceline.config.run import RunConfig
 from paceline.core.trajectory import SamplingSpec
@@ -13,7 +16,7 @@ from paceline.data.prompts import PromptSet, load_tokenizer, stop_token_ids
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
     """Training and held-out prompts, the cursor over the former, and the tokens that end an answer."""
 
@@ -21,6 +24,18 @@ class Inputs:
     val: PromptSet | None
     cursor: PromptCursor
     stop_token_ids: tuple[int, ...]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of all prompts' tokens and of what their rewards need, so that a resumed run notices other data."""
+        digest = hashlib.blake2b(digest_size=16)
+        for prompts in (self.train, self.val):
+            for prompt_id, prompt in sorted(prompts.prompts.items()) if prompts is not None else ():
+                context = json.dumps(asdict(prompt.context), sort_keys=True, default=repr)
+                digest.update(f"{prompt_id}\n{context}\n".encode(errors="backslashreplace"))
+                digest.update(prompt.token_ids.tobytes())
+            digest.update(b"\0")
+        return digest.hexdigest()
 
     def sampling(self, config: RunConfig, temperature: float) -> SamplingSpec:
         """How answers are sampled at a temperature."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from paceline.controller.batch.dispatch import Batch, Order
+from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.dispatch import Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.refill import Refill
 from paceline.controller.progress import Run
@@ -25,7 +26,7 @@ class TrainingBatches:
         self._config, self._journal, self._events, self._inputs = run.config, run.journal, run.events, inputs
 
     def plan(self, *, step: int, policy: PolicyTag) -> tuple[Order, Refill | None]:
-        """Draws a step's prompts and journals them; the refill is None without dynamic sampling."""
+        """Draws a step's prompts and journals them once; the refill is None without dynamic sampling."""
         config, inputs = self._config, self._inputs
         order = Order(
             step=step,
@@ -36,13 +37,15 @@ class TrainingBatches:
             sampling=inputs.sampling(config, config.rollout.temperature),
             with_greedy=config.needs_greedy,
         )
-        self._journal.record(
-            "dispatch",
-            step=step,
-            policy=str(policy),
-            prompts=list(order.prompts),
-            **({"greedy": True} if order.with_greedy else {}),
-        )
+        recorded = self._journal.standing.current
+        if recorded is None or (recorded.step, recorded.prompts) != (step, tuple(order.prompts)):
+            self._journal.record(
+                "dispatch",
+                step=step,
+                policy=str(policy),
+                prompts=list(order.prompts),
+                **({"greedy": True} if order.with_greedy else {}),
+            )
         return order, self._refill(order)
 
     def check(self, step: int, batch: Batch, refill: Refill | None) -> None:

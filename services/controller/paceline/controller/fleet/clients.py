@@ -53,13 +53,16 @@ async def while_alive(member: Member, call: Coroutine[Any, Any, T], gone: Gone) 
         await asyncio.gather(calling, leaving, return_exceptions=True)
 
 
-async def is_serving(address: str) -> bool:
-    """Whether a member at the address answers within a second that it is healthy."""
+async def is_serving(address: str, incarnation: str) -> bool:
+    """Whether this incarnation answers at the address within a second, and is not about to leave.
+
+    Another process may have got the port of one that is gone.
+    """
     channel = connect(address)
     try:
         answer = await call(
             health_pb2_grpc.HealthStub(channel).Check,
-            health_pb2.HealthCheckRequest(),
+            health_pb2.HealthCheckRequest(service=incarnation),
             timeout_s=_PROBE_S,
             phase="PROBE",
             peer=address,
@@ -83,26 +86,32 @@ class LearnerWeights:
 
 
 class Channels:
-    """One gRPC channel per address, opened when first used; every call carries the controller's term."""
+    """One gRPC channel per member, opened when first used; every call carries the controller's term.
+
+    A member that is started again at another address gets a new channel. gRPC closes the old one when the
+    last call over it is over.
+    """
 
     def __init__(self, config: RunConfig, token: str, term: int) -> None:
         self._max_message_bytes, self._token, self._term = config.service.max_message_mib << 20, token, term
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
 
     def to(self, member: Member) -> grpc.aio.Channel:
         """The channel to a member's address."""
-        if member.address not in self._channels:
-            self._channels[member.address] = connect(
+        address, channel = self._channels.get(member.member_id, ("", None))
+        if channel is None or address != member.address:
+            channel = connect(
                 member.address,
                 token=self._token,
                 max_message_bytes=self._max_message_bytes,
                 term=self._term,
             )
-        return self._channels[member.address]
+            self._channels[member.member_id] = member.address, channel
+        return channel
 
     async def close(self) -> None:
         """Closes every channel."""
-        for channel in self._channels.values():
+        for _, channel in self._channels.values():
             await channel.close(grace=None)
         self._channels.clear()
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.controller.batch.dispatch import Batch
+from paceline.controller.batch.collect import Batch
 from paceline.controller.guard.policy import Firing, GuardDecision, GuardPolicy
 from paceline.controller.progress import Run
 from paceline.core.guard import Action, Adjustments, Reading, worst
@@ -23,12 +23,17 @@ from paceline.core.training import TrainResult
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """A step between LEARN and PUBLISH: its batch, the learner's result, the seconds since its dispatch."""
+    """A step between LEARN and PUBLISH.
+
+    Attributes:
+        result: the learner's.
+        seconds: since the dispatch; None where the step was interrupted.
+    """
 
     step: int
     batch: Batch
     result: TrainResult
-    seconds: float
+    seconds: float | None
 
 
 class Guard:
@@ -40,10 +45,13 @@ class Guard:
 
     def __init__(self, run: Run) -> None:
         self._journal, self._events, config = run.journal, run.events, run.config
-        self._enabled = config.guard.enabled
-        self._policy = GuardPolicy(config.guard, kl_coef=config.algorithm.kl_ctrl.kl_coef)
+        self._config, self._enabled = config, config.guard.enabled
+        self._policy = self._new_policy()
         self.may_roll_back = config.guard.uses(Action.ROLLBACK)
         self.good = True
+
+    def _new_policy(self) -> GuardPolicy:
+        return GuardPolicy(self._config.guard, kl_coef=self._config.algorithm.kl_ctrl.kl_coef)
 
     @property
     def adjustments(self) -> Adjustments:
@@ -112,8 +120,9 @@ class Guard:
         """For the checkpoint."""
         return self._policy.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """From the checkpoint."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes to a state that `state_dict` gave; {} is that of a new run."""
+        self._policy, self.good = self._new_policy(), True
         self._policy.load_state_dict(state)
 
     def _own_readings(self, outcome: StepOutcome) -> list[Reading]:
@@ -122,10 +131,10 @@ class Guard:
         bad = sum(not math.isfinite(value) for value in outcome.result.metrics.values())
         if bad:
             readings.append(Reading(rule="non_finite", value=float(bad)))
-        rate, reference = (
-            outcome.batch.num_tokens / outcome.seconds,
-            self._policy.histories.reference("throughput"),
-        )
+        if outcome.seconds is None:
+            return readings
+        rate = outcome.batch.num_tokens / outcome.seconds
+        reference = self._policy.histories.reference("throughput")
         self._policy.histories.add("throughput", rate)
         if reference is not None:
             readings.append(Reading(rule="throughput", value=rate, reference=reference))

@@ -1,44 +1,40 @@
-"""The checkpoints of a run: the controller's part of the manifest, resuming, removing old ones, rollbacks."""
+"""The checkpoints of a run: the controller's part of the manifest, writing, removing old ones, rollbacks."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config.run import RunConfig
-from paceline.controller.batch.inputs import Inputs
 from paceline.controller.fleet.clients import LearnerClient
 from paceline.controller.fleet.membership import Member
 from paceline.controller.progress import Run
-from paceline.core.errors import CheckpointError, GuardError
+from paceline.core.errors import CheckpointError, DeadlineError, GuardError, PeerLostError
 from paceline.data.cursor import CursorState
 
 MANIFEST = "manifest.json"
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerState:
-    """The controller's state that a resumed run needs.
+    """The controller's state at the end of a step, for a run that goes on from its checkpoint.
 
     Attributes:
-        num_prompts: shows whether the data changed.
         guard: the state of the guard's policy.
         good: whether a rollback may return to these weights.
+        metrics: the step's metrics up to its checkpoint, with which the step can be finished.
     """
 
     run_id: str
     step: int
     cursor: CursorState
-    num_prompts: int
-    seed: int
     guard: Mapping[str, Any] = field(default_factory=dict)
     good: bool = True
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """As JSON."""
@@ -47,8 +43,9 @@ class ControllerState:
     @classmethod
     def from_plain(cls, plain: Any) -> ControllerState:
         """Reads what `to_bytes` wrote, parsed; raises CheckpointError where it cannot be read."""
+        known = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
         try:
-            return cls(**{**plain, "cursor": CursorState(**plain["cursor"])})
+            return cls(**{**known, "cursor": CursorState(**plain["cursor"])})
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint's controller state cannot be read: {error}; "
@@ -61,9 +58,10 @@ def folder_of(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
-def newest(run_dir: Path) -> tuple[Path, ControllerState] | None:
-    """The newest complete checkpoint; None where there is none."""
-    return next(complete(run_dir), None)
+def of_step(run_dir: Path, run_id: str, step: int) -> ControllerState | None:
+    """The controller's state in the checkpoint of a step; None where that is missing or incomplete."""
+    folder = folder_of(run_dir, step)
+    return next((s for f, s in complete(run_dir) if f == folder and s.run_id == run_id), None)
 
 
 def complete(run_dir: Path) -> Iterator[tuple[Path, ControllerState]]:
@@ -102,45 +100,62 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     return doomed
 
 
-def resume(run_dir: Path, config: RunConfig, inputs: Inputs) -> tuple[Path, ControllerState] | None:
-    """The newest checkpoint, with the cursor of `inputs` set to its position; None if the run starts afresh.
-
-    Raises:
-        CheckpointError: the checkpoint is of other data or of another seed.
-    """
-    resumed = newest(run_dir) if config.trainer.resume == "auto" else None
-    if resumed is None:
-        return None
-    folder, state = resumed
-    num_prompts, seed = len(inputs.train.prompts), config.trainer.seed
-    if (state.num_prompts, state.seed) != (num_prompts, seed):
-        raise CheckpointError(
-            f"{folder} was written with {state.num_prompts} prompts and seed {state.seed}; now there are "
-            f"{num_prompts} and {seed}. Resume with the same data and seed, or set trainer.resume: never and "
-            "another trainer.run_dir"
-        )
-    inputs.cursor.restore(state.cursor)
-    log.info("resuming run %s after step %d from %s", state.run_id, state.step, folder)
-    return resumed
+def set_aside(run_dir: Path, last_step: int) -> list[Path]:
+    """Renames the checkpoints of later steps, which are void, so that nobody goes on from them."""
+    renamed = []
+    for folder in sorted((run_dir / "checkpoints").glob("step_*")):
+        if int(folder.name.rpartition("_")[2]) > last_step:
+            target = folder.with_name(f"void_{folder.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            folder.rename(target)
+            renamed.append(folder)
+    return renamed
 
 
 class Checkpoints:
-    """Owns the folder `checkpoints` of a run directory."""
+    """Owns the folder `checkpoints` of a run directory.
+
+    A checkpoint is written while the run goes on; it counts when it is complete.
+    """
 
     def __init__(self, run: Run, learner: LearnerClient) -> None:
         self._run, self._learner = run, learner
+        self._writing: asyncio.Task[None] | None = None
 
     async def save(self, learner: Member, state: ControllerState) -> float:
-        """Makes the learner write a checkpoint and removes old ones; returns the seconds of the former."""
-        journal, folder = self._run.journal, folder_of(self._run.dir, state.step)
+        """Makes the learner begin to write a checkpoint; returns the seconds that it is held up."""
+        await self.written()
+        folder = folder_of(self._run.dir, state.step)
         seconds = await self._learner.save(
             learner, step=state.step, folder=str(folder), controller_state=state.to_bytes()
         )
-        await self._learner.wait_checkpoint(learner, step=state.step)
+        self._writing = asyncio.create_task(self._complete(learner, folder, state), name="checkpoint")
+        return seconds
+
+    async def written(self) -> None:
+        """Returns when the checkpoint that was saved last is complete, or has failed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    async def abandon(self) -> None:
+        """Waits no longer for the checkpoint that was saved last: the learner is gone, or the run ends."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+    async def _complete(self, learner: Member, folder: Path, state: ControllerState) -> None:
+        """Waits for a checkpoint and removes old ones. One that fails is one less; the run goes on."""
+        journal = self._run.journal
+        try:
+            await self._learner.wait_checkpoint(learner, step=state.step)
+        except (CheckpointError, PeerLostError, DeadlineError) as error:
+            self._run.events.notice(f"step {state.step}: its checkpoint was not written: {error}")
+            return
         journal.record("checkpoint", step=state.step, folder=str(folder), good=state.good)
         for old in prune(self._run.dir, self._run.config.trainer.keep_checkpoints):
             journal.record("checkpoint_removed", folder=str(old))
-        return seconds
 
     async def roll_back(self, learner: Member, *, step: int, reason: str) -> dict[str, float]:
         """Makes the learner load the last good weights as version `step`; returns metrics.
@@ -148,6 +163,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there is none.
         """
+        await self.written()
         last_good = self._last_good(step)
         if last_good is None:
             raise CheckpointError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from paceline.controller.batch.barrier import Verdict
-from paceline.controller.batch.dispatch import Batch, reward_components
+from paceline.controller.batch.collect import Batch, reward_components
 
 _REJECTED = (Verdict.WRONG_VERSION, Verdict.WRONG_DIGEST, Verdict.UNKNOWN, Verdict.ABORTED)
 
@@ -84,30 +84,37 @@ def validation(batch: Batch, *, seconds: float) -> dict[str, float]:
 
 
 class MetricsFile:
-    """One JSON line per step, keys in a fixed order, so that two runs can be compared line by line.
+    """One JSON line per step, keys in a fixed order, so that two runs can be compared line by line."""
 
-    Args:
-        path: the file.
-        last_step: lines of later steps, which a run wrote after its last checkpoint, are dropped.
-    """
-
-    def __init__(self, path: Path, *, last_step: int) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        kept = [line for line in _lines(path) if int(json.loads(line)["step"]) <= last_step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
+
+    def cut(self, last_step: int) -> None:
+        """Drops the lines of later steps: those of steps that are not finished, or void."""
+        lines = _lines(self._path)
+        complete = [line for line in lines if line.endswith("\n")]
+        kept = [line for line in complete if int(json.loads(line)["step"]) <= last_step]
+        if kept == lines and self._path.exists():
+            return
+        temporary = self._path.with_suffix(".tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write("".join(kept))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._path)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one step; a value that is not finite becomes null."""
+        """Writes one step, to the disk; a value that is not finite becomes null."""
         row: dict[str, float | int | None] = {"step": step}
         row |= {key: (value if math.isfinite(value) else None) for key, value in sorted(metrics.items())}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _lines(path: Path) -> list[str]:
     if not path.exists():
         return []
     with path.open(encoding="utf-8") as file:
-        return [line for line in file if line.endswith("\n")]
+        return list(file)

@@ -3,13 +3,18 @@
     FORMING -> PUBLISH v0 -> COMMIT -> (VALIDATE) ->
       { DISPATCH -> COLLECT -> LEARN -> (ROLLBACK) -> PUBLISH -> COMMIT -> (VALIDATE) (CHECKPOINT) } -> ENDED
 
-    consumes     prompt ids of the cursor, scored headers
-    waits for    the barrier to close, the learner to train, the servers to hold the new digest
-    unblocked by trajectories, TrainStep's reply, ReceiveWeights' replies; each with a deadline
-    produces     policy versions, one line of metrics per step, checkpoints
+consumes     prompt ids of the cursor, scored headers
+waits for    the barrier to close, the learner to train, the servers to hold the new digest
+unblocked by trajectories, TrainStep's reply, ReceiveWeights' replies; each with a deadline
+produces     policy versions, one line of metrics per step, checkpoints
 
 Step k (from 1) trains version k-1 into version k; after a rollback version k has the weights of an earlier
 one. Every transition is journalled before it takes effect.
+
+A step is finished when its metrics are written and its event `step` is in the journal; what it needed in the
+broker goes after that. A step that was interrupted, by a restart of the controller or the loss of a member,
+is executed again from its DISPATCH: prompts that are there are not sent again, the log gives the same
+trajectories, and the learner repeats its answer to the same batch.
 """
 
 from __future__ import annotations
@@ -18,8 +23,9 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 
-from paceline.controller.batch.dispatch import Batch, Collector, Order
+from paceline.controller.batch.collect import Batch, Collector
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.training_batch import TrainingBatches, rows
 from paceline.controller.fleet.clients import LearnerClient
@@ -29,20 +35,27 @@ from paceline.controller.guard.report import Guard, StepOutcome
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run import metrics as step_metrics
+from paceline.controller.run.align import Alignment
 from paceline.controller.run.checkpoints import Checkpoints, ControllerState
 from paceline.controller.run.metrics import MetricsFile
-from paceline.controller.run.trajectories import TrajectoryFile
+from paceline.controller.run.publication import Publication
+from paceline.controller.run.trajectories import save_trajectories
+from paceline.controller.run.validation import Validation
 from paceline.controller.weights.push import WeightPush
-from paceline.core.errors import PeerLostError
-from paceline.core.ids import Purpose
+from paceline.core.errors import DeadlineError, LostDataError, PeerLostError
+from paceline.core.members import MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
-from paceline.data.prompts import PromptSet
+from paceline.data.cursor import CursorState
 from paceline.service.telemetry import record, span
+
+# How often a step may be collected again, and how often a run may align without finishing a step.
+_MAX_RECOLLECTS = 3
+_MAX_LOSSES = 5
 
 
 class Sequencer:
-    """Runs the loop, from where `progress.step` stands to trainer.total_steps."""
+    """Runs the loop, from where the journal stands to trainer.total_steps."""
 
     def __init__(
         self,
@@ -57,57 +70,110 @@ class Sequencer:
         guard: Guard,
     ) -> None:
         self._run, self._config, self.progress, self._inputs = run, run.config, progress, inputs
-        self._collector, self._learner, self._push = collector, learner, push
-        self._supervisor, self._guard = supervisor, guard
+        self._collector, self._learner, self._guard = collector, learner, guard
+        self._supervisor = supervisor
         self._batches = TrainingBatches(run, inputs)
         self._checkpoints = Checkpoints(run, learner)
-        # Step 0 is written again by a run that starts from the beginning or from the checkpoint of step 0.
-        self._metrics_file = MetricsFile(run.dir / "metrics.jsonl", last_step=progress.step or -1)
+        self._metrics_file = MetricsFile(run.dir / "metrics.jsonl")
+        self._publication = Publication(run, progress, push, learner, supervisor)
+        self._validation = Validation(run, progress, inputs, collector)
+        self._alignment = Alignment(
+            run,
+            progress,
+            inputs=inputs,
+            collector=collector,
+            learner=learner,
+            publication=self._publication,
+            supervisor=supervisor,
+            guard=guard,
+            metrics_file=self._metrics_file,
+        )
+        self._losses = _Losses()
 
     async def run(self) -> None:
-        """Runs to the end."""
-        trainer, progress = self._config.trainer, self.progress
-        with span("start"):
-            progress.move(Phase.FORMING)
-            await self._supervisor.all_ready(
-                num_rollouts=self._config.rollout.replicas,
-                step=progress.step,
-                timeout_s=self._config.service.startup_timeout_s,
-            )
-            metrics = await self._publish(progress.step)
-        if progress.step == 0:
-            if trainer.val_before_train:
-                metrics |= await self._validate()
-            if self._guard.may_roll_back:
-                metrics |= await self._checkpoint()
-            self._finish_step(metrics)
-        while progress.step < trainer.total_steps:
-            progress.step += 1
-            with span("step", attributes={"paceline.step": progress.step}):
-                metrics, rolled_back = await self._train_step()
-                last = progress.step == trainer.total_steps
-                if last or (trainer.test_freq and progress.step % trainer.test_freq == 0):
-                    metrics |= await self._validate()
-                # A rollback is saved at once, so that a resumed run does not repeat the steps that led to it.
-                if last or rolled_back or (trainer.save_freq and progress.step % trainer.save_freq == 0):
-                    metrics |= await self._checkpoint()
-                self._finish_step(metrics)
+        """Runs to the end; aligns again when a member is lost that a step cannot do without.
+
+        Raises:
+            PacelineError: the run cannot go on.
+        """
+        try:
+            while not await self._run_until_loss():
+                await self._checkpoints.abandon()
+        finally:
+            await self._checkpoints.abandon()
         self._guard.summarize()
-        progress.move(Phase.ENDED)
+        self.progress.move(Phase.ENDED)
+
+    async def _run_until_loss(self) -> bool:
+        """Aligns and runs; returns whether all steps are done, rather than a member lost."""
+        try:
+            await self._align()
+            await self._steps()
+        except (PeerLostError, DeadlineError) as error:
+            finished = self._run.journal.standing.finished
+            if not self._is_loss(error) or not self._losses.may_go_on(finished):
+                raise
+            self._run.events.notice(f"step {self.progress.step}: {error}")
+            return False
+        return True
+
+    def _is_loss(self, error: PeerLostError | DeadlineError) -> bool:
+        """Whether the error says that a member was lost that the loop cannot do without."""
+        if isinstance(error, PeerLostError):
+            return True
+        learners = [m.member_id for m in self._supervisor.fleet.members(MemberKind.LEARNER)]
+        peer = error.peer
+        return peer in learners or (isinstance(peer, RankRef) and peer.kind is MemberKind.LEARNER)
+
+    async def _align(self) -> None:
+        with span("start"):
+            await self._alignment.align()
+            while self._alignment.saved is not None:
+                self._finish_saved(self._alignment.saved)
+                await self._alignment.align()
+
+    async def _steps(self) -> None:
+        trainer, standing = self._config.trainer, self._run.journal.standing
+        if standing.finished < 0:
+            await self._start()
+        while standing.finished < trainer.total_steps:
+            self.progress.step = standing.finished + 1
+            with span("step", attributes={"paceline.step": self.progress.step}):
+                await self._step()
+        await self._checkpoints.written()
+
+    async def _start(self) -> None:
+        """Step 0: the starting model is published, and measured."""
+        metrics = await self._publication.publish(0)
+        if self._config.trainer.val_before_train:
+            metrics |= await self._validation.validate(self._policy)
+        if self._guard.may_roll_back:
+            metrics |= await self._checkpoint(metrics)
+        self._finish_step(metrics)
+
+    async def _step(self) -> None:
+        trainer, step = self._config.trainer, self.progress.step
+        metrics, rolled_back = await self._train_step()
+        last = step == trainer.total_steps
+        if last or (trainer.test_freq and step % trainer.test_freq == 0):
+            metrics |= await self._validation.validate(self._policy)
+        # A rollback is saved at once, so that a resumed run does not repeat the steps that led to it.
+        if last or rolled_back or (trainer.save_freq and step % trainer.save_freq == 0):
+            metrics |= await self._checkpoint(metrics)
+        self._finish_step(metrics)
 
     # --- a training step
 
     async def _train_step(self) -> tuple[dict[str, float], bool]:
         """Runs DISPATCH to COMMIT; returns the step's metrics, and whether it was rolled back."""
-        began = time.monotonic()
-        await self._admit_newcomers()
-        step, policy = self.progress.step, self._policy
-        batch = await self._collect(step, policy)
-        result, learn_s = await self._learn(step, policy, batch)
-        decision, guarded = await self._judge(result, batch, time.monotonic() - began)
-        pushed = await self._publish(step)
+        began, step, policy = time.monotonic(), self.progress.step, self._policy
+        # What the last step left goes now, because that step is finished only now.
         with _timer() as cleanup:
-            await self._collector.clean_up(policy, batch)
+            await self._collector.clean_up(step - 2)
+        batch, result, learn_s = await self._collect_and_learn(step, policy)
+        is_resumed = self._alignment.resumed == step
+        decision, guarded = await self._judge(result, batch, None if is_resumed else time.monotonic() - began)
+        pushed = await self._publication.publish(step)
         metrics = step_metrics.assemble(
             batch,
             learner={**result.metrics, **guarded},
@@ -118,6 +184,26 @@ class Sequencer:
         )
         return metrics, decision.rollback
 
+    async def _collect_and_learn(self, step: int, policy: PolicyTag) -> tuple[Batch, TrainResult, float]:
+        """DISPATCH to LEARN; once more from the beginning where the broker has lost the trajectories."""
+        while True:
+            cursor = self._inputs.cursor.state
+            try:
+                batch = await self._collect(step, policy)
+                result, learn_s = await self._learn(step, policy, batch)
+                return batch, result, learn_s
+            except LostDataError as error:
+                await self._recollect(step, cursor, error)
+
+    async def _recollect(self, step: int, cursor: CursorState, error: LostDataError) -> None:
+        current = self._run.journal.standing.in_progress(step)
+        if current.trained or current.num_recollects == _MAX_RECOLLECTS:
+            raise error
+        self._run.events.notice(f"step {step}: its trajectories are collected again: {error}")
+        self._run.journal.record("recollect", step=step, reason=str(error))
+        await self._collector.begin_anew()
+        self._inputs.cursor.restore(cursor)
+
     async def _collect(self, step: int, policy: PolicyTag) -> Batch:
         """DISPATCH and COLLECT."""
         order, refill = self._batches.plan(step=step, policy=policy)
@@ -126,23 +212,34 @@ class Sequencer:
             await self._collector.dispatch(order)
         self.progress.move(Phase.COLLECT)
         with span("collect"):
-            batch = await self._collector.collect(order, refill)
+            async with self._publication.to_newcomers(policy):
+                batch = await self._collector.collect(order, refill)
         self._batches.check(step, batch, refill)
         return batch
 
     async def _learn(self, step: int, policy: PolicyTag, batch: Batch) -> tuple[TrainResult, float]:
         """LEARN; returns the learner's result and the seconds it took."""
-        self.progress.move(Phase.LEARN)
+        journal = self._run.journal
         order = TrainOrder(step=step, policy=policy, rows=rows(batch), adjustments=self._guard.adjustments)
-        with span("learn"), _timer() as learn:
-            result, _ = await asyncio.gather(
-                self._learner.train(self._supervisor.learner, order),
-                self._save_trajectories("step", batch, self._inputs.train),
-            )
+        journal.record("batch", step=step, policy=str(policy), digest=order.digest, num_rows=len(order.rows))
+        self.progress.move(Phase.LEARN)
+        saving = asyncio.create_task(
+            save_trajectories(self._run, "step", step, batch, self._inputs.train, self._collector.texts),
+            name="save trajectories",
+        )
+        try:
+            with span("learn"), _timer() as learn:
+                result = await self._learner.train(self._alignment.learner, order)
+                await saving
+        finally:
+            saving.cancel()
+            await asyncio.wait([saving])
+        if not journal.standing.in_progress(step).trained:
+            journal.record("trained", step=step, digest=order.digest)
         return result, learn.seconds
 
     async def _judge(
-        self, result: TrainResult, batch: Batch, seconds: float
+        self, result: TrainResult, batch: Batch, seconds: float | None
     ) -> tuple[GuardDecision, dict[str, float]]:
         """Applies the guard to weights that are not published yet; rolls them back if it says so.
 
@@ -154,54 +251,18 @@ class Sequencer:
             StepOutcome(step=step, result=result, batch=batch, seconds=seconds)
         )
         if decision.stop:
-            self._finish_step({**result.metrics, **metrics})
+            await self._checkpoints.written()
+            self._write_metrics({**result.metrics, **metrics})
             self._guard.summarize()
             raise self._checkpoints.stopped(step, decision.stop)
         if decision.rollback:
             self.progress.move(Phase.ROLLBACK)
             with span("rollback"):
                 metrics |= await self._checkpoints.roll_back(
-                    self._supervisor.learner, step=step, reason=decision.reason
+                    self._alignment.learner, step=step, reason=decision.reason
                 )
             self._guard.rolled_back(step, to_step=int(metrics["guard/rolled_back_to"]))
         return decision, metrics
-
-    # --- weights
-
-    async def _publish(self, version: int) -> dict[str, float]:
-        """PUBLISH and COMMIT, over a new weight group if the current one no longer fits the fleet."""
-        while True:
-            await self._ensure_epoch(version)
-            self.progress.move(Phase.PUBLISH)
-            with span("publish", attributes={"paceline.version": version}):
-                candidate = await self._push.transfer(version)
-            if candidate is not None:
-                break
-        self._run.journal.record("commit", version=version, digest=candidate.policy.digest)
-        self.progress.move(Phase.COMMIT)
-        with span("commit", attributes={"paceline.version": version}):
-            metrics = await self._push.commit(candidate)
-        self.progress.policy = candidate.policy
-        return metrics
-
-    async def _ensure_epoch(self, version: int) -> None:
-        learner, rollouts = self._supervisor.learner, self._supervisor.rollouts
-        if self._push.epochs.fits(learner, rollouts):
-            return
-        if self.progress.phase is not Phase.FORMING:
-            self.progress.move(Phase.FORMING)
-        learner_version = await self._push.epochs.form(learner, rollouts)
-        if learner_version != version:
-            raise PeerLostError(
-                f"the learner holds version {learner_version}, the run stands at {version}: it was "
-                "restarted; start the same command again: it goes on from the newest checkpoint",
-                peer=learner.member_id,
-            )
-
-    async def _admit_newcomers(self) -> None:
-        """Pushes the current version to servers that came since the last push."""
-        if not self._push.epochs.fits(self._supervisor.learner, self._supervisor.rollouts):
-            await self._publish(self._policy.version)
 
     @property
     def _policy(self) -> PolicyTag:
@@ -209,66 +270,59 @@ class Sequencer:
             raise PeerLostError("no policy is committed yet", peer="rollout")
         return self.progress.policy
 
-    # --- between steps
+    # --- the end of a step
 
-    async def _validate(self) -> dict[str, float]:
-        """VALIDATE; returns its metrics, {} without held-out prompts."""
-        if self._inputs.val is None:
-            return {}
-        began = time.monotonic()
-        self.progress.move(Phase.VALIDATE)
-        val, config = self._config.rollout.val, self._config
-        ids = self._inputs.val.ids()[: config.data.val_max_prompts]
-        order = Order(
-            step=self.progress.step,
-            purpose=Purpose.VALIDATE,
-            policy=self._policy,
-            prompts={i: self._inputs.val.prompts[i] for i in ids},
-            num_samples=val.n,
-            sampling=self._inputs.sampling(config, val.temperature),
-        )
-        with span("validate"):
-            await self._collector.dispatch(order)
-            batch = await self._collector.collect(order)
-        await self._save_trajectories("val", batch, self._inputs.val)
-        await self._collector.discard(batch)
-        for group in batch.dropped:
-            self._run.journal.record(
-                "val_group_dropped",
-                step=order.step,
-                prompt=group.prompt_id,
-                reason=group.reason,
-                message=group.message,
-            )
-        return step_metrics.validation(batch, seconds=time.monotonic() - began)
-
-    async def _checkpoint(self) -> dict[str, float]:
+    async def _checkpoint(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """CHECKPOINT; returns the time it took as a metric."""
         self.progress.move(Phase.CHECKPOINT)
         state = ControllerState(
             run_id=self._run.id,
             step=self.progress.step,
             cursor=self._inputs.cursor.state,
-            num_prompts=len(self._inputs.train.prompts),
-            seed=self._config.trainer.seed,
             guard=self._guard.state_dict(),
             good=self._guard.good,
+            metrics={**metrics, "timing_s/checkpoint": 0.0},
         )
         with span("checkpoint"):
-            return {"timing_s/checkpoint": await self._checkpoints.save(self._supervisor.learner, state)}
+            return {"timing_s/checkpoint": await self._checkpoints.save(self._alignment.learner, state)}
 
-    async def _save_trajectories(self, name: str, batch: Batch, prompts: PromptSet) -> None:
-        if self._config.trainer.save_trajectories:
-            folder, step = self._run.dir / "trajectories", self.progress.step
-            file = TrajectoryFile(folder / f"{name}_{step:06d}.parquet", step=step, prompts=prompts.prompts)
-            await file.write(batch.samples, self._collector.texts)
+    def _finish_saved(self, state: ControllerState) -> None:
+        """Finishes a step of which only the end was left when its checkpoint was written."""
+        self.progress.step = state.step
+        self._inputs.cursor.restore(state.cursor)
+        self._guard.restore(state.guard)
+        self._finish_step(state.metrics)
 
     def _finish_step(self, metrics: Mapping[str, float]) -> None:
+        self._write_metrics(metrics)
+        self._run.journal.record(
+            "step",
+            step=self.progress.step,
+            log_position=self._collector.position,
+            cursor=asdict(self._inputs.cursor.state),
+            guard=self._guard.state_dict(),
+        )
+        self._run.events.step(self.progress.step, metrics)
+
+    def _write_metrics(self, metrics: Mapping[str, float]) -> None:
         self.progress.metrics = dict(metrics)
         self._metrics_file.append(self.progress.step, metrics)
         for name, value in metrics.items():
             record(name, value)
-        self._run.events.step(self.progress.step, metrics)
+
+
+class _Losses:
+    """Counts losses since a step was finished."""
+
+    def __init__(self) -> None:
+        self._finished, self._count = -1, 0
+
+    def may_go_on(self, finished: int) -> bool:
+        """Notes a loss; whether the run aligns again after it."""
+        if finished > self._finished:
+            self._finished, self._count = finished, 0
+        self._count += 1
+        return self._count <= _MAX_LOSSES
 
 
 class _Timer:

@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.controller.batch.collect import Batch
+from paceline.controller.progress import Run
 from paceline.core.trajectory import ScoredHeader
-from paceline.data.prompts import Prompt
+from paceline.data.prompts import Prompt, PromptSet
 
 ReadTexts = Callable[[Sequence[ScoredHeader]], Awaitable[Sequence[str]]]
 
@@ -82,3 +84,16 @@ def _columns() -> list[tuple[str, Any]]:
         ("finish_reason", text),
         ("server", text),
     ]
+
+
+async def save_trajectories(
+    run: Run, name: str, step: int, batch: Batch, prompts: PromptSet, read_texts: ReadTexts
+) -> None:
+    """Writes a batch's samples to the run directory, unless trainer.save_trajectories is off.
+
+    Args:
+        name: "step" for training, "val" for validation: first part of the file name.
+    """
+    if run.config.trainer.save_trajectories:
+        path = run.dir / "trajectories" / f"{name}_{step:06d}.parquet"
+        await TrajectoryFile(path, step=step, prompts=prompts.prompts).write(batch.samples, read_texts)

@@ -43,9 +43,9 @@ class Epoch:
     owners: tuple[Member, ...]
 
     def consists_of(self, learner: Member, rollouts: Sequence[Member]) -> bool:
-        """Whether its members are exactly these incarnations."""
-        members = [(m.member_id, m.incarnation) for m in (self.learner, *self.rollouts)]
-        return members == [(m.member_id, m.incarnation) for m in (learner, *rollouts)]
+        """Whether its members are exactly these, and none was taken for dead and registered again since."""
+        own, others = (self.learner, *self.rollouts), (learner, *rollouts)
+        return len(own) == len(others) and all(a is b for a, b in zip(own, others, strict=True))
 
 
 class Epochs:
@@ -115,7 +115,7 @@ class Epochs:
         outcomes = await asyncio.gather(
             self._learner.leave(epoch.learner, epoch=epoch.number), *calls, return_exceptions=True
         )
-        if isinstance(outcomes[0], BaseException):
+        if isinstance(outcomes[0], BaseException) and epoch.learner.usable:
             raise outcomes[0]
 
     async def _all_join(

@@ -15,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
 
+WRITE_TIMEOUT_S = 3600.0
+"""A rank that has written its shards of a checkpoint waits for the slowest one."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnvironment:
@@ -66,6 +69,7 @@ class Ranks:
     Attributes:
         mesh: of one dimension, over which models are sharded.
         control: a gloo group beside the default one, for commands and their outcomes.
+        storage: another, for the thread that writes checkpoints.
         store: the key-value store that formed the group; a dying rank leaves its reason there.
     """
 
@@ -74,6 +78,7 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     control: dist.ProcessGroup
+    storage: dist.ProcessGroup
     store: Store
 
     def all_sum(self, values: Tensor) -> Tensor:
@@ -177,6 +182,7 @@ def form_group(environment: RankEnvironment, store: Store, device: torch.device,
         device=device,
         mesh=init_device_mesh(device.type, (environment.world_size,), mesh_dim_names=("shard",)),
         control=control,
+        storage=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=WRITE_TIMEOUT_S)),
         store=store,
     )
 

@@ -1,0 +1,339 @@
+"""COLLECT: scored trajectories in, until the barrier closes.
+
+    scored log -> judge -> barrier -> batch
+                    `-> refill -> dispatch of further prompts
+
+consumes     the `scored` stream as a log, from the end of the last finished step on: nothing is acknowledged,
+             so that a step which is executed again reads the same entries in the same order
+unblocked by a log entry, a change in the fleet
+deadlines    barrier.collect_timeout_s for the collection, barrier.stall_timeout_s without progress of the
+             barrier; while services that it needs are being waited for, both stand still
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paceline.broker import names
+from paceline.broker.base import Broker, Entry
+from paceline.broker.log import LOG_START
+from paceline.controller.batch.barrier import Barrier, DroppedGroup, Verdict
+from paceline.controller.batch.dispatch import Dispatcher, Order
+from paceline.controller.batch.mailboxes import Mailboxes, blob_keys
+from paceline.controller.batch.refill import DEGENERATE, Refill
+from paceline.controller.progress import Run
+from paceline.core.errors import DeadlineError, InvalidMessageError
+from paceline.core.ids import Purpose
+from paceline.core.trajectory import GroupRefusal, ScoredHeader
+from paceline.data.prompts import Prompt
+from paceline.wire import decode_scored
+
+_TAKE = 512
+_BLOCK_S = 0.5
+# After so many seconds without an entry the broker is asked whether the run's data is still there.
+_CHECK_S = 3.0
+_PROGRESS = (Verdict.ADMITTED, Verdict.REWARD_ERROR)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The result of an order.
+
+    Attributes:
+        samples: headers of the groups to train, in (prompt id, sample index) order.
+        num_groups: all groups that were asked for.
+        greedy: the greedy answers by prompt id.
+        set_aside: the samples of groups that a refill set aside.
+        num_extra: groups that a refill asked for; None without a refill.
+        gen_s: seconds until the last sample was generated.
+        reward_s: seconds that its scoring took beyond that.
+        wait_s: seconds between the first and the last arrival.
+    """
+
+    samples: Sequence[ScoredHeader]
+    dropped: Sequence[DroppedGroup]
+    verdicts: Counter[Verdict]
+    num_groups: int
+    greedy: Mapping[int, ScoredHeader] = field(default_factory=dict)
+    set_aside: Sequence[ScoredHeader] = ()
+    num_extra: int | None = None
+    gen_s: float = 0.0
+    reward_s: float = 0.0
+    wait_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens of the samples."""
+        return sum(header.num_prompt_tokens + header.num_response_tokens for header in self.samples)
+
+
+class _Collection:
+    """One order's barrier, its refill, and the times of what arrived."""
+
+    def __init__(self, order: Order, refill: Refill | None) -> None:
+        self.order, self.refill = order, refill
+        self.barrier = Barrier(
+            step=order.step,
+            purpose=order.purpose,
+            policy=order.policy,
+            expected=dict.fromkeys(order.prompts, order.num_samples),
+            with_greedy=order.with_greedy,
+        )
+        self.began = self.last_progress = self.last_entry = time.monotonic()
+        self.first_arrival: float | None = None
+        self.last: ScoredHeader | None = None
+
+    def stand_still(self, seconds: float) -> None:
+        """Takes a wait for services out of the deadlines."""
+        self.began += seconds
+        self.last_progress += seconds
+
+    def batch(self) -> Batch:
+        """The batch of the closed barrier."""
+        ended, barrier, last = time.monotonic(), self.barrier, self.last
+        reward_s = min(last.reward_s, ended - self.began) if last is not None else 0.0
+        return Batch(
+            samples=barrier.batch(),
+            dropped=barrier.dropped,
+            verdicts=barrier.verdicts,
+            num_groups=barrier.num_groups,
+            greedy=barrier.greedy(),
+            set_aside=barrier.aside(),
+            num_extra=None if self.refill is None else self.refill.num_extra,
+            gen_s=ended - self.began - reward_s,
+            reward_s=reward_s,
+            wait_s=ended - (self.first_arrival or ended),
+        )
+
+
+class Collector:
+    """Collects batches.
+
+    Args:
+        wait_for_services: returns at once while there is a rollout server and a reward service, else when
+            they are back; raises where they do not come.
+        count: called with (admitted, wanted) as trajectories come in.
+
+    Attributes:
+        position: the last log entry that was read.
+        blob_keys: all blobs that the entries since the last clean-up named, trained on or not.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        broker: Broker,
+        mailboxes: Mailboxes,
+        dispatcher: Dispatcher,
+        wait_for_services: Callable[[], Awaitable[None]],
+        count: Callable[[int, int], None],
+    ) -> None:
+        self._config, self._run_id, self._journal = run.config, run.id, run.journal
+        self._broker, self._mailboxes, self._dispatcher = broker, mailboxes, dispatcher
+        self._wait_for_services, self._count = wait_for_services, count
+        self.position = LOG_START
+        self.blob_keys: list[str] = []
+
+    # --- the log
+
+    async def recall(self, position: str, version: int) -> bool:
+        """Goes to where the journal says that the log was read; learns what the broker holds of the run.
+
+        Returns:
+            False where the broker has lost the run's data; then the log begins anew.
+        """
+        is_there = await self._mailboxes.open()
+        self.position = position if is_there else LOG_START
+        self.blob_keys = await self._mailboxes.leftovers(self.position)
+        await self._dispatcher.recall(version)
+        return is_there
+
+    async def begin_anew(self) -> None:
+        """Removes the run's data from the broker: everything will be sent and collected again."""
+        await self._mailboxes.begin_anew()
+        self._dispatcher.forget()
+        self.position, self.blob_keys = LOG_START, []
+
+    async def clean_up(self, version: int) -> None:
+        """Removes what finished steps left in the broker, with the prompts of `version`."""
+        await self._mailboxes.clean_up(version=version, position=self.position, blob_keys=self.blob_keys)
+        self.blob_keys = []
+
+    async def texts(self, headers: Sequence[ScoredHeader]) -> list[str]:
+        """The responses' texts; "" where none is stored."""
+        return await self._mailboxes.texts(headers)
+
+    # --- a collection
+
+    async def dispatch(self, order: Order) -> None:
+        """Sends the order's prompts out, as far as the broker does not hold them already."""
+        sent = await self._dispatcher.dispatch(order)
+        if 0 < len(sent) < len(order.prompts):
+            self._journal.record("redispatch", step=order.step, prompts=sent)
+
+    async def collect(self, order: Order, refill: Refill | None = None) -> Batch:
+        """Waits for the barrier to close; meanwhile `refill` replaces groups that teach nothing.
+
+        Raises:
+            DeadlineError: the barrier made no progress for barrier.stall_timeout_s, or did not close within
+                barrier.collect_timeout_s.
+            LostDataError: the broker has lost the run's data.
+        """
+        collection = _Collection(order, refill)
+        barrier = collection.barrier
+        self._count(0, barrier.num_wanted)
+        while not barrier.closed:
+            entries = await self._broker.read_log(
+                names.scored(self._run_id), after=self.position, max_entries=_TAKE, block_s=_BLOCK_S
+            )
+            if entries:
+                collection.last_entry = time.monotonic()
+                await self._take(collection, entries)
+                self._count(barrier.num_admitted, barrier.num_wanted)
+            else:
+                await self._look_around(collection)
+            self._check_deadlines(collection)
+        return collection.batch()
+
+    # --- entries
+
+    async def _take(self, collection: _Collection, entries: Iterable[Entry]) -> None:
+        """Judges entries until the barrier closes; what comes after stays in the log for the next reading."""
+        events: list[Mapping[str, Any]] = []
+        further: dict[int, Prompt] = {}
+        for entry in entries:
+            if collection.barrier.closed:
+                break
+            self.position = entry.entry_id
+            try:
+                message = decode_scored(entry.payload)
+            except InvalidMessageError as error:
+                events.append(_rejected(error))
+                continue
+            if isinstance(message, GroupRefusal):
+                events.append(self._refuse(collection, message))
+            else:
+                events.append(self._judge(collection, message))
+                further |= _settle(collection, message, events)
+        # Only this task reads the barrier, so no one sees it change before the journal has the same verdicts.
+        self._journal.record_all(events)
+        if further:
+            await self.dispatch(replace(collection.order, prompts=further))
+
+    def _judge(self, collection: _Collection, header: ScoredHeader) -> Mapping[str, Any]:
+        barrier, now = collection.barrier, time.monotonic()
+        verdict = barrier.judge(header)
+        barrier.apply(header, verdict)
+        self.blob_keys += blob_keys(header)
+        collection.first_arrival = collection.first_arrival or now
+        collection.last = header
+        if verdict in _PROGRESS:
+            collection.last_progress = now
+        return _fate(header, verdict)
+
+    def _refuse(self, collection: _Collection, refusal: GroupRefusal) -> Mapping[str, Any]:
+        """Notes that the rollout servers have given up a group of this collection."""
+        barrier = collection.barrier
+        addressed = (refusal.run_id, refusal.step, refusal.policy)
+        if (
+            addressed == (self._run_id, barrier.step, barrier.policy)
+            and refusal.purpose in (barrier.purpose, Purpose.GREEDY)
+            and barrier.refuse(
+                refusal.prompt_id,
+                refusal.purpose,
+                reason=f"rollout:{refusal.reason}",
+                message=refusal.message,
+            )
+        ):
+            collection.last_progress = time.monotonic()
+        return {
+            "event": "refusal",
+            "step": refusal.step,
+            "prompt": refusal.prompt_id,
+            "reason": refusal.reason,
+            "message": refusal.message,
+            "server": refusal.server_id,
+        }
+
+    # --- waiting
+
+    async def _look_around(self, collection: _Collection) -> None:
+        """Nothing came: are the services there, and the run's data?"""
+        began = time.monotonic()
+        await self._wait_for_services()
+        now = time.monotonic()
+        collection.stand_still(now - began)
+        if now - collection.last_entry > _CHECK_S:
+            collection.last_entry = now
+            await self._mailboxes.check()
+            await self._broker.ensure_group(
+                names.prompts(self._run_id, collection.order.policy.version), names.ROLLOUT_GROUP
+            )
+
+    def _check_deadlines(self, collection: _Collection) -> None:
+        now, limits, barrier = time.monotonic(), self._config, collection.barrier
+        waited, silent = now - collection.began, now - collection.last_progress
+        if barrier.closed or (waited <= limits.collect_timeout_s and silent <= limits.stall_timeout_s):
+            return
+        is_long, missing = waited > limits.collect_timeout_s, barrier.missing
+        setting = "barrier.collect_timeout_s" if is_long else "barrier.stall_timeout_s"
+        raise DeadlineError(
+            phase="COLLECT",
+            peer="the rollout and reward services",
+            seconds=round(waited if is_long else silent, 1),
+            hint=f"{len(missing)} prompt groups of step {barrier.step} are incomplete (the first is prompt "
+            f"{missing[0]}); look into the rollout and reward logs, or raise {setting}",
+        )
+
+
+def _settle(
+    collection: _Collection, header: ScoredHeader, events: list[Mapping[str, Any]]
+) -> Mapping[int, Prompt]:
+    """Judges the group that a header may have completed; the prompts that replace it if it is set aside."""
+    if collection.refill is None:
+        return {}
+    replacement = collection.refill.settle(collection.barrier, [header.trajectory_id.prompt_id])
+    if replacement.set_aside:
+        events.append(
+            {
+                "event": "refill",
+                "step": collection.order.step,
+                "reason": DEGENERATE,
+                "set_aside": sorted(replacement.set_aside.items()),
+                "prompts": list(replacement.prompts),
+            }
+        )
+    return replacement.prompts
+
+
+def _rejected(error: InvalidMessageError) -> Mapping[str, Any]:
+    return {"event": "message_rejected", "stream": "scored", "reason": error.reason, "message": str(error)}
+
+
+def _fate(header: ScoredHeader, verdict: Verdict) -> Mapping[str, Any]:
+    fate: dict[str, Any] = {
+        "event": "trajectory",
+        "id": str(header.trajectory_id),
+        "verdict": verdict.value,
+        "policy": str(header.policy),
+        "digest": header.blob_digest,
+        "reward": header.reward,
+        "server": header.server_id,
+    }
+    if header.reward_error is not None:
+        fate["error"] = ": ".join(header.reward_error)
+    return fate
+
+
+def reward_components(batch: Iterable[ScoredHeader]) -> dict[str, float]:
+    """Mean of every reward component over the trajectories that have it."""
+    sums: dict[str, list[float]] = {}
+    for header in batch:
+        for name, value in header.components.items():
+            sums.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in sorted(sums.items())}

@@ -1,0 +1,92 @@
+"""The run's data in the broker: created, missed, cleaned up, begun anew.
+
+    open -> (steps: prompts, trajectories, scored, blobs) -> clean_up after each -> purge at the end
+
+A marker is stored with the first data. Where it is gone, the broker has lost the data, say because a server
+without persistence was restarted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.broker import names
+from paceline.broker.base import Broker
+from paceline.broker.log import is_after, read_all
+from paceline.core.errors import InvalidMessageError, LostDataError
+from paceline.core.trajectory import ScoredHeader
+from paceline.wire import decode_scored
+
+_MARKER = b"paceline"
+
+
+class Mailboxes:
+    """Owns the streams and blobs of a run."""
+
+    def __init__(self, broker: Broker, run_id: str) -> None:
+        self._broker, self._run_id = broker, run_id
+
+    async def open(self) -> bool:
+        """Creates what is missing; returns whether an earlier controller's data is still there."""
+        is_there = await self._has_marker()
+        await self._create()
+        return is_there
+
+    async def check(self) -> None:
+        """Creates groups that are missing; raises LostDataError where the run's data is gone."""
+        if not await self._has_marker():
+            raise LostDataError(
+                "the message broker has lost the run's data; was it started again, or emptied?"
+            )
+        await self._create()
+
+    async def begin_anew(self) -> None:
+        """Removes the run's data and creates empty mailboxes."""
+        await self.purge()
+        await self._create()
+
+    async def purge(self) -> None:
+        """Removes all of the run's data."""
+        await self._broker.purge(names.prefix(self._run_id))
+
+    async def clean_up(self, *, version: int, position: str, blob_keys: Sequence[str]) -> None:
+        """Removes what finished steps left: blobs, prompts of `version`, log entries up to `position`."""
+        await self._broker.delete_blobs(blob_keys)
+        await self._broker.delete_streams([names.prompts(self._run_id, version)])
+        scored = names.scored(self._run_id)
+        await self._broker.advance(scored, names.CONTROLLER_GROUP, position)
+        for stream in (names.trajectories(self._run_id), scored):
+            await self._broker.trim(stream)
+
+    async def leftovers(self, position: str) -> list[str]:
+        """Keys of the blobs that log entries up to `position` name: those of finished steps."""
+        keys: list[str] = []
+        async for entry in read_all(self._broker, names.scored(self._run_id)):
+            if is_after(entry.entry_id, position):
+                break
+            try:
+                message = decode_scored(entry.payload)
+            except InvalidMessageError:
+                continue
+            if isinstance(message, ScoredHeader):
+                keys += blob_keys(message)
+        return keys
+
+    async def texts(self, headers: Sequence[ScoredHeader]) -> list[str]:
+        """The responses' texts; "" where none is stored."""
+        blobs = iter(await self._broker.get_blobs([header.text_key for header in headers if header.text_key]))
+        texts = [next(blobs) if header.text_key else None for header in headers]
+        return ["" if text is None else text.decode(errors="replace") for text in texts]
+
+    async def _has_marker(self) -> bool:
+        return (await self._broker.get_blobs([names.marker(self._run_id)]))[0] is not None
+
+    async def _create(self) -> None:
+        await self._broker.ensure_group(names.trajectories(self._run_id), names.REWARD_GROUP)
+        await self._broker.ensure_group(names.scored(self._run_id), names.CONTROLLER_GROUP)
+        await self._broker.put_blob(names.marker(self._run_id), _MARKER)
+
+
+def blob_keys(header: ScoredHeader) -> list[str]:
+    """The blobs of a sample: its arrays and, where it was stored, its text."""
+    return [key for key in (header.blob_key, header.text_key) if key]

@@ -1,0 +1,108 @@
+"""Opens a run directory: the run that is there goes on, or is moved aside for a new one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.config.run import RunConfig
+from paceline.controller.batch.inputs import Inputs
+from paceline.controller.journal import Journal
+from paceline.controller.run import checkpoints
+from paceline.controller.standing import Standing
+from paceline.core.clock import Clock
+from paceline.core.errors import ConfigError
+from paceline.core.ids import run_id_for
+
+log = logging.getLogger(__name__)
+
+JOURNAL = "events.jsonl"
+_OF_A_RUN = ("checkpoints", "trajectories", "metrics.jsonl", "spans.jsonl", "report.html", JOURNAL)
+
+
+def open_run(run_dir: Path, config: RunConfig, inputs: Inputs, clock: Clock) -> tuple[Journal, str]:
+    """Returns the journal, with its event `run`, and the run's id.
+
+    Raises:
+        ConfigError: another controller works in this directory, or the run that is there was begun with
+            other data or settings.
+    """
+    journal = Journal(run_dir / JOURNAL, clock)
+    if config.trainer.resume == "never" and _is_used(run_dir, journal):
+        folder = _move_aside(run_dir)
+        # Two journals for a moment: the old one is locked until the new one is.
+        old, journal = journal, Journal(run_dir / JOURNAL, clock)
+        old.close()
+        log.info("trainer.resume is never: moved the run that was in %s to %s", run_dir, folder)
+    standing, settings = journal.standing, _settings(config)
+    _check_same(run_dir, standing, inputs.digest, settings)
+    run_id = standing.run_id or _id_in_checkpoints(run_dir) or run_id_for(run_dir.name, config.trainer.name)
+    journal.record(
+        "run",
+        run_id=run_id,
+        term=journal.term,
+        step=max(0, standing.finished),
+        data_digest=inputs.digest,
+        settings=settings,
+        pid=os.getpid(),
+    )
+    log.info("controller number %d of run %s: %s", journal.term, run_id, standing)
+    return journal, run_id
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """What must stay as it is within a run, by key: which prompts a step has, and which answers."""
+    data, rollout = config.data, config.rollout
+    sampling = config.algorithm.dynamic_sampling
+    return {
+        "trainer.seed": config.trainer.seed,
+        "data.seed": data.seed,
+        "data.shuffle": data.shuffle,
+        "data.train_batch_size": data.train_batch_size,
+        "data.max_response_length": data.max_response_length,
+        "rollout.n": rollout.n,
+        "rollout.temperature": rollout.temperature,
+        "algorithm.dynamic_sampling.enable": sampling.enable,
+    }
+
+
+def _check_same(run_dir: Path, standing: Standing, digest: str, settings: Mapping[str, Any]) -> None:
+    if standing.data_digest and standing.data_digest != digest:
+        raise ConfigError(
+            f"the run in {run_dir} was begun with other data: its prompts or what their rewards need have "
+            "changed. Go on with the same data, choose another trainer.run_dir, or set trainer.resume: never"
+        )
+    changed = [
+        f"{key}={settings[key]!r} instead of {value!r}"
+        for key, value in standing.settings.items()
+        if key in settings and settings[key] != value
+    ]
+    if changed:
+        raise ConfigError(
+            f"the run in {run_dir} was begun with other settings: now {', '.join(changed)}. Set them back, "
+            "choose another trainer.run_dir, or set trainer.resume: never"
+        )
+
+
+def _id_in_checkpoints(run_dir: Path) -> str:
+    """The id of a run of which only checkpoints are left."""
+    return next((state.run_id for _, state in checkpoints.complete(run_dir)), "")
+
+
+def _is_used(run_dir: Path, journal: Journal) -> bool:
+    return journal.term > 1 or any((run_dir / name).exists() for name in _OF_A_RUN if name != JOURNAL)
+
+
+def _move_aside(run_dir: Path) -> Path:
+    number = 1
+    while (run_dir / f"previous-{number}").exists():
+        number += 1
+    folder = run_dir / f"previous-{number}"
+    folder.mkdir()
+    for name in _OF_A_RUN:
+        if (run_dir / name).exists():
+            (run_dir / name).rename(folder / name)
+    return folder

@@ -1,0 +1,190 @@
+"""PUBLISH and COMMIT: a version from the learner to all rollout servers, or to newcomers beside a collection.
+
+    weight group -> transfer -> digests compared -> commit in the journal -> servers sample
+
+A version is committed with one digest. A newcomer is a usable server that does not have the committed policy:
+it came late, or came back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+
+from paceline.controller.fleet.clients import LearnerClient
+from paceline.controller.fleet.membership import Member
+from paceline.controller.fleet.supervisor import Supervisor
+from paceline.controller.phases import Phase
+from paceline.controller.progress import Progress, Run
+from paceline.controller.weights.push import WeightPush
+from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, WeightSyncError
+from paceline.core.members import RolloutState
+from paceline.core.policy import PolicyTag
+from paceline.service.telemetry import span
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+_PAUSE_S = 5.0
+# How long a push to newcomers may go on after the barrier has closed.
+_GRACE_S = 2.0
+# A server reports its state within a heartbeat of the commit.
+_REPORT_S = 5.0
+
+
+class Publication:
+    """Brings versions to the rollout servers."""
+
+    def __init__(
+        self, run: Run, progress: Progress, push: WeightPush, learner: LearnerClient, supervisor: Supervisor
+    ) -> None:
+        self._run, self._progress, self._push = run, progress, push
+        self._learner, self._supervisor = learner, supervisor
+        self._committed: dict[tuple[str, str], float] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def publish(self, version: int) -> dict[str, float]:
+        """PUBLISH and COMMIT, over a new weight group if the current one no longer fits the fleet.
+
+        Raises:
+            PeerLostError: the learner is lost or holds another version, or no rollout server is left.
+            WeightSyncError: the weights are not those that were committed as this version.
+        """
+        while True:
+            await self._ensure_epoch(version)
+            self._progress.move(Phase.PUBLISH)
+            with span("publish", attributes={"paceline.version": version}):
+                candidate = await self._push.transfer(version)
+            if candidate is not None:
+                break
+        self._check_digest(candidate.policy)
+        self._run.journal.record(
+            "commit",
+            version=version,
+            digest=candidate.policy.digest,
+            servers=[member.member_id for member in candidate.servers],
+        )
+        self._progress.move(Phase.COMMIT)
+        with span("commit", attributes={"paceline.version": version}):
+            metrics = await self._push.commit(candidate)
+        self._progress.policy = candidate.policy
+        self._committed.clear()
+        self._note_commit(candidate.servers)
+        return metrics
+
+    def is_served(self, policy: PolicyTag) -> bool:
+        """Whether a server samples from exactly this policy, say one that outlived the last controller."""
+        return any(m.policy == policy and m.state is RolloutState.SERVING for m in self._supervisor.rollouts)
+
+    @contextlib.asynccontextmanager
+    async def to_newcomers(self, policy: PolicyTag) -> AsyncIterator[None]:
+        """Meanwhile newcomers get `policy`; on leaving, a push under way is called off within seconds."""
+        serving = asyncio.create_task(self._serve_newcomers(policy), name="newcomers")
+        try:
+            yield
+        finally:
+            await self._call_off(serving)
+
+    # --- weight group
+
+    async def _ensure_epoch(self, version: int) -> None:
+        learner = self._supervisor.learner
+        rollouts = self._supervisor.rollouts
+        if not rollouts:
+            rollouts = await self._supervisor.rollouts_ready(self._run.config.service.recovery_timeout_s)
+        if self._push.epochs.fits(learner, rollouts):
+            return
+        if self._progress.phase is not Phase.FORMING:
+            self._progress.move(Phase.FORMING)
+        learner_version = await self._form(learner, rollouts)
+        if learner_version != version:
+            raise PeerLostError(
+                f"the learner holds version {learner_version}, not {version}: it was restarted",
+                peer=learner.member_id,
+            )
+
+    async def _form(self, learner: Member, rollouts: Sequence[Member]) -> int:
+        version = await self._push.epochs.form(learner, rollouts)
+        epoch = self._push.epochs.current
+        if epoch is not None:
+            members = [m.member_id for m in (epoch.learner, *epoch.rollouts)]
+            self._run.journal.record("epoch", number=epoch.number, members=members)
+        return version
+
+    def _check_digest(self, policy: PolicyTag) -> None:
+        committed = self._run.journal.standing.commits.get(policy.version)
+        if committed is not None and committed != policy.digest:
+            raise WeightSyncError(
+                f"version {policy.version} was committed with digest {committed}; the learner now holds "
+                f"{policy.digest} under that version. The run cannot go on from it: restore the checkpoints "
+                "of this run, or set trainer.resume: never"
+            )
+
+    # --- newcomers
+
+    async def _serve_newcomers(self, policy: PolicyTag) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            newcomers = [m for m in self._supervisor.rollouts if not self._has(m, policy)]
+            if not newcomers:
+                continue
+            try:
+                await self._push_to(newcomers, policy)
+            except (PeerLostError, DeadlineError, WeightSyncError) as error:
+                names = ", ".join(m.member_id for m in newcomers)
+                log.warning("newcomers (%s) did not get %s: %s", names, policy, error)
+                await asyncio.sleep(_PAUSE_S)
+
+    def _has(self, member: Member, policy: PolicyTag) -> bool:
+        if member.policy == policy and member.state is RolloutState.SERVING:
+            return True
+        since = self._committed.get((member.member_id, member.incarnation))
+        return since is not None and time.monotonic() - since < _REPORT_S
+
+    async def _push_to(self, newcomers: Sequence[Member], policy: PolicyTag) -> None:
+        # Stays cleared where this is cancelled: then `_call_off` frees the learner.
+        self._idle.clear()
+        try:
+            servers = await self._transfer_to(newcomers, policy)
+        except PacelineError:
+            self._idle.set()
+            raise
+        self._idle.set()
+        if servers:
+            self._run.journal.record("newcomers", version=policy.version, servers=servers)
+
+    async def _transfer_to(self, newcomers: Sequence[Member], policy: PolicyTag) -> list[str]:
+        if await self._form(self._supervisor.learner, newcomers) != policy.version:
+            raise PeerLostError("the learner was restarted", peer="learner")
+        candidate = await self._push.transfer(policy.version)
+        if candidate is None:
+            return []
+        self._check_digest(candidate.policy)
+        await self._push.commit(candidate)
+        self._note_commit(candidate.servers)
+        return [member.member_id for member in candidate.servers]
+
+    def _note_commit(self, members: Iterable[Member]) -> None:
+        now = time.monotonic()
+        self._committed |= {(m.member_id, m.incarnation): now for m in members}
+
+    async def _call_off(self, serving: asyncio.Task[None]) -> None:
+        """Ends the task; a push under way is finished within seconds or abandoned."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout=_GRACE_S)
+        serving.cancel()
+        await asyncio.wait([serving])
+        epoch = self._push.epochs.current
+        if not self._idle.is_set() and epoch is not None:
+            with contextlib.suppress(PacelineError):
+                lost = epoch.rollouts[0].member_id
+                await self._learner.abandon(epoch.learner, epoch=epoch.number, lost=lost)
+            with contextlib.suppress(PacelineError):
+                await self._push.epochs.dissolve()
+        self._idle.set()
+        if not serving.cancelled():
+            serving.result()

@@ -1,0 +1,1 @@
+"""Sharded checkpoints: what is saved, written in the background, verified and loaded."""

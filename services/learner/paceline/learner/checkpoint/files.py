@@ -1,0 +1,68 @@
+"""Sizes and digests of a checkpoint's files: measured when they are written, checked before they are read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """A file as it was written; `digest` is BLAKE2b with 16 bytes, in hexadecimal."""
+
+    size: int
+    digest: str
+
+    def to_plain(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {"size": self.size, "blake2b": self.digest}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> FileRecord:
+        """Reads what `to_plain` wrote."""
+        return cls(size=int(plain["size"]), digest=str(plain["blake2b"]))
+
+
+def measure(path: Path) -> FileRecord:
+    """Reads the file; raises OSError where it cannot be read."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+        return FileRecord(size=file.tell(), digest=digest.hexdigest())
+
+
+def check(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> None:
+    """Compares files with their records.
+
+    Raises:
+        CheckpointError: a file is missing or has changed; names the first.
+    """
+    for name in names:
+        path, record = folder / name, files[name]
+        try:
+            # The cheap test first: a torn file need not be read.
+            size = path.stat().st_size
+            measured = measure(path) if size == record.size else FileRecord(size=size, digest="")
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if size != record.size:
+            raise CheckpointError(f"{path} has {size} bytes, {record.size} were written")
+        if measured != record:
+            raise CheckpointError(
+                f"{path} has changed: its digest is {measured.digest}, {record.digest} was written"
+            )
+
+
+def share(files: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:
+    """The files that a rank checks: together the ranks check all, each about as many bytes."""
+    loads, names = [0] * world_size, list[str]()
+    for name, record in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
+        lightest = loads.index(min(loads))
+        loads[lightest] += record.size
+        if lightest == rank:
+            names.append(name)
+    return names

@@ -1,0 +1,116 @@
+"""Loads checkpoints; each is verified before anything of the learner changes.
+
+torch's metadata file is a pickle: load checkpoints of your own runs only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+from paceline.core.errors import CheckpointError
+from paceline.learner.checkpoint import files
+from paceline.learner.checkpoint.manifest import Manifest
+from paceline.learner.checkpoint.state import state_of
+from paceline.learner.distributed.collectives import CommandError, attempt
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.loading import as_fsdp
+from paceline.learner.train.learner import Learner
+
+log = logging.getLogger(__name__)
+
+
+def load_newest(
+    learner: Learner, folders: Sequence[Path], *, notify: Callable[[str], None] = lambda message: None
+) -> Path | None:
+    """Fills a learner from the first of `folders` that is intact; every rank calls it.
+
+    Args:
+        learner: at its initial weights.
+        folders: of checkpoints, newest first; with none the learner stays as it is.
+        notify: called with a sentence for every checkpoint that is passed over.
+
+    Raises:
+        CheckpointError: none of several is intact, or the checkpoint does not fit the run's configuration.
+    """
+    reasons = []
+    for folder in folders:
+        try:
+            load(learner, folder)
+        except CommandError as error:
+            reasons.append(str(error))
+            notify(f"the checkpoint {folder} is damaged and passed over: {error}")
+            continue
+        return folder
+    if reasons:
+        raise CheckpointError(
+            f"none of the {len(reasons)} checkpoints is intact: {'; '.join(reasons)}. Put one back, "
+            "or set trainer.resume: never and another trainer.run_dir to start from the model"
+        )
+    return None
+
+
+def load(learner: Learner, folder: Path) -> Manifest:
+    """Fills a learner from a checkpoint that any number of ranks wrote; every rank calls it.
+
+    Raises:
+        CommandError: of CheckpointError: it is incomplete or damaged; nothing has changed.
+        CheckpointError: it does not fit the run's configuration.
+    """
+    manifest = _verify(folder, learner.ranks)
+    if manifest.has_critic != (learner.critic is not None):
+        has, needs = ("a", "no") if manifest.has_critic else ("no", "a")
+        raise CheckpointError(
+            f"{folder} holds {has} critic, algorithm.adv_estimator={learner.config.algorithm.adv_estimator} "
+            f"needs {needs} critic; resume with the configuration of the first run"
+        )
+    _fill(learner, folder, manifest)
+    return manifest
+
+
+def roll_back(learner: Learner, folder: Path) -> Manifest:
+    """Fills a learner from an earlier checkpoint of its run and keeps its version; every rank calls it.
+
+    The learner's version then names the weights of an earlier step.
+
+    Raises:
+        CommandError: of CheckpointError: there is no such checkpoint, or it is damaged; nothing has changed.
+        CheckpointError: loading failed half-way; the learner is unusable.
+    """
+    version = learner.version
+    manifest = _verify(folder, learner.ranks)
+    networks = [learner.actor.network, *([learner.critic.network] if learner.critic is not None else [])]
+    for network in networks:
+        # Loading writes into the shards; gathered parameters would hide them.
+        as_fsdp(network).reshard()
+    _fill(learner, folder, manifest)
+    learner.version = version
+    return manifest
+
+
+def _verify(folder: Path, ranks: Ranks) -> Manifest:
+    """Each rank checks its share of the files; raises CommandError on all ranks if one is damaged."""
+
+    def check() -> Manifest:
+        manifest = Manifest.read(folder)
+        files.check(folder, manifest.files, files.share(manifest.files, ranks.rank, ranks.world_size))
+        return manifest
+
+    return attempt(ranks, check)
+
+
+def _fill(learner: Learner, folder: Path, manifest: Manifest) -> None:
+    state = state_of(learner)
+    try:
+        load_shards(state, checkpoint_id=folder, process_group=learner.ranks.control)
+    except (CheckpointException, OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
+    torch.set_rng_state(state["rng"]["cpu"])
+    learner.kl_controller.load_state_dict(manifest.kl)
+    learner.histories.load_state_dict(manifest.histories)
+    learner.version = manifest.step

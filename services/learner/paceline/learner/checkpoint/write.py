@@ -1,0 +1,169 @@
+"""Writes checkpoints: copies the state to host memory, then a thread writes it while the ranks go on.
+
+    copy -> every rank writes its shards -> sizes and digests -> rank 0 writes the manifest: complete
+
+The thread's collectives have a group of their own, so they do not mix with those of training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from paceline.core.errors import CheckpointError, DeadlineError
+from paceline.core.manifest import MANIFEST
+from paceline.core.members import MemberKind, RankRef
+from paceline.learner.checkpoint.files import FileRecord, measure
+from paceline.learner.checkpoint.manifest import Manifest
+from paceline.learner.checkpoint.state import HostCopy, State, state_of
+from paceline.learner.distributed.collectives import CommandError, attempt, broadcast_bytes, gather_bytes
+from paceline.learner.distributed.ranks import WRITE_TIMEOUT_S, Ranks
+from paceline.learner.train.learner import Learner
+from paceline.service.process import write_atomically
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointWriter:
+    """Writes a learner's checkpoints, one at a time; every rank has one and calls it at the same places."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._background: Ranks = dataclasses.replace(learner.ranks, control=learner.ranks.storage)
+        self._copy = HostCopy(learner.ranks)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._folder: Path | None = None
+        self._written: Future[float] | None = None
+
+    def save(self, folder: Path, *, step: int, controller_state: bytes) -> Future[float]:
+        """Copies the state and begins to write it; waits first for the checkpoint before.
+
+        A folder that this writer wrote for the same step stays as it is.
+
+        Returns:
+            The seconds that the writing takes. The checkpoint counts when they are known; a CheckpointError
+            says why it could not be written.
+
+        Raises: CommandError: of CheckpointError: the step is not the learner's, or the folder cannot be made.
+        """
+        ranks = self._learner.ranks
+        manifest = attempt(ranks, lambda: _describe(self._learner, folder, step, controller_state))
+        self.finish()
+        if self._is_written(folder, step):
+            assert self._written is not None
+            return self._written
+        attempt(ranks, lambda: _clear(folder, ranks))
+        state = self._copy.take(state_of(self._learner))
+        self._folder, self._written = folder, self._thread.submit(self._write, state, folder, manifest)
+        return self._written
+
+    def finish(self) -> None:
+        """Waits until the checkpoint that was saved last is written, or has failed.
+
+        Raises:
+            DeadlineError: neither happens.
+        """
+        if self._written is not None and wait([self._written], timeout=WRITE_TIMEOUT_S).not_done:
+            raise DeadlineError(
+                phase="SAVE",
+                peer=RankRef(MemberKind.LEARNER, self._learner.ranks.rank),
+                seconds=WRITE_TIMEOUT_S,
+                hint=f"is the storage of {self._folder} stuck?",
+            )
+
+    def _is_written(self, folder: Path, step: int) -> bool:
+        """What rank 0 sees; the others follow it."""
+        written = self._written is not None and self._written.exception() is None and self._folder == folder
+        try:
+            same = written and Manifest.read(folder).step == step
+        except CheckpointError:
+            same = False
+        return broadcast_bytes(b"same" if same else b"", self._learner.ranks) == b"same"
+
+    def _write(self, state: State, folder: Path, manifest: Manifest) -> float:
+        """Runs in the thread."""
+        began, ranks = time.monotonic(), self._background
+        if ranks.device.type == "cuda":
+            torch.cuda.set_device(ranks.device)  # a thread begins on the first GPU
+        try:
+            own = attempt(ranks, lambda: _write_shards(state, folder, ranks))
+            plain = json.dumps({name: record.to_plain() for name, record in own.items()}).encode()
+            files: dict[str, FileRecord] = {}
+            for data in gather_bytes(plain, ranks):
+                files |= {name: FileRecord.from_plain(record) for name, record in json.loads(data).items()}
+            attempt(ranks, lambda: _commit(folder, dataclasses.replace(manifest, files=files), ranks))
+        except CommandError as error:
+            raise error.cause from error
+        except RuntimeError as error:  # of the group: a rank is lost
+            raise CheckpointError(f"writing {folder} failed: {error}") from error
+        return time.monotonic() - began
+
+
+def _describe(learner: Learner, folder: Path, step: int, controller_state: bytes) -> Manifest:
+    """The manifest, but for the files."""
+    try:
+        state = json.loads(controller_state or b"null")
+    except ValueError as error:
+        raise CheckpointError(f"the controller's state is not JSON: {error}") from error
+    if step != learner.version:
+        raise CheckpointError(
+            f"a checkpoint of step {step} was asked for, the learner is at {learner.version}"
+        )
+    if not folder.is_absolute():
+        raise CheckpointError(
+            f"the checkpoint folder {folder} must be an absolute path, the same on every rank"
+        )
+    return Manifest(
+        step=step,
+        world_size=learner.ranks.world_size,
+        model_path=learner.config.model.path,
+        has_critic=learner.critic is not None,
+        kl=learner.kl_controller.state_dict(),
+        controller_state=state,
+        histories=learner.histories.state_dict(),
+    )
+
+
+def _clear(folder: Path, ranks: Ranks) -> None:
+    """Empties the folder: files of an earlier attempt must not mix with the new ones."""
+    if ranks.rank != 0:
+        return
+    try:
+        # The manifest goes first: a folder that is half removed must not look complete.
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made: {error.strerror}") from error
+
+
+def _write_shards(state: State, folder: Path, ranks: Ranks) -> dict[str, FileRecord]:
+    """Writes this rank's shards; returns the records of its files."""
+    try:
+        save_shards(state, checkpoint_id=folder, process_group=ranks.control)
+        own = list(folder.glob(f"__{ranks.rank}_*"))
+        if ranks.rank == 0:
+            own.append(folder / ".metadata")
+        return {path.name: measure(path) for path in own}
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(f"writing {folder} failed: {error}; is the disk full or read-only?") from error
+
+
+def _commit(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
+    """Rank 0 writes the manifest: now the checkpoint is complete."""
+    if ranks.rank != 0:
+        return
+    try:
+        write_atomically(folder / MANIFEST, manifest.to_json())
+    except OSError as error:
+        raise CheckpointError(f"{folder / MANIFEST} cannot be written: {error.strerror}") from error
+    log.info("checkpoint of step %d is complete: %s", manifest.step, folder)

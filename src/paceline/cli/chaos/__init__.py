@@ -1,0 +1,1 @@
+"""Injects faults into a run and shows how it recovers."""

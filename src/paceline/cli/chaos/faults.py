@@ -1,0 +1,91 @@
+"""The faults of `paceline chaos`: what can be done to which target, in a seeded order. Pure."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.config.run import RunConfig
+
+REDIS, CONTROLLER = "redis", "controller"
+ENGINE, CHILD = "engine", "child"
+
+
+class FaultKind(enum.Enum):
+    """What is done to a target; the value is its name in chaos.jsonl.
+
+    KILL: SIGKILL to a process. PAUSE, LONG_PAUSE: SIGSTOP, and SIGCONT later; long is beyond
+    service.dead_after_s. LOSE_DATA: a Redis server that comes back empty. FULL: one that takes no more data.
+    CUT_CLIENTS, FORGET_SCRIPTS: it ends all connections, or forgets the scripts. DELAY, CUT, HOLE, LONG_HOLE:
+    on the way to the target every byte comes late, all connections are cut, or nothing arrives for a while.
+    """
+
+    KILL = "kill"
+    PAUSE = "pause"
+    LONG_PAUSE = "long_pause"
+    LOSE_DATA = "lose_data"
+    FULL = "full"
+    CUT_CLIENTS = "cut_clients"
+    FORGET_SCRIPTS = "forget_scripts"
+    DELAY = "delay"
+    CUT = "cut"
+    HOLE = "hole"
+    LONG_HOLE = "long_hole"
+
+
+_OF_PROCESSES = (FaultKind.KILL, FaultKind.PAUSE, FaultKind.LONG_PAUSE)
+_OF_REDIS = (FaultKind.LOSE_DATA, FaultKind.FULL, FaultKind.CUT_CLIENTS, FaultKind.FORGET_SCRIPTS)
+_OF_LINKS = (FaultKind.DELAY, FaultKind.CUT, FaultKind.HOLE, FaultKind.LONG_HOLE)
+_SHORT_S = (1.0, 8.0)
+_BEYOND_DEAD_S = (3.0, 8.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One fault. `seconds` is how long it lasts; 0 for what happens at once.
+
+    `target` is a process by its name in run.json, "NAME/engine" or "NAME/child" for a process that NAME
+    started, or the server at the end of a link.
+    """
+
+    kind: FaultKind
+    target: str
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.target}" + (f" for {self.seconds:.1f} s" if self.seconds else "")
+
+
+def all_faults(config: RunConfig) -> list[tuple[FaultKind, str]]:
+    """Every kind with every target that it fits."""
+    servers = [f"rollout-{i}" for i in range(config.rollout.replicas)]
+    processes = [CONTROLLER, *servers, *(f"learner-{i}" for i in range(config.learner.world_size)), "reward"]
+    if config.rollout.name == "vllm":
+        processes += [f"{server}/{ENGINE}" for server in servers]
+    if config.reward.functions:
+        processes.append(f"reward/{CHILD}")
+    return [
+        *((kind, target) for kind in _OF_PROCESSES for target in [*processes, REDIS]),
+        *((kind, REDIS) for kind in _OF_REDIS),
+        *((kind, target) for kind in _OF_LINKS for target in (REDIS, CONTROLLER)),
+    ]
+
+
+def draw(config: RunConfig, *, seed: int) -> Iterator[Fault]:
+    """Endless faults: all of `all_faults` in a random order, then again in another one."""
+    rng, faults = np.random.default_rng(seed), all_faults(config)
+    while True:
+        for index in rng.permutation(len(faults)):
+            kind, target = faults[index]
+            yield Fault(kind=kind, target=target, seconds=_duration(kind, config, rng))
+
+
+def _duration(kind: FaultKind, config: RunConfig, rng: np.random.Generator) -> float:
+    if kind in (FaultKind.LONG_PAUSE, FaultKind.LONG_HOLE):
+        return config.service.dead_after_s + float(rng.uniform(*_BEYOND_DEAD_S))
+    if kind in (FaultKind.PAUSE, FaultKind.FULL, FaultKind.DELAY, FaultKind.HOLE):
+        return float(rng.uniform(*_SHORT_S))
+    return 0.0

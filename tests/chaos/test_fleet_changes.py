@@ -1,0 +1,69 @@
+"""A run whose controller stands still for longer than a member may be silent, and a drained server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from support.training_run import PACELINE, Row, prepare_inputs, tiny_config, training
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(580)]
+
+# The launcher kills a controller that is silent for twice as long as a member may be.
+NUM_STEPS, DEAD_AFTER_S, PAUSE_S = 4, 5.0, 7.0
+
+
+def members(events: list[Row], what: str) -> list[tuple[str, str]]:
+    return [(e["member"], e["reason"]) for e in events if e["event"] == "member" and e["what"] == what]
+
+
+def test_a_paused_controller_takes_nobody_for_dead_and_servers_leave_in_order(tmp_path: Path) -> None:
+    inputs = prepare_inputs(tmp_path, num_train=NUM_STEPS * 16, num_val=8)
+    config = tiny_config(
+        inputs,
+        rollout={"replicas": 2},
+        trainer={"total_steps": NUM_STEPS},
+        learner={"world_size": 1},
+        service={"suspect_after_s": 2.0, "dead_after_s": DEAD_AFTER_S},
+    )
+    with training(config, tmp_path / "run") as run:
+        run.wait_for_phase("collect", 1)
+        controller = run.pid_of("controller")
+        os.kill(controller, signal.SIGSTOP)
+        time.sleep(PAUSE_S)
+        os.kill(controller, signal.SIGCONT)
+
+        run.wait_for_phase("collect", 2)
+        run.look()
+        # By name, since the run is not under runs/.
+        command = [str(PACELINE), "rollout", "drain", "rollout-1", str(run.run_dir)]
+        drained = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (drained.returncode, drained.stdout.splitlines()[-1:]) == (0, ["rollout-1 has left"]), drained
+        last = subprocess.run(
+            [*command[:3], "rollout-0", str(run.run_dir)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert last.returncode == 2
+        assert "rollout-0 is the last rollout member" in last.stderr
+
+        assert run.finish() == 0, run.output
+        events = run.events
+        assert members(events, "dead") == []
+        assert ("rollout-1", "drained") in members(events, "left")
+        starts = [name for name, _ in members(events, "registered")]
+        assert starts.count("rollout-1") == 1, "a drained server is not started again"
+        assert [row["step"] for row in run.metrics] == list(range(NUM_STEPS + 1))
+        servers = {
+            e["server"] for e in events if e["event"] == "trajectory" and e["id"].startswith("train:4:")
+        }
+        assert servers == {"rollout-0"}
+        log = (run.run_dir / "logs/controller.log").read_text()
+        assert "this process did nothing for" in log

@@ -1,0 +1,243 @@
+"""Checkpoints of a real learner: written in the background, verified, and the newest intact one is loaded."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from paceline.core.errors import CheckpointError
+from paceline.core.manifest import MANIFEST
+from paceline.learner.checkpoint import write
+from paceline.learner.checkpoint.load import load, load_newest, roll_back
+from paceline.learner.checkpoint.manifest import Manifest
+from paceline.learner.checkpoint.state import state_of
+from paceline.learner.checkpoint.write import CheckpointWriter
+from paceline.learner.distributed.collectives import CommandError
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.train.learner import Learner
+from support.learner_fakes import run_config
+from support.learner_scenarios import save, take_step, train
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
+
+WITHOUT_CRITIC = {"use_kl_in_reward": False, "kl_ctrl": {"type": "fixed", "kl_coef": 0.1}}
+
+
+def tensors(learner: Learner) -> dict[str, torch.Tensor]:
+    """Copies of all that is saved but for the random state, which tests share."""
+    return {
+        f"{part}.{name}": (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        for part, entries in state_of(learner).items()
+        if part != "rng"
+        for name, tensor in entries.items()
+    }
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def flip(path: Path, position: float = 0.5) -> None:
+    """Flips one bit."""
+    data = bytearray(path.read_bytes())
+    data[int(position * (len(data) - 1))] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def tear(path: Path) -> None:
+    """Cuts off the second half."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.fixture(scope="module")
+def folders(model: Path, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The checkpoints of steps 2 and 1."""
+    learner, root = Learner.build(run_config(model), ranks), tmp_path_factory.mktemp("checkpoints")
+    for step in (1, 2):
+        take_step(learner, step)
+        save(learner, root / f"step_{step:06d}", step=step)
+    return [root / "step_000002", root / "step_000001"]
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a bit of the shards": (
+        lambda folder: flip(folder / "__0_0.distcp"),
+        "__0_0.distcp has changed: its digest",
+    ),
+    "a bit at the shards' end": (lambda folder: flip(folder / "__0_0.distcp", 1.0), "has changed"),
+    "a bit of the metadata": (lambda folder: flip(folder / ".metadata"), "metadata has changed"),
+    "a bit of the manifest": (lambda folder: flip(folder / MANIFEST), "manifest.json"),
+    "a number in the manifest": (
+        lambda folder: (folder / MANIFEST).write_text(
+            (folder / MANIFEST).read_text().replace('"version": 2', '"version": 3')
+        ),
+        "was changed after it was written",
+    ),
+    "torn shards": (lambda folder: tear(folder / "__0_0.distcp"), r"has \d+ bytes, \d+ were written"),
+    "torn metadata": (lambda folder: tear(folder / ".metadata"), r"has \d+ bytes, \d+ were written"),
+    "a torn manifest": (lambda folder: tear(folder / MANIFEST), "is not JSON"),
+    "an empty manifest": (lambda folder: (folder / MANIFEST).write_text(""), "is not JSON"),
+    "no shards": (lambda folder: (folder / "__0_0.distcp").unlink(), "cannot be read: No such file"),
+    "no metadata": (lambda folder: (folder / ".metadata").unlink(), "cannot be read: No such file"),
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "is no complete checkpoint"),
+    "no folder": (shutil.rmtree, "is no complete checkpoint"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_checkpoint_before_a_damaged_one_is_taken(
+    model: Path, ranks: Ranks, folders: list[Path], tmp_path: Path, damage: str
+) -> None:
+    newest, older = (Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in folders)
+    break_it, sentence = DAMAGES[damage]
+    break_it(newest)
+    learner, notices = Learner.build(run_config(model), ranks), list[str]()
+    before = tensors(learner)
+    with pytest.raises(CommandError, match=sentence):
+        load(learner, newest)
+    with pytest.raises(CommandError, match=sentence):
+        roll_back(learner, newest)
+    assert same(tensors(learner), before)
+    assert learner.version == 0
+    assert load_newest(learner, [newest, older], notify=notices.append) == older
+    assert learner.version == 1
+    (notice,) = notices
+    assert notice.startswith(f"the checkpoint {newest} is damaged and passed over: ")
+    expected = Learner.build(run_config(model), ranks)
+    load(expected, folders[1])
+    assert same(tensors(learner), tensors(expected))
+
+
+def test_without_an_intact_checkpoint_there_is_an_error_and_without_any_the_model_itself(
+    model: Path, ranks: Ranks, folders: list[Path], tmp_path: Path
+) -> None:
+    newest, older = (Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in folders)
+    flip(newest / "__0_0.distcp")
+    tear(older / MANIFEST)
+    learner = Learner.build(run_config(model), ranks)
+    before = tensors(learner)
+    with pytest.raises(
+        CheckpointError, match=r"none of the 2 checkpoints is intact: .*has changed.*not JSON"
+    ):
+        load_newest(learner, [newest, older])
+    assert load_newest(learner, []) is None
+    assert same(tensors(learner), before)
+    assert learner.version == 0
+
+
+def test_a_checkpoint_of_other_networks_is_refused_however_many_there_are(
+    model: Path, ranks: Ranks, folders: list[Path]
+) -> None:
+    other = Learner.build(run_config(model, algorithm={"adv_estimator": "grpo", **WITHOUT_CRITIC}), ranks)
+    with pytest.raises(CheckpointError, match="holds a critic, algorithm.adv_estimator=grpo needs no critic"):
+        load_newest(other, folders)
+
+
+class SlowDisk:
+    """Holds the writing thread until it is released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.release, honest = threading.Event(), threading.Event(), write.save_shards
+
+        def slow(*arguments: Any, **keywords: Any) -> Any:
+            self.entered.set()
+            assert self.release.wait(20)
+            return honest(*arguments, **keywords)
+
+        monkeypatch.setattr(write, "save_shards", slow)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
+    model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner.build(run_config(model), ranks)
+    take_step(learner, 1)
+    saved, disk, writer = tensors(learner), SlowDisk(monkeypatch), CheckpointWriter(learner)
+    written = writer.save(tmp_path / "c", step=1, controller_state=b"{}")
+    assert disk.entered.wait(10)
+    uninterrupted = train(learner, 2, 3)
+    assert not same(tensors(learner), saved)
+    assert not written.done()
+    assert not (tmp_path / "c" / MANIFEST).exists()  # not complete: nobody resumes from it
+    disk.release.set()
+    assert written.result(timeout=20) > 0
+    resumed = Learner.build(run_config(model), ranks)
+    load(resumed, tmp_path / "c")
+    assert same(tensors(resumed), saved)
+    assert train(resumed, 2, 3) == uninterrupted
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(
+    model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner.build(run_config(model), ranks)
+    disk, writer, later = SlowDisk(monkeypatch), CheckpointWriter(learner), Future[float]()
+    first = writer.save(tmp_path / "0", step=0, controller_state=b"{}")
+    train(learner, 1, 1)
+
+    def save_next() -> None:
+        later.set_result(writer.save(tmp_path / "1", step=1, controller_state=b"{}").result(20))
+
+    thread = threading.Thread(target=save_next)
+    thread.start()
+    assert disk.entered.wait(10)
+    assert not later.done()
+    disk.release.set()
+    thread.join(timeout=20)
+    assert first.done()
+    assert later.result() > 0
+    assert [Manifest.read(tmp_path / name).step for name in "01"] == [0, 1]
+    first_again = Learner.build(run_config(model), ranks)
+    load(first_again, tmp_path / "0")
+    assert same(tensors(first_again), tensors(Learner.build(run_config(model), ranks)))
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_count_and_the_next_one_does(
+    model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner.build(run_config(model), ranks)
+    writer, honest = CheckpointWriter(learner), write.save_shards
+
+    def full(*arguments: Any, **keywords: Any) -> Any:
+        honest(*arguments, **keywords)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "save_shards", full)
+        failed = writer.save(tmp_path / "0", step=0, controller_state=b"{}")
+        with pytest.raises(CheckpointError, match=r"writing .*0 failed: .*No space left.*is the disk full"):
+            failed.result(timeout=20)
+    with pytest.raises(CheckpointError, match="is no complete checkpoint"):
+        Manifest.read(tmp_path / "0")
+    assert take_step(learner, 1).step == 1
+    writer.save(tmp_path / "1", step=1, controller_state=b"{}").result(timeout=20)
+    load(Learner.build(run_config(model), ranks), tmp_path / "1")
+
+
+def test_a_checkpoint_of_another_step_is_refused_and_one_saved_again_stays(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    learner = Learner.build(run_config(model), ranks)
+    writer, folder = CheckpointWriter(learner), tmp_path / "c"
+    with pytest.raises(CommandError, match="a checkpoint of step 3 was asked for, the learner is at 0"):
+        writer.save(folder, step=3, controller_state=b"{}")
+    folder.mkdir()
+    (folder / "left over").write_text("of an attempt that was broken off")
+    first = writer.save(folder, step=0, controller_state=b'{"a": 1}')
+    first.result(timeout=20)
+    assert not (folder / "left over").exists()
+    assert Manifest.read(folder).controller_state == {"a": 1}
+    # Saved again by the same learner it is the same checkpoint.
+    assert writer.save(folder, step=0, controller_state=b'{"a": 2}') is first
+    assert Manifest.read(folder).controller_state == {"a": 1}
+    # Another learner's checkpoint of the step, say of a run that went back, has other weights.
+    save(learner, folder, step=0, controller_state=b'{"a": 3}')
+    assert Manifest.read(folder).controller_state == {"a": 3}

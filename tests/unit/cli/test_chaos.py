@@ -1,0 +1,162 @@
+"""The parts of `paceline chaos`: the faults of a seed, the proxy, what is written down."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paceline.cli.chaos.faults import Fault, FaultKind, all_faults, draw
+from paceline.cli.chaos.inject import Injector
+from paceline.cli.chaos.proxy import Proxy
+from paceline.cli.chaos.record import Outage, Record, table
+from paceline.cli.main import main
+from support.cli_configs import config
+
+TWO = config(rollout={"replicas": 2}, learner={"world_size": 2, "device": "cpu"})
+
+
+def test_every_service_gets_every_fault_of_its_kind() -> None:
+    targets: dict[FaultKind, set[str]] = {}
+    for kind, target in all_faults(TWO):
+        targets.setdefault(kind, set()).add(target)
+    processes = {"controller", "rollout-0", "rollout-1", "learner-0", "learner-1", "reward", "redis"}
+    processes |= {"rollout-0/engine", "rollout-1/engine", "reward/child"}
+    assert targets[FaultKind.KILL] == targets[FaultKind.PAUSE] == targets[FaultKind.LONG_PAUSE] == processes
+    for kind in (FaultKind.DELAY, FaultKind.CUT, FaultKind.HOLE, FaultKind.LONG_HOLE):
+        assert targets[kind] == {"redis", "controller"}
+    assert set(targets) == set(FaultKind)
+
+
+def test_a_seed_gives_the_same_faults_and_each_once_per_round() -> None:
+    number = len(all_faults(TWO))
+    faults = list(islice(draw(TWO, seed=3), 2 * number))
+    assert faults == list(islice(draw(TWO, seed=3), 2 * number))
+    assert faults != list(islice(draw(TWO, seed=4), 2 * number))
+    assert set(Counter((f.kind, f.target) for f in faults).values()) == {2}
+    assert set(Counter((f.kind, f.target) for f in faults[:number]).values()) == {1}
+
+
+def test_long_faults_last_longer_than_a_silent_member_lives() -> None:
+    for fault in islice(draw(TWO, seed=0), 200):
+        match fault.kind:
+            case FaultKind.LONG_PAUSE | FaultKind.LONG_HOLE:
+                assert TWO.service.dead_after_s + 3 <= fault.seconds <= TWO.service.dead_after_s + 8
+            case FaultKind.PAUSE | FaultKind.HOLE | FaultKind.DELAY | FaultKind.FULL:
+                assert 1 <= fault.seconds <= 8
+            case _:
+                assert fault.seconds == 0
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[int]:
+    """The port of a server that sends back what it gets."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            writer.write(data)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+
+
+async def test_the_proxy_delays_swallows_and_cuts(echo: int) -> None:
+    async with asyncio.timeout(20), Proxy() as proxy:
+        proxy.target = ("127.0.0.1", echo)
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(b"a")
+        assert await reader.readexactly(1) == b"a"
+        assert proxy.num_connections == 1
+
+        proxy.delay_s, began = 0.1, time.monotonic()
+        writer.write(b"b")
+        assert await reader.readexactly(1) == b"b"
+        assert time.monotonic() - began >= 0.2, "there and back"
+        proxy.delay_s = 0.0
+
+        proxy.swallow()
+        writer.write(b"c")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 0.2)
+        proxy.release()
+        assert await reader.readexactly(1) == b"c", "nothing is lost"
+
+        proxy.cut()
+        assert await _end_of(reader)
+        writer.close()
+        again, second = await asyncio.open_connection("127.0.0.1", proxy.port)
+        second.write(b"d")
+        assert await again.readexactly(1) == b"d", "new connections are taken"
+        second.close()
+
+
+async def test_a_connection_to_a_target_that_is_down_ends() -> None:
+    async with asyncio.timeout(20), Proxy() as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        assert await _end_of(reader)
+        writer.close()
+
+
+async def _end_of(reader: asyncio.StreamReader) -> bool:
+    """Whether the connection was closed or reset, and nothing came."""
+    try:
+        return await reader.read(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+async def test_services_get_the_proxies_addresses(tmp_path: Path) -> None:
+    injector = Injector(tmp_path)
+    async with injector.links["redis"] as redis, injector.links["controller"] as controller:
+        assert injector.broker_url("redis://:pw@127.0.0.1:7001/0") == f"redis://:pw@127.0.0.1:{redis.port}/0"
+        assert redis.target == ("127.0.0.1", 7001)
+        assert injector.controller_address("10.0.0.1:7002") == f"127.0.0.1:{controller.port}"
+        assert controller.target == ("10.0.0.1", 7002)
+
+
+def outage(number: int, target: str, step_s: float | None, ready_s: float | None) -> Outage:
+    fault = Fault(kind=FaultKind.KILL, target=target)
+    return Outage(number=number, time=5.0, fault=fault, step=3, phase="learn", step_s=step_s, ready_s=ready_s)
+
+
+def test_outages_are_written_down_and_summed_up(tmp_path: Path) -> None:
+    record = Record(tmp_path)
+    for told in (outage(1, "redis", 2.0, 1.0), outage(2, "redis", 2.5, 9.0), outage(3, "reward", 1.0, None)):
+        record.add(told)
+    lines = [json.loads(line) for line in (tmp_path / "chaos.jsonl").read_text().splitlines()]
+    assert [line["recovery_s"] for line in lines] == [2.0, 9.0, None]
+    assert lines[0] == {
+        "n": 1,
+        "time": 5.0,
+        "fault": "kill",
+        "target": "redis",
+        "seconds": 0.0,
+        "step": 3,
+        "phase": "learn",
+        "step_s": 2.0,
+        "ready_s": 1.0,
+        "recovery_s": 2.0,
+    }
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    with console.capture() as captured:
+        console.print(table(record.outages))
+    rows = [line.split() for line in captured.get().splitlines()]
+    assert rows[1:] == [["kill", "redis", "2", "5.5", "9.0", "0"], ["kill", "reward", "1", "1"]]
+
+
+def test_chaos_refuses_a_redis_server_of_somebody_else(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chaos", "run.yaml", "broker.url=redis://127.0.0.1:1/0"]) == 2
+    assert "leave out broker.url" in capsys.readouterr().err
+    assert not (project / "runs").exists()

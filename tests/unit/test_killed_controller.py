@@ -1,0 +1,143 @@
+"""The controller is killed at every event of its journal and started again: the run is the one undisturbed.
+
+What it held in memory is gone; the broker, the files and the members stay. A fake learner trains each step
+once, whatever it is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.broker.memory import MemoryBroker
+from paceline.controller.standing import Standing
+from paceline.controller.verify.check import follow
+from paceline.controller.verify.entries import read
+from paceline.controller.verify.findings import Findings
+from support.fake_fleet import FakeServices, score_all
+from support.sequencer_run import SequencerRun, config, run_of
+from support.training_run import assert_same_metrics
+
+CHANGES: dict[str, Any] = {
+    "trainer__total_steps": 3,
+    "trainer__save_freq": 2,
+    "trainer__test_freq": 2,
+    "algorithm__dynamic_sampling": {"enable": True, "max_extra_factor": 1.0},
+    "algorithm__adv_estimator": "rloo",
+}
+TRANSPORT = ("barrier/duplicates", "barrier/rejected", "weights/bytes", "weights/relayed_bytes")
+
+
+class Killed(Exception):
+    """The process ends here, without any clean-up of its own."""
+
+
+def some_are_equal(group: Any, index: int) -> dict[str, Any]:
+    """Every third prompt's samples are worth the same, so that it is replaced."""
+    return {"reward": 1.0, "reward_error": None} if group.prompt_id % 3 == 0 else score_all(group, index)
+
+
+def kill_at(it: SequencerRun, number: int, *, written: bool) -> None:
+    """Lets the process end at the journal's event with this number, before or after it is written."""
+    record_all, dead = it.journal.record_all, []
+
+    def recording(events: Any) -> None:
+        for event in list(events):
+            is_last = it.journal._next == number
+            if not dead and (written or not is_last):
+                record_all([event])
+            if dead or is_last:
+                dead.append(event)
+                raise Killed
+
+    it.journal.record_all = recording  # type: ignore[method-assign]
+
+
+async def live(
+    folder: Path, fakes: FakeServices, broker: MemoryBroker, kill: tuple[int, bool] | None
+) -> bool:
+    """One life of a controller; returns whether it reached the end."""
+    async with run_of(config(**CHANGES), folder, fakes, broker) as it:
+        if kill is not None:
+            kill_at(it, kill[0], written=kill[1])
+        try:
+            await it.enlist_all()
+            await it.go(some_are_equal)
+        except Killed:
+            return False
+        finally:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            with contextlib.suppress(Killed):
+                await asyncio.gather(*others, return_exceptions=True)
+    return True
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    fakes = FakeServices()
+    fakes.writes = True
+    asyncio.run(live(folder, fakes, MemoryBroker(), None))
+    assert [line["step"] for line in lines(folder)] == [0, 1, 2, 3]
+    assert any(event["event"] == "refill" for event in events(folder))
+    return folder
+
+
+BEFORE = ("phase", "trained", "checkpoint", "step")
+"""Events before which a crash differs from one after the event before: something happened in between."""
+
+
+@pytest.mark.parametrize("written", [True, False])
+async def test_a_controller_killed_at_any_event_goes_on(
+    undisturbed: Path, tmp_path: Path, written: bool
+) -> None:
+    expected, recorded = lines(undisturbed), events(undisturbed)
+    kinds = [event["event"] for event in recorded]
+    for number in range(1, len(recorded)):
+        is_repeat = kinds[number] == kinds[number - 1] == "trajectory"
+        if is_repeat or (kinds[number] in BEFORE) == written:
+            continue
+        folder, fakes, broker = tmp_path / f"{number}", FakeServices(), MemoryBroker()
+        folder.mkdir()
+        fakes.writes = True
+        assert not await live(folder, fakes, broker, (number, written)), number
+        assert await live(folder, fakes, broker, None), number
+        what = f"killed at {number}: {recorded[number]}"
+        assert_same_metrics(lines(folder), expected, without=TRANSPORT)
+        assert [step for step, _ in fakes.trained] == [1, 2, 3], what
+        assert [digest for _, digest in fakes.trained] == digests(undisturbed), what
+        assert [e["n"] for e in events(folder)] == list(range(len(events(folder)))), what
+        assert standing(folder).finished == 3, what
+        assert breaches(folder) == [], what
+
+
+def digests(folder: Path) -> list[str]:
+    return [e["digest"] for e in events(folder) if e["event"] == "trained"]
+
+
+def standing(folder: Path) -> Standing:
+    after = Standing()
+    for event in events(folder):
+        after.note(event)
+    return after
+
+
+def breaches(folder: Path) -> list[str]:
+    findings = Findings()
+    follow(read(folder / "events.jsonl", findings), findings, config(**CHANGES))
+    return [str(breach) for breach in findings.breaches]

@@ -1,0 +1,50 @@
+"""What a rollout server appends for a prompt group."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.broker.base import Outgoing
+from paceline.core.ids import Purpose
+from paceline.core.policy import PolicyTag
+from paceline.core.trajectory import FinishReason, PromptGroup, RewardContext, SamplingSpec
+from paceline.rollout.engines.base import Sample
+from paceline.rollout.trajectories import trajectory_messages
+from paceline.wire import blob_digest, decode_trajectory_header
+
+
+def messages(server_id: str, *, draw: str, seconds: float) -> list[Outgoing]:
+    group = PromptGroup(
+        run_id="r",
+        step=3,
+        purpose=Purpose.TRAIN,
+        prompt_id=7,
+        prompt_token_ids=np.array([5, 6], np.int32),
+        sampling=SamplingSpec(temperature=1.0, max_tokens=4),
+        seeds=(1, 2),
+        policy=PolicyTag(version=2, digest="0" * 16),
+        context=RewardContext(ground_truth="42"),
+    )
+    samples = [
+        Sample(
+            token_ids=np.array([8, 9 + index], np.int32),
+            log_probs=np.array([-0.5, -0.25], np.float32),
+            finish_reason=FinishReason.STOP,
+        )
+        for index in range(2)
+    ]
+    return trajectory_messages(group, samples, server_id=server_id, draw=draw, seconds=seconds)
+
+
+def test_the_digest_of_a_blob_says_what_was_drawn_not_by_whom_or_when() -> None:
+    """Else the digest of a batch would depend on which of two equal copies came first."""
+    first = [decode_trajectory_header(m.payload) for m in messages("rollout-0", draw="a/1", seconds=0.5)]
+    copies = messages("rollout-1", draw="b/1", seconds=0.75)
+    second = [decode_trajectory_header(m.payload) for m in copies]
+    assert [h.blob_digest for h in first] == [h.blob_digest for h in second]
+    assert first[0].blob_digest != first[1].blob_digest
+    assert {h.blob_key for h in first}.isdisjoint(h.blob_key for h in second)
+    assert [h.seconds for h in second] == [0.75, 0.75]
+    assert [h.server_id for h in second] == ["rollout-1", "rollout-1"]
+    for header, copy in zip(second, copies, strict=True):
+        assert header.blob_digest == blob_digest(copy.blobs[header.blob_key])
