@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ class SequencerRun:
         self.folder, self.broker, self.services, self.config = folder, broker, fakes or FakeServices(), cfg
         clock, events = SystemClock(), EventHub()
         self.notices: list[str] = []
+        self.may_answer: Callable[[], bool] = lambda: True
         events.notice = self.notices.append  # type: ignore[method-assign]
         self.journal = Journal(folder / "events.jsonl", clock)
         self.journal.record(
@@ -143,7 +144,9 @@ class SequencerRun:
             await self.enlist(f"rollout-{i}", MemberKind.ROLLOUT, RolloutState.STALE)
 
     async def go(self, answer: Answer = score_all, *, timeout_s: float = 20) -> None:
-        answering = asyncio.create_task(answer_prompts(self.broker, RUN, self.services, answer))
+        answering = asyncio.create_task(
+            answer_prompts(self.broker, RUN, self.services, answer, lambda: self.may_answer())
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 await self.sequencer.run()
