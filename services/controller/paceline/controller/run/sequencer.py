@@ -120,7 +120,7 @@ class Sequencer:
         return True
 
     def _is_loss(self, error: PeerLostError | DeadlineError) -> bool:
-        """Whether the error says that a member was lost that the loop cannot do without, but may come back."""
+        """Whether the loop cannot do without the member that was lost, and it may come back."""
         if isinstance(error, PeerLostError):
             gone = [m for m in self._supervisor.fleet.members() if m.member_id == error.peer and not m.usable]
             return not any(member.is_final for member in gone)
