@@ -18,6 +18,7 @@ import redis
 
 from paceline.broker import Ack, Broker, Mailbox, Outgoing, open_broker
 from paceline.broker.blobs import BlobReader
+from paceline.broker.redis_client import RedisClient
 from paceline.broker.redis_server import RedisServer, find_server
 from paceline.broker.redis_streams import RedisStreamsBroker
 from paceline.core.errors import BrokerError, LostDataError
@@ -554,7 +555,7 @@ async def test_entries_that_were_deleted_are_not_reclaimed_again_and_again(serve
 
 
 async def test_the_pool_serves_more_tasks_than_it_has_connections(server: RedisServer) -> None:
-    broker = RedisStreamsBroker(server.url, max_connections=4, reserved_connections=2)
+    broker = RedisStreamsBroker(RedisClient(server.url, max_connections=4, reserved_connections=2))
     await broker.ensure_group("s", G)
     readers = [asyncio.create_task(broker.read("s", G, "a", max_entries=1, block_s=0.3)) for _ in range(4)]
     await asyncio.gather(*(broker.append(messages("s", [str(number)])) for number in range(100)))
@@ -565,7 +566,7 @@ async def test_the_pool_serves_more_tasks_than_it_has_connections(server: RedisS
 
 
 async def test_cancelled_readers_leave_the_pool_usable(server: RedisServer) -> None:
-    broker = RedisStreamsBroker(server.url, max_connections=4, reserved_connections=2)
+    broker = RedisStreamsBroker(RedisClient(server.url, max_connections=4, reserved_connections=2))
     await broker.ensure_group("s", G)
     for _ in range(10):
         reading = asyncio.create_task(broker.read("s", G, "a", max_entries=1, block_s=30))

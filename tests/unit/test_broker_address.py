@@ -8,6 +8,7 @@ from paceline.broker import open_broker
 from paceline.broker.address import redact
 from paceline.broker.blobs import BlobReader
 from paceline.broker.memory import MemoryBroker
+from paceline.broker.redis_client import RedisClient
 from paceline.broker.redis_streams import RedisStreamsBroker
 from paceline.core.errors import BrokerError, ConfigError
 from support.clocks import ManualClock
@@ -49,7 +50,7 @@ def test_a_learner_cannot_read_blobs_of_another_process() -> None:
 
 def test_the_pool_needs_room_for_more_than_blocking_reads() -> None:
     with pytest.raises(ValueError, match="reserved_connections is 4, must be in 1 to 3"):
-        RedisStreamsBroker("redis://host", max_connections=4, reserved_connections=4)
+        RedisClient("redis://host", max_connections=4, reserved_connections=4)
 
 
 async def test_brokers_of_one_memory_name_share_their_streams() -> None:
@@ -84,8 +85,9 @@ async def test_a_server_that_is_too_old_is_refused(
     async def info(*_: object, **__: object) -> dict[str, str]:
         return {"redis_version": version}
 
-    broker = RedisStreamsBroker("redis://:secret@host:1/0")
-    monkeypatch.setattr(broker, "_run", info)
+    client = RedisClient("redis://:secret@host:1/0")
+    monkeypatch.setattr(client, "run", info)
+    broker = RedisStreamsBroker(client)
     if accepted:
         await broker.ping()
     else:

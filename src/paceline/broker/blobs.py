@@ -81,7 +81,7 @@ class BlobReader:
                 except (RedisError, OSError) as error:
                     trouble = trouble_of(error, timeout_s=self._timeout_s)
                     if trouble is None:
-                        raise refusal(error, url=self._url, command="MGET") from error
+                        raise refusal(error, server=redact(self._url), command="MGET") from error
                     pause_s = attempts.failed(trouble)
                 else:
                     attempts.answered()

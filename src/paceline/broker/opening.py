@@ -8,6 +8,7 @@ from paceline.broker.address import MEMORY_SCHEME, redact, scheme_of
 from paceline.broker.base import Broker
 from paceline.broker.memory import MemoryBroker, named_store
 from paceline.broker.outage import Say
+from paceline.broker.redis_client import RedisClient
 from paceline.broker.redis_streams import RedisStreamsBroker
 from paceline.core.errors import ConfigError
 
@@ -37,7 +38,7 @@ def open_broker(
     if scheme_of(url) == MEMORY_SCHEME:
         return MemoryBroker(store=named_store(urlsplit(url).netloc))
     try:
-        return RedisStreamsBroker(
+        client = RedisClient(
             url,
             timeout_s=timeout_s,
             outage_timeout_s=outage_timeout_s,
@@ -46,3 +47,4 @@ def open_broker(
         )
     except ValueError as error:
         raise ConfigError(f"broker.url {redact(url)!r} cannot be used: {error}") from error
+    return RedisStreamsBroker(client)

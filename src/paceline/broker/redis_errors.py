@@ -60,12 +60,11 @@ def trouble_of(error: Exception, *, timeout_s: float) -> Trouble | None:
     return None
 
 
-def refusal(error: Exception, *, url: str, command: str) -> BrokerError:
+def refusal(error: Exception, *, server: str, command: str) -> BrokerError:
     """The error to raise for one that waiting does not mend."""
-    where = redact(url)
     if isinstance(error, _REFUSED_PASSWORD) or _says(error, "NOAUTH") or _says(error, "WRONGPASS"):
-        return BrokerError(f"{command}: broker {where} refused the password: correct it in broker.url")
-    return BrokerError(f"{command}: broker {where} refused it: {error}")
+        return BrokerError(f"{command}: broker {server} refused the password: correct it in broker.url")
+    return BrokerError(f"{command}: broker {server} refused it: {error}")
 
 
 def is_missing(error: Exception) -> bool:

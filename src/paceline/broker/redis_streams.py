@@ -1,25 +1,17 @@
-"""The broker over Redis Streams: one connection pool, a deadline on every attempt, patience in an outage."""
+"""The broker over Redis Streams."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, TypeVar
-
-import redis.asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
 
 from paceline.broker import scripts
-from paceline.broker.address import redact
 from paceline.broker.base import Ack, Entry, Outgoing
-from paceline.broker.outage import Attempts, Outage, Say
-from paceline.broker.redis_errors import is_missing, refusal, trouble_of
+from paceline.broker.redis_client import GroupExistsError, RedisClient, StreamMissingError
 from paceline.core.errors import BrokerError
 
 log = logging.getLogger(__name__)
@@ -33,65 +25,19 @@ _KEYS_PER_FETCH: Final = 64
 _KEYS_PER_DELETE: Final = 1000
 _OLDEST_SERVER: Final = (6, 2)
 _FIRST_CONTACT_S: Final = 15.0
-_RAW_COMMANDS: Final = ("XREADGROUP", "XREAD", "XPENDING", "XINFO GROUPS")
-
-T = TypeVar("T")
 
 
 class RedisStreamsBroker:
-    """Implements `Broker` on one Redis or Valkey server, 6.2 or later.
+    """Implements `Broker` on one Redis or Valkey server, 6.2 or later."""
 
-    Args:
-        url: redis://, rediss:// or unix:// address with the password in it.
-        timeout_s: how long an attempt waits for the server's answer; for a blocking read, beyond its wait.
-        outage_timeout_s: longest outage of the server that commands wait through.
-        on_outage, on_recovery: as in `Outage`.
-        max_connections: size of the pool. Blocking reads use at most `max_connections -
-            reserved_connections`, so that other commands always find a connection.
-        reserved_connections: connections that blocking reads leave free.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout_s: float = 10.0,
-        outage_timeout_s: float = 300.0,
-        on_outage: Say | None = None,
-        on_recovery: Say | None = None,
-        max_connections: int = 32,
-        reserved_connections: int = 8,
-    ) -> None:
-        if not 0 < reserved_connections < max_connections:
-            raise ValueError(
-                f"reserved_connections is {reserved_connections}, must be in 1 to {max_connections - 1}"
-            )
-        self._url = url
-        self._timeout_s = timeout_s
-        self._outage = Outage(
-            redact(url), timeout_s=outage_timeout_s, on_outage=on_outage, on_recovery=on_recovery
-        )
-        # Deadlines are set around whole commands; the client's socket timeout would cut blocking reads short.
-        pool = aioredis.BlockingConnectionPool.from_url(
-            url,
-            max_connections=max_connections,
-            timeout=None,
-            protocol=2,
-            socket_timeout=None,
-            socket_connect_timeout=min(timeout_s, 5.0),
-            socket_read_size=2**18,
-            retry=Retry(NoBackoff(), retries=0),
-        )
-        self._client: Any = aioredis.Redis(connection_pool=pool)
-        for command in _RAW_COMMANDS:
-            self._client.set_response_callback(command, _as_it_is)
-        self._blocking = asyncio.Semaphore(max_connections - reserved_connections)
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
 
     async def ensure_group(self, stream: str, group: str) -> None:
         """Creates stream and group where they are missing; the group starts at the stream's first entry."""
         try:
-            await self._run("XGROUP CREATE", stream, group, "0", "MKSTREAM")
-        except _GroupExistsError:
+            await self._client.run("XGROUP CREATE", stream, group, "0", "MKSTREAM")
+        except GroupExistsError:
             return
 
     async def append(self, messages: Sequence[Outgoing], *, ack: Ack | None = None) -> list[str]:
@@ -115,7 +61,9 @@ class RedisStreamsBroker:
         if ack is not None:
             keys.append(ack.stream)
             arguments += (ack.group, *ack.entry_ids)
-        return [entry_id.decode() for entry_id in await self._script(scripts.APPEND, keys, arguments)]
+        return [
+            entry_id.decode() for entry_id in await self._client.run_script(scripts.APPEND, keys, arguments)
+        ]
 
     async def read(
         self, stream: str, group: str, consumer: str, *, max_entries: int, block_s: float
@@ -125,7 +73,7 @@ class RedisStreamsBroker:
         command = ("XREADGROUP", "GROUP", group, consumer, "COUNT", max_entries)
         try:
             return await self._read(command, stream, ">", block_s)
-        except _StreamMissingError as error:
+        except StreamMissingError as error:
             log.warning("nothing to read: %s", error)
             await asyncio.sleep(max(0.0, block_s - (time.monotonic() - started)))
             return []
@@ -138,14 +86,10 @@ class RedisStreamsBroker:
         if block_s > 0:
             block_ms = max(1, round(block_s * 1000))  # BLOCK 0 would mean for ever
             words = (*command, "BLOCK", block_ms, "STREAMS", stream, after)
-            reply = await self._retry(command[0], lambda: self._block(words), self._timeout_s + block_s)
+            reply = await self._client.run_blocking(*words, block_s=block_s)
         else:
-            reply = await self._run(*command, "STREAMS", stream, after)
+            reply = await self._client.run(*command, "STREAMS", stream, after)
         return [_entry(stream, row) for row in reply[0][1]] if reply else []
-
-    async def _block(self, words: Sequence[Any]) -> Any:
-        async with self._blocking:
-            return await self._client.execute_command(*words)
 
     async def reclaim(
         self, stream: str, group: str, consumer: str, *, min_idle_s: float, max_entries: int
@@ -154,18 +98,18 @@ class RedisStreamsBroker:
 
         None soon after an outage: consumers that could not renew their leases then are not dead.
         """
-        if not self._outage.is_recent(min_idle_s):
+        if not self._client.outage.is_recent(min_idle_s):
             arguments = [group, consumer, round(min_idle_s * 1000), max_entries]
             try:
-                rows = await self._script(scripts.RECLAIM, [stream], arguments, limit_s=0.0)
+                rows = await self._client.run_script(scripts.RECLAIM, [stream], arguments, limit_s=0.0)
                 return [_entry(stream, row[:2], deliveries=row[2]) for row in rows]
-            except _StreamMissingError:
+            except StreamMissingError:
                 return []
             except BrokerError:
-                if not self._outage.is_on:
+                if not self._client.outage.is_on:
                     raise
-        if self._outage.is_on:
-            await self._run("PING")
+        if self._client.outage.is_on:
+            await self._client.run("PING")
         return []
 
     async def renew(self, stream: str, group: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
@@ -182,24 +126,26 @@ class RedisStreamsBroker:
         if not entry_ids:
             return []
         try:
-            own_ids = await self._script(scripts.TOUCH, [stream], [group, consumer, idle_ms, *entry_ids])
-        except _StreamMissingError:
+            own_ids = await self._client.run_script(
+                scripts.TOUCH, [stream], [group, consumer, idle_ms, *entry_ids]
+            )
+        except StreamMissingError:
             return []
         return [entry_id.decode() for entry_id in own_ids]
 
     async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
         """Acknowledges entries: they are not delivered again. Unknown ids are ignored."""
         if entry_ids:
-            await self._run("XACK", stream, group, *entry_ids)
+            await self._client.run("XACK", stream, group, *entry_ids)
 
     async def advance(self, stream: str, group: str, entry_id: str) -> None:
         """Says that a group which reads the stream as a log has done everything up to `entry_id`."""
-        with contextlib.suppress(_StreamMissingError):
-            await self._run("XGROUP SETID", stream, group, entry_id)
+        with contextlib.suppress(StreamMissingError):
+            await self._client.run("XGROUP SETID", stream, group, entry_id)
 
     async def length(self, stream: str) -> int:
         """Number of entries in the stream, read or not."""
-        return int(await self._run("XLEN", stream))
+        return int(await self._client.run("XLEN", stream))
 
     async def trim(self, stream: str) -> int:
         """Removes entries that every group has done; never a pending one. Returns how many.
@@ -207,17 +153,9 @@ class RedisStreamsBroker:
         A stream without groups keeps everything: it has no reader yet.
         """
         try:
-            groups = [_pairs(row) for row in await self._run("XINFO GROUPS", stream)]
-            if not groups:
-                return 0
-            floors = [_successor(group["last-delivered-id"].decode()) for group in groups]
-            pending = [group["name"] for group in groups if group["pending"]]
-            summaries = await self._pipeline([("XPENDING", stream, name) for name in pending])
-        except _StreamMissingError:
+            return int(await self._client.run_script(scripts.TRIM, [stream], []))
+        except StreamMissingError:
             return 0
-        floors += [summary[1].decode() for summary in summaries if summary[0]]
-        # The floor stays valid between these commands: deliveries and acknowledgements only move it upwards.
-        return int(await self._run("XTRIM", stream, "MINID", "=", min(floors, key=_order)))
 
     async def delete_streams(self, streams: Sequence[str]) -> None:
         """Removes streams with their groups."""
@@ -225,13 +163,13 @@ class RedisStreamsBroker:
 
     async def put_blob(self, key: str, value: bytes) -> None:
         """Stores a blob without a message; replaces an earlier value."""
-        await self._run("SET", key, value)
+        await self._client.run("SET", key, value)
 
     async def get_blobs(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values in the order of the keys, None for a missing one."""
         values: list[bytes | None] = []
         for chunk in _chunks(keys, _KEYS_PER_FETCH):
-            values += await self._run("MGET", *chunk)
+            values += await self._client.run("MGET", *chunk)
         return values
 
     async def delete_blobs(self, keys: Sequence[str]) -> None:
@@ -240,7 +178,7 @@ class RedisStreamsBroker:
 
     async def _unlink(self, keys: Sequence[str | bytes]) -> None:
         for chunk in _chunks(keys, _KEYS_PER_DELETE):
-            await self._run("UNLINK", *chunk)
+            await self._client.run("UNLINK", *chunk)
 
     async def purge(self, prefix: str) -> int:
         """Removes every stream and blob whose name begins with `prefix`; returns how many.
@@ -254,7 +192,7 @@ class RedisStreamsBroker:
         removed: set[bytes] = set()
         cursor = b"0"
         while True:
-            cursor, keys = await self._run("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+            cursor, keys = await self._client.run("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
             await self._unlink(keys)
             removed.update(keys)
             if int(cursor) == 0:
@@ -265,105 +203,17 @@ class RedisStreamsBroker:
 
         Waits no longer than that: at a start the address may be wrong.
         """
-        info = await self._run("INFO", "server", limit_s=_FIRST_CONTACT_S)
+        info = await self._client.run("INFO", "server", limit_s=_FIRST_CONTACT_S)
         version = str(info["redis_version"])
         if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_SERVER:
             raise BrokerError(
-                f"broker {redact(self._url)} is Redis {version}: 6.2 is the first that can reclaim and "
+                f"broker {self._client.server} is Redis {version}: 6.2 is the first that can reclaim and "
                 "trim as Paceline needs it; install a newer one"
             )
 
     async def close(self) -> None:
         """Closes the connections. The broker is unusable afterwards."""
-        await self._client.aclose(close_connection_pool=True)
-
-    async def _script(
-        self, source: str, keys: Sequence[str], arguments: Sequence[Any], *, limit_s: float | None = None
-    ) -> Any:
-        """Runs a script by its hash; sends its text to a server that does not know it."""
-        words = (len(keys), *keys, *arguments)
-        name = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
-        try:
-            return await self._run("EVALSHA", name, *words, limit_s=limit_s)
-        except _ScriptUnknownError:
-            return await self._run("EVAL", source, *words, limit_s=limit_s)
-
-    async def _run(self, *words: Any, limit_s: float | None = None) -> Any:
-        return await self._retry(
-            words[0], lambda: self._client.execute_command(*words), self._timeout_s, limit_s=limit_s
-        )
-
-    async def _pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Several commands in one round trip."""
-        if not commands:
-            return []
-
-        async def run() -> list[Any]:
-            pipeline = self._client.pipeline(transaction=False)
-            for words in commands:
-                pipeline.execute_command(*words)
-            replies: list[Any] = await pipeline.execute()
-            return replies
-
-        return await self._retry(commands[0][0], run, self._timeout_s)
-
-    async def _retry(
-        self,
-        command: str,
-        act: Callable[[], Awaitable[T]],
-        timeout_s: float,
-        *,
-        limit_s: float | None = None,
-    ) -> T:
-        """Repeats a command through an outage; each attempt has `timeout_s` seconds."""
-        with Attempts(self._outage, command, limit_s=limit_s) as attempts:
-            while True:
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        reply = await act()
-                except (RedisError, OSError, TimeoutError) as error:
-                    pause_s = self._pause_s(attempts, command, error)
-                else:
-                    attempts.answered()
-                    return reply
-                await self._drop_idle_connections()
-                await asyncio.sleep(pause_s)
-
-    def _pause_s(self, attempts: Attempts, command: str, error: Exception) -> float:
-        """Seconds until the next attempt; raises what waiting does not mend."""
-        trouble = trouble_of(error, timeout_s=self._timeout_s)
-        if trouble is not None:
-            return attempts.failed(trouble)
-        attempts.answered()
-        if isinstance(error, NoScriptError):
-            raise _ScriptUnknownError from error
-        if is_missing(error):
-            raise _StreamMissingError(str(error)) from error
-        if isinstance(error, ResponseError) and str(error).startswith("BUSYGROUP"):
-            raise _GroupExistsError from error
-        raise refusal(error, url=self._url, command=command) from error
-
-    async def _drop_idle_connections(self) -> None:
-        """Makes the next attempt connect anew and look the address up: another server may have it now."""
-        with contextlib.suppress(RedisError, OSError):
-            await self._client.connection_pool.disconnect(inuse_connections=False)
-
-
-class _GroupExistsError(Exception):
-    """XGROUP CREATE found its group."""
-
-
-class _StreamMissingError(Exception):
-    """A stream or group does not exist."""
-
-
-class _ScriptUnknownError(Exception):
-    """The server does not know the script yet."""
-
-
-def _as_it_is(response: Any, **_: Any) -> Any:
-    """Keeps a reply in the server's own shape, which does not change with the client's version."""
-    return response
+        await self._client.close()
 
 
 def _entry(stream: str, row: Any, deliveries: int = 1) -> Entry:
@@ -376,20 +226,6 @@ def _entry(stream: str, row: Any, deliveries: int = 1) -> Entry:
         traceparent=values.get(b"t", b"").decode(errors="replace"),
         deliveries=deliveries,
     )
-
-
-def _pairs(row: Sequence[Any]) -> dict[str, Any]:
-    return {name.decode(): value for name, value in zip(row[::2], row[1::2], strict=True)}
-
-
-def _order(entry_id: str) -> tuple[int, int]:
-    milliseconds, _, number = entry_id.partition("-")
-    return int(milliseconds), int(number)
-
-
-def _successor(entry_id: str) -> str:
-    milliseconds, number = _order(entry_id)
-    return f"{milliseconds}-{number + 1}"
 
 
 def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

@@ -82,3 +82,30 @@ while left > 0 do
 end
 return result
 """
+
+# KEYS: the stream. Removes the entries before the first that some group has not done: its first pending one,
+# or the one after its position. Returns how many.
+TRIM = """
+local floor_ms, floor_number
+local function keep_from(id, offset)
+  local ms, number = id:match('^(%d+)-(%d+)$')
+  ms, number = tonumber(ms), tonumber(number) + offset
+  if not floor_ms or ms < floor_ms or (ms == floor_ms and number < floor_number) then
+    floor_ms, floor_number = ms, number
+  end
+end
+for _, row in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+  local group = {}
+  for i = 1, #row, 2 do
+    group[row[i]] = row[i + 1]
+  end
+  keep_from(group['last-delivered-id'], 1)
+  if group.pending > 0 then
+    keep_from(redis.call('XPENDING', KEYS[1], group.name)[2], 0)
+  end
+end
+if not floor_ms then
+  return 0
+end
+return redis.call('XTRIM', KEYS[1], 'MINID', '=', string.format('%.0f-%.0f', floor_ms, floor_number))
+"""

@@ -1,0 +1,167 @@
+"""Commands to a Redis server: one connection pool, a deadline on every attempt, patience in an outage."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from paceline.broker.address import redact
+from paceline.broker.outage import Attempts, Outage, Say
+from paceline.broker.redis_errors import is_missing, refusal, trouble_of
+
+_CONNECT_TIMEOUT_S: Final = 5.0
+_READ_SIZE: Final = 2**18
+_RAW_COMMANDS: Final = ("XREADGROUP", "XREAD")
+
+
+class GroupExistsError(Exception):
+    """XGROUP CREATE found its group."""
+
+
+class StreamMissingError(Exception):
+    """A stream or group does not exist, or was deleted during the wait."""
+
+
+class RedisClient:
+    """Runs commands; each waits through outages of the server, as `Outage` describes.
+
+    A command whose answer is lost is repeated: the server may carry it out twice.
+
+    Args:
+        url: redis://, rediss:// or unix:// address with the password in it.
+        timeout_s: how long an attempt waits for the server's answer; for a blocking command, beyond its wait.
+        outage_timeout_s: longest outage of the server that commands wait through.
+        on_outage, on_recovery: as in `Outage`.
+        max_connections: size of the pool. Blocking commands use at most `max_connections -
+            reserved_connections`, so that others always find a connection.
+        reserved_connections: connections that blocking commands leave free.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 10.0,
+        outage_timeout_s: float = 300.0,
+        on_outage: Say | None = None,
+        on_recovery: Say | None = None,
+        max_connections: int = 32,
+        reserved_connections: int = 8,
+    ) -> None:
+        if not 0 < reserved_connections < max_connections:
+            raise ValueError(
+                f"reserved_connections is {reserved_connections}, must be in 1 to {max_connections - 1}"
+            )
+        self.server = redact(url)
+        self.outage = Outage(
+            self.server, timeout_s=outage_timeout_s, on_outage=on_outage, on_recovery=on_recovery
+        )
+        self._timeout_s = timeout_s
+        # Deadlines are set around whole commands; the client's socket timeout would cut blocking reads short.
+        # Its own retries are off: `Outage` is the only policy.
+        self._pool = aioredis.BlockingConnectionPool.from_url(
+            url,
+            max_connections=max_connections,
+            timeout=None,
+            protocol=2,
+            socket_timeout=None,
+            socket_connect_timeout=min(timeout_s, _CONNECT_TIMEOUT_S),
+            socket_read_size=_READ_SIZE,
+            retry=Retry(NoBackoff(), retries=0),
+        )
+        self._redis: Any = aioredis.Redis(connection_pool=self._pool)
+        for command in _RAW_COMMANDS:
+            self._redis.set_response_callback(command, _as_it_is)
+        self._blocking = asyncio.Semaphore(max_connections - reserved_connections)
+
+    async def run(self, *words: Any, limit_s: float | None = None) -> Any:
+        """The server's reply; `limit_s` is the longest outage that this command waits through, if shorter.
+
+        Raises:
+            BrokerError: the outage lasted too long, or the server refuses the command.
+            GroupExistsError, StreamMissingError: as their names say.
+        """
+        return await self._repeat(
+            words[0], lambda: self._redis.execute_command(*words), self._timeout_s, limit_s=limit_s
+        )
+
+    async def run_blocking(self, *words: Any, block_s: float) -> Any:
+        """The reply to a command that the server answers after up to `block_s` seconds."""
+
+        async def block() -> Any:
+            async with self._blocking:
+                return await self._redis.execute_command(*words)
+
+        return await self._repeat(words[0], block, self._timeout_s + block_s)
+
+    async def run_script(
+        self, source: str, keys: Sequence[str], arguments: Sequence[Any], *, limit_s: float | None = None
+    ) -> Any:
+        """Runs a script by its hash; sends its text to a server that does not know it."""
+        words = (len(keys), *keys, *arguments)
+        name = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        try:
+            return await self.run("EVALSHA", name, *words, limit_s=limit_s)
+        except _ScriptUnknownError:
+            return await self.run("EVAL", source, *words, limit_s=limit_s)
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._redis.aclose(close_connection_pool=True)
+
+    async def _repeat(
+        self,
+        command: str,
+        act: Callable[[], Awaitable[Any]],
+        timeout_s: float,
+        *,
+        limit_s: float | None = None,
+    ) -> Any:
+        with Attempts(self.outage, command, limit_s=limit_s) as attempts:
+            while True:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        reply = await act()
+                except (RedisError, OSError, TimeoutError) as error:
+                    pause_s = self._pause_s(attempts, command, error)
+                else:
+                    attempts.answered()
+                    return reply
+                await self._drop_idle_connections()
+                await asyncio.sleep(pause_s)
+
+    def _pause_s(self, attempts: Attempts, command: str, error: Exception) -> float:
+        """Seconds until the next attempt; raises what waiting does not mend."""
+        trouble = trouble_of(error, timeout_s=self._timeout_s)
+        if trouble is not None:
+            return attempts.failed(trouble)
+        attempts.answered()
+        if isinstance(error, NoScriptError):
+            raise _ScriptUnknownError from error
+        if is_missing(error):
+            raise StreamMissingError(str(error)) from error
+        if isinstance(error, ResponseError) and str(error).startswith("BUSYGROUP"):
+            raise GroupExistsError from error
+        raise refusal(error, server=self.server, command=command) from error
+
+    async def _drop_idle_connections(self) -> None:
+        """Makes the next attempt connect anew and look the address up: another server may have it now."""
+        with contextlib.suppress(RedisError, OSError):
+            await self._pool.disconnect(inuse_connections=False)
+
+
+class _ScriptUnknownError(Exception):
+    """The server does not know the script yet."""
+
+
+def _as_it_is(response: Any, **_: Any) -> Any:
+    """Keeps a reply in the server's own shape, which does not change with the client's version."""
+    return response
