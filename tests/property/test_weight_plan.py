@@ -18,6 +18,7 @@ from paceline.weights.digest.agreement import (
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.plan.plan import RELAY_MODES, MessageKey, TransferPlan, build_plan
+from support.naive_plan import naive_plan
 from support.reference_digest import digest_array
 from support.weight_layouts import DenseModel, fsdp_layout, tp_layout
 
@@ -52,6 +53,55 @@ def full_tensors(model: DenseModel) -> Arrays:
         tensors[name] = np.arange(at, at + n, dtype=np.int32).reshape(shape).view(np.float32)
         at += n
     return tensors
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    case=dense_models(),
+    num_learners=st.integers(1, 6),
+    replicas=st.integers(1, 3),
+    num_servers=st.integers(1, 3),
+    round_bytes=st.integers(12, 1 << 14),
+    relay=st.sampled_from(RELAY_MODES),
+)
+def test_the_plan_is_the_one_that_the_naive_planner_makes(
+    case: tuple[DenseModel, int],
+    num_learners: int,
+    replicas: int,
+    num_servers: int,
+    round_bytes: int,
+    relay: str,
+) -> None:
+    """With learner replicas too, whose parts are contested."""
+    model, size = case
+    sources = [
+        fsdp_layout(model.shapes(), rank=rank, world_size=num_learners, dtype="float32")
+        for _ in range(replicas)
+        for rank in range(num_learners)
+    ]
+    layouts = [tp_layout(model, rank, size)[0] for rank in range(size)] * num_servers
+    check_same(sources, layouts, round_bytes=round_bytes, relay=relay)
+
+
+def test_large_replicated_tensors_are_cut_as_the_naive_planner_cuts_them() -> None:
+    shapes = {f"layer{number}.w": (300, 300 - number % 2) for number in range(4)}
+    sources = [fsdp_layout(shapes, rank=r % 2, world_size=2, dtype="float32") for r in range(6)]
+    layout = fsdp_layout(shapes, rank=0, world_size=1, dtype="float32")
+    for relay in RELAY_MODES:
+        check_same(sources, [layout] * 3, round_bytes=50_000, relay=relay)
+
+
+def check_same(sources: list[RankLayout], layouts: list[RankLayout], *, round_bytes: int, relay: str) -> None:
+    options = {"item_bytes": 4, "round_bytes": round_bytes, "relay": relay}
+    plan, naive = build_plan(sources, layouts, **options), naive_plan(sources, layouts, **options)
+    assert tuple(plan.pieces) == naive.pieces
+    assert plan.message_sizes == naive.message_sizes
+    assert (plan.num_rounds, plan.num_channels) == (naive.num_rounds, naive.num_channels)
+    assert plan.cost_bytes == naive.cost_bytes
+    for rank in range(len(sources)):
+        assert plan.of_source(rank) == [p for p in naive.pieces if p.source == rank and p.relay is None]
+    for rank in range(len(layouts)):
+        assert plan.of_destination(rank) == [p for p in naive.pieces if p.destination == rank]
 
 
 def shards_of(layout: RankLayout, tensors: Arrays) -> Arrays:

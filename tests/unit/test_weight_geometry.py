@@ -17,14 +17,16 @@ from paceline.weights.digest.agreement import (
     model_digest,
 )
 from paceline.weights.digest.definition import name_factor
+from paceline.weights.geometry import cover
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.cover import Need, assign_sources
 from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows, expand_full
+from paceline.weights.plan import flows
 from paceline.weights.plan.flows import take_leading
 from paceline.weights.plan.plan import TransferPlan, build_plan
 from paceline.weights.plan.spec import WeightGroupSpec
 from support.reference_digest import digest_array
-from support.weight_layouts import fsdp_layout
+from support.weight_layouts import DenseModel, fsdp_layout, tp_layout
 
 
 def full(name: str, shape: tuple[int, ...]) -> RankLayout:
@@ -75,7 +77,8 @@ def test_a_row_larger_than_a_round_is_cut() -> None:
 
 def test_a_large_replicated_tensor_leaves_from_all_its_holders() -> None:
     needs = [Need(name="w", global_shape=(4096, 64), box=Box.full((4096, 64)), label="rollout rank 0")]
-    supplies = assign_sources([full("w", (4096, 64))] * 4, needs)
+    covered = assign_sources([full("w", (4096, 64))] * 4, needs)
+    supplies = [supply for source in range(4) for supply in covered.of_source(source)]
     assert sorted((s.source, s.box.volume) for s in supplies) == [(r, 65536) for r in range(4)]
 
 
@@ -338,3 +341,78 @@ def test_what_little_a_set_shares_is_sent_directly() -> None:
         [with_vector(rows(960, 0, 1))], layouts, item_bytes=4, round_bytes=32 << 20, relay="always"
     )
     assert any(p.relay is not None for p in always.pieces if p.name == "norm")
+
+
+def planned(layers: int, servers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, TransferPlan]:
+    """How many needed boxes are cut among the sources, and how often a box among messages; and the plan."""
+    cuts, takes = [], []
+    regions_of, take = cover._regions_of, flows.take_leading
+    with monkeypatch.context() as patch:
+        patch.setattr(cover, "_regions_of", lambda *a: cuts.append(1) or regions_of(*a))
+        patch.setattr(flows, "take_leading", lambda *a, **k: takes.append(1) or take(*a, **k))
+        model = DenseModel(
+            vocab_size=512,
+            hidden=64,
+            heads=8,
+            kv_heads=4,
+            head_dim=8,
+            intermediate=128,
+            layers=layers,
+            tied=False,
+            bias=True,
+        )
+        sources = [fsdp_layout(model.shapes(), rank=r, world_size=8, dtype="float32") for r in range(8)]
+        layouts = [tp_layout(model, rank, 4)[0] for rank in range(4)] * servers
+        plan = build_plan(sources, layouts, item_bytes=4, round_bytes=1 << 18)
+    return len(cuts), len(takes), plan
+
+
+def test_planning_cuts_one_layer_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each distinct box is cut among the learners once, and among messages only where a message ends."""
+    small, few, _ = planned(2, 1, monkeypatch)
+    large, many, plan = planned(40, 4, monkeypatch)
+    assert large == small
+    num_pieces = sum(1 for _ in plan.pieces)
+    assert num_pieces > 20_000
+    # Servers that are alike are dealt to once; a message ends in at most three calls per flow and round.
+    assert few <= many <= 3 * plan.num_rounds * 8 * 4
+    assert many < num_pieces / 10
+
+
+def test_a_spec_has_the_layouts_that_servers_share_once() -> None:
+    source, ranks = full("w", (512, 8)), [full(f"w{n}", (512, 8)) for n in range(3)]
+    sizes = []
+    for servers in (1, 200):
+        spec = WeightGroupSpec(
+            epoch=1,
+            backend="nccl",
+            store_host="h",
+            store_port=1,
+            learner_layouts=(source,),
+            # Not the same objects: as they come from different servers.
+            rollout_layouts=tuple(
+                RankLayout.from_dict(rank.to_dict()) for _ in range(servers) for rank in ranks
+            ),
+            wire_dtype="float32",
+        )
+        packed = spec.to_bytes()
+        sizes.append(len(packed))
+        read = WeightGroupSpec.from_bytes(packed)
+        assert read == spec
+        assert len({id(layout) for layout in read.rollout_layouts}) == 3
+    assert sizes[1] < sizes[0] + 200
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, -1])
+def test_a_spec_that_is_cut_off_is_refused(cut: int) -> None:
+    spec = WeightGroupSpec(
+        epoch=1,
+        backend="nccl",
+        store_host="h",
+        store_port=1,
+        learner_layouts=(full("w", (4,)),),
+        rollout_layouts=(full("w", (4,)),),
+        wire_dtype="float32",
+    )
+    with pytest.raises(InvalidMessageError, match="weight group spec"):
+        WeightGroupSpec.from_bytes(spec.to_bytes()[:cut])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import gt
 from typing import Any, Final
 
 import msgpack
@@ -44,7 +46,7 @@ class TensorSlice:
                 f"{self.name}: shape {self.global_shape}, box {self.box} and offset {self.offset} must have "
                 f"the same number of dimensions, 1 to {_MAX_DIMS}"
             )
-        if not Box.full(self.global_shape).contains(self.box) or min(self.offset) < 0:
+        if any(map(gt, self.box.stop, self.global_shape)) or min(self.offset) < 0:
             raise ValueError(
                 f"{self.name}: box {self.box} must lie within shape {self.global_shape} and offset "
                 f"{self.offset} must not be negative"
@@ -100,14 +102,18 @@ class RankLayout:
         packed: bytes = msgpack.packb(self.to_dict())
         return packed
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> RankLayout:
-        """Reads what `to_bytes` wrote; raises InvalidMessageError if anything is malformed."""
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def from_bytes(data: bytes) -> RankLayout:
+        """Reads what `to_bytes` wrote; raises InvalidMessageError if anything is malformed.
+
+        The same bytes give the same object: servers that are alike have their layouts in common.
+        """
         try:
             plain = msgpack.unpackb(data)
         except (ValueError, msgpack.UnpackException) as error:
             raise InvalidMessageError(f"weight layout: not msgpack: {error}", reason="bad_layout") from error
-        return cls.from_dict(plain)
+        return RankLayout.from_dict(plain)
 
 
 def chunk_rows(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -139,6 +145,19 @@ def expand_full(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> Ra
         for name, shape in shapes.items()
     )
     return RankLayout(dtype=layout.dtype, slices=slices, full_tensors=True)
+
+
+def expand_all(
+    layouts: Iterable[RankLayout], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[RankLayout, ...]:
+    """`expand_full` of each; equal results are one object."""
+    full: dict[str, RankLayout] = {}
+    expanded: list[RankLayout] = []
+    for layout in layouts:
+        if layout.full_tensors and layout.dtype not in full:
+            full[layout.dtype] = expand_full(layout, shapes)
+        expanded.append(full[layout.dtype] if layout.full_tensors else layout)
+    return tuple(expanded)
 
 
 def _read_layout(data: object) -> RankLayout:

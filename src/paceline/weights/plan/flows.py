@@ -1,18 +1,21 @@
 """Flows: what one learner rank sends to one set of rollout ranks with equal needs, cut into chunks.
 
 A set of one rank is served directly. In a larger set each chunk goes to one member, in turn, which then
-relays it
-to the others: every byte leaves the learners once per set, and the members share the relaying.
+relays it to the others: every byte leaves the learners once per set, and the members share the relaying.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
+from paceline.weights.geometry.box_table import BoxTable, IntArray
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.cover import Need, assign_sources
+from paceline.weights.geometry.cover import Cover, Need, assign_sources
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
 
 SMALLEST_SHARE: Final = 0.02
@@ -21,51 +24,65 @@ SMALLEST_SHARE: Final = 0.02
 Members = tuple[int, ...]
 """Rollout ranks, ascending"""
 
-_Group = list[tuple[int, TensorSlice]]
+Group = list[tuple[int, TensorSlice]]
 """Rollout ranks that need the same box, ascending, each with its slice"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cargo:
-    """A box of tensor number `order`: read from `source_slice`, written by member i to `targets[i]`."""
-
-    order: int
-    box: Box
-    source_slice: TensorSlice
-    targets: tuple[TensorSlice, ...]
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Flow:
-    """What learner rank `source` sends to `members`, in the tensors' order."""
+    """What learner rank `source` sends to `members`, in the tensors' order.
+
+    Attributes:
+        rows: the rows of the cover.
+        boxes, volumes: their boxes' numbers, and the elements of each.
+        longest_row: elements of the longest row of any of its boxes.
+        content: equal for flows of the same tensors' same boxes.
+    """
 
     source: int
     members: Members
-    cargo: list[Cargo] = field(default_factory=list)
+    rows: IntArray
+    boxes: IntArray
+    volumes: IntArray
+    longest_row: int
+    content: bytes
 
     @property
     def volume(self) -> int:
         """Elements, each counted once."""
-        return sum(item.box.volume for item in self.cargo)
+        return int(self.volumes.sum())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """A part of a flow's cargo that fits into one message.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Flows:
+    """All flows of a plan, ordered by (source, members).
 
     Attributes:
-        member: index of the member that receives it first.
-        round: of that first message.
-        offset: the chunk's first element in that message, as far as this flow fills it.
-        cargo: what it is a part of.
-        box: the part.
+        cover: who supplies what; the flows' rows are rows of it.
+        groups: the rollout ranks of each of its needs.
     """
 
-    member: int
-    round: int
-    offset: int
-    cargo: Cargo
-    box: Box
+    cover: Cover
+    groups: list[Group]
+    flows: list[Flow]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chunks:
+    """A flow's cargo, cut into parts that fit into messages, as columns.
+
+    Attributes:
+        item: index among the flow's boxes of the one that a chunk is a part of.
+        box, volume: the part's number in the table of boxes, and its elements.
+        number: of the message, counted within the flow.
+        offset: the chunk's first element in that message, as far as this flow fills it.
+    """
+
+    item: IntArray
+    box: IntArray
+    volume: IntArray
+    number: IntArray
+    offset: IntArray
 
 
 def gather_flows(
@@ -75,7 +92,7 @@ def gather_flows(
     *,
     shared: bool,
     smallest_share: float = 0.0,
-) -> list[Flow]:
+) -> Flows:
     """Splits what rollout ranks need into flows, ordered by (source, members).
 
     Args:
@@ -99,36 +116,91 @@ def gather_flows(
         for group in groups
         for part in (group[0][1],)
     ]
-    flows: dict[tuple[int, Members], Flow] = {}
-    for supply in assign_sources(sources, needs):
-        group = groups[supply.need]
-        members, targets = tuple(rank for rank, _ in group), tuple(part for _, part in group)
-        flow = flows.setdefault((supply.source, members), Flow(source=supply.source, members=members))
-        number = order[targets[0].name]
-        flow.cargo.append(
-            Cargo(order=number, box=supply.box, source_slice=supply.source_slice, targets=targets)
+    cover = assign_sources(sources, needs)
+    members_of = [tuple(rank for rank, _ in group) for group in groups]
+    sets = sorted(set(members_of))
+    number_of = {members: number for number, members in enumerate(sets)}
+    tensor = np.array([order[need.name] for need in needs], dtype=np.int64)[cover.need]
+    members = np.array([number_of[members] for members in members_of], dtype=np.int64)[cover.need]
+    rows = np.lexsort((cover.boxes.ranks()[cover.box], tensor, members, cover.source))
+    keys = np.stack([cover.source[rows], members[rows]])
+    starts = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
+    volumes, row_volumes = cover.boxes.volumes(), cover.boxes.row_volumes()
+
+    def flow(part: IntArray) -> Flow:
+        boxes = cover.box[part]
+        return Flow(
+            source=int(cover.source[part[0]]),
+            members=sets[members[part[0]]],
+            rows=part,
+            boxes=boxes,
+            volumes=volumes[boxes],
+            longest_row=int(row_volumes[boxes].max()),
+            content=np.stack([tensor[part], boxes]).tobytes(),
         )
-    for flow in flows.values():
-        flow.cargo.sort(key=lambda item: (item.order, item.box))
-    return [flows[key] for key in sorted(flows)]
+
+    parts = np.split(rows, starts) if len(rows) else []
+    return Flows(cover=cover, groups=groups, flows=[flow(part) for part in parts])
 
 
-def deal(flow: Flow, size: int) -> Iterator[Chunk]:
-    """Cuts a flow into chunks of at most `size` elements, along rows; deals them to its members in turn."""
-    number, filled, count = 0, 0, len(flow.members)
-    for item in flow.cargo:
-        stack = [item.box]
-        while stack:
-            box = stack.pop()
-            fit, rest = take_leading(box, size - filled, can_wait=filled > 0)
-            stack += reversed(rest)
-            if fit is None:
-                number, filled = number + 1, 0
-                continue
-            # Each source begins with another member: this spreads the remainders of the last round.
-            member = (number + flow.source) % count
-            yield Chunk(member=member, round=number // count, offset=filled, cargo=item, box=fit)
-            filled += fit.volume
+def deal_all(flows: Sequence[Flow], sizes: Sequence[int], boxes: BoxTable) -> list[Chunks]:
+    """Cuts each flow into chunks of at most `sizes` elements; flows of the same content are cut once."""
+    known: dict[tuple[bytes, int], Chunks] = {}
+    dealt: list[Chunks] = []
+    for flow, size in zip(flows, sizes, strict=True):
+        key = (flow.content, size)
+        if key not in known:
+            known[key] = _deal(flow, size, boxes)
+        dealt.append(known[key])
+    return dealt
+
+
+def _deal(flow: Flow, size: int, boxes: BoxTable) -> Chunks:
+    """Cuts a flow into chunks of at most `size` elements, along rows, and fills messages with them.
+
+    What fits as it is, which is nearly all, is placed in one step per message.
+    """
+    ends: list[int] = np.cumsum(flow.volumes).tolist()
+    numbers: list[int] = flow.boxes.tolist()
+    # Runs of boxes that follow each other in one message: first item, count, part or -1, number, offset.
+    runs: list[tuple[int, int, int, int, int]] = []
+    at, number, filled, before = 0, 0, 0, 0
+    while at < len(ends):
+        until = bisect_right(ends, before + size - filled, at)
+        if until > at:
+            runs.append((at, until - at, -1, number, filled))
+            filled += ends[until - 1] - before
+        else:
+            stack = [boxes.boxes[numbers[at]]]
+            while stack:
+                fit, rest = take_leading(stack.pop(), size - filled, can_wait=filled > 0)
+                stack += reversed(rest)
+                if fit is None:
+                    number, filled = number + 1, 0
+                else:
+                    runs.append((at, 1, boxes.add(fit), number, filled))
+                    filled += fit.volume
+            until = at + 1
+        at, before = until, ends[until - 1]
+    return _expand(flow, np.array(runs, dtype=np.int64), boxes)
+
+
+def _expand(flow: Flow, runs: IntArray, boxes: BoxTable) -> Chunks:
+    """One row per chunk from one row per run."""
+    first, count, part, number, offset = runs.T
+    run = np.repeat(np.arange(len(runs)), count)
+    item = first[run] + np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
+    starts = np.cumsum(flow.volumes) - flow.volumes
+    volume = flow.volumes[item]
+    cut = np.flatnonzero(part[run] >= 0)
+    volume[cut] = [boxes.boxes[box].volume for box in part[run][cut].tolist()]
+    return Chunks(
+        item=item,
+        box=np.where(part[run] >= 0, part[run], flow.boxes[item]),
+        volume=volume,
+        number=number[run],
+        offset=offset[run] + starts[item] - starts[first[run]],
+    )
 
 
 def take_leading(box: Box, room: int, *, can_wait: bool) -> tuple[Box | None, list[Box]]:
@@ -137,10 +209,11 @@ def take_leading(box: Box, room: int, *, can_wait: bool) -> tuple[Box | None, li
     The part consists of complete rows if at least one fits. If none does, nothing is taken if the box
     `can_wait` for an empty message; otherwise the row itself is cut, along the next dimension.
     """
-    if box.volume <= room:
+    volume = box.volume
+    if volume <= room:
         return box, []
     for dim, extent in enumerate(box.shape):
-        row = box.volume // extent
+        row = volume // extent
         if row <= room:
             fit, rest = box.split(dim, box.start[dim] + room // row)
             return fit, [rest]
@@ -153,9 +226,9 @@ def take_leading(box: Box, room: int, *, can_wait: bool) -> tuple[Box | None, li
     raise AssertionError("a box of one element is larger than a round, which build_plan refuses")
 
 
-def _group_needs(destinations: Sequence[RankLayout], *, shared: bool) -> list[_Group]:
+def _group_needs(destinations: Sequence[RankLayout], *, shared: bool) -> list[Group]:
     """Every needed box with the ranks that need it; if not `shared`, a group per rank."""
-    groups: dict[tuple[object, ...], _Group] = {}
+    groups: dict[tuple[object, ...], Group] = {}
     for rank, layout in enumerate(destinations):
         times: dict[tuple[str, Box], int] = {}
         for part in layout.slices:
@@ -166,14 +239,14 @@ def _group_needs(destinations: Sequence[RankLayout], *, shared: bool) -> list[_G
     return list(groups.values())
 
 
-def _split_small(groups: list[_Group], smallest_share: float) -> list[_Group]:
+def _split_small(groups: list[Group], smallest_share: float) -> list[Group]:
     """The groups; those of sets that have too little in common are split into single ranks."""
     common: dict[Members, int] = {}
     for group in groups:
         members = tuple(rank for rank, _ in group)
         common[members] = common.get(members, 0) + group[0][1].box.volume
     least = smallest_share * sum(common.values())
-    split: list[_Group] = []
+    split: list[Group] = []
     for group in groups:
         small = common[tuple(rank for rank, _ in group)] < least
         split += [[member] for member in group] if small else [group]

@@ -7,17 +7,19 @@ rank computes it from the same bytes; the fingerprints are compared when the gro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
 
 import msgpack
+import numpy as np
 
 from paceline.core.errors import WeightSyncError
+from paceline.weights.geometry.box_table import IntArray
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, expand_full, tensor_shapes
-from paceline.weights.plan.flows import SMALLEST_SHARE, Flow, deal, gather_flows
+from paceline.weights.geometry.layout import RankLayout, TensorSlice, expand_all, tensor_shapes
+from paceline.weights.plan.flows import SMALLEST_SHARE, Chunks, Flows, Members, deal_all, gather_flows
 from paceline.weights.plan.rounds import chunk_sizes
 
 RELAY_MODES: Final = ("auto", "never", "always")
@@ -67,12 +69,24 @@ class Piece:
     destination_box: Box
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TransferPlan:
-    """All pieces of a push: those that learners send, by (source, members), then those that are relayed.
+    """All pieces of a push, as columns: a row per chunk of a flow, ordered by flow.
 
-    A relay passes on everything that it received over one channel in a round, in the same order: learner by
-    learner.
+    A chunk is a piece for the member of its flow that receives it from the learner, and one more for each
+    member that this one relays it to. A relay passes on everything that it received over one channel in a
+    round, in the same order: learner by learner.
+
+    Attributes:
+        flows: who sends what to whom.
+        channels: the channel of each set of rollout ranks; single ranks have none of their own.
+        flow: of each chunk.
+        row: of the cover that a chunk is a part of.
+        box, volume: the part's number in the table of boxes, and its elements.
+        round: of a chunk's first message.
+        first: the rollout rank that receives it first.
+        offset, relay_offset: its first element in that message, and in those that relay it.
+        layouts: a digest of all layouts, to which the columns refer by number.
     """
 
     num_sources: int
@@ -80,15 +94,36 @@ class TransferPlan:
     num_rounds: int
     num_channels: int
     item_bytes: int
-    pieces: tuple[Piece, ...]
+    flows: Flows
+    channels: dict[Members, int]
+    flow: IntArray
+    row: IntArray
+    box: IntArray
+    volume: IntArray
+    round: IntArray
+    first: IntArray
+    offset: IntArray
+    relay_offset: IntArray
+    layouts: bytes
 
     @cached_property
     def message_sizes(self) -> dict[MessageKey, int]:
         """Number of elements of every message; there are no empty ones."""
+        volumes = self.volume
+        keys = np.stack([self.flow, self.first, self.round])
+        starts = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
+        starts = np.concatenate([np.zeros(min(1, len(volumes)), np.int64), starts])
         sizes: dict[MessageKey, int] = {}
-        for piece in self.pieces:
-            key = self.message_of(piece)
-            sizes[key] = sizes.get(key, 0) + piece.box.volume
+        sums = np.add.reduceat(volumes, starts).tolist() if len(volumes) else []
+        for (number, first, at), size in zip(keys[:, starts].T.tolist(), sums, strict=True):
+            flow = self.flows.flows[number]
+            channel = self.channels.get(flow.members, 0)
+            for rank in flow.members:
+                if rank == first:
+                    key = MessageKey(flow.source, self.num_sources + rank, at, channel)
+                else:
+                    key = MessageKey(self.num_sources + first, self.num_sources + rank, at + 1, channel)
+                sizes[key] = sizes.get(key, 0) + size
         return sizes
 
     def message_of(self, piece: Piece) -> MessageKey:
@@ -107,21 +142,70 @@ class TransferPlan:
         """32 bytes that are equal exactly if the plans are equal."""
         hasher = hashlib.sha256()
         head = [self.num_sources, self.num_destinations, self.num_rounds, self.num_channels, self.item_bytes]
-        hasher.update(msgpack.packb(head))
-        for p in self.pieces:
-            boxes = [p.box, p.source_box, p.destination_box]
-            route = [p.source, p.relay, p.destination, p.round, p.channel, p.offset]
-            plain = [*route, p.name, p.source_param, p.destination_param]
-            hasher.update(msgpack.packb([*plain, *([*box.start, *box.stop] for box in boxes)]))
+        hasher.update(msgpack.packb([*head, [[flow.source, flow.members] for flow in self.flows.flows]]))
+        hasher.update(msgpack.packb([[*box.start, *box.stop] for box in self.flows.cover.boxes.boxes]))
+        need, holder = self.flows.cover.need[self.row], self.flows.cover.holder[self.row]
+        places = (self.flow, need, holder, self.box, self.round, self.first, self.offset, self.relay_offset)
+        for column in places:
+            hasher.update(column.astype("<i8").tobytes())
+        hasher.update(self.layouts)
         return hasher.digest()
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """Every piece: those that learners send, by (source, members), then those that are relayed."""
+        yield from self._pieces(np.arange(len(self.flow)), relayed=False)
+        yield from self._pieces(np.arange(len(self.flow)), relayed=True)
 
     def of_source(self, source: int) -> list[Piece]:
         """The pieces that this learner rank sends."""
-        return [piece for piece in self.pieces if piece.source == source and piece.relay is None]
+        sends = np.array([flow.source == source for flow in self.flows.flows], dtype=bool)
+        return list(self._pieces(np.flatnonzero(sends[self.flow]), relayed=False))
 
     def of_destination(self, destination: int) -> list[Piece]:
         """The pieces that this rollout rank receives, from learners and from relays."""
-        return [piece for piece in self.pieces if piece.destination == destination]
+        takes = np.array([destination in flow.members for flow in self.flows.flows], dtype=bool)
+        chunks = np.flatnonzero(takes[self.flow])
+        direct = self.first[chunks] == destination
+        return [
+            *self._pieces(chunks[direct], relayed=False),
+            *self._pieces(chunks[~direct], relayed=True, only=destination),
+        ]
+
+    def _pieces(self, chunks: IntArray, *, relayed: bool, only: int | None = None) -> Iterator[Piece]:
+        """The pieces of some chunks: those that a learner sends, or those that are relayed."""
+        cover, groups = self.flows.cover, self.flows.groups
+        places: dict[tuple[object, ...], Box] = {}
+
+        def place(part: TensorSlice, number: int) -> Box:
+            # Layers repeat: few different boxes lie in few different places.
+            key = (number, part.box.start, part.offset)
+            if key not in places:
+                places[key] = part.to_local(cover.boxes.boxes[number])
+            return places[key]
+
+        for chunk in chunks.tolist():
+            row, first = int(self.row[chunk]), int(self.first[chunk])
+            source_slice, number = cover.source_slice(row), int(self.box[chunk])
+            group = groups[cover.need[row]]
+            channel = self.channels.get(self.flows.flows[self.flow[chunk]].members, 0)
+            for rank, part in group:
+                if (rank != first) is not relayed or only not in (None, rank):
+                    continue
+                yield Piece(
+                    source=int(cover.source[row]),
+                    relay=first if relayed else None,
+                    destination=rank,
+                    round=int(self.round[chunk]) + relayed,
+                    channel=channel,
+                    offset=int((self.relay_offset if relayed else self.offset)[chunk]),
+                    name=part.name,
+                    box=cover.boxes.boxes[number],
+                    source_param=source_slice.param,
+                    source_box=place(source_slice, number),
+                    destination_param=part.param,
+                    destination_box=place(part, number),
+                )
 
     def sent_bytes(self, source: int) -> int:
         """Bytes that leave this learner rank in a push."""
@@ -185,15 +269,18 @@ def build_plan(
         raise WeightSyncError(f"round_bytes is {round_bytes}; it must hold at least one element")
     shapes = tensor_shapes([*sources, *destinations])
     learner_shapes = tensor_shapes(sources)
-    destinations = [expand_full(layout, learner_shapes) for layout in destinations]
+    destinations = expand_all(destinations, learner_shapes)
     _check_all_used(learner_shapes, destinations)
-    for rank, layout in enumerate(destinations):
+    different = {id(layout): (rank, layout) for rank, layout in reversed([*enumerate(destinations)])}
+    for rank, layout in different.values():
         _check_disjoint(rank, layout)
+    digest = _digest_of(sources, [layout for _, layout in different.values()])
     order = {name: index for index, name in enumerate(shapes)}
 
     def plan(*, shared: bool, smallest_share: float = 0.0) -> TransferPlan:
         flows = gather_flows(sources, destinations, order, shared=shared, smallest_share=smallest_share)
-        return _plan_flows(flows, len(sources), len(destinations), item_bytes, capacity)
+        ends = (len(sources), len(destinations))
+        return _plan_flows(flows, ends, item_bytes, capacity, digest)
 
     if relay == "always":
         return plan(shared=True)
@@ -211,50 +298,83 @@ def _egress_binds(plan: TransferPlan) -> bool:
 
 
 def _plan_flows(
-    flows: Sequence[Flow], num_sources: int, num_destinations: int, item_bytes: int, capacity: int
+    flows: Flows, ends: tuple[int, int], item_bytes: int, capacity: int, layouts: bytes
 ) -> TransferPlan:
     """Assigns its message to every chunk, and to chunks of larger sets also the messages that relay them."""
-    sets = sorted({flow.members for flow in flows if len(flow.members) > 1})
+    sets = sorted({flow.members for flow in flows.flows if len(flow.members) > 1})
     channels = {members: 1 + index for index, members in enumerate(sets)}
-    sent: list[Piece] = []
-    relayed: list[Piece] = []
     # Elements of earlier sources that come first in what a relay passes on.
     before: dict[tuple[int, int, int], int] = {}
-    for flow, size in zip(flows, chunk_sizes(flows, capacity), strict=True):
-        channel = channels.get(flow.members, 0)
-        filled: dict[tuple[int, int, int], int] = {}
-        for chunk in deal(flow, size):
-            first_member = flow.members[chunk.member]
-            place = (first_member, chunk.round, channel)
-            for index, rank in enumerate(flow.members):
-                part, direct = chunk.cargo.targets[index], rank == first_member
-                piece = Piece(
-                    source=flow.source,
-                    relay=None if direct else first_member,
-                    destination=rank,
-                    round=chunk.round + (not direct),
-                    channel=channel,
-                    offset=chunk.offset + (0 if direct else before.get(place, 0)),
-                    name=part.name,
-                    box=chunk.box,
-                    source_param=chunk.cargo.source_slice.param,
-                    source_box=chunk.cargo.source_slice.to_local(chunk.box),
-                    destination_param=part.param,
-                    destination_box=part.to_local(chunk.box),
-                )
-                (sent if direct else relayed).append(piece)
-            filled[place] = filled.get(place, 0) + chunk.box.volume
-        for place, size in filled.items():
-            before[place] = before.get(place, 0) + size
-    pieces = (*sent, *relayed)
+    columns: list[tuple[IntArray, ...]] = []
+    dealt = deal_all(flows.flows, chunk_sizes(flows.flows, capacity), flows.cover.boxes)
+    for index, (flow, chunks) in enumerate(zip(flows.flows, dealt, strict=True)):
+        count = len(flow.members)
+        # Each source begins with another member: this spreads the remainders of the last round.
+        first = np.array(flow.members)[(chunks.number + flow.source) % count]
+        relay_offset = chunks.offset
+        if count > 1:
+            relay_offset = chunks.offset + _lead(chunks, first, count, channels[flow.members], before)
+        columns.append(
+            (
+                np.full(len(first), index),
+                flow.rows[chunks.item],
+                chunks.box,
+                chunks.volume,
+                chunks.number // count,
+                first,
+                chunks.offset,
+                relay_offset,
+            )
+        )
+    of_flow, row, box, volume, at, first, offset, relay_offset = (
+        np.concatenate([np.zeros(0, np.int64), *column])
+        for column in (zip(*columns, strict=True) if columns else [[]] * 8)
+    )
+    relayed = np.array([len(flow.members) > 1 for flow in flows.flows], dtype=bool)
     return TransferPlan(
-        num_sources=num_sources,
-        num_destinations=num_destinations,
-        num_rounds=max((piece.round + 1 for piece in pieces), default=0),
+        num_sources=ends[0],
+        num_destinations=ends[1],
+        num_rounds=int((at + 1 + relayed[of_flow]).max()) if len(at) else 0,
         num_channels=1 + len(sets),
         item_bytes=item_bytes,
-        pieces=pieces,
+        flows=flows,
+        channels=channels,
+        flow=of_flow,
+        row=row,
+        box=box,
+        volume=volume,
+        round=at,
+        first=first,
+        offset=offset,
+        relay_offset=relay_offset,
+        layouts=layouts,
     )
+
+
+def _lead(
+    chunks: Chunks,
+    first: IntArray,
+    count: int,
+    channel: int,
+    before: dict[tuple[int, int, int], int],
+) -> IntArray:
+    """What comes before each chunk's message in what its relay passes on; adds the messages to `before`."""
+    starts = np.flatnonzero(np.concatenate([[True], chunks.number[1:] != chunks.number[:-1]]))
+    sizes = np.add.reduceat(chunks.volume, starts)
+    leads: list[int] = []
+    for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+        place = (int(first[start]), int(chunks.number[start]) // count, channel)
+        leads.append(before.get(place, 0))
+        before[place] = leads[-1] + size
+    return np.repeat(np.array(leads, dtype=np.int64), np.diff([*starts.tolist(), len(first)]))
+
+
+def _digest_of(sources: Sequence[RankLayout], destinations: Sequence[RankLayout]) -> bytes:
+    """A digest of all layouts: tensors, parameters and places."""
+    hasher = hashlib.sha256()
+    for layout in (*sources, *destinations):
+        hasher.update(layout.to_bytes())
+    return hasher.digest()
 
 
 def _check_all_used(shapes: dict[str, tuple[int, ...]], destinations: Sequence[RankLayout]) -> None:

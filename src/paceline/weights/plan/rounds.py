@@ -75,7 +75,7 @@ def _share(flow: Flow, loads: Sequence[dict[object, int]], capacity: int) -> _Sh
         volume=-(-flow.volume // count),
         limit=max(1, (least + by_volume) // count),
         least=least // count,
-        slack=max(item.box.volume // item.box.shape[0] for item in flow.cargo) + _ALIGNED,
+        slack=flow.longest_row + _ALIGNED,
     )
 
 
@@ -90,7 +90,6 @@ def _loads(flows: Sequence[Flow]) -> dict[_End, dict[object, int]]:
     """
     loads: dict[_End, dict[object, int]] = {}
     for number, flow in enumerate(flows):
-        cargo = tuple((item.order, item.box) for item in flow.cargo)
         for end in _ends(flow):
-            loads.setdefault(end, {})[cargo if end[0] == "source" else number] = flow.volume
+            loads.setdefault(end, {})[flow.content if end[0] == "source" else number] = flow.volume
     return loads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,10 +10,12 @@ import msgpack
 
 from paceline.core.errors import InvalidMessageError
 from paceline.core.members import MemberKind, RankRef
-from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout, expand_full, tensor_shapes
+from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout, expand_all, tensor_shapes
 from paceline.weights.plan.plan import RELAY_MODES, TransferPlan, build_plan
 
-SPEC_SCHEMA: Final = 1
+SPEC_SCHEMA: Final = 2
+_FAST: Final = 1
+_MOST_BYTES: Final = 1 << 30
 BACKENDS: Final = ("gloo", "nccl")
 
 
@@ -78,8 +81,7 @@ class WeightGroupSpec:
 
     def expanded_rollout_layouts(self) -> tuple[RankLayout, ...]:
         """The rollout ranks' layouts; those of the general path are expanded to every learner tensor."""
-        shapes = tensor_shapes(self.learner_layouts)
-        return tuple(expand_full(layout, shapes) for layout in self.rollout_layouts)
+        return expand_all(self.rollout_layouts, tensor_shapes(self.learner_layouts))
 
     def build_plan(self) -> TransferPlan:
         """The plan by which every rank of the group works; raises WeightSyncError as `build_plan` does."""
@@ -99,38 +101,76 @@ class WeightGroupSpec:
         return RankRef(MemberKind.ROLLOUT, rank - first)
 
     def to_bytes(self) -> bytes:
-        """The spec as one msgpack message."""
+        """The spec as one compressed msgpack message; layouts that several ranks share are in it once."""
+        layouts = _Numbered()
         plain: dict[str, Any] = {
             "schema": SPEC_SCHEMA,
             "epoch": self.epoch,
             "backend": self.backend,
             "store_host": self.store_host,
             "store_port": self.store_port,
-            "learner_layouts": [layout.to_dict() for layout in self.learner_layouts],
-            "rollout_layouts": [layout.to_dict() for layout in self.rollout_layouts],
+            "learner_layouts": [layouts.number(layout) for layout in self.learner_layouts],
+            "rollout_layouts": [layouts.number(layout) for layout in self.rollout_layouts],
+            "layouts": layouts.packed,
             "wire_dtype": self.wire_dtype,
             "round_bytes": self.round_bytes,
             "relay": self.relay,
             "timeout_s": float(self.timeout_s),
         }
-        packed: bytes = msgpack.packb(plain)
-        return packed
+        # Names repeat from layout to layout: compressed, a spec is a few percent of its size.
+        return zlib.compress(msgpack.packb(plain), _FAST)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WeightGroupSpec:
         """Reads what `to_bytes` wrote; raises InvalidMessageError if anything is malformed."""
         try:
-            plain = msgpack.unpackb(data)
+            plain = msgpack.unpackb(_decompress(data))
             if not isinstance(plain, dict) or plain.pop("schema", None) != SPEC_SCHEMA:
                 raise ValueError(f"need a map of schema {SPEC_SCHEMA}")
             for key, kind in _KINDS.items():
                 if type(plain[key]) is not kind:
                     raise TypeError(f"{key} must be {kind.__name__}, got {plain[key]!r}")
+            layouts = tuple(map(RankLayout.from_bytes, plain.pop("layouts")))
             for side in ("learner_layouts", "rollout_layouts"):
-                plain[side] = tuple(map(RankLayout.from_dict, plain[side]))
+                plain[side] = tuple(layouts[_index(number, len(layouts))] for number in plain[side])
             return cls(**plain)
-        except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+        except (KeyError, TypeError, ValueError, zlib.error, msgpack.UnpackException) as error:
             raise InvalidMessageError(f"weight group spec: {error}", reason="bad_weight_group") from error
+
+
+class _Numbered:
+    """Different layouts in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.packed: list[bytes] = []
+        self._by_identity: dict[int, int] = {}
+        self._by_content: dict[bytes, int] = {}
+
+    def number(self, layout: RankLayout) -> int:
+        """The number of a layout; equal layouts have the same."""
+        known = self._by_identity.get(id(layout))
+        if known is None:
+            packed = layout.to_bytes()
+            known = self._by_content.setdefault(packed, len(self.packed))
+            if known == len(self.packed):
+                self.packed.append(packed)
+            self._by_identity[id(layout)] = known
+        return known
+
+
+def _decompress(data: bytes) -> bytes:
+    """The message, if it is complete and no larger than any spec."""
+    inflater = zlib.decompressobj()
+    message = inflater.decompress(data, _MOST_BYTES)
+    if not inflater.eof:
+        raise ValueError(f"the spec is cut off or larger than {_MOST_BYTES >> 20} MiB")
+    return message
+
+
+def _index(number: object, count: int) -> int:
+    if type(number) is not int or not 0 <= number < count:
+        raise ValueError(f"need the number of one of {count} layouts, got {number!r}")
+    return number
 
 
 _KINDS: Final[dict[str, type]] = {
@@ -140,6 +180,7 @@ _KINDS: Final[dict[str, type]] = {
     "store_port": int,
     "learner_layouts": list,
     "rollout_layouts": list,
+    "layouts": list,
     "wire_dtype": str,
     "round_bytes": int,
     "relay": str,

@@ -114,8 +114,7 @@ class WeightPublisher:
             Need(name=atom.name, global_shape=atom.global_shape, box=atom.box, label="the digest")
             for atom in self._atoms
         ]
-        supplies = assign_sources(spec.learner_layouts, needs)
-        self._supplies = [supply for supply in supplies if supply.source == self._rank]
+        self._supplies = assign_sources(spec.learner_layouts, needs).of_source(self._rank)
         self._job.clear()
         self._group = WeightGroup.form(
             spec,
