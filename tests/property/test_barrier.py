@@ -101,3 +101,48 @@ def test_an_aborted_sample_does_not_complete_its_group() -> None:
     assert not barrier.closed
     assert feed(barrier, [scored(1, 0)]) == [Verdict.ADMITTED]
     assert barrier.closed
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.data())
+@settings(max_examples=80, deadline=None)
+def test_a_failed_copy_is_final_only_when_every_other_sample_is_settled(
+    num_prompts: int, n: int, data: st.DataObject
+) -> None:
+    """Copies of the same samples, good, failed and refused, in any order before the last sample's first."""
+    keys = [(p, i) for p in range(num_prompts) for i in range(n)]
+    kinds = {key: data.draw(st.sampled_from(["good", "failed", "both", "failed twice"])) for key in keys}
+    copies = []
+    for p, i in keys:
+        if kinds[p, i] in ("good", "both"):
+            copies.append(scored(p, i))
+        if kinds[p, i] != "good":
+            copies.append(scored(p, i, reward_error=("timeout", "slow"), server_id="rollout-1"))
+        if kinds[p, i] == "failed twice":
+            copies.append(scored(p, i, reward_error=("crashed", "gone"), server_id="rollout-2"))
+    batches = []
+    for _ in range(2):
+        barrier = make_barrier({**dict.fromkeys(range(num_prompts), n), 99: 1})
+        feed(barrier, data.draw(st.permutations(copies)))
+        assert not barrier.closed
+        feed(barrier, [scored(99)])
+        assert barrier.closed
+        batches.append(([h.trajectory_id for h in barrier.batch()], barrier.dropped))
+    assert batches[0] == batches[1]
+    failed = {p for (p, _), kind in kinds.items() if kind.startswith("failed")}
+    assert {d.prompt_id for d in batches[0][1]} == failed
+    assert {key.prompt_id for key in batches[0][0]} == {*range(num_prompts), 99} - failed
+
+
+def test_a_refused_group_is_settled_at_once_and_a_good_copy_before_the_end_wins() -> None:
+    barrier = make_barrier({1: 2, 2: 1, 3: 1})
+    feed(barrier, [scored(1, 0), scored(3)])
+    assert barrier.refuse(1, Purpose.TRAIN, reason="rollout:engine", message="out of memory")
+    assert barrier.refuse(2, Purpose.TRAIN, reason="rollout:engine", message="out of memory")
+    assert not barrier.refuse(3, Purpose.TRAIN, reason="rollout:engine", message="it is complete")
+    assert not barrier.refuse(9, Purpose.TRAIN, reason="rollout:engine", message="not asked for")
+    assert barrier.closed
+    assert feed(barrier, [scored(1, 1)]) == [Verdict.ADMITTED]
+    assert [(d.prompt_id, d.reason, d.message) for d in barrier.dropped] == [
+        (2, "rollout:engine", "out of memory")
+    ]
+    assert [h.trajectory_id.prompt_id for h in barrier.batch()] == [1, 1, 3]

@@ -200,12 +200,17 @@ def score_all(group: PromptGroup, sample_index: int) -> dict[str, Any]:
 
 
 async def answer_prompts(
-    broker: Broker, run_id: str, services: FakeServices, answer: Answer = score_all
+    broker: Broker,
+    run_id: str,
+    services: FakeServices,
+    answer: Answer = score_all,
+    may_answer: Callable[[], bool] = lambda: True,
 ) -> None:
     """Answers the prompts of the version that was committed last with scored headers, until cancelled."""
     while True:
-        version = max((int(c.split()[-1]) for c in services.calls if c.startswith("commit")), default=None)
-        if version is None:
+        commits = [int(c.split()[-1]) for c in services.calls if c.startswith("commit")]
+        version = commits[-1] if commits else None
+        if version is None or not may_answer():
             await asyncio.sleep(0.005)
             continue
         async with Mailbox(

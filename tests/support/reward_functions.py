@@ -159,6 +159,10 @@ ORDERS: dict[str, Callable[[str, dict[str, object]], object]] = {
 RETURNED.update({"odd_dict": _Odd(score=1.0), "shy_key": {"score": 1.0, _Shy(): 2.0}, "shy": _Shy()})
 
 
+def raises_its_arguments(response: str, ground_truth: str, *, c: object) -> float:
+    raise ValueError(f"{ground_truth} {c!r}")
+
+
 def tells_fields(response: str, ground_truth: str, *, prompt: str, data_source: str, level: int = 0) -> float:
     return float(f"{len(prompt)}{len(data_source)}{level}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from paceline.broker.memory import MemoryBroker
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.controller.audit import read
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.dispatch import Dispatcher
 from paceline.controller.batch.inputs import Inputs
@@ -26,6 +25,9 @@ from paceline.controller.guard.report import Guard
 from paceline.controller.journal import Journal
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run.sequencer import Sequencer
+from paceline.controller.verify.check import follow
+from paceline.controller.verify.entries import read
+from paceline.controller.verify.findings import Findings
 from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
@@ -78,6 +80,7 @@ class SequencerRun:
         self.folder, self.broker, self.services, self.config = folder, broker, fakes or FakeServices(), cfg
         clock, events = SystemClock(), EventHub()
         self.notices: list[str] = []
+        self.may_answer: Callable[[], bool] = lambda: True
         events.notice = self.notices.append  # type: ignore[method-assign]
         self.journal = Journal(folder / "events.jsonl", clock)
         self.journal.record(
@@ -141,7 +144,9 @@ class SequencerRun:
             await self.enlist(f"rollout-{i}", MemberKind.ROLLOUT, RolloutState.STALE)
 
     async def go(self, answer: Answer = score_all, *, timeout_s: float = 20) -> None:
-        answering = asyncio.create_task(answer_prompts(self.broker, RUN, self.services, answer))
+        answering = asyncio.create_task(
+            answer_prompts(self.broker, RUN, self.services, answer, lambda: self.may_answer())
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 await self.sequencer.run()
@@ -151,7 +156,13 @@ class SequencerRun:
                 await answering
 
     def events(self) -> list[dict[str, Any]]:
-        return [dict(e) for e in read(self.folder / "events.jsonl")]
+        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+
+    def breaches(self) -> list[str]:
+        """What `paceline verify` says of the journal."""
+        findings = Findings()
+        follow(read(self.folder / "events.jsonl", findings), findings, self.config)
+        return [str(breach) for breach in findings.breaches]
 
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +96,64 @@ def test_chat_and_text() -> None:
         ('{"prompt": null, "ground_truth": "1"}', "n.jsonl", "row 0 has no value in column 'prompt'"),
         ("x", "t.txt", "cannot tell the format from '.txt'"),
         ("not parquet", "p.parquet", "is not readable as parquet"),
+        ('{"prompt": [], "ground_truth": "1"}', "m.jsonl", "row 0: a prompt must be a string or a list"),
+        ('{"prompt": "x", "ground_truth": NaN}', "nan.jsonl", "row 0 has no value in column 'ground_truth'"),
+        ("[" * 100_000, "deep.jsonl", "line 1, is not JSON"),
+        ('{"prompt": "x", "ground_truth": "\udcff"}', "latin.jsonl", "line 1, is not JSON"),
+        (
+            '{"prompt": "a", "ground_truth": "1"}\n{"prompt": "x", "ground_truth": Infinity}',
+            "inf.jsonl",
+            "row 1: column 'ground_truth' holds an infinity; change it, or leave the column out",
+        ),
     ],
 )
 def test_faults_say_what_to_change(tmp_path: Path, content: str | None, name: str, said: str) -> None:
     file = tmp_path / name
     if content is not None:
-        file.write_text(content)
+        file.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(DataError) as caught:
         PromptSet.load(config(file), Words())
     assert said in str(caught.value)
+
+
+def test_every_column_becomes_plain_data(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    when = datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.UTC)
+    extra = {
+        "day": when.date(),
+        "moment": when,
+        "span": datetime.timedelta(seconds=1.5),
+        "price": Decimal("2.50"),
+        "count": Decimal("7"),
+        "score": math.nan,
+        "raw": b"text",
+        "nested": {"list": [{"day": when.date(), "score": math.nan}]},
+    }
+    file = tmp_path / "rows.parquet"
+    row = {"prompt": "a b", "ground_truth": when.date(), **extra}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+    context = PromptSet.load(config(file, extra_keys=tuple(extra)), Words()).prompts[0].context
+    assert context.ground_truth == "2024-02-29"
+    assert context.extra == {
+        "day": "2024-02-29",
+        "moment": "2024-02-29T12:30:00+00:00",
+        "span": 1.5,
+        "price": 2.5,
+        "count": 7,
+        "score": None,
+        "raw": "text",
+        "nested": {"list": [{"day": "2024-02-29", "score": None}]},
+    }
+
+
+def test_lone_surrogates_of_a_data_file_are_escaped(tmp_path: Path) -> None:
+    row = {"prompt": "a \ud800", "ground_truth": "\udfff", "data_source": "\ud801", "level": ["\ud802"]}
+    file = jsonl(tmp_path, [row])
+    context = PromptSet.load(config(file, extra_keys=("level",)), Words()).prompts[0].context
+    assert (context.prompt_text, context.ground_truth) == ("a \\ud800", "\\udfff")
+    assert (context.data_source, context.extra) == ("\\ud801", {"level": ["\\ud802"]})
 
 
 def test_a_folder_without_tokenizer_and_a_model_without_end(tmp_path: Path) -> None:

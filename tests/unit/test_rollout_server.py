@@ -14,7 +14,7 @@ import pytest
 
 from paceline.broker import names
 from paceline.broker.base import Outgoing
-from paceline.broker.memory import MemoryBroker
+from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.core.errors import (
     IllegalTransitionError,
     NumericsError,
@@ -589,6 +589,93 @@ async def test_a_drained_server_finishes_its_groups_and_begins_no_more() -> None
                 await order
         await b.server.forget()
         assert b.server.standing.state is RolloutState.DRAINING
+
+
+async def test_a_drained_server_that_is_full_begins_nothing_when_room_comes() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        b.engine.hold()
+        await b.ask(*(group(p) for p in range(6)))
+        await b.quiet(4)
+        draining = asyncio.create_task(b.server.drain())
+        await asyncio.sleep(0.01)
+        b.engine.release()
+        await asyncio.wait_for(draining, 3)
+        assert len(b.engine.named("generate")) == 4
+        await b.headers(16)
+        assert await b.left_over(0) == 2
+
+
+async def test_what_a_draining_server_takes_last_goes_back_at_once() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        await asyncio.sleep(0.01)
+        draining = asyncio.create_task(b.server.drain())
+        await asyncio.sleep(0.01)
+        await b.ask(group(1))
+        await asyncio.wait_for(draining, 3)
+        assert b.engine.named("generate") == []
+        assert await b.left_over(0) == 1
+
+
+async def test_a_broker_that_came_back_empty_is_read_on() -> None:
+    store = MemoryStore()
+    async with bench(broker=MemoryBroker(store=store)) as b:
+        await b.push(V0)
+        b.engine.hold()
+        await b.ask(group(1))
+        await b.quiet(1)
+        store.streams.clear()
+        store.blobs.clear()
+        await asyncio.sleep(0.05)
+        # The controller issues the step's prompts again.
+        await b.broker.ensure_group(names.prompts(RUN, 0), names.ROLLOUT_GROUP)
+        await b.ask(group(1), group(2))
+        b.engine.release()
+        headers = await b.headers(12)
+        drawn = [(h.trajectory_id.prompt_id, h.trajectory_id.sample_index) for h in headers]
+        assert {key: drawn.count(key) for key in drawn} == {
+            (prompt, index): 3 - prompt for prompt in (1, 2) for index in range(4)
+        }
+        assert await b.left_over(0) == 0
+
+
+class AwayBroker(MemoryBroker):
+    """A server that does not answer for a while: the client waits, as that of Redis does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = asyncio.Event()
+        self.here.set()
+
+    async def read(self, *args: Any, **kwargs: Any) -> Any:
+        await self.here.wait()
+        return await super().read(*args, **kwargs)
+
+    async def append(self, *args: Any, **kwargs: Any) -> Any:
+        await self.here.wait()
+        return await super().append(*args, **kwargs)
+
+    async def release(self, *args: Any) -> None:
+        await self.here.wait()
+        await super().release(*args)
+
+
+async def test_an_absent_broker_is_waited_for_and_does_not_hold_up_a_push() -> None:
+    broker = AwayBroker()
+    async with bench(broker=broker, limits=replace(LIMITS, lease_s=0.1)) as b:
+        await b.push(V0)
+        b.engine.hold()
+        await b.ask(group(1), group(2))
+        await b.quiet(2)
+        broker.here.clear()
+        b.engine.release()
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(1):
+            await b.push(V1)
+        broker.here.set()
+        await b.ask(group(3, V1))
+        assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {3}
 
 
 async def test_leaving_a_group_does_not_disturb_what_is_being_drawn() -> None:

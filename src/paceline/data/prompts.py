@@ -13,6 +13,7 @@ import numpy as np
 from paceline.config.data import DataConfig
 from paceline.core.errors import DataError, ModelError
 from paceline.core.trajectory import Int32Array, RewardContext
+from paceline.data.plain import plain_value
 from paceline.data.rows import Row, read_rows
 
 
@@ -111,8 +112,10 @@ def render_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> st
             )
         return str(value)
     messages = [{"role": "user", "content": value}] if is_text else value
-    if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
     ):
         raise DataError("a prompt must be a string or a list of {role, content} messages")
     if not tokenizer.chat_template:
@@ -182,7 +185,7 @@ class PromptSet:
 
 
 def _prompt(config: DataConfig, tokenizer: Tokenizer, number: int, row: Row) -> Prompt:
-    value, truth = row[config.prompt_key], row[config.ground_truth_key]
+    value, truth = _column(number, row, config.prompt_key), _column(number, row, config.ground_truth_key)
     if value is None or truth is None:
         key = config.prompt_key if value is None else config.ground_truth_key
         raise DataError(f"row {number} has no value in column {key!r}; fill it or drop the row")
@@ -190,12 +193,22 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, number: int, row: Row) -> 
         token_ids = encode_prompt(tokenizer, value, config.prompt_format)
     except DataError as error:
         raise DataError(f"row {number}: {error}") from error
-    source = row.get(config.data_source_key) if config.data_source_key else None
+    source_key = config.data_source_key
+    source = _column(number, row, source_key) if source_key and source_key in row else None
     text = value if isinstance(value, str) else str(value[-1]["content"])
     context = RewardContext(
         ground_truth=str(truth),
         data_source="" if source is None else str(source),
         prompt_text=text,
-        extra={key: row[key] for key in config.extra_keys},
+        extra={key: _column(number, row, key) for key in config.extra_keys},
     )
     return Prompt(prompt_id=number, token_ids=np.asarray(token_ids, dtype=np.int32), context=context)
+
+
+def _column(number: int, row: Row, key: str) -> Any:
+    try:
+        return plain_value(row[key])
+    except DataError as error:
+        raise DataError(
+            f"row {number}: column {key!r} {error}; change it, or leave the column out"
+        ) from error

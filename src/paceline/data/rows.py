@@ -46,22 +46,26 @@ def _read_parquet(path: Path, required: tuple[str, ...]) -> list[Row]:
 
     try:
         table = pyarrow.parquet.read_table(path)
+        _require(path, required, table.column_names)
+        rows: list[Row] = table.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"data file {path} is not readable as parquet: {error}") from error
-    _require(path, required, table.column_names)
-    rows: list[Row] = table.to_pylist()
+    except (ValueError, OverflowError) as error:  # a date that Python has no form for, text that is not UTF-8
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"data file {path} holds a value that cannot be read: {error}") from error
     return rows
 
 
 def _read_jsonl(path: Path, required: tuple[str, ...]) -> list[Row]:
     rows: list[Row] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
+                row = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}, line {number}, is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise DataError(

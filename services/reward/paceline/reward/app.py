@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 
 from paceline.broker import open_broker
 from paceline.core.members import RewardState
@@ -85,7 +86,9 @@ class RewardApp:
                 member_id=self._session.options.member_id,
                 incarnation=self._session.link.incarnation,
                 lease_s=config.broker.lease_s,
-                max_stream_length=config.broker.max_stream_length,
+                # The controller reads `scored` as a log and trims it after each step: a bound would stop a
+                # step that has more samples. What a step asks for bounds it.
+                max_stream_length=sys.maxsize,
                 room_timeout_s=config.stall_timeout_s,
                 save_texts=config.trainer.save_trajectories,
                 max_deliveries=config.reward.max_deliveries,

@@ -62,7 +62,7 @@ class Sampler:
         self._run_id, self._server_id, self._incarnation = run_id, server_id, incarnation
         self._spawn, self._serials = spawn, itertools.count()
         self._session: asyncio.Task[None] | None = None
-        self._draining = False
+        self._draining = asyncio.Event()
         self._capacity, self._streak = Capacity(limits), FailureStreak()
 
     @property
@@ -78,7 +78,7 @@ class Sampler:
 
     async def drain(self) -> None:
         """Takes no more groups, for good, and returns when those under way are delivered."""
-        self._draining = True
+        self._draining.set()
         if self._session is not None:
             # Ends: a mailbox that is empty is asked for a second, and each group has a deadline.
             await asyncio.wait([self._session])
@@ -112,25 +112,30 @@ class Sampler:
         )
         try:
             async with box, asyncio.TaskGroup() as tasks:
-                while not self._draining:
+                while not self._draining.is_set():
                     num_groups = await self._capacity.wait_for_room()
-                    for entry in await box.take(num_groups):
-                        group = admission.read(entry)
-                        if isinstance(group, PromptGroup):
-                            self._capacity.group_began(group)
-                            work = self._work(_Delivery(box, admission, entry), group)
-                            tasks.create_task(work, name=f"prompt {group.prompt_id}")
-                        elif group is None:
-                            await box.done([entry])
-                        else:
-                            settling = self._settle(_Delivery(box, admission, entry), group)
-                            tasks.create_task(settling, name=f"refuse {entry.entry_id}")
+                    entries = await box.take(num_groups) if not self._draining.is_set() else []
+                    if self._draining.is_set():
+                        await box.give_back(entries)
+                        break
+                    for entry in entries:
+                        await self._begin(_Delivery(box, admission, entry), tasks)
         except BaseExceptionGroup as failures:
             # One cause is enough: the rest was cancelled for it.
             raise failures.exceptions[0] from None
         finally:
             # A task that was cancelled before its first step has counted nothing down.
             self._capacity.clear()
+
+    async def _begin(self, delivery: _Delivery, tasks: asyncio.TaskGroup) -> None:
+        entry, group = delivery.entry, delivery.admission.read(delivery.entry)
+        if isinstance(group, PromptGroup):
+            self._capacity.group_began(group)
+            tasks.create_task(self._work(delivery, group), name=f"prompt {group.prompt_id}")
+        elif group is None:
+            await delivery.box.done([entry])
+        else:
+            tasks.create_task(self._settle(delivery, group), name=f"refuse {entry.entry_id}")
 
     async def _work(self, delivery: _Delivery, group: PromptGroup) -> None:
         entry = delivery.entry

@@ -79,12 +79,12 @@ class Alignment:
             DeadlineError: a member did not come in time.
             CheckpointError: the learner's version cannot be gone on from.
         """
+        standing = self._run.journal.standing
+        is_new = standing.finished < 0 and standing.current is None
         self._progress.move(Phase.FORMING)
         learner = await self._members()
         self._incarnation = learner.incarnation
         version = await self._version_of(learner)
-        standing = self._run.journal.standing
-        is_new = standing.finished < 0 and standing.current is None
         if not goes_on(standing, version):
             await self._rewind(version)
         self._restore()

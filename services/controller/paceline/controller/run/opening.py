@@ -1,4 +1,4 @@
-"""Opens a run directory: the run that is there goes on, or is moved aside for a new one."""
+"""Opens a run directory: the run that is there goes on, if it was begun with the same data and settings."""
 
 from __future__ import annotations
 
@@ -20,23 +20,21 @@ from paceline.core.ids import run_id_for
 log = logging.getLogger(__name__)
 
 JOURNAL = "events.jsonl"
-_OF_A_RUN = ("checkpoints", "trajectories", "metrics.jsonl", "spans.jsonl", "report.html", JOURNAL)
 
 
 def open_run(run_dir: Path, config: RunConfig, inputs: Inputs, clock: Clock) -> tuple[Journal, str]:
     """Returns the journal, with its event `run`, and the run's id.
 
     Raises:
-        ConfigError: another controller works in this directory, or the run that is there was begun with
-            other data or settings.
+        ConfigError: another controller works in this directory, or the run that is there may not go on: it
+            was begun with other data or settings, or trainer.resume is never.
     """
     journal = Journal(run_dir / JOURNAL, clock)
     if config.trainer.resume == "never" and _is_used(run_dir, journal):
-        folder = _move_aside(run_dir)
-        # Two journals for a moment: the old one is locked until the new one is.
-        old, journal = journal, Journal(run_dir / JOURNAL, clock)
-        old.close()
-        log.info("trainer.resume is never: moved the run that was in %s to %s", run_dir, folder)
+        raise ConfigError(
+            f"{run_dir} holds an earlier run, and trainer.resume is never: move it away, or choose another "
+            "trainer.run_dir (`paceline train` moves it aside)"
+        )
     standing, settings = journal.standing, _settings(config)
     _check_same(run_dir, standing, inputs.digest, settings)
     run_id = standing.run_id or _id_in_checkpoints(run_dir) or run_id_for(run_dir.name, config.trainer.name)
@@ -93,16 +91,4 @@ def _id_in_checkpoints(run_dir: Path) -> str:
 
 
 def _is_used(run_dir: Path, journal: Journal) -> bool:
-    return journal.term > 1 or any((run_dir / name).exists() for name in _OF_A_RUN if name != JOURNAL)
-
-
-def _move_aside(run_dir: Path) -> Path:
-    number = 1
-    while (run_dir / f"previous-{number}").exists():
-        number += 1
-    folder = run_dir / f"previous-{number}"
-    folder.mkdir()
-    for name in _OF_A_RUN:
-        if (run_dir / name).exists():
-            (run_dir / name).rename(folder / name)
-    return folder
+    return journal.term > 1 or any((run_dir / name).exists() for name in ("checkpoints", "metrics.jsonl"))

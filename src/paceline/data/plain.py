@@ -1,0 +1,82 @@
+"""Values of data files as plain data: what JSON can express, which is all that messages and rewards carry."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+from paceline.core.errors import DataError
+from paceline.core.text import encodable
+from paceline.wire.fields import DEFAULT_LIMITS, plain_problem
+
+_MAX_DEPTH = DEFAULT_LIMITS.max_depth - 1
+"""Of nesting in one value: the column's name is one level of a message."""
+_MAX_DIGITS = 18
+"""Of a decimal that becomes a whole number."""
+
+
+def plain_value(value: object) -> object:
+    """The value as plain data.
+
+    Dates and times become ISO text, durations seconds, decimals numbers, NaN null, bytes text in UTF-8, numpy
+    values Python's, tuples lists, keys text. Lone surrogates in text are escaped.
+
+    Raises:
+        DataError: it has no such form; says what it is.
+    """
+    result = _plain(value, _MAX_DEPTH)
+    problem = plain_problem(result, _MAX_DEPTH)
+    if problem:
+        raise DataError(f"holds {problem[1]}")
+    return result
+
+
+def _plain(value: Any, depth: int) -> object:
+    if value is None or type(value) in (bool, int):
+        return value
+    if isinstance(value, str):
+        return encodable(str(value))
+    if isinstance(value, float | Decimal):
+        return _number(value)
+    if isinstance(value, dict | list | tuple):
+        if depth == 0:
+            raise DataError(f"is nested more than {_MAX_DEPTH} levels deep")
+        if isinstance(value, dict):
+            return {encodable(str(key)): _plain(item, depth - 1) for key, item in value.items()}
+        return [_plain(item, depth - 1) for item in value]
+    return _scalar(value, depth)
+
+
+def _number(value: float | Decimal) -> float | int | None:
+    if isinstance(value, Decimal):
+        if value.is_nan():
+            return None
+        if value.is_finite() and value.adjusted() < _MAX_DIGITS and value == value.to_integral_value():
+            return int(value)
+    number = float(value)
+    if math.isinf(number):
+        raise DataError("holds an infinity")
+    return None if math.isnan(number) else number
+
+
+def _scalar(value: Any, depth: int) -> object:
+    """What parquet and numpy have and JSON has not."""
+    if isinstance(value, datetime.date | datetime.time):  # a datetime is a date too
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, UUID):
+        return str(value)
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise DataError(f"holds {len(value)} bytes that are not text in UTF-8") from None
+    convert = getattr(value, "tolist", None)
+    plain = value if convert is None else convert()
+    if type(plain) is type(value):
+        raise DataError(f"holds a {type(value).__name__}, which has no form in JSON")
+    return _plain(plain, depth)

@@ -1,0 +1,276 @@
+"""What a run does when a member or the broker's data is lost: it aligns, collects again, serves newcomers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.broker import names
+from paceline.broker.memory import MemoryBroker
+from paceline.controller.batch import collect
+from paceline.controller.run.align import goes_on
+from paceline.controller.standing import Standing, StepInProgress
+from paceline.core.errors import LostDataError, PeerLostError, VersionMismatchError
+from paceline.core.members import LearnerState, MemberKind, RewardState, RolloutState
+from support.sequencer_run import SequencerRun, config, run, run_of
+
+CALM = {"trainer__val_before_train": False, "service__recovery_timeout_s": 2.0}
+
+
+def of(it: SequencerRun, event: str) -> list[dict[str, Any]]:
+    return [e for e in it.events() if e["event"] == event]
+
+
+async def called(it: SequencerRun, beginning: str) -> None:
+    """Returns when a service was called so."""
+    while not any(call.startswith(beginning) for call in it.services.calls):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def restart_learner(it: SequencerRun, version: int, incarnation: str) -> None:
+    """Another process takes the learner's place, with the weights of a checkpoint, or none of this run."""
+    it.services.version = it.services.source = version
+    it.services.trained.clear()
+    changes = it.supervisor.fleet.register(
+        kind=MemberKind.LEARNER,
+        member_id="learner",
+        incarnation=incarnation,
+        address="learner",
+        num_ranks=1,
+        state=LearnerState.READY,
+    )
+    asyncio.get_running_loop().create_task(it.supervisor.apply(changes))
+
+
+@pytest.mark.parametrize(
+    ("finished", "trained", "version", "expected"),
+    [
+        (4, False, 4, True),
+        (4, False, 5, True),
+        (4, True, 5, True),
+        (4, True, 4, False),
+        (4, False, 3, False),
+        (4, False, 6, False),
+        (-1, False, 0, True),
+        (-1, False, 7, False),
+    ],
+)
+def test_which_versions_a_step_goes_on_with(
+    finished: int, trained: bool, version: int, expected: bool
+) -> None:
+    current = StepInProgress(step=finished + 1, trained=trained)
+    assert goes_on(Standing(finished=finished, current=current), version) is expected
+
+
+@pytest.mark.parametrize("version", [0, 2, 3])
+async def test_a_learner_lost_while_it_trains_comes_back_from_its_checkpoint(
+    version: int, tmp_path: Path
+) -> None:
+    """Step 4 is being trained; the learner comes back with the checkpoint of step 0, 2 or 3."""
+    async with run(tmp_path, **CALM, trainer__total_steps=4) as it:
+        it.services.writes = True
+        await it.enlist_all()
+        train, lives = it.services.learner.train, iter("bc")
+
+        async def dying(member: Any, order: Any) -> Any:
+            if order.step == 4 and member.incarnation == "a":
+                restart_learner(it, version, next(lives))
+                raise PeerLostError("the learner was killed", peer="learner")
+            return await train(member, order)
+
+        it.services.learner.train = dying  # type: ignore[method-assign]
+        await it.go()
+        assert [line["step"] for line in it.lines()] == [0, 1, 2, 3, 4]
+        rewinds = [event["to_step"] for event in of(it, "rewind")]
+        assert rewinds == ([] if version == 3 else [version])
+        batches = it.services.batches
+        # What is trained again is trained on the same prompts as before.
+        assert batches[3:] == [*batches[version:3], batches[-1]]
+        assert len({str(batch) for batch in batches[:3]}) == 3
+        finished = [event["step"] for event in of(it, "step")]
+        assert finished == [0, 1, 2, 3, *range(version + 1, 5)]
+
+
+async def test_a_learner_that_never_comes_back_ends_the_run_after_the_recovery_time(tmp_path: Path) -> None:
+    async with run(tmp_path, **{**CALM, "service__recovery_timeout_s": 0.2}) as it:
+        await it.enlist_all()
+
+        async def dying(member: Any, order: Any) -> Any:
+            await it.supervisor.expel(member, "killed")
+            raise PeerLostError("the learner was killed", peer="learner")
+
+        it.services.learner.train = dying  # type: ignore[method-assign]
+        with pytest.raises(Exception, match=r"the learner.*0.2 s.*killed"):
+            await it.go()
+
+
+async def test_a_run_whose_learner_is_lost_again_and_again_ends(tmp_path: Path) -> None:
+    async with run(tmp_path, **CALM) as it:
+        await it.enlist_all()
+
+        async def lost(member: Any, order: Any) -> Any:
+            raise PeerLostError("killed once more", peer="learner")
+
+        it.services.learner.train = lost  # type: ignore[method-assign]
+        with pytest.raises(PeerLostError, match="killed once more"):
+            await it.go()
+        assert len(of(it, "resume")) == 5
+
+
+async def test_weights_that_are_not_the_committed_ones_end_the_run(tmp_path: Path) -> None:
+    async with run(tmp_path, **CALM) as it:
+        it.services.writes = True
+        await it.enlist_all()
+        await it.go()
+        services = it.services
+    services.policies.clear()
+    services.source = 17
+    async with run_of(config(**CALM, trainer__total_steps=3), tmp_path, services) as it:
+        await it.enlist_all()
+        with pytest.raises(Exception, match="version 2 was committed with digest 0000000000000009"):
+            await it.go()
+
+
+async def test_a_server_that_outlived_the_controller_gets_no_push(tmp_path: Path) -> None:
+    broker = MemoryBroker()
+    async with run_of(config(**CALM), tmp_path, broker=broker) as it:
+        await it.enlist_all()
+        await it.go()
+        services = it.services
+    calls = len(services.calls)
+    async with run_of(config(**CALM, trainer__total_steps=3), tmp_path, services, broker) as it:
+        await it.enlist_all()
+        await it.go()
+        assert services.calls[calls : calls + 2] == ["describe learner", "train 3"]
+
+
+# --- data of the broker
+
+
+async def test_a_step_whose_data_the_broker_loses_is_collected_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker comes back empty when half of the step's samples are in."""
+    async with run(tmp_path, **CALM, barrier__stall_timeout_s=20.0) as it:
+        await it.enlist_all()
+        answered: list[int] = []
+
+        def answer(group: Any, index: int) -> dict[str, Any]:
+            answered.append(index)
+            if len(answered) == 3:
+                store = it.broker._store
+                store.streams.clear()
+                store.blobs.clear()
+            return {"reward": float(index), "reward_error": None}
+
+        monkeypatch.setattr(collect, "_CHECK_S", 0.1)
+        await it.go(answer)
+        (event,) = of(it, "recollect")
+        assert event["step"] == 1
+        assert "lost the run's data" in event["reason"]
+        assert [step for step, _ in it.services.trained] == [1, 2]
+        assert [len(batch) for batch in it.services.batches] == [6, 6]
+
+
+async def test_blobs_that_the_learner_misses_are_collected_again_but_not_for_ever(tmp_path: Path) -> None:
+    async with run(tmp_path, **CALM) as it:
+        await it.enlist_all()
+        train, orders = it.services.learner.train, list[Any]()
+
+        async def missing(member: Any, order: Any) -> Any:
+            orders.append(order)
+            if order.step == 2 or len(orders) < 3:
+                raise LostDataError("3 blobs are gone")
+            return await train(member, order)
+
+        it.services.learner.train = missing  # type: ignore[method-assign]
+        with pytest.raises(LostDataError, match="3 blobs are gone"):
+            await it.go()
+        assert [e["step"] for e in of(it, "recollect")] == [1, 1, 2, 2, 2]
+        assert len({order.digest for order in orders if order.step == 1}) == 1
+        assert len({order.digest for order in orders if order.step == 2}) == 1
+
+
+async def test_another_batch_for_a_trained_step_ends_the_run(tmp_path: Path) -> None:
+    async with run(tmp_path, **CALM) as it:
+        await it.enlist_all()
+
+        async def refusing(member: Any, order: Any) -> Any:
+            raise VersionMismatchError("step 1 was trained on the batch with digest ab")
+
+        it.services.learner.train = refusing  # type: ignore[method-assign]
+        with pytest.raises(VersionMismatchError):
+            await it.go()
+        assert of(it, "recollect") == []
+
+
+async def test_what_finished_steps_left_in_the_broker_goes_even_after_a_restart(tmp_path: Path) -> None:
+    broker = MemoryBroker()
+    async with run_of(config(**CALM), tmp_path, broker=broker) as it:
+        await it.enlist_all()
+        await it.go()
+        services = it.services
+    left = [key for key in broker._store.blobs if ":blob:" in key]
+    assert left, "the last step's blobs are there: it was finished only at the end"
+    async with run_of(config(**CALM, trainer__total_steps=3), tmp_path, services, broker) as it:
+        await it.enlist_all()
+        await it.go()
+        assert not set(left) & broker._store.blobs.keys()
+        assert names.prompts("r", 1) not in broker._store.streams
+
+
+# --- newcomers
+
+
+async def test_a_server_that_comes_while_collecting_gets_the_weights_at_once(tmp_path: Path) -> None:
+    """The only server dies in the first step; another one registers and answers in its place."""
+    async with run(tmp_path, **CALM, rollout__replicas=1, barrier__stall_timeout_s=20.0) as it:
+        await it.enlist("learner", MemberKind.LEARNER, LearnerState.READY)
+        await it.enlist("reward-0", MemberKind.REWARD, RewardState.SERVING)
+        await it.enlist("rollout-0", MemberKind.ROLLOUT, RolloutState.STALE)
+        served: list[str] = []
+
+        async def replace() -> None:
+            await called(it, "commit rollout-0 0")
+            await it.supervisor.expel(it.supervisor.rollouts[0], "killed")
+            await it.enlist("rollout-1", MemberKind.ROLLOUT, RolloutState.STALE)
+            await called(it, "commit rollout-1 0")
+            served.append("rollout-1")
+
+        replacing = asyncio.create_task(replace())
+        it.may_answer = lambda: bool(served)
+        await it.go()
+        await replacing
+        (event,) = of(it, "newcomers")
+        assert (event["version"], event["servers"]) == (0, ["rollout-1"])
+        assert [step for step, _ in it.services.trained] == [1, 2]
+
+
+async def test_a_push_to_newcomers_is_called_off_when_the_barrier_closes(tmp_path: Path) -> None:
+    async with run(tmp_path, **CALM, trainer__total_steps=1) as it:
+        await it.enlist_all()
+        receive, hung = it.services.rollout.receive, asyncio.Event()
+
+        async def hanging(member: Any, **kwargs: Any) -> Any:
+            if member.member_id == "rollout-9" and kwargs["version"] == 0:
+                hung.set()
+                await asyncio.sleep(60)
+            return await receive(member, **kwargs)
+
+        it.services.rollout.receive = hanging  # type: ignore[method-assign]
+
+        async def come() -> None:
+            await called(it, "commit rollout-1 0")
+            await it.enlist("rollout-9", MemberKind.ROLLOUT, RolloutState.STALE)
+
+        coming = asyncio.create_task(come())
+        it.may_answer = hung.is_set
+        async with asyncio.timeout(6):
+            running = asyncio.create_task(it.go())
+            await called(it, "abandon")
+            await running
+        await coming
+        assert "commit rollout-9 1" in it.services.calls
