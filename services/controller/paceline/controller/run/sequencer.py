@@ -49,9 +49,11 @@ from paceline.core.training import TrainOrder, TrainResult
 from paceline.data.cursor import CursorState
 from paceline.service.telemetry import record, span
 
-# How often a step may be collected again, and how often a run may align without finishing a step.
+# How often a step may be collected again.
 _MAX_RECOLLECTS = 3
-_MAX_LOSSES = 5
+# Pauses before a run aligns again, loss by loss; after the last one without a finished step it ends. A member
+# that is half gone, say a learner that lost a rank, gets this time to notice.
+_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0)
 
 
 class Sequencer:
@@ -110,17 +112,17 @@ class Sequencer:
             await self._align()
             await self._steps()
         except (PeerLostError, DeadlineError) as error:
-            finished = self._run.journal.standing.finished
-            if not self._is_loss(error) or not self._losses.may_go_on(finished):
+            pause_s = self._losses.pause(self._run.journal.standing.finished)
+            if pause_s is None or not (isinstance(error, PeerLostError) or self._names_learner(error)):
                 raise
             self._run.events.notice(f"step {self.progress.step}: {error}")
+            if self._names_learner(error):
+                await self._alignment.lose_learner(str(error))
+            await asyncio.sleep(pause_s)
             return False
         return True
 
-    def _is_loss(self, error: PeerLostError | DeadlineError) -> bool:
-        """Whether the error says that a member was lost that the loop cannot do without."""
-        if isinstance(error, PeerLostError):
-            return True
+    def _names_learner(self, error: PeerLostError | DeadlineError) -> bool:
         learners = [m.member_id for m in self._supervisor.fleet.members(MemberKind.LEARNER)]
         peer = error.peer
         return peer in learners or (isinstance(peer, RankRef) and peer.kind is MemberKind.LEARNER)
@@ -317,12 +319,12 @@ class _Losses:
     def __init__(self) -> None:
         self._finished, self._count = -1, 0
 
-    def may_go_on(self, finished: int) -> bool:
-        """Notes a loss; whether the run aligns again after it."""
+    def pause(self, finished: int) -> float | None:
+        """Notes a loss; returns the seconds to wait before the run aligns again, None if it ends."""
         if finished > self._finished:
             self._finished, self._count = finished, 0
         self._count += 1
-        return self._count <= _MAX_LOSSES
+        return _PAUSES_S[self._count - 1] if self._count <= len(_PAUSES_S) else None
 
 
 class _Timer:
