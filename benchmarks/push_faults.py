@@ -8,8 +8,8 @@ A run of `paceline train` with random weights. In every second step all processe
 killed at once, without warning: before the push (the learner is training), during it (rounds are small, so
 that the transfer takes a while) or after it (the version is committed, the server already samples). `free
 after` is the time from the kill until the next commit or, for kills after a push, until the step's batch is
-complete. The run must succeed, every commit must have one digest on all remaining servers, and the journal's
-audit must find nothing.
+complete. The run must succeed, every commit must have one digest on all remaining servers, and `paceline
+verify` must find nothing.
 """
 
 from __future__ import annotations
@@ -165,9 +165,9 @@ def processes_of(member: str) -> list[psutil.Process]:
 
 def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code: int) -> int:
     """Prints the table; returns 0 if everything that must hold does."""
-    from paceline.controller.audit import read, violations
+    from paceline.controller.verify.check import verify
 
-    events = read(run_dir / "events.jsonl")
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     table = Table(title=f"{args.shape}, {args.learners} learner rank(s), {args.engines[0]} servers")
     for column in ("kill", "step", "victim", "free after s"):
         table.add_column(column, justify="right")
@@ -187,7 +187,7 @@ def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code:
         fine = fine and not late
     console = Console(width=110)
     console.print(table)
-    problems = violations(events, num_samples=args.samples)
+    problems = [str(breach) for breach in verify(run_dir).breaches]
     reasons = [
         f"{event['member']}: {event['what']}: {event.get('reason', '')}"
         for event in events
@@ -196,7 +196,7 @@ def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code:
     for reason in reasons:
         console.print(reason)
     commits = sum(event["event"] == "commit" for event in events)
-    console.print(f"exit code {code}, {commits} commits, the journal's audit: {problems or 'sound'}")
+    console.print(f"exit code {code}, {commits} commits, `paceline verify`: {problems or 'sound'}")
     return 0 if fine and not problems else 1
 
 

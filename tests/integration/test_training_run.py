@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from paceline.controller.audit import violations
+from paceline.controller.verify.check import verify
 from support.training_run import (
     REWARDS,
     Row,
@@ -59,8 +59,8 @@ def admitted(event: Row, *, step: int, server: str) -> bool:
     )
 
 
-def assert_sound(run: TrainingRun, *, num_samples: int = NUM_SAMPLES) -> None:
-    assert violations(run.events, num_samples=num_samples) == []
+def assert_sound(run: TrainingRun) -> None:
+    assert [str(breach) for breach in verify(run.run_dir).breaches] == []
 
 
 def assert_ended_in_order(run: TrainingRun, message: str) -> None:
@@ -230,7 +230,7 @@ def test_refills_and_greedy_answers_on_two_servers(inputs: Path, tmp_path: Path)
     )
     with training(config, tmp_path / "run") as run:
         assert run.finish() == 0, run.output
-        assert_sound(run, num_samples=2)
+        assert_sound(run)
         assert {e["server"] for e in only(run.events, "trajectory")} == {"rollout-0", "rollout-1"}
         for row in run.metrics[1:]:
             step, num_extra = row["step"], row["dynamic_sampling/extra_prompts"]
@@ -285,7 +285,7 @@ def test_failed_rewards_drop_their_groups_and_end_the_run_when_all_fail(inputs: 
         run.wait_for_phase("learn", 2)
         faults.write_text("*=raise")
         assert run.finish() == 1, run.output
-        assert_sound(run, num_samples=2)
+        assert_sound(run)
         for step in (1, 2):
             dropped = {
                 e["reason"]: e["message"] for e in only(run.events, "group_dropped") if e["step"] == step

@@ -14,7 +14,6 @@ import numpy as np
 from paceline.broker.memory import MemoryBroker
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.controller.audit import read
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.dispatch import Dispatcher
 from paceline.controller.batch.inputs import Inputs
@@ -26,6 +25,9 @@ from paceline.controller.guard.report import Guard
 from paceline.controller.journal import Journal
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run.sequencer import Sequencer
+from paceline.controller.verify.check import follow
+from paceline.controller.verify.entries import read
+from paceline.controller.verify.findings import Findings
 from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
@@ -154,7 +156,13 @@ class SequencerRun:
                 await answering
 
     def events(self) -> list[dict[str, Any]]:
-        return [dict(e) for e in read(self.folder / "events.jsonl")]
+        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+
+    def breaches(self) -> list[str]:
+        """What `paceline verify` says of the journal."""
+        findings = Findings()
+        follow(read(self.folder / "events.jsonl", findings), findings, self.config)
+        return [str(breach) for breach in findings.breaches]
 
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]

@@ -11,7 +11,6 @@ import pytest
 from paceline.broker import names
 from paceline.broker.memory import MemoryBroker
 from paceline.controller.batch import collect
-from paceline.controller.run import sequencer
 from paceline.controller.run.align import goes_on
 from paceline.controller.standing import Standing, StepInProgress
 from paceline.core.errors import LostDataError, PeerLostError, VersionMismatchError
@@ -108,22 +107,17 @@ async def test_a_learner_that_never_comes_back_ends_the_run_after_the_recovery_t
             await it.go()
 
 
-async def test_a_run_whose_learner_is_lost_again_and_again_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sequencer, "_PAUSES_S", (0.0,) * 5)
-    async with run(tmp_path, **CALM) as it:
+async def test_a_run_whose_learner_is_lost_again_and_again_ends(tmp_path: Path) -> None:
+    async with run(tmp_path, **{**CALM, "service__recovery_timeout_s": 0.5}) as it:
         await it.enlist_all()
-        lives = iter("bcdefgh")
 
         async def lost(member: Any, order: Any) -> Any:
-            asyncio.get_running_loop().call_later(0.02, restart_learner, it, 0, next(lives))
             raise PeerLostError("killed once more", peer="learner")
 
         it.services.learner.train = lost  # type: ignore[method-assign]
         with pytest.raises(PeerLostError, match="killed once more"):
             await it.go()
-        assert len(of(it, "resume")) == 5
+        assert len(of(it, "resume")) == 2
 
 
 async def test_weights_that_are_not_the_committed_ones_end_the_run(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from paceline.controller.audit import violations
 from paceline.controller.run import checkpoints
 from paceline.controller.run.checkpoints import ControllerState, folder_of
 from paceline.core.errors import CheckpointError, GuardError
@@ -144,7 +143,7 @@ async def test_a_rollback_takes_the_last_good_weights_under_the_number_of_the_st
             CursorState(epoch=1, position=3),
             CursorState(epoch=1, position=6),
         ]
-        assert violations(it.events(), num_samples=2) == []
+        assert it.breaches() == []
         digests = {e["version"]: e["digest"] for e in of(it, "commit")}
         assert digests[4] == digests[2] != digests[3]
         assert any("back to the weights of step 2" in text for text in it.notices)
@@ -233,7 +232,7 @@ async def test_metrics_that_are_not_finite_are_counted(tmp_path: Path) -> None:
         assert (event["rule"], event["value"], event["action"]) == ("non_finite", 2.0, "warn")
 
 
-async def test_a_rollback_that_sends_other_weights_is_found_by_the_audit(tmp_path: Path) -> None:
+async def test_a_rollback_that_sends_other_weights_is_found_by_verify(tmp_path: Path) -> None:
     async with run(tmp_path, **guarded(3, ppo_kl={"rollback": 0.1, "skip": None})) as it:
         await it.enlist_all()
         it.services.writes = True
@@ -247,8 +246,8 @@ async def test_a_rollback_that_sends_other_weights_is_found_by_the_audit(tmp_pat
 
         it.services.learner.load = other  # type: ignore[method-assign]
         await it.go()
-        (breach,) = violations(it.events(), num_samples=2)
-        assert breach.startswith("I4b: version 2 is a rollback to 1, which was committed as 0000000000000008")
+        (breach,) = it.breaches()
+        assert breach.startswith("I4: version 2 is a rollback to 1, which was committed as 0000000000000008")
 
 
 async def test_a_run_that_resumes_from_step_0_writes_its_metrics_once(tmp_path: Path) -> None:

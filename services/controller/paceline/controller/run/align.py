@@ -28,7 +28,7 @@ from paceline.controller.run.metrics import MetricsFile
 from paceline.controller.run.publication import Publication
 from paceline.controller.standing import Standing
 from paceline.core.errors import CheckpointError, PeerLostError
-from paceline.core.members import LearnerState, MemberKind
+from paceline.core.members import LearnerState
 from paceline.core.policy import PolicyTag
 from paceline.data.cursor import CursorState
 
@@ -103,13 +103,6 @@ class Alignment:
         if learner.incarnation != self._incarnation:
             raise PeerLostError(f"{learner.member_id} was started again", peer=learner.member_id)
         return learner
-
-    async def lose_learner(self, reason: str) -> None:
-        """Takes the learner that the run was aligned with for dead; one that is not registers again."""
-        fleet = self._supervisor.fleet
-        for member in fleet.usable(MemberKind.LEARNER):
-            if member.incarnation == self._incarnation:
-                await self._supervisor.apply(fleet.mark_dead(member, reason))
 
     async def _members(self) -> Member:
         service, supervisor = self._run.config.service, self._supervisor

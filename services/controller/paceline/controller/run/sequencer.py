@@ -37,6 +37,7 @@ from paceline.controller.progress import Progress, Run
 from paceline.controller.run import metrics as step_metrics
 from paceline.controller.run.align import Alignment
 from paceline.controller.run.checkpoints import Checkpoints, ControllerState
+from paceline.controller.run.losses import Losses
 from paceline.controller.run.metrics import MetricsFile
 from paceline.controller.run.publication import Publication
 from paceline.controller.run.trajectories import save_trajectories
@@ -51,9 +52,6 @@ from paceline.service.telemetry import record, span
 
 # How often a step may be collected again.
 _MAX_RECOLLECTS = 3
-# Pauses before a run aligns again, loss by loss; after the last one without a finished step it ends. A member
-# that is half gone, say a learner that lost a rank, gets this time to notice.
-_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0)
 
 
 class Sequencer:
@@ -90,7 +88,7 @@ class Sequencer:
             guard=guard,
             metrics_file=self._metrics_file,
         )
-        self._losses = _Losses()
+        self._losses = Losses(run.config.service.recovery_timeout_s)
 
     async def run(self) -> None:
         """Runs to the end; aligns again when a member is lost that a step cannot do without.
@@ -112,17 +110,20 @@ class Sequencer:
             await self._align()
             await self._steps()
         except (PeerLostError, DeadlineError) as error:
-            pause_s = self._losses.pause(self._run.journal.standing.finished)
-            if pause_s is None or not (isinstance(error, PeerLostError) or self._names_learner(error)):
+            finished = self._run.journal.standing.finished
+            pause_s = self._losses.next_pause(finished, time.monotonic()) if self._is_loss(error) else None
+            if pause_s is None:
                 raise
             self._run.events.notice(f"step {self.progress.step}: {error}")
-            if self._names_learner(error):
-                await self._alignment.lose_learner(str(error))
             await asyncio.sleep(pause_s)
             return False
         return True
 
-    def _names_learner(self, error: PeerLostError | DeadlineError) -> bool:
+    def _is_loss(self, error: PeerLostError | DeadlineError) -> bool:
+        """Whether the loop cannot do without the member that was lost, and it may come back."""
+        if isinstance(error, PeerLostError):
+            gone = [m for m in self._supervisor.fleet.members() if m.member_id == error.peer and not m.usable]
+            return not any(member.is_final for member in gone)
         learners = [m.member_id for m in self._supervisor.fleet.members(MemberKind.LEARNER)]
         peer = error.peer
         return peer in learners or (isinstance(peer, RankRef) and peer.kind is MemberKind.LEARNER)
@@ -311,20 +312,6 @@ class Sequencer:
         self._metrics_file.append(self.progress.step, metrics)
         for name, value in metrics.items():
             record(name, value)
-
-
-class _Losses:
-    """Counts losses since a step was finished."""
-
-    def __init__(self) -> None:
-        self._finished, self._count = -1, 0
-
-    def pause(self, finished: int) -> float | None:
-        """Notes a loss; returns the seconds to wait before the run aligns again, None if it ends."""
-        if finished > self._finished:
-            self._finished, self._count = finished, 0
-        self._count += 1
-        return _PAUSES_S[self._count - 1] if self._count <= len(_PAUSES_S) else None
 
 
 class _Timer:

@@ -42,13 +42,13 @@ def check(entries: Iterable[Entry], config: RunConfig, findings: Findings) -> No
 def limits_of(config: RunConfig) -> Mapping[Phase, float]:
     """Per phase, the longest time in seconds that it may be without an event."""
     push = config.weights.push_timeout_s + config.weights.join_timeout_s
-    collection = config.collect_timeout_s + config.service.recovery_timeout_s
+    collection = config.collect_timeout_s + config.service.recovery_timeout_s + config.broker.outage_timeout_s
     return {
         Phase.STARTING: config.service.startup_timeout_s,
         # The run waits this long for a member that was lost.
         Phase.FORMING: max(config.service.startup_timeout_s, config.service.recovery_timeout_s)
         + config.weights.join_timeout_s,
-        Phase.DISPATCH: config.stall_timeout_s,
+        Phase.DISPATCH: config.stall_timeout_s + config.broker.outage_timeout_s,
         Phase.COLLECT: collection,
         Phase.VALIDATE: collection,
         Phase.LEARN: config.learner.command_timeout_s,
