@@ -9,14 +9,15 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/cpu.txt)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
 
-.PHONY: help venv demo demo-grpo demo-start test test-fast lint format generate clean
+.PHONY: help venv demo demo-grpo demo-start test test-fast test-chaos lint format generate clean
 
 help:
 	@echo "make venv       install into $(VENV) from the lock files"
 	@echo "make demo       prepare data and a small model, train it with PPO through the four services (SEED=0)"
 	@echo "make demo-grpo  the same with GRPO, no critic"
-	@echo "make test       all tests; starts Redis by itself"
+	@echo "make test       all tests but those of test-chaos; starts Redis by itself"
 	@echo "make test-fast  unit, property, numeric and contract tests"
+	@echo "make test-chaos runs under faults: about half an hour"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
 
 venv: $(VENV)/.installed
@@ -41,7 +42,10 @@ demo-start: venv
 	$(BIN)/paceline sft examples/arithmetic/sft.yaml seed=$(SEED)
 
 test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore tests/chaos
+
+test-chaos: venv
+	$(BIN)/python -m pytest tests/chaos
 
 test-fast: venv
 	$(BIN)/python -m pytest tests/architecture tests/unit tests/property tests/numerics tests/contract

@@ -1,4 +1,4 @@
-"""A run whose controller stands still for longer than a member may be silent, and a drained server."""
+"""A controller that stands still for longer than a member may be silent, and is killed; a drained server."""
 
 from __future__ import annotations
 
@@ -54,12 +54,22 @@ def test_a_paused_controller_takes_nobody_for_dead_and_servers_leave_in_order(tm
         assert last.returncode == 2
         assert "rollout-0 is the last rollout member" in last.stderr
 
+        run.wait_for(lambda e: e["event"] == "trajectory" and e["id"].startswith("train:3:"))
+        run.kill_group("controller")
+
         assert run.finish() == 0, run.output
         events = run.events
         assert members(events, "dead") == []
         assert ("rollout-1", "drained") in members(events, "left")
         starts = [name for name, _ in members(events, "registered")]
         assert starts.count("rollout-1") == 1, "a drained server is not started again"
+        # The other outlives the controller, and goes on with the policy that it holds.
+        incarnations = {
+            e["incarnation"] for e in events if e["event"] == "member" and e["member"] == "rollout-0"
+        }
+        assert (starts.count("rollout-0"), len(incarnations)) == (2, 1)
+        assert sum(e["event"] == "commit" and e["version"] == 2 for e in events) == 1
+        assert not any(e["event"] == "newcomers" for e in events)
         assert [row["step"] for row in run.metrics] == list(range(NUM_STEPS + 1))
         servers = {
             e["server"] for e in events if e["event"] == "trajectory" and e["id"].startswith("train:4:")

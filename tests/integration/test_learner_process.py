@@ -7,15 +7,11 @@ import json
 import os
 import shutil
 import signal
-import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import redis
 
@@ -24,16 +20,13 @@ from paceline.core.errors import CheckpointError, IllegalTransitionError, Versio
 from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, TrainOrder
-from paceline.rpc.v1 import controller_pb2, learner_pb2, learner_pb2_grpc
-from paceline.service.channels import call, connect
+from paceline.rpc.v1 import learner_pb2
 from paceline.weights.geometry.layout import RankLayout, tensor_shapes
 from paceline.wire.training import order_to_proto
-from support.fake_controller import FakeController, serve
-from support.learner_fakes import POLICY, make_batch, run_config, write_model
+from support.learner_fakes import POLICY, make_batch, write_model
+from support.learner_processes import Learner, running
 
 pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(240)]
-
-TOKEN = "a secret of the run"
 
 
 @pytest.fixture(scope="module")
@@ -45,89 +38,6 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-class Controller(FakeController):
-    """Hands out a broker, a run directory and a checkpoint to resume from."""
-
-    broker_url = run_dir = ""
-
-    async def Register(self, request: Any, context: Any) -> controller_pb2.RegisterResponse:
-        answer = await super().Register(request, context)
-        answer.broker_url, answer.run_dir = self.broker_url, self.run_dir
-        return answer
-
-    async def until(self, state: str) -> None:
-        """Waits for a heartbeat that says `state` (or a failure)."""
-        async with asyncio.timeout(90):
-            while not any(beat.state == state for beat in self.heartbeats):
-                self.heard.clear()
-                await self.heard.wait()
-
-
-class Learner:
-    """Two running ranks and a channel to rank 0."""
-
-    def __init__(self, controller: Controller, ranks: list[asyncio.subprocess.Process], channel: Any) -> None:
-        self.controller, self.ranks = controller, ranks
-        self.stub = learner_pb2_grpc.LearnerServiceStub(channel)
-
-    async def train(
-        self, step: int, rows: tuple[BatchRow, ...], policy: PolicyTag
-    ) -> learner_pb2.TrainStepResponse:
-        request = order_to_proto(TrainOrder(step=step, policy=policy, rows=rows))
-        reply: learner_pb2.TrainStepResponse = await self.call(self.stub.TrainStep, request)
-        return reply
-
-    async def call(self, method: Any, request: Any) -> Any:
-        return await call(method, request, timeout_s=60, phase="TEST", peer="learner-0")
-
-
-@asynccontextmanager
-async def running(
-    model: Path, redis_server: RedisServer, folder: Path, *, checkpoints: Sequence[Path] = ()
-) -> AsyncIterator[Learner]:
-    controller = Controller(run_config(model).model_dump_json())
-    controller.broker_url, controller.run_dir = redis_server.url, str(folder)
-    controller.checkpoints = [str(folder) for folder in checkpoints]
-    server = await serve(controller, token=TOKEN)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(2):
-        env = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "PACELINE_TOKEN": TOKEN,
-            "OMP_NUM_THREADS": "1",
-        }
-        with (folder / f"rank{rank}.log").open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "paceline.learner"),
-                *("--controller", server.address, "--member-id", "learner-0"),
-                env=env,
-                stdout=output,
-                stderr=output,
-            )
-        ranks.append(process)
-    channel: grpc.aio.Channel | None = None
-    try:
-        await controller.until("ready")
-        channel = connect(controller.registrations[0].address, token=TOKEN)
-        yield Learner(controller, ranks, channel)
-    finally:
-        if channel is not None:
-            await channel.close(grace=None)
-        for process in ranks:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-        await server.stop(0.2)
-        print((folder / "rank0.log").read_text(), (folder / "rank1.log").read_text())
 
 
 def put(redis_server: RedisServer, blobs: dict[str, bytes]) -> None:
@@ -201,7 +111,7 @@ async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_pa
         put(redis_server, batches[step][1])
     folder = tmp_path / "checkpoints" / "step_000002"
 
-    async with running(model, redis_server, tmp_path) as learner:
+    async with running(model, redis_server.url, tmp_path) as learner:
         assert learner.controller.registrations[0].num_ranks == 2
         described = await learner.call(
             learner.stub.DescribeWeights, learner_pb2.DescribeLearnerWeightsRequest()
@@ -244,7 +154,7 @@ async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_pa
         assert codes == [0, 0]
 
     damaged = damaged_copy(folder, "step_000003")
-    async with running(model, redis_server, tmp_path, checkpoints=[damaged, folder]) as learner:
+    async with running(model, redis_server.url, tmp_path, checkpoints=[damaged, folder]) as learner:
         notices = [beat.notice for beat in learner.controller.heartbeats if beat.notice]
         assert len(notices) == 1
         assert "step_000003 is damaged and passed over" in notices[0]
@@ -257,7 +167,7 @@ async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_pa
         assert await asyncio.wait_for(learner.ranks[0].wait(), 20) == 1
         assert time.monotonic() - began < 15
         failure = learner.controller.heartbeats[-1].failure
-        assert "lost another rank" in failure
+        assert "lost rank 1 (" in failure
 
 
 def _order(

@@ -13,6 +13,7 @@ from paceline.controller.events import EventHub
 from paceline.controller.fleet.membership import Fleet, Health
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.journal import Journal
+from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.servicer import ControllerServicer
 from paceline.core.clock import SystemClock
@@ -210,6 +211,10 @@ async def test_a_drained_member_is_told_with_its_heartbeat(bench: Bench) -> None
     await bench.register(common_pb2.MEMBER_KIND_LEARNER, "learner-0")
     assert not (await bench.beat("rollout-0", "serving")).drain
     await bench.drain("rollout-0")
+    for phase in (Phase.FORMING, Phase.PUBLISH, Phase.COMMIT):
+        bench.progress.phase = phase
+        assert not (await bench.beat("rollout-0", "serving")).drain, "in the middle of a push"
+    bench.progress.phase = Phase.COLLECT
     assert (await bench.beat("rollout-0", "draining")).drain
     assert not (await bench.beat("rollout-1", "serving")).drain
     assert await bench.status() == {
@@ -230,6 +235,11 @@ async def test_who_cannot_be_spared_is_not_drained(bench: Bench) -> None:
         await bench.drain("rollout-0")
     await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "rollout-1")
     await bench.drain("rollout-0")
+    with pytest.raises(ConfigError, match="rollout-1 is the last rollout member"):
+        await bench.drain("rollout-1")
+    # It was taken for dead meanwhile, and registers again: it still leaves.
+    bench.fleet.mark_dead(bench.fleet.usable(MemberKind.ROLLOUT)[0], "silent for 12.1 s")
+    await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "rollout-0", state="draining")
     with pytest.raises(ConfigError, match="rollout-1 is the last rollout member"):
         await bench.drain("rollout-1")
 

@@ -116,7 +116,7 @@ async def test_who_only_lost_a_peer_stays(known: bool, tmp_path: Path) -> None:
 async def test_a_learner_that_is_lost_in_a_push_ends_the_run_and_nobody_else_is_blamed(
     tmp_path: Path,
 ) -> None:
-    async with run(tmp_path, trainer__val_before_train=False) as it:
+    async with run(tmp_path, trainer__val_before_train=False, service__recovery_timeout_s=0.5) as it:
         await it.enlist_all()
 
         async def receive(member: Any, **kwargs: Any) -> Any:

@@ -445,6 +445,12 @@ def test_a_run_that_was_killed_has_no_breach_wherever_it_was_killed(tmp_path: Pa
         assert breaches == [], (length, part.events[-1])
 
 
+def test_members_may_leave_after_the_end(tmp_path: Path) -> None:
+    run = sound_run()
+    run.add("member", member="reward-0", incarnation="a", what="left", reason="the run is over")
+    assert verify(run.write(tmp_path)).breaches == []
+
+
 def test_the_line_of_metrics_may_be_ahead_of_its_event(tmp_path: Path) -> None:
     run = sound_run()
     place = run.events.index(run.last("step"))

@@ -13,7 +13,7 @@ from paceline.controller.journal import Journal
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.watchdog import Watchdog
-from paceline.core.members import MemberKind, RolloutState
+from paceline.core.members import LearnerState, MemberKind, RolloutState
 from support.clocks import ManualClock
 from support.sequencer_run import config
 
@@ -95,3 +95,13 @@ def test_the_end_is_not_waited_for(bench: Bench) -> None:
     for phase in (Phase.ENDED, Phase.FAILED):
         bench.progress.phase = phase
         assert bench.wait(200) == []
+
+
+def test_while_members_start_those_that_are_not_ready_are_named(bench: Bench) -> None:
+    bench.progress.phase = Phase.FORMING
+    bench.wait(1)
+    bench.fleet.heartbeat("rollout-0", "a", state=RolloutState.STALE, policy=None, in_flight=0)
+    bench.fleet.heartbeat("rollout-1", "a", state=RolloutState.JOINING, policy=None, in_flight=0)
+    bench.fleet.heartbeat("learner-0", "a", state=LearnerState.READY, policy=None, in_flight=0)
+    ((_, sentence),) = bench.wait(30)
+    assert sentence.endswith("waits for rollout-1 (joining, heard 30 s ago)")

@@ -60,6 +60,12 @@ class LearnerConfig(Section):
     collective_timeout_s: float = Field(
         300.0, gt=0, description="Longest time that a rank waits for another within a command."
     )
+    rank_silent_s: float = Field(
+        10.0,
+        ge=3,
+        description="A rank that gives no sign of life for so long ends the group, which starts again "
+        "from its newest checkpoint.",
+    )
 
 
 class BarrierConfig(Section):

@@ -13,6 +13,7 @@ import grpc
 from paceline.controller.fleet.clients import is_serving
 from paceline.controller.fleet.membership import Health, Member
 from paceline.controller.fleet.supervisor import Supervisor
+from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.core.errors import ConfigError, InvalidMessageError
 from paceline.core.policy import PolicyTag
@@ -20,6 +21,9 @@ from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.wire.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
 from paceline.wire.run_events import run_event_to_proto
+
+# A server that leaves in the middle of a push fails it, so it is told later.
+_PUSHING = (Phase.FORMING, Phase.PUBLISH, Phase.COMMIT)
 
 
 class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
@@ -130,7 +134,9 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         )
         await self._supervisor.apply(changes)
         return controller_pb2.HeartbeatResponse(
-            known=known, run_over=self._over.is_set(), drain=known and member.is_draining
+            known=known,
+            run_over=self._over.is_set(),
+            drain=known and member.is_draining and self._progress.phase not in _PUSHING,
         )
 
     async def Drain(

@@ -15,7 +15,7 @@ from paceline.controller.fleet.membership import Fleet, Member
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress
 from paceline.core.clock import Clock
-from paceline.core.members import MemberKind
+from paceline.core.members import READY_STATES, MemberKind
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,9 @@ class Watchdog:
         wanted = self._progress.wanted
         count = f" at {admitted} of {wanted} trajectories" if wanted else ""
         members = [m for kind in _WAITS_FOR[phase] for m in self._fleet.members(kind)]
+        if phase is Phase.FORMING:
+            # Before a push can begin, it waits for those that are not ready.
+            members = [m for m in members if not m.usable or m.state not in READY_STATES] or members
         whom = ", ".join(_words(m, now) for m in members[:_MAX_NAMED]) or "the message broker"
         more = f" and {len(members) - _MAX_NAMED} more" if len(members) > _MAX_NAMED else ""
         return (

@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
+import time
+from collections.abc import Callable
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, PeerLostError
 from paceline.learner.distributed.command_loop import STOP, CommandQueue
 from paceline.learner.distributed.ranks import RankEnvironment
 from paceline.learner.group import Assignment, follow, lead
@@ -26,13 +29,21 @@ from paceline.service.process import die_with_parent
 log = logging.getLogger(__name__)
 
 _STOP_S = 5.0
+_END_S = 4.0
 
 
 class _Head:
     """Carries what the training thread says over to the event loop."""
 
-    def __init__(self, servicer: LearnerServicer, commands: CommandQueue, command_timeout_s: float) -> None:
-        self._servicer, self.commands, self._command_timeout_s = servicer, commands, command_timeout_s
+    def __init__(
+        self,
+        servicer: LearnerServicer,
+        commands: CommandQueue,
+        settle: Callable[[BaseException | None], None],
+        command_timeout_s: float,
+    ) -> None:
+        self._servicer, self.commands, self._settle = servicer, commands, settle
+        self._command_timeout_s = command_timeout_s
         self._loop = asyncio.get_running_loop()
 
     def ready(self, learner: Learner) -> None:
@@ -43,6 +54,15 @@ class _Head:
         """Logs the message and sends it to the controller."""
         log.warning("%s", message)
         self._loop.call_soon_threadsafe(self._servicer.notify, message)
+
+    def lost(self, error: PeerLostError) -> None:
+        """Ends the service with the error, and after a while the process in any case."""
+        self.commands.close(error)
+        self._loop.call_soon_threadsafe(self._settle, error)
+        time.sleep(_END_S)
+        log.error("fatal: %s", error)
+        logging.shutdown()
+        os._exit(1)
 
 
 class LearnerApp:
@@ -87,7 +107,7 @@ class LearnerApp:
                 else:
                     done.set_exception(error)
 
-        head = _Head(self._servicer, self._queue, assignment.config.learner.command_timeout_s)
+        head = _Head(self._servicer, self._queue, settle, assignment.config.learner.command_timeout_s)
 
         def work() -> None:
             error: BaseException | None = None

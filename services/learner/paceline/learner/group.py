@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import json
 import logging
+import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,12 @@ from torch._C._distributed_c10d import Store
 
 from paceline.broker.blobs import BlobReader
 from paceline.config.run import RunConfig
-from paceline.core.errors import DeadlineError
+from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.learner.checkpoint.load import load_newest
 from paceline.learner.commands import Commands
 from paceline.learner.distributed.collectives import broadcast_bytes
 from paceline.learner.distributed.command_loop import CommandLoop, CommandQueue, Handler
+from paceline.learner.distributed.heartbeats import Heartbeats
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import (
     RankEnvironment,
@@ -86,6 +88,10 @@ class Head(Protocol):
         """A person should read this."""
         ...
 
+    def lost(self, error: PeerLostError) -> None:
+        """A rank is silent; the training thread may wait for it for ever. Ends the process."""
+        ...
+
 
 def lead(environment: RankEnvironment, assignment: Assignment, head: Head) -> None:
     """Rank 0's training thread: forms the group, tells the others, serves commands until STOP.
@@ -97,7 +103,13 @@ def lead(environment: RankEnvironment, assignment: Assignment, head: Head) -> No
     settings = assignment.config.learner
     store = open_store(environment, settings.collective_timeout_s)
     # The other ranks know only the store's address; they need these settings to form the group.
-    group = [settings.device, settings.devices, settings.threads, settings.collective_timeout_s]
+    group = [
+        settings.device,
+        settings.devices,
+        settings.threads,
+        settings.collective_timeout_s,
+        settings.rank_silent_s,
+    ]
     store.set(_GROUP_KEY, json.dumps(group))
     _serve(environment, store, assignment, head)
 
@@ -125,7 +137,7 @@ def follow(environment: RankEnvironment) -> None:
 def _serve(
     environment: RankEnvironment, store: Store, assignment: Assignment | None, head: Head | None
 ) -> None:
-    device_word, devices, threads, timeout_s = json.loads(store.get(_GROUP_KEY))
+    device_word, devices, threads, timeout_s, silent_s = json.loads(store.get(_GROUP_KEY))
     use_threads(threads, environment)
     device = choose_device(device_word, environment, tuple(devices) if devices else None)
     ranks = form_group(environment, store, device, timeout_s)
@@ -134,6 +146,9 @@ def _serve(
         signal.signal(signal.SIGTERM, lambda number, frame: log.info("SIGTERM: rank 0 will end the group"))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.ExitStack() as stack:
+        heartbeats = stack.enter_context(
+            Heartbeats(ranks, limit_s=silent_s, lost=head.lost if head else _end_follower)
+        )
         commands: Commands | None = None
 
         def load() -> dict[str, Handler]:
@@ -142,10 +157,18 @@ def _serve(
             commands = _load(Assignment.from_bytes(broadcast_bytes(data, ranks)), ranks, head, stack)
             return commands.table
 
-        CommandLoop(ranks, load, head.commands if head else None).run()
+        queue = head.commands if head else None
+        CommandLoop(ranks, load, queue, find_silent=heartbeats.find_silent).run()
         if commands is not None:
             commands.finish()
     leave_group()
+
+
+def _end_follower(error: PeerLostError) -> None:
+    """Ends this process at once: its main thread may wait in a collective."""
+    log.error("fatal: %s", error)
+    logging.shutdown()
+    os._exit(1)
 
 
 def _load(assignment: Assignment, ranks: Ranks, head: Head | None, stack: contextlib.ExitStack) -> Commands:

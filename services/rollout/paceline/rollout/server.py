@@ -86,7 +86,9 @@ class RolloutServer:
         async with self._order_lock:
             if self._epoch == epoch:
                 self._epoch = None
-                await self._ready().engine.leave()
+                if self._standing.state is not RolloutState.DRAINING:
+                    # While draining, the engine is about to end, and the group with it.
+                    await self._ready().engine.leave()
 
     async def receive(self, epoch: int, version: int) -> PushReceipt:
         """Closes the sampler, aborts what is under way, receives a version. -> SYNCING, or STALE if it fails.

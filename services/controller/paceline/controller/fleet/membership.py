@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from paceline.core.clock import Clock
 from paceline.core.errors import IllegalTransitionError
-from paceline.core.members import MemberKind, MemberState
+from paceline.core.members import MemberKind, MemberState, RewardState, RolloutState
 from paceline.core.policy import PolicyTag
 
 SWEEP_S = 0.5
@@ -76,6 +76,12 @@ class Member:
     def usable(self) -> bool:
         """Whether it can be called: it is neither dead nor gone."""
         return self.health in (Health.ALIVE, Health.SUSPECT)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it can be called, and is not about to leave."""
+        leaving = self.is_draining or self.state in (RolloutState.DRAINING, RewardState.DRAINING)
+        return self.usable and not leaving
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

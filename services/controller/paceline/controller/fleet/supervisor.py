@@ -71,7 +71,9 @@ class Supervisor:
             what = "ready"
         elif change.state is not None:
             return
-        self._events.notice(f"{member.member_id} is {what}{f': {change.reason}' if change.reason else ''}")
+        verb = "has" if what == "left" else "is"
+        reason = f": {change.reason}" if change.reason else ""
+        self._events.notice(f"{member.member_id} {verb} {what}{reason}")
 
     async def supervise(self) -> None:
         """Looks for silent members, and lets members out of quarantine, until cancelled."""
@@ -107,7 +109,7 @@ class Supervisor:
         if member is None:
             names = ", ".join(m.member_id for m in workers) or "none"
             raise ConfigError(f"no member {member_id} can be drained; those that can: {names}")
-        if not any(m.kind is member.kind and m is not member and not m.is_draining for m in workers):
+        if not any(m.kind is member.kind and m is not member and m.stays for m in workers):
             raise ConfigError(
                 f"{member_id} is the last {member.kind.value} member, and the run would wait for another: "
                 "start that one first"
@@ -119,8 +121,12 @@ class Supervisor:
 
     @property
     def learner(self) -> Member:
-        """The learner; raises PeerLostError where it is gone."""
-        return self.require(MemberKind.LEARNER)[0]
+        """The learner; raises PeerLostError, with its last failure, where it is gone."""
+        members = self.fleet.usable(MemberKind.LEARNER)
+        if not members:
+            gone = _failures(self.fleet.members(MemberKind.LEARNER)) or "none ever registered"
+            raise PeerLostError(f"no learner is left ({gone})", peer=MemberKind.LEARNER.value)
+        return members[0]
 
     @property
     def rollouts(self) -> list[Member]:
@@ -139,14 +145,6 @@ class Supervisor:
             if m.state in RECEIVABLE_STATES and not self._quarantine.holds(m.member_id)
         ]
         return [m for m in ready if m.health is Health.ALIVE] or ready
-
-    def require(self, kind: MemberKind) -> list[Member]:
-        """The usable members of a kind; raises PeerLostError, with the last failure, where none is left."""
-        members = self.fleet.usable(kind)
-        if not members:
-            gone = _failures(self.fleet.members(kind)) or "none ever registered"
-            raise PeerLostError(f"no {kind.value} service is left ({gone}); see its log", peer=kind.value)
-        return members
 
     # --- waiting
 

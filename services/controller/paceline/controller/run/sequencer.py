@@ -37,6 +37,7 @@ from paceline.controller.progress import Progress, Run
 from paceline.controller.run import metrics as step_metrics
 from paceline.controller.run.align import Alignment
 from paceline.controller.run.checkpoints import Checkpoints, ControllerState
+from paceline.controller.run.losses import Losses
 from paceline.controller.run.metrics import MetricsFile
 from paceline.controller.run.publication import Publication
 from paceline.controller.run.trajectories import save_trajectories
@@ -49,9 +50,8 @@ from paceline.core.training import TrainOrder, TrainResult
 from paceline.data.cursor import CursorState
 from paceline.service.telemetry import record, span
 
-# How often a step may be collected again, and how often a run may align without finishing a step.
+# How often a step may be collected again.
 _MAX_RECOLLECTS = 3
-_MAX_LOSSES = 5
 
 
 class Sequencer:
@@ -88,7 +88,7 @@ class Sequencer:
             guard=guard,
             metrics_file=self._metrics_file,
         )
-        self._losses = _Losses()
+        self._losses = Losses(run.config.service.recovery_timeout_s)
 
     async def run(self) -> None:
         """Runs to the end; aligns again when a member is lost that a step cannot do without.
@@ -111,16 +111,19 @@ class Sequencer:
             await self._steps()
         except (PeerLostError, DeadlineError) as error:
             finished = self._run.journal.standing.finished
-            if not self._is_loss(error) or not self._losses.may_go_on(finished):
+            pause_s = self._losses.next_pause(finished, time.monotonic()) if self._is_loss(error) else None
+            if pause_s is None:
                 raise
             self._run.events.notice(f"step {self.progress.step}: {error}")
+            await asyncio.sleep(pause_s)
             return False
         return True
 
     def _is_loss(self, error: PeerLostError | DeadlineError) -> bool:
-        """Whether the error says that a member was lost that the loop cannot do without."""
+        """Whether the loop cannot do without the member that was lost, and it may come back."""
         if isinstance(error, PeerLostError):
-            return True
+            gone = [m for m in self._supervisor.fleet.members() if m.member_id == error.peer and not m.usable]
+            return not any(member.is_final for member in gone)
         learners = [m.member_id for m in self._supervisor.fleet.members(MemberKind.LEARNER)]
         peer = error.peer
         return peer in learners or (isinstance(peer, RankRef) and peer.kind is MemberKind.LEARNER)
@@ -309,20 +312,6 @@ class Sequencer:
         self._metrics_file.append(self.progress.step, metrics)
         for name, value in metrics.items():
             record(name, value)
-
-
-class _Losses:
-    """Counts losses since a step was finished."""
-
-    def __init__(self) -> None:
-        self._finished, self._count = -1, 0
-
-    def may_go_on(self, finished: int) -> bool:
-        """Notes a loss; whether the run aligns again after it."""
-        if finished > self._finished:
-            self._finished, self._count = finished, 0
-        self._count += 1
-        return self._count <= _MAX_LOSSES
 
 
 class _Timer:

@@ -83,7 +83,7 @@ class CommandLoop:
 
     Args: ranks: the group. prepare: called first, on every rank; returns the handlers by command name, the
         same names on every rank. commands: rank 0's queue; None elsewhere. keep_alive_s: how often idle ranks
-        exchange a keep-alive.
+        exchange a keep-alive. find_silent: names the rank that went silent when a connection broke.
     """
 
     def __init__(
@@ -93,10 +93,11 @@ class CommandLoop:
         commands: CommandQueue | None = None,
         *,
         keep_alive_s: float = KEEP_ALIVE_S,
+        find_silent: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._ranks, self._prepare, self._commands = ranks, prepare, commands
         self._handlers: Mapping[str, Handler] = {}
-        self._keep_alive_s = keep_alive_s
+        self._keep_alive_s, self._find_silent = keep_alive_s, find_silent
 
     def run(self) -> None:
         """Prepares, then serves commands until STOP; every rank calls it, in the thread that trains.
@@ -165,10 +166,12 @@ class CommandLoop:
                     f"learner rank {rank} failed: {reason}", peer=RankRef(MemberKind.LEARNER, rank)
                 )
             if _is_broken_connection(error):
+                silent = self._find_silent()
+                name = "another rank" if silent is None else f"rank {silent}"
                 return PeerLostError(
-                    f"learner rank {self._ranks.rank} lost another rank ({_first_line(error)}); the log of "
-                    "the lost rank says why; start the run again to continue from its last checkpoint",
-                    peer=RankRef(MemberKind.LEARNER),
+                    f"learner rank {self._ranks.rank} lost {name} ({_first_line(error)}); its log says "
+                    "why; the group continues from its newest checkpoint when it is started again",
+                    peer=RankRef(MemberKind.LEARNER, silent),
                 )
         if not isinstance(error, PeerLostError):
             _leave_reason(self._ranks, error)

@@ -1,0 +1,130 @@
+"""Finds a rank that is dead or frozen: all beat into the group's store and look for the others' beats.
+
+    beat:   every second the own count into the store, the others' counts out of it
+    check:  every second one more for all who have not beaten since; at the limit the rank is lost
+
+Two threads, because a call to the store of a frozen rank 0 does not return. Time is counted in the check's
+own turns, so a rank that was paused itself takes nobody for dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from paceline.core.errors import PeerLostError
+from paceline.core.members import MemberKind, RankRef
+from paceline.learner.distributed.collectives import agree
+from paceline.learner.distributed.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+_SUSPECT_TURNS = 3
+_KEY = "paceline/beat/{rank}"
+
+
+class Silence:
+    """For how many turns each rank has been silent.
+
+    Args:
+        others: the ranks to look for.
+        limit: turns after which a rank is lost.
+    """
+
+    def __init__(self, others: Sequence[int], limit: int) -> None:
+        self._limit = limit
+        self._counts = dict.fromkeys(others, -1)
+        self._turns = dict.fromkeys(others, 0)
+
+    def heard(self, counts: Mapping[int, int]) -> None:
+        """Notes the counts in the store; only a count that has changed is a sign of life."""
+        for rank, count in counts.items():
+            if count != self._counts[rank]:
+                self._counts[rank], self._turns[rank] = count, 0
+
+    def turn(self) -> int | None:
+        """One more turn; returns the lowest rank that is lost."""
+        for rank in self._turns:
+            self._turns[rank] += 1
+        return self.silent_for(self._limit)
+
+    def silent_for(self, turns: int) -> int | None:
+        """The lowest rank that has been silent for so many turns."""
+        return min((rank for rank, silent in self._turns.items() if silent >= turns), default=None)
+
+
+class Heartbeats:
+    """A rank's two threads; a context manager.
+
+    Args:
+        ranks: the group; every rank enters at the same time.
+        limit_s: how long a rank may be silent.
+        lost: called once, in the checking thread, with the error that names the silent rank. The thread that
+            trains may wait for that rank in a collective, so `lost` has to end the process.
+    """
+
+    def __init__(self, ranks: Ranks, *, limit_s: float, lost: Callable[[PeerLostError], None]) -> None:
+        self._ranks, self._limit_s, self._lost = ranks, limit_s, lost
+        self._others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+        self._silence = Silence(self._others, limit=round(limit_s / INTERVAL_S))
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+
+    def __enter__(self) -> Self:
+        if self._others:
+            self._ranks.store.set(_KEY.format(rank=self._ranks.rank), "0")
+            agree(self._ranks, None)  # now the store has a count of every rank
+            for name, work in (("heartbeat", self._beat), ("heartbeat-check", self._check)):
+                threading.Thread(target=work, name=name, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+
+    def find_silent(self) -> int | None:
+        """The rank that went silent just now, if one did; takes some seconds."""
+        deadline = time.monotonic() + (_SUSPECT_TURNS + 2) * INTERVAL_S
+        while self._others and time.monotonic() < deadline:
+            with self._lock:
+                rank = self._silence.silent_for(_SUSPECT_TURNS)
+            if rank is not None:
+                return rank
+            time.sleep(INTERVAL_S / 4)
+        return None
+
+    def _beat(self) -> None:
+        # A connection of its own: the group's is taken while a rank waits for a key.
+        store = self._ranks.store.clone()  # type: ignore[attr-defined]
+        keys = [_KEY.format(rank=rank) for rank in self._others]
+        count = 0
+        while not self._stopped.wait(INTERVAL_S):
+            count += 1
+            try:
+                store.set(_KEY.format(rank=self._ranks.rank), str(count))
+                counts = [int(value) for value in store.multi_get(keys)]
+            except RuntimeError as error:  # the store went with rank 0; the check counts
+                log.debug("heartbeat: %s", error)
+                continue
+            with self._lock:
+                self._silence.heard(dict(zip(self._others, counts, strict=True)))
+
+    def _check(self) -> None:
+        while not self._stopped.wait(INTERVAL_S):
+            with self._lock:
+                rank = self._silence.turn()
+            if rank is not None and not self._stopped.is_set():
+                self._lost(
+                    PeerLostError(
+                        f"learner rank {rank} has been silent for {self._limit_s:g} s "
+                        "(learner.rank_silent_s): it is dead, frozen or cut off; look at its log and machine",
+                        peer=RankRef(MemberKind.LEARNER, rank),
+                    )
+                )
+                return

@@ -1,0 +1,125 @@
+"""Each process is killed in each phase of a step; the run's metrics are those of the undisturbed run."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.cli.launch import run_dir as run_dirs
+from support.training_run import REWARDS, Row, TrainingRun, is_time, prepare_inputs, tiny_config, training
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+
+PHASES = ("dispatch", "collect", "learn", "publish", "commit", "checkpoint")
+PROCESSES = ("controller", "rollout-0", "learner-0", "learner-1", "reward", "redis")
+# Between a kill and the next, so that none meets the recovery from the last.
+STEPS_APART = 2
+NUM_STEPS = STEPS_APART * len(PHASES) * len(PROCESSES) + 2
+
+# What may differ: how often things were sent, not what was trained on.
+TRANSPORT = (
+    "barrier/duplicates",
+    "barrier/rejected",
+    "weights/bytes",
+    "weights/relayed_bytes",
+    "weights/peak_extra_bytes",
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    inputs = prepare_inputs(tmp_path_factory.mktemp("inputs"), num_train=64, num_val=1)
+    return tiny_config(
+        inputs,
+        data={"train_batch_size": 4, "val_files": [], "max_response_length": 8},
+        actor={"ppo_mini_batch_size": 2},
+        rollout={"n": 2},
+        reward={"functions": [{"name": f"{REWARDS}:letters"}]},
+        trainer={"total_steps": NUM_STEPS, "save_freq": 1, "test_freq": 0, "val_before_train": False},
+        service={"max_restarts": 1000, "recovery_timeout_s": 200},
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Row]]:
+    with training(config, tmp_path_factory.mktemp("undisturbed") / "run") as run:
+        assert run.finish(timeout_s=600) == 0, run.output
+        yield run.metrics
+
+
+def kill(run: TrainingRun, name: str) -> None:
+    """Kills the process that has the name now; a fault that cannot happen is an error."""
+    deadline = time.monotonic() + 60
+    while True:
+        note = run_dirs.read_note(run.run_dir)
+        pid = note.pids.get(name) if note is not None else None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if pid is not None and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                os.kill(pid, signal.SIGKILL)
+                return
+        assert time.monotonic() < deadline, f"there is no {name} to kill"
+        time.sleep(0.05)
+
+
+def differences(rows: list[Row], expected: list[Row]) -> dict[int, list[str]]:
+    """The metrics of each step that differ, but for times and transport."""
+    by_step: dict[int, list[str]] = {}
+    for row, other in itertools.zip_longest(rows, expected, fillvalue={}):
+        names = {name for name in row.keys() | other.keys() if not is_time(name)} - set(TRANSPORT)
+        for name in sorted(names):
+            value, wanted = row.get(name), other.get(name)
+            # The engine's log-probs depend on how many sequences it computes at once.
+            limit = 1e-6 if name.startswith("rollout/") else 0.0
+            same = value == wanted or (
+                value is not None and wanted is not None and abs(value - wanted) <= limit
+            )
+            if not same:
+                step = int(row.get("step", other.get("step", -1)))
+                by_step.setdefault(step, []).append(f"{name}: {value} != {wanted}")
+    return by_step
+
+
+def test_a_kill_in_any_phase_changes_no_metric(
+    config: dict[str, object], undisturbed: list[Row], tmp_path: Path
+) -> None:
+    kills = [(phase, name) for name in PROCESSES for phase in PHASES]
+    told: list[str] = []
+    with training(config, tmp_path / "run") as run:
+        run.wait_for(lambda e: e["event"] == "step" and e["step"] == 1)
+        for number, (phase, name) in enumerate(kills):
+            step = 2 + STEPS_APART * number
+            run.wait_for(
+                lambda e, phase=phase, step=step: (
+                    e["event"] == "phase" and e["to"] == phase and e["step"] == step
+                )
+            )
+            began = time.monotonic()
+            kill(run, name)
+            run.look()
+            run.wait_for(lambda e, step=step: e["event"] == "step" and e["step"] > step)
+            told.append(f"{phase:<11} {name:<11} {step:>4} {time.monotonic() - began:>8.1f}")
+        code = run.finish(timeout_s=600)
+        by_step = differences(run.metrics, undisturbed)
+        steps = sorted(by_step)
+        print("phase       killed      step  seconds  equal")
+        for number, line in enumerate(told):
+            first, last = 2 + STEPS_APART * number, 1 + STEPS_APART * (number + 1)
+            print(line, " no" if any(first <= step <= last for step in steps) else "yes")
+        assert code == 0, run.output
+        assert not by_step, "\n".join(f"step {step}: {'; '.join(by_step[step])}" for step in steps)
+        assert [row["step"] for row in run.metrics] == [row["step"] for row in undisturbed]
+        verify = [sys.executable, "-m", "paceline.controller.verify", str(run.run_dir)]
+        done = subprocess.run(verify, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout
+        restarts = run.output.count(" again (")
+        assert restarts == len(kills), run.output

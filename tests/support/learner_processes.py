@@ -1,0 +1,108 @@
+"""The learner as its two processes over gloo, with a fake controller, for tests that talk to it over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow, TrainOrder
+from paceline.rpc.v1 import controller_pb2, learner_pb2, learner_pb2_grpc
+from paceline.service.channels import call, connect
+from paceline.wire.training import order_to_proto
+from support.fake_controller import FakeController, serve
+from support.learner_fakes import run_config
+
+TOKEN = "a secret of the run"
+
+
+class Controller(FakeController):
+    """Hands out a broker, a run directory and a checkpoint to resume from."""
+
+    broker_url = run_dir = ""
+
+    async def Register(self, request: Any, context: Any) -> controller_pb2.RegisterResponse:
+        answer = await super().Register(request, context)
+        answer.broker_url, answer.run_dir = self.broker_url, self.run_dir
+        return answer
+
+    async def until(self, state: str) -> None:
+        """Waits for a heartbeat that says `state` (or a failure)."""
+        async with asyncio.timeout(90):
+            while not any(beat.state == state for beat in self.heartbeats):
+                self.heard.clear()
+                await self.heard.wait()
+
+
+class Learner:
+    """Two running ranks and a channel to rank 0."""
+
+    def __init__(self, controller: Controller, ranks: list[asyncio.subprocess.Process], channel: Any) -> None:
+        self.controller, self.ranks = controller, ranks
+        self.stub = learner_pb2_grpc.LearnerServiceStub(channel)
+
+    async def train(
+        self, step: int, rows: tuple[BatchRow, ...], policy: PolicyTag
+    ) -> learner_pb2.TrainStepResponse:
+        request = order_to_proto(TrainOrder(step=step, policy=policy, rows=rows))
+        reply: learner_pb2.TrainStepResponse = await self.call(self.stub.TrainStep, request)
+        return reply
+
+    async def call(self, method: Any, request: Any) -> Any:
+        return await call(method, request, timeout_s=60, phase="TEST", peer="learner-0")
+
+
+@asynccontextmanager
+async def running(
+    model: Path, broker_url: str, folder: Path, *, checkpoints: Sequence[Path] = ()
+) -> AsyncIterator[Learner]:
+    """Starts the ranks and waits until they have loaded; prints their logs at the end."""
+    controller = Controller(run_config(model).model_dump_json())
+    controller.broker_url, controller.run_dir = broker_url, str(folder)
+    controller.checkpoints = [str(folder) for folder in checkpoints]
+    server = await serve(controller, token=TOKEN)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        env = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PACELINE_TOKEN": TOKEN,
+            "OMP_NUM_THREADS": "1",
+        }
+        with (folder / f"rank{rank}.log").open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "paceline.learner"),
+                *("--controller", server.address, "--member-id", "learner-0"),
+                env=env,
+                stdout=output,
+                stderr=output,
+            )
+        ranks.append(process)
+    channel: grpc.aio.Channel | None = None
+    try:
+        await controller.until("ready")
+        channel = connect(controller.registrations[0].address, token=TOKEN)
+        yield Learner(controller, ranks, channel)
+    finally:
+        if channel is not None:
+            await channel.close(grace=None)
+        for process in ranks:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        await server.stop(0.2)
+        print((folder / "rank0.log").read_text(), (folder / "rank1.log").read_text())
