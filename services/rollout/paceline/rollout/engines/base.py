@@ -122,6 +122,8 @@ class Engine(Protocol):
             PeerLostError: the engine died.
             InvalidMessageError: a request cannot be run, say because its prompt is too long. None of the
                 others is drawn.
+            Exception: any other error is taken for that of these requests. The engine is asked for its
+                health, and they are drawn again.
         """
         ...
 
