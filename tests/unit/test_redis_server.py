@@ -62,7 +62,7 @@ class TestStarting:
             assert isinstance(settings, dict)
             assert settings["bind"] == "127.0.0.1"
             assert settings["appendonly"] == "yes"
-            assert settings["appendfsync"] == "everysec"
+            assert settings["appendfsync"] == "no"
             assert settings["maxmemory-policy"] == "noeviction"
             machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             assert 0 < int(settings["maxmemory"]) <= machine // 4
@@ -139,6 +139,46 @@ class TestStarting:
             log.write_bytes(log.read_bytes() + b"*3\r\n$3\r\nSET\r\n$1\r\nx")
             server.restart()
             assert client.get("k") == b"v"
+
+    def test_a_server_that_cannot_load_its_data_starts_empty(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with RedisServer.start(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+            client.set("k", "v" * 100)
+            client.set("l", "v" * 100)
+            url = server.url
+            os.kill(server.pid, signal.SIGKILL)
+            data = next(path for path in tmp_path.rglob("*.aof") if path.stat().st_size)
+            content = bytearray(data.read_bytes())
+            content[10] = 0
+            data.write_bytes(content)
+            server.restart()
+            assert server.url == url
+            assert client.dbsize() == 0
+            client.set("k", "w")
+        assert "ended over its data and starts empty" in caplog.text
+        assert "append only file" in caplog.text
+
+    def test_a_server_that_loads_for_long_counts_as_started(self, tmp_path: Path) -> None:
+        with RedisServer.start(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+            for number in range(30):
+                client.set(str(number), os.urandom(2**20))
+            client.execute_command("BGREWRITEAOF")
+            # The rewritten file begins with a snapshot, whose loading the server can slow down.
+            while client.info("persistence")["aof_rewrite_in_progress"]:
+                time.sleep(0.02)
+            write_config = server._write_config
+
+            def slow() -> None:
+                write_config()
+                with (tmp_path / "redis.conf").open("a") as file:
+                    file.write("key-load-delay 100000\n")
+
+            server._write_config = slow
+            os.kill(server.pid, signal.SIGKILL)
+            server.restart(timeout_s=1.0)
+            assert server.running
+            assert "Ready to accept connections" not in server.log_path.read_text()
 
     def test_a_port_that_clients_know_is_not_replaced(self, tmp_path: Path) -> None:
         with RedisServer.start(tmp_path) as server:

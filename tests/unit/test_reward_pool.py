@@ -60,7 +60,7 @@ async def test_results_come_in_order_with_their_components() -> None:
 
 
 async def test_a_hanging_function_costs_only_its_item() -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.4, max_retries=0) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.4) as pool:
         started = time.monotonic()
         results = await pool.score(items("a", "b", "hang", "c", "d"))
         took = time.monotonic() - started
@@ -71,7 +71,7 @@ async def test_a_hanging_function_costs_only_its_item() -> None:
 
 
 async def test_crashes_are_told_apart_and_the_processes_replaced() -> None:
-    async with FunctionPool([OBEDIENT], num_processes=2, timeout_s=10, max_retries=0) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=2, timeout_s=10) as pool:
         results = await pool.score(items("a", "exit", "b", "segfault", "c"))
         assert kinds(results) == ["1.0", "crashed", "1.0", "crashed", "1.0"]
         assert message(results[1]) == "the reward process ended: exit code 3"
@@ -81,7 +81,7 @@ async def test_crashes_are_told_apart_and_the_processes_replaced() -> None:
 
 
 async def test_running_out_of_memory_is_a_crash() -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10, max_retries=0) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
         results = await pool.score(items("a", "memory", "b"))
         assert kinds(results) == ["1.0", "crashed", "1.0"]
         assert message(results[1]) == "the reward process ended: out of memory"
@@ -136,7 +136,7 @@ async def test_odd_objects_and_texts_are_their_items_errors_and_no_more() -> Non
 
 @pytest.mark.parametrize("what", ["list", "key", "row"])
 async def test_junk_in_the_results_costs_a_process_and_not_the_service(what: str) -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10, max_retries=0) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
         results = await pool.score(items("a", f"junk:{what}", "b"))
         assert [score.trajectory_id for score in results] == ["t0", "t1", "t2"]
         assert kinds(await pool.score(items("after"))) == ["1.0"]
@@ -152,14 +152,15 @@ async def test_prints_and_reads_do_not_touch_the_protocol(capfd: pytest.CaptureF
 
 
 async def test_a_second_attempt_can_save_an_item(tmp_path: Path) -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.4, max_retries=1) as pool:
-        results = await pool.score(items("a", f"hang_once:{tmp_path / 'seen'}", "hang", "b"))
-        assert kinds(results) == ["1.0", "1.0", "timeout", "1.0"]
-        assert pool.num_replaced == 3  # once for the first, twice for the second
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.4) as pool:
+        asked = items("a", f"hang_once:{tmp_path / 'seen'}", "hang", "b")
+        assert kinds(await pool.score(asked)) == ["1.0", "timeout", "timeout", "1.0"]
+        assert kinds(await pool.score(asked)) == ["1.0", "1.0", "timeout", "1.0"]
+        assert pool.num_replaced == 3
 
 
 async def test_the_deadline_is_the_items_not_the_batchs() -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.5, max_retries=0) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.5) as pool:
         results = await pool.score(items(*["sleep:0.2"] * 5))
         assert kinds(results) == ["1.0"] * 5
         assert pool.num_replaced == 0
@@ -168,17 +169,17 @@ async def test_the_deadline_is_the_items_not_the_batchs() -> None:
 
 async def test_a_kill_takes_the_functions_children_along(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=1.0, max_retries=0) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=1.0) as pool:
         assert kinds(await pool.score(items("hang_with_child", pid_file=str(pid_file)))) == ["timeout"]
     assert gone(int(pid_file.read_text()))
 
 
 async def test_a_stopped_process_is_replaced() -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.5, max_retries=1) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.5) as pool:
         pid = (await pool.score(items("pid")))[0].reward
         assert pid is not None
         os.kill(int(pid), signal.SIGSTOP)
-        assert kinds(await pool.score(items("a", "b"))) == ["1.0", "1.0"]
+        assert kinds(await pool.score(items("a", "b"))) == ["timeout", "1.0"]
         assert not alive(int(pid))
 
 
@@ -264,9 +265,10 @@ async def test_processes_that_cannot_be_replaced_end_the_pool(
     path = tmp_path / "fleeting.py"
     path.write_text("import os\ndef f(response, ground_truth):\n    os._exit(1)\n")
     async with FunctionPool(
-        [FunctionSpec(name="f", reference=f"{path}:f")], num_processes=1, timeout_s=10, max_retries=5
+        [FunctionSpec(name="f", reference=f"{path}:f")], num_processes=1, timeout_s=10
     ) as pool:
         path.unlink()
+        assert kinds(await pool.score(items("a"))) == ["crashed"]
         with pytest.raises(RewardError, match=r"no reward processes: .*there is no file"):
             await pool.score(items("a"))
         with pytest.raises(RewardError, match="no reward processes"):
@@ -307,7 +309,7 @@ async def test_math_verify_and_its_own_deadline_work_in_a_child_process() -> Non
         ScoreItem(trajectory_id=text, prompt="", response=text, ground_truth="1/2")
         for text in ("\\boxed{0.5}", undecided, "2")
     ]
-    async with FunctionPool([spec], num_processes=1, timeout_s=10, max_retries=0) as pool:
+    async with FunctionPool([spec], num_processes=1, timeout_s=10) as pool:
         results = await pool.score(tasks)
         assert kinds(results) == ["1.0", "timeout", "0.0"]
         assert message(results[1]) == "f raised TimeoutError: math_verify did not decide within 1 s"
@@ -319,7 +321,6 @@ async def test_math_verify_and_its_own_deadline_work_in_a_child_process() -> Non
     [
         ({"num_processes": 0, "timeout_s": 1.0}, "num_processes is 0"),
         ({"num_processes": 1, "timeout_s": 0.0}, "timeout_s is 0"),
-        ({"num_processes": 1, "timeout_s": 1.0, "max_retries": -1}, "max_retries is -1"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, int], sentence: str) -> None:

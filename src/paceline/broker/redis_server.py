@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import secrets
 import shutil
@@ -21,6 +22,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from paceline.core.errors import EnvironmentLackError
+
+log = logging.getLogger(__name__)
 
 _SERVERS: Final = ("redis-server", "valkey-server")
 _PORT_ATTEMPTS: Final = 5
@@ -73,8 +76,9 @@ class RedisServer:
     """One server process in its own process group, with its data, configuration and log in one folder.
 
     `RedisServer.start(folder)` starts a server; as a context manager it stops it at the end. The append-only
-    file is synced once a second: a killed process loses nothing that it confirmed, a machine that dies loses
-    up to a second. Writers wait when the server has used its memory: it drops nothing (noeviction).
+    file is written before each answer and synced by the kernel: a killed process loses nothing that it
+    confirmed. A machine that dies may lose more, but the launcher dies with it. Writers wait when the server
+    has used its memory: it drops nothing (noeviction).
     """
 
     def __init__(
@@ -147,8 +151,11 @@ class RedisServer:
     def restart(self, *, keep_data: bool = True, timeout_s: float = 15.0) -> None:
         """Starts the process again after it died, froze or was stopped; address and password stay.
 
+        A server that cannot load its data starts empty instead: the controller collects the step again. One
+        that is still loading after `timeout_s` seconds counts as started: clients wait for it.
+
         Raises:
-            EnvironmentLackError: as `start`; with `keep_data` also where the data cannot be loaded.
+            EnvironmentLackError: as `start`.
         """
         self.stop(timeout_s=_RESTART_GRACE_S)
         deadline = time.monotonic() + timeout_s
@@ -158,8 +165,12 @@ class RedisServer:
             if self._wait_ready(deadline):
                 self._fixed_port = self.port  # clients know it from now on
                 return
-            # Another process may take the free port before the server binds it: try the next one then.
             taken = self._died_of_taken_port()
+            if keep_data and not taken and not self.running:
+                log.warning("a Redis server ended over its data and starts empty: %s", self._last_words())
+                keep_data = False
+                continue
+            # Another process may take the free port before the server binds it: try the next one then.
             if self._fixed_port or not taken or attempt == _PORT_ATTEMPTS - 1:
                 self._refuse(taken)
             self.stop()
@@ -239,7 +250,8 @@ class RedisServer:
             f"logfile {_quoted(self.log_path)}",
             'save ""',
             "appendonly yes",
-            "appendfsync everysec",
+            # Written before each answer, and never postponed, as everysec does while a sync is slow.
+            "appendfsync no",
             f"maxmemory {self._max_memory_bytes}",
             "maxmemory-policy noeviction",
             "stream-node-max-entries 100",
@@ -251,15 +263,19 @@ class RedisServer:
 
     def _wait_ready(self, deadline: float) -> bool:
         """Asks until the server answers: it has no other signal for having loaded its data."""
-        assert self._process is not None
+        loading = False
         client = redis.Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
         with contextlib.closing(client):
-            while self._process.poll() is None and time.monotonic() < deadline:
-                with contextlib.suppress(redis.RedisError):
+            while self.running and time.monotonic() < deadline:
+                try:
                     # Only the process that was started knows the password, so no other server answers this.
                     return bool(client.ping())
+                except redis.BusyLoadingError:
+                    loading = True
+                except redis.RedisError:
+                    pass
                 time.sleep(0.02)
-        return False
+        return loading and self.running
 
     def _died_of_taken_port(self) -> bool:
         return "Address already in use" in self._log_tail() or "Failed listening" in self._log_tail()
@@ -270,9 +286,11 @@ class RedisServer:
         except OSError:
             return ""
 
+    def _last_words(self) -> str:
+        return " | ".join(self._log_tail().strip().splitlines()[-3:])
+
     def _refuse(self, taken: bool) -> None:
-        tail = self._log_tail().strip().splitlines()
-        port, alive = self.port, self._process is not None and self._process.poll() is None
+        last_words, port, alive = self._last_words(), self.port, self.running
         self.stop(timeout_s=2.0)
         if taken:
             raise EnvironmentLackError(
@@ -281,8 +299,7 @@ class RedisServer:
             )
         what = "did not answer in time" if alive else "ended at once"
         raise EnvironmentLackError(
-            f"the Redis server {self._binary} {what}; its log {self.log_path} ends with: "
-            f"{' | '.join(tail[-3:])}"
+            f"the Redis server {self._binary} {what}; its log {self.log_path} ends with: {last_words}"
         )
 
 

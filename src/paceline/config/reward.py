@@ -38,7 +38,9 @@ class RewardConfig(Section):
         10.0, gt=0, description="Longest time for one item, or for one call of a service."
     )
     max_retries: int = Field(
-        2, ge=0, description="Further attempts after a timeout, a crash or an unreachable service."
+        2,
+        ge=0,
+        description="Further calls of a remote service after a timeout or a failed connection, per delivery.",
     )
     max_deliveries: int = Field(
         4,

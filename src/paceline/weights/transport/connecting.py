@@ -1,4 +1,4 @@
-"""NCCL's first exchange, which connects the ranks, in a thread that a deadline can leave behind."""
+"""Connects the ranks of a group in a thread that a deadline can leave behind."""
 
 from __future__ import annotations
 

@@ -118,7 +118,8 @@ class WeightGroup:
         """
         deadline = Deadline("weight group join", timeout_s)
         store = store or connect_store(spec, deadline)
-        abandonment = Abandonment(store, spec.epoch)
+        # A connection of its own: the process group waits on the other one.
+        abandonment = Abandonment(store.clone(), spec.epoch)  # type: ignore[attr-defined]
         try:
             known = (*spec.learner_layouts, *spec.rollout_layouts)[rank]
             if known != layout:
@@ -213,7 +214,9 @@ class WeightGroup:
     def fail(self, error: BaseException) -> None:
         """Aborts the group for an error, and calls the push off if the error is this rank's own."""
         self.abort()
-        self._abandonment.report(self.spec.rank_ref(self.rank), error)
+        # Who stops receiving has an error of its own, and reports that.
+        if not isinstance(error, GeneratorExit):
+            self._abandonment.report(self.spec.rank_ref(self.rank), error)
 
     def abort(self) -> None:
         """Cuts all connections and frees staging; peers that wait get an error. May be repeated."""
@@ -242,17 +245,18 @@ class WeightGroup:
     def _connect(self, store: Store, deadline: Deadline) -> None:
         """Makes the process group and its connections; all ranks have answered the roll call.
 
-        NCCL connects in a thread: a rank that dies now would make it wait for ever, and no call frees it.
+        It happens in a thread: a rank that dies now would make NCCL wait for ever, and no call frees it.
         """
-        with self._aborting():
+
+        def connect() -> None:
             try:
                 self._process_group = make_process_group(self.spec, self.rank, store, deadline)
             except RuntimeError as error:
                 raise deadline.translate(error, SOME_MEMBER) from error
-            if self.spec.backend == "gloo":
-                self._greet(deadline)
-                return
-            connecting = Connecting(lambda: self._greet(deadline), self.device)
+            self._greet(deadline)
+
+        with self._aborting():
+            connecting = Connecting(connect, self.device)
             try:
                 connecting.wait(deadline, self._abandonment)
             except BaseException:

@@ -106,7 +106,8 @@ class History:
     def follow(self, entries: Iterable[Entry]) -> None:
         """Takes the events in order."""
         for entry in entries:
-            if self.ended is not None and entry.kind != "run":
+            # Members leave when they hear of the end.
+            if self.ended is not None and entry.kind not in ("run", "member"):
                 self.findings.add(Invariant.RECORD, "an event follows the end of its term", self.ended, entry)
             if entry.kind in _COUNTED:
                 self.findings.counts[_COUNTED[entry.kind]] += 1

@@ -25,12 +25,11 @@ class Request:
 
 @dataclass(slots=True)
 class Job:
-    """One item of a request; `attempt` counts the attempts that failed."""
+    """One item of a request."""
 
     request: Request
     index: int
     item: ScoreItem
-    attempt: int = 0
 
     @property
     def is_wanted(self) -> bool:

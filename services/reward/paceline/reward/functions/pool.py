@@ -37,13 +37,12 @@ class FunctionPool:
 
     When an item takes longer than `timeout_s`, its process is killed and replaced; a process that crashes is
     replaced as well. Only the item at fault gets the error; the others of its batch go to another process.
-    Errors that another attempt may cure (TIMEOUT, CRASHED, UNAVAILABLE) get up to `max_retries` retries.
+    An item gets one attempt: whoever asks decides whether to ask again.
 
     Args:
         functions: what is computed; see `FunctionSpec`.
         num_processes: how many child processes.
         timeout_s: how long all functions together may take for one item.
-        max_retries: further attempts after the first.
 
     Raises:
         ConfigError: there is no function, or a number is out of its range.
@@ -55,7 +54,6 @@ class FunctionPool:
         *,
         num_processes: int,
         timeout_s: float,
-        max_retries: int = 1,
     ) -> None:
         if not functions:
             raise ConfigError("reward.functions is empty: name at least one function, say exact_match")
@@ -63,12 +61,9 @@ class FunctionPool:
             raise ConfigError(f"reward.num_processes is {num_processes}: at least one process is needed")
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise ConfigError(f"reward.timeout_s is {timeout_s}: write a positive number of seconds")
-        if max_retries < 0:
-            raise ConfigError(f"reward.max_retries is {max_retries}: write 0 or more")
         self._functions = tuple(functions)
         self._num_processes = num_processes
         self._timeout_s = timeout_s
-        self._max_retries = max_retries
         self._item_s = min(_GUESSED_ITEM_S, timeout_s)
         self._numbers = itertools.count(1)
         self._queue: deque[Job] = deque()
@@ -90,7 +85,6 @@ class FunctionPool:
                 function_specs(config),
                 num_processes=config.num_processes,
                 timeout_s=config.timeout_s,
-                max_retries=config.max_retries,
             )
         ]
 
@@ -244,13 +238,8 @@ class FunctionPool:
         seconds = 0.0
         for row in rows:
             number, score = parse_row(row, jobs)
-            job = jobs.pop(number)
             seconds += score.seconds
-            if score.may_be_retried and job.attempt < self._max_retries:
-                job.attempt += 1
-                self._queue.append(job)
-            else:
-                job.settle(score)
+            jobs.pop(number).settle(score)
         self._item_s += 0.5 * (seconds / max(len(rows), 1) - self._item_s)
 
     async def _settle_lost(self, child: ChildProcess, jobs: dict[int, Job], killed: bool) -> None:
@@ -258,16 +247,12 @@ class FunctionPool:
         number, started = child.progress()
         blamed = number if number in jobs else next(iter(jobs))
         job = jobs.pop(blamed)
-        if job.attempt < self._max_retries:
-            job.attempt += 1
-            jobs[blamed] = job
+        seconds = time.monotonic() - started if number == blamed else 0.0
+        if killed:
+            job.fail(RewardErrorKind.TIMEOUT, f"not scored within {self._timeout_s:g} s", seconds)
         else:
-            seconds = time.monotonic() - started if number == blamed else 0.0
-            if killed:
-                job.fail(RewardErrorKind.TIMEOUT, f"not scored within {self._timeout_s:g} s", seconds)
-            else:
-                message = f"the reward process ended: {child.describe_exit()}"
-                job.fail(RewardErrorKind.CRASHED, message, seconds)
+            message = f"the reward process ended: {child.describe_exit()}"
+            job.fail(RewardErrorKind.CRASHED, message, seconds)
         async with self._queued:
             self._queue.extendleft(reversed(jobs.values()))
             self._queued.notify_all()

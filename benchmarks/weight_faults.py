@@ -1,0 +1,379 @@
+"""Faults of a weight group of two processes, one per GPU: what the healthy one notices, and when.
+
+    python benchmarks/weight_faults.py                       # two GPUs, about three minutes
+    python benchmarks/weight_faults.py --device cpu          # the same over gloo, without the network part
+
+`network` switches P2P and shared memory off, so that NCCL uses sockets as between machines, and kills the
+receiver in a push. With torch's default the watchdog of the healthy process ends it a minute later; that of
+our group must not (`docs/decisions/0013`). After every fault the learner forms a new group with a fresh
+receiver and pushes again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+JOIN_S = 8.0
+PUSH_S = 8.0
+WATCHDOG_S = 100.0
+NETWORK = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is pushed, and over what."""
+
+    device: str
+    layers: int
+    width: int
+
+    @property
+    def backend(self) -> str:
+        """Of the weight group."""
+        return "nccl" if self.device == "cuda" else "gloo"
+
+
+# --- a rank's process
+
+
+class Member:
+    """The calls that a rank answers; its own process."""
+
+    def __init__(self, options: Options, kind: str, gpu: int) -> None:
+        import torch
+
+        from paceline.learner.distributed.publisher import WeightPublisher
+        from paceline.rollout.engines.rank_receiver import RankReceiver
+
+        torch.set_num_threads(1)
+        self._options, self._kind = options, kind
+        self._device = torch.device("cuda", gpu) if options.device == "cuda" else torch.device("cpu")
+        if options.device == "cuda":
+            torch.cuda.set_device(self._device)
+        model = torch.nn.Sequential(
+            *(torch.nn.Linear(options.width, options.width, bias=False) for _ in range(options.layers))
+        ).to(self._device, torch.bfloat16)
+        self._publisher = WeightPublisher(model, self._device, options.backend)
+        self._receiver = RankReceiver(model, self._device, lambda _: self._publisher.layout(), refuse)
+
+    def layout(self) -> bytes:
+        """What the rank holds or needs."""
+        return self._publisher.layout().to_bytes()
+
+    def store(self) -> tuple[str, int]:
+        """Where the group meets."""
+        return self._publisher.open_store()
+
+    def join(self, spec: bytes, fault: str = "") -> None:
+        """Joins a group, with a fault if there is one."""
+        from paceline.weights.plan.spec import WeightGroupSpec
+        from paceline.weights.transport import group
+
+        if fault == "dies":
+            group.make_process_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "no memory":
+            group.WeightGroup._allocate = refuse  # type: ignore[method-assign]
+        parsed = WeightGroupSpec.from_bytes(spec)
+        if self._kind == "learner":
+            self._publisher.join(parsed)
+        else:
+            self._receiver.join(parsed, 1, JOIN_S)
+
+    def push(self, version: int) -> int:
+        """Sends or receives a version; returns the bytes."""
+        if self._kind == "learner":
+            return self._publisher.publish(version, timeout_s=PUSH_S).num_bytes
+        return self._receiver.receive(version, PUSH_S).num_bytes
+
+    def plain(self, rank: int, port: int) -> None:
+        """A bare ProcessGroupNCCL, as torch makes it: rank 0 sends for ever, rank 1 receives."""
+        import torch
+        from torch.distributed import ProcessGroupNCCL, TCPStore
+
+        store: Any = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+        group: Any = ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options())
+        tensor = torch.zeros(1 << 28, device=self._device, dtype=torch.uint8)
+        while True:
+            if rank == 0:
+                group.send([tensor], 1, 0).wait()
+            else:
+                group.recv([tensor], 0, 0).wait()
+            done = torch.cuda.Event()
+            done.record()
+            while not done.query():
+                time.sleep(0.001)
+
+
+def refuse(*args: object) -> Any:
+    """Stands for whatever fails."""
+    from paceline.core.errors import WeightSyncError
+
+    raise WeightSyncError("no memory for staging")
+
+
+def rank_main(pipe: Any, options: Options, kind: str, gpu: int) -> None:
+    """Answers calls until the pipe closes."""
+    member = Member(options, kind, gpu)
+    pipe.send("ready")
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            return
+        began = time.monotonic()
+        try:
+            answer = ("ok", getattr(member, method)(*args))
+        except Exception as error:  # noqa: BLE001  sent to the parent
+            answer = (type(error).__name__, f"{error} [peer: {getattr(error, 'peer', '-')}]")
+        pipe.send((*answer, time.monotonic() - began))
+
+
+# --- the parent
+
+
+class Rank:
+    """A rank's process, seen from outside."""
+
+    def __init__(self, options: Options, kind: str, gpu: int) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=rank_main, args=(theirs, options, kind, gpu), daemon=True)
+        self.process.start()
+        theirs.close()
+        if not self._pipe.poll(90) or self._pipe.recv() != "ready":
+            raise TimeoutError(f"the {kind} did not start")
+
+    def begin(self, method: str, *args: Any) -> None:
+        """Calls a method; `result` has the answer."""
+        self._pipe.send((method, args))
+
+    def result(self, timeout_s: float = 60.0) -> tuple[str, Any, float]:
+        """("ok", value, seconds), or the error's class, its text and the seconds; "dead" where it died."""
+        try:
+            if self._pipe.poll(timeout_s):
+                answer: tuple[str, Any, float] = self._pipe.recv()
+                return answer
+        except (EOFError, ConnectionError):
+            self.process.join(10)
+            return "dead", self.process.exitcode, 0.0
+        return "no answer", None, timeout_s
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The answer of a call that must succeed."""
+        self.begin(method, *args)
+        kind, value, _ = self.result()
+        if kind != "ok":
+            raise RuntimeError(f"{method}: {kind}: {value}")
+        return value
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        self.process.kill()
+        self.process.join(10)
+
+
+class Pair:
+    """A learner on GPU 0; receivers come and go on GPU 1."""
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.epoch, self.version = options, 0, 0
+        self.learner, self.receiver = Rank(options, "learner", 0), Rank(options, "rollout", 1)
+        self.host, self.port = self.learner.call("store")
+
+    def begin_join(self, fault: str = "") -> None:
+        """Forms the next group; the receiver has a fault."""
+        from paceline.weights.geometry.layout import RankLayout
+        from paceline.weights.plan.spec import WeightGroupSpec
+
+        self.epoch += 1
+        layout = RankLayout.from_bytes(self.learner.call("layout"))
+        spec = WeightGroupSpec(
+            epoch=self.epoch,
+            backend=self.options.backend,
+            store_host=self.host,
+            store_port=self.port,
+            learner_layouts=(layout,),
+            rollout_layouts=(layout,),
+            wire_dtype="bfloat16",
+            round_bytes=self.options.width * self.options.width * 4,
+            timeout_s=JOIN_S,
+        ).to_bytes()
+        self.learner.begin("join", spec)
+        self.receiver.begin("join", spec, fault)
+
+    def begin_push(self) -> None:
+        """Pushes the next version."""
+        self.version += 1
+        self.learner.begin("push", self.version)
+        self.receiver.begin("push", self.version)
+
+    def must(self) -> None:
+        """Both ranks must have succeeded."""
+        for rank in (self.learner, self.receiver):
+            kind, value, _ = rank.result()
+            if kind != "ok":
+                raise RuntimeError(f"{kind}: {value}")
+
+    def recover(self) -> str:
+        """A fresh receiver, a new group, a push: the words for the table."""
+        began = time.monotonic()
+        self.receiver.kill()
+        self.receiver = Rank(self.options, "rollout", 1)
+        started = time.monotonic()
+        self.begin_join()
+        self.must()
+        self.begin_push()
+        self.must()
+        return f"new group and push {time.monotonic() - started:.1f} s (process {started - began:.0f} s)"
+
+    def close(self) -> None:
+        """Ends both."""
+        self.learner.kill()
+        self.receiver.kill()
+
+
+Row = tuple[str, bool, str]
+
+
+def memory(pair: Pair) -> Row:
+    """The receiver has no memory for staging: the learner hears of it at once."""
+    pair.begin_join("no memory")
+    kind, text, seconds = pair.learner.result()
+    own = pair.receiver.result()[0]
+    good = kind == "PeerLostError" and "rollout rank 0" in text and seconds < 3 and own == "WeightSyncError"
+    return f"{kind} after {seconds:.2f} s: {text}", good, pair.recover()
+
+
+def between(pair: Pair) -> Row:
+    """The receiver dies between roll call and connection, and nobody calls the join off."""
+    pair.begin_join("dies")
+    kind, text, seconds = pair.learner.result()
+    good = kind in ("DeadlineError", "PeerLostError") and seconds < JOIN_S + 3
+    return f"{kind} after {seconds:.2f} s: {text}", good, pair.recover()
+
+
+def called_off(pair: Pair) -> Row:
+    """The same, and the controller calls the join off after a second."""
+    from paceline.weights.transport.rendezvous import abandon
+
+    pair.begin_join("dies")
+    time.sleep(1.0)
+    abandon(pair.host, pair.port, epoch=pair.epoch, lost="rollout-0", timeout_s=5.0)
+    kind, text, seconds = pair.learner.result()
+    good = kind == "PeerLostError" and seconds < 3
+    return f"{kind} after {seconds:.2f} s: {text}", good, pair.recover()
+
+
+def hung(pair: Pair) -> Row:
+    """The receiver is stopped in a push: the learner's deadline ends it."""
+    pair.begin_join()
+    pair.must()
+    pid = pair.receiver.process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    pair.begin_push()
+    kind, text, seconds = pair.learner.result()
+    good = kind == "DeadlineError" and seconds < PUSH_S + 3
+    return f"{kind} after {seconds:.2f} s: {text}", good, pair.recover()
+
+
+def network(options: Options) -> list[tuple[str, Row]]:
+    """The receiver is killed in a push over sockets; torch's default group beside ours, on the same GPUs."""
+    with environment(NETWORK):
+        pair, plain = Pair(options), [Rank(options, "plain", gpu) for gpu in range(2)]
+        port = free_port()
+        for number, rank in enumerate(plain):
+            rank.begin("plain", number, port)
+        pair.begin_join()
+        pair.must()
+        pair.begin_push()
+        time.sleep(max(0.2, 3.0 - time.monotonic() % 1))
+        pair.receiver.kill()
+        plain[1].kill()
+        began = time.monotonic()
+        kind, text, seconds = pair.learner.result()
+        plain[0].process.join(WATCHDOG_S)
+        code = plain[0].process.exitcode
+        died = "lives on" if code is None else f"ended with {code} after {time.monotonic() - began:.0f} s"
+        time.sleep(max(0.0, WATCHDOG_S - (time.monotonic() - began)))
+        alive = pair.learner.process.is_alive()
+        recovered = pair.recover() if alive else "-"
+        pair.close()
+        plain[0].kill()
+    said = f"{kind} after {seconds:.2f} s: {text}; {'alive' if alive else 'DEAD'} after {WATCHDOG_S:.0f} s"
+    return [
+        ("network, torch's default", (died, True, "(for comparison)")),
+        ("network, ours", (said, alive and kind != "ok", recovered)),
+    ]
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Variables that processes started meanwhile inherit."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+PARTS: dict[str, Callable[[Pair], Row]] = {
+    "no memory": memory,
+    "dies between": between,
+    "dies between, called off": called_off,
+    "hung in a push": hung,
+}
+
+
+def main() -> int:
+    """Runs the parts and prints the table; 1 if one is not as it must be."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    options = Options(device=args.device, layers=256 if cuda else 8, width=4096 if cuda else 64)
+    rows: list[tuple[str, Row]] = []
+    pair = Pair(options)
+    for name, part in PARTS.items():
+        try:
+            rows.append((name, part(pair)))
+        except (RuntimeError, TimeoutError) as error:
+            rows.append((name, (str(error), False, "-")))
+            pair.close()
+            pair = Pair(options)
+        print(rows[-1], flush=True)
+    pair.close()
+    if cuda:
+        rows += network(options)
+    table = Table("fault", "what the learner says", "as it must be", "afterwards")
+    for name, (said, good, afterwards) in rows:
+        table.add_row(name, said, "yes" if good else "NO", afterwards)
+    Console(width=180).print(f"$ {' '.join(sys.argv)}", table)
+    return 0 if all(good for _, (_, good, _) in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
