@@ -223,7 +223,7 @@ async def collect(
     store, refilled = MemoryStore(), num_first < len(PROMPTS)
     cursor = PromptCursor(list(PROMPTS), batch_size=num_first, seed=seed, shuffle=refilled)
     broker, fleet = MemoryBroker(store=store), Fleet(store, np.random.default_rng(seed), num_deaths, poison)
-    mailboxes = Mailboxes(broker, RUN)
+    mailboxes = Mailboxes(broker, RUN, own_server=False)
     journal = Journal(folder / "events.jsonl", SystemClock())
     run = Run(config=config(), id=RUN, dir=folder, journal=journal, events=EventHub())
     collector = Collector(

@@ -18,6 +18,7 @@ from paceline.controller.run.checkpoints import ControllerState
 from paceline.core.errors import DeadlineError, LostDataError, PeerLostError, RewardError
 from paceline.core.guard import Reading
 from paceline.core.ids import Purpose, TrajectoryId, sample_seed
+from paceline.core.members import LearnerState, MemberKind
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import GroupRefusal, PromptGroup
 from paceline.data.cursor import PromptCursor
@@ -433,3 +434,44 @@ def test_lines_of_metrics_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(metrics.os, "fsync", lambda _: synced.append((tmp_path / "m").read_text()))
     metrics.MetricsFile(tmp_path / "m").append(3, {"a": 1.0})
     assert synced == ['{"step": 3, "a": 1.0}\n']
+
+
+async def test_a_restarted_controller_goes_on_with_the_guards_adjustments(tmp_path: Path) -> None:
+    rules = {"guard__ppo_kl": {"lower_lr": 0.1}}
+    broker = MemoryBroker()
+    async with run_of(config(**CALM, **rules), tmp_path, broker=broker) as it:
+        it.services.readings = {2: [Reading(rule="ppo_kl", network="actor", value=0.3)]}
+        await it.enlist_all()
+        await it.go()
+        services = it.services
+    async with run_of(config(**CALM, **rules, trainer__total_steps=3), tmp_path, services, broker) as it:
+        await it.enlist_all()
+        await it.go()
+        assert [a.lr_scale for a in services.adjustments] == [1.0, 1.0, 0.5]
+
+
+async def test_a_lost_learner_takes_the_guards_adjustments_back_with_it(tmp_path: Path) -> None:
+    """Step 2 halves the rate; in step 3 the learner is lost, and comes back with the weights of step 1."""
+    rules = {"guard__ppo_kl": {"lower_lr": 0.1}}
+    changes = {**CALM, **rules, "trainer__total_steps": 3, "trainer__keep_checkpoints": 9}
+    async with run(tmp_path, **changes, service__recovery_timeout_s=5.0) as it:
+        it.services.writes = True
+        it.services.readings = {2: [Reading(rule="ppo_kl", network="actor", value=0.3)]}
+        await it.enlist_all()
+        train, scales = it.services.learner.train, list[tuple[int, float]]()
+
+        async def dying(member: Any, order: Any) -> Any:
+            scales.append((order.step, order.adjustments.lr_scale))
+            if order.step == 3 and member.incarnation == "a":
+                it.services.version = it.services.source = 1
+                it.services.trained.clear()
+                await it.enlist("learner", MemberKind.LEARNER, LearnerState.READY, incarnation="b")
+                raise PeerLostError("the learner was killed", peer="learner")
+            return await train(member, order)
+
+        it.services.learner.train = dying  # type: ignore[method-assign]
+        await it.go()
+        assert scales == [(1, 1.0), (2, 1.0), (3, 0.5), (2, 1.0), (3, 0.5)]
+        assert [e["to_step"] for e in of(it, "rewind")] == [1]
+        assert [line["step"] for line in it.lines()] == [0, 1, 2, 3]
+        assert it.breaches() == []

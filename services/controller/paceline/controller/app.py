@@ -100,7 +100,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     channels = Channels(config, token, journal.term)
     context.defer("channels", channels.close)
     await _listen(context, options, config, servicer, token)
-    mailboxes = Mailboxes(broker, run_id)
+    mailboxes = Mailboxes(broker, run_id, own_server=config.broker.url is None)
     collector = Collector(
         run,
         broker=broker,
