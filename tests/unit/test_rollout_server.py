@@ -49,7 +49,6 @@ V1 = PolicyTag(version=1, digest="1" * 16)
 LIMITS = SamplerLimits(
     num_samples=16,
     num_groups=100,
-    group_size=4,
     group_timeout_s=5.0,
     lease_s=5.0,
     max_stream_length=1000,

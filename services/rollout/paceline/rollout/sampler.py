@@ -113,8 +113,10 @@ class Sampler:
         try:
             async with box, asyncio.TaskGroup() as tasks:
                 while not self._draining.is_set():
-                    num_groups = await self._capacity.wait_for_room()
-                    entries = await box.take(num_groups) if not self._draining.is_set() else []
+                    await self._capacity.wait_for_room()
+                    # One at a time: servers share the work evenly, and a group that is drawn alone holds up
+                    # no other.
+                    entries = await box.take(1) if not self._draining.is_set() else []
                     if self._draining.is_set():
                         await box.give_back(entries)
                         break
@@ -130,8 +132,14 @@ class Sampler:
     async def _begin(self, delivery: _Delivery, tasks: asyncio.TaskGroup) -> None:
         entry, group = delivery.entry, delivery.admission.read(delivery.entry)
         if isinstance(group, PromptGroup):
+            alone = delivery.admission.is_suspect(entry)
+            if alone:
+                log.warning("prompt %d, attempt %d: drawn alone", group.prompt_id, entry.deliveries)
+                await self._capacity.wait_until_idle()
             self._capacity.group_began(group)
-            tasks.create_task(self._work(delivery, group), name=f"prompt {group.prompt_id}")
+            work = tasks.create_task(self._work(delivery, group), name=f"prompt {group.prompt_id}")
+            if alone:
+                await asyncio.wait([work])
         elif group is None:
             await delivery.box.done([entry])
         else:
