@@ -94,7 +94,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
         progress,
         supervisor,
         broker_url=broker_url,
-        checkpoints=lambda: [f for f, state in checkpoints.complete(run.dir) if state.run_id == run.id],
+        checkpoints=lambda: list(checkpoints.candidates(run.dir, run.id)),
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
     channels = Channels(config, token, journal.term)
