@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config.run import RunConfig
+from paceline.core.manifest import manifest_text
 from paceline.core.members import LearnerState, MemberKind
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainResult
@@ -174,7 +175,9 @@ class PaperLearner(learner_pb2_grpc.LearnerServiceServicer):
 def _write_manifest(folder: Path, request: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = json.loads(request.controller_state)
-    (folder / "manifest.json").write_text(json.dumps({"step": request.step, "controller_state": state}))
+    (folder / "manifest.json").write_text(
+        manifest_text({"step": request.step, "controller_state": state, "files": {}})
+    )
 
 
 async def serve_rollouts(context: ServiceContext, controller: str, first: int, count: int) -> None:

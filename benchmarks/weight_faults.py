@@ -25,8 +25,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-JOIN_S = 8.0
-PUSH_S = 8.0
 WATCHDOG_S = 100.0
 NETWORK = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 
@@ -43,6 +41,11 @@ class Options:
     def backend(self) -> str:
         """Of the weight group."""
         return "nccl" if self.device == "cuda" else "gloo"
+
+    @property
+    def deadline_s(self) -> float:
+        """Of a join and of a push; NCCL takes seconds to connect, and to push over sockets."""
+        return 20.0 if self.device == "cuda" else 8.0
 
 
 # --- a rank's process
@@ -62,9 +65,9 @@ class Member:
         self._device = torch.device("cuda", gpu) if options.device == "cuda" else torch.device("cpu")
         if options.device == "cuda":
             torch.cuda.set_device(self._device)
-        model = torch.nn.Sequential(
-            *(torch.nn.Linear(options.width, options.width, bias=False) for _ in range(options.layers))
-        ).to(self._device, torch.bfloat16)
+        size, layers = options.width, 1 if kind == "plain" else options.layers
+        made = {"device": self._device, "dtype": torch.bfloat16}
+        model = torch.nn.Sequential(*(torch.nn.Linear(size, size, bias=False, **made) for _ in range(layers)))
         self._publisher = WeightPublisher(model, self._device, options.backend)
         self._receiver = RankReceiver(model, self._device, lambda _: self._publisher.layout(), refuse)
 
@@ -89,13 +92,13 @@ class Member:
         if self._kind == "learner":
             self._publisher.join(parsed)
         else:
-            self._receiver.join(parsed, 1, JOIN_S)
+            self._receiver.join(parsed, 1, self._options.deadline_s)
 
     def push(self, version: int) -> int:
         """Sends or receives a version; returns the bytes."""
         if self._kind == "learner":
-            return self._publisher.publish(version, timeout_s=PUSH_S).num_bytes
-        return self._receiver.receive(version, PUSH_S).num_bytes
+            return self._publisher.publish(version, timeout_s=self._options.deadline_s).num_bytes
+        return self._receiver.receive(version, self._options.deadline_s).num_bytes
 
     def plain(self, rank: int, port: int) -> None:
         """A bare ProcessGroupNCCL, as torch makes it: rank 0 sends for ever, rank 1 receives."""
@@ -208,7 +211,7 @@ class Pair:
             rollout_layouts=(layout,),
             wire_dtype="bfloat16",
             round_bytes=self.options.width * self.options.width * 4,
-            timeout_s=JOIN_S,
+            timeout_s=self.options.deadline_s,
         ).to_bytes()
         self.learner.begin("join", spec)
         self.receiver.begin("join", spec, fault)
@@ -260,7 +263,7 @@ def between(pair: Pair) -> Row:
     """The receiver dies between roll call and connection, and nobody calls the join off."""
     pair.begin_join("dies")
     kind, text, seconds = pair.learner.result()
-    good = kind in ("DeadlineError", "PeerLostError") and seconds < JOIN_S + 3
+    good = kind in ("DeadlineError", "PeerLostError") and seconds < pair.options.deadline_s + 3
     return f"{kind} after {seconds:.2f} s: {text}", good, pair.recover()
 
 
@@ -285,7 +288,7 @@ def hung(pair: Pair) -> Row:
     os.kill(pid, signal.SIGSTOP)
     pair.begin_push()
     kind, text, seconds = pair.learner.result()
-    good = kind == "DeadlineError" and seconds < PUSH_S + 3
+    good = kind == "DeadlineError" and seconds < pair.options.deadline_s + 3
     return f"{kind} after {seconds:.2f} s: {text}", good, pair.recover()
 
 
@@ -298,8 +301,9 @@ def network(options: Options) -> list[tuple[str, Row]]:
             rank.begin("plain", number, port)
         pair.begin_join()
         pair.must()
+        time.sleep(3.0)
         pair.begin_push()
-        time.sleep(max(0.2, 3.0 - time.monotonic() % 1))
+        time.sleep(0.5)
         pair.receiver.kill()
         plain[1].kill()
         began = time.monotonic()

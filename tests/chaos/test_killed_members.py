@@ -58,7 +58,6 @@ PROMPTS = {
 LIMITS = SamplerLimits(
     num_samples=8,
     num_groups=3,
-    group_size=NUM_SAMPLES,
     group_timeout_s=5.0,
     lease_s=LEASE_S,
     max_stream_length=1000,
@@ -73,6 +72,7 @@ class MortalBroker:
     def __init__(self, store: MemoryStore, lifetime: int | None, *, hears: bool) -> None:
         self._broker, self._left, self._hears = MemoryBroker(store=store), lifetime, hears
         self.dead, self.lease_s = asyncio.Event(), LEASE_S
+        self.poison: tuple[int, ...] = ()
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         method = getattr(self._broker, name)
@@ -108,8 +108,17 @@ class Parities:
 
 
 class SlowEngine(FakeEngine):
+    """The process dies as soon as it draws the prompt `broker.poison`."""
+
+    def __init__(self, broker: MortalBroker) -> None:
+        super().__init__()
+        self._broker = broker
+
     async def generate(self, requests: Sequence[Any], ended: Callable[[], None] = do_nothing) -> Any:
         await asyncio.sleep(0.001 * (1 + requests[0].seed % 4))
+        if tuple(requests[0].prompt_token_ids) == self._broker.poison:
+            self._broker.dead.set()
+            await asyncio.Event().wait()
         return await super().generate(requests, ended)
 
 
@@ -125,12 +134,14 @@ async def roll_out(broker: MortalBroker, name: str) -> None:
         return sessions[-1]
 
     sampler = Sampler(
-        engine=SlowEngine(),
+        engine=SlowEngine(broker),
         broker=broker,
         run_id=RUN,
         server_id=name.partition("/")[0],
         incarnation=name.partition("/")[2],
-        limits=replace(LIMITS, lease_s=broker.lease_s),
+        limits=replace(
+            LIMITS, lease_s=broker.lease_s, max_deliveries=6 if broker.poison else LIMITS.max_deliveries
+        ),
         spawn=spawn,
     )
     sampler.open(POLICY)
@@ -150,6 +161,7 @@ class Fleet:
     store: MemoryStore
     rng: np.random.Generator
     num_deaths: int
+    poison: tuple[int, ...] = ()
     deaths: list[str] = field(default_factory=list)
 
     async def keep(self, slot: str, work: Work) -> None:
@@ -158,7 +170,8 @@ class Fleet:
             lifetime = int(self.rng.integers(1, 14)) if mortal else None
             broker = MortalBroker(self.store, lifetime, hears=bool(self.rng.integers(2)))
             # Where nobody dies, a slow machine must not look like a death.
-            broker.lease_s = LEASE_S if self.num_deaths else 30.0
+            broker.lease_s = LEASE_S if self.num_deaths or self.poison else 30.0
+            broker.poison = self.poison
             process = asyncio.create_task(work(broker, f"{slot}/{incarnation}"))
             died = asyncio.create_task(broker.dead.wait())
             try:
@@ -195,7 +208,12 @@ def refill_from(cursor: PromptCursor, first: Collection[int]) -> Refill:
 
 
 async def collect(
-    folder: Path, *, seed: int, num_deaths: int, num_first: int = len(PROMPTS)
+    folder: Path,
+    *,
+    seed: int,
+    num_deaths: int,
+    num_first: int = len(PROMPTS),
+    poison: tuple[int, ...] = (),
 ) -> tuple[Batch, MemoryBroker, Fleet]:
     """One step over two rollout and two reward slots, each of which dies `num_deaths` times.
 
@@ -204,8 +222,8 @@ async def collect(
     """
     store, refilled = MemoryStore(), num_first < len(PROMPTS)
     cursor = PromptCursor(list(PROMPTS), batch_size=num_first, seed=seed, shuffle=refilled)
-    broker, fleet = MemoryBroker(store=store), Fleet(store, np.random.default_rng(seed), num_deaths)
-    mailboxes = Mailboxes(broker, RUN)
+    broker, fleet = MemoryBroker(store=store), Fleet(store, np.random.default_rng(seed), num_deaths, poison)
+    mailboxes = Mailboxes(broker, RUN, own_server=False)
     journal = Journal(folder / "events.jsonl", SystemClock())
     run = Run(config=config(), id=RUN, dir=folder, journal=journal, events=EventHub())
     collector = Collector(
@@ -289,3 +307,18 @@ async def test_what_takes_the_places_of_equal_groups_does_not_depend_on_who_dies
     assert num_extra
     assert len(rows) <= 6 * NUM_SAMPLES
     assert len(greedy) == 6 + num_extra == (len(rows) + len(aside)) // NUM_SAMPLES
+
+
+async def test_a_prompt_that_kills_its_servers_is_given_up_and_takes_no_other_along(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    (tmp_path / "poisoned").mkdir()
+    calm, calm_broker, _ = await collect(tmp_path / "calm", seed=1, num_deaths=0)
+    tokens = PROMPTS[12].token_ids.tolist()
+    poisonous = [i for i, prompt in PROMPTS.items() if prompt.token_ids.tolist() == tokens]
+    batch, broker, fleet = await collect(tmp_path / "poisoned", seed=1, num_deaths=0, poison=tuple(tokens))
+    assert 6 <= len(fleet.deaths) <= 6 * len(poisonous)
+    assert [(group.prompt_id, group.reason) for group in batch.dropped] == [
+        (prompt_id, "rollout:max_deliveries") for prompt_id in poisonous
+    ]
+    others = [row for row in await content(calm, calm_broker) if int(row[0].split(":")[2]) not in poisonous]
+    assert await content(batch, broker) == others

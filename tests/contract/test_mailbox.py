@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -221,6 +222,31 @@ async def test_leases_live_while_an_answer_waits_for_room(broker: Broker, prefix
         await box.finish(entries, messages(answers, ["x"]), max_length=1, timeout_s=1)
     assert await reclaim_all(broker, stream, G, "b") == []
     assert await broker.length(answers) == 1
+
+
+async def test_leases_live_while_the_broker_takes_its_time_with_an_answer(
+    broker: Broker,
+    prefix: str,
+    stream: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    append = broker.append
+
+    async def full_for_a_while(*arguments: Any, **options: Any) -> list[str]:
+        await asyncio.sleep(3 * LEASE_S)
+        return await append(*arguments, **options)
+
+    await broker.append(messages(stream, ["0"]))
+    async with mailbox(broker, stream, "a") as box, mailbox(broker, stream, "b") as other:
+        entries = await box.take()
+        monkeypatch.setattr(broker, "append", full_for_a_while)
+        async with asyncio.TaskGroup() as tasks:
+            answers = messages(prefix + "answers", ["x"])
+            tasks.create_task(box.finish(entries, answers, max_length=1, timeout_s=1))
+            assert await other.take(block_s=5 * LEASE_S) == []
+    assert "have gone to another" not in caplog.text
+    assert await broker.length(prefix + "answers") == 1
 
 
 async def test_an_answer_that_failed_leaves_the_entry_with_the_mailbox(

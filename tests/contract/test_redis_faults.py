@@ -266,6 +266,17 @@ async def test_a_server_that_comes_back_empty_has_no_entries_and_no_marker(serve
     await broker.close()
 
 
+async def test_a_server_that_was_started_again_is_another_process(server: RedisServer) -> None:
+    broker, other = open_broker(server.url), open_broker(server.url)
+    first = await broker.incarnation()
+    assert [await broker.incarnation(), await other.incarnation()] == [first, first]
+    kill(server)
+    await asyncio.to_thread(server.restart)
+    assert await broker.incarnation() != first
+    for client in (broker, other):
+        await client.close()
+
+
 async def test_a_server_that_freezes_is_waited_for(server: RedisServer) -> None:
     notices = Notices()
     broker = notices.open(server.url, timeout_s=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -104,5 +105,19 @@ async def test_a_model_without_rules_takes_the_general_path(
                 await check_policy(engine, config, seed=version)
             with pytest.raises(WeightSyncError, match="not covered by the layout rules"):
                 await engine.digest(version=2)
+
+            # A load that breaks off within a layer leaves nothing behind for the next.
+            learners.call("set_seed", 3)
+            await engine.call_workers("paceline_break_load", (4,), 30.0)
+            sending = asyncio.ensure_future(learners.call_async("publish", 3))
+            with pytest.raises(WeightSyncError, match="the load was broken off"):
+                await engine.receive(3, 20.0)
+            with pytest.raises(RuntimeError, match="PeerLostError"):
+                await sending
+            learners.call("set_seed", 4)
+            await join(learners, engine, epoch=2, round_bytes=30_000)
+            sent, received, _ = await push(learners, engine, version=4)
+            assert disagreement(sent, received.reports) is None
+            await check_policy(engine, config, seed=4)
     finally:
         learners.close()

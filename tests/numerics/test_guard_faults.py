@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,11 @@ async def test_a_run_that_is_started_again_goes_on_with_adjustments_medians_and_
 
     def stop_in_4(step: int) -> None:
         if step == 4:
+            saved = tmp_path / "half" / "checkpoints" / "step_000003" / "manifest.json"
+            for _ in range(1000):  # it is being written in the background
+                if saved.is_file():
+                    break
+                time.sleep(0.01)
             raise ZeroDivisionError("the learner dies")
 
     half.act = stop_in_4

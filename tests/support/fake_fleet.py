@@ -17,6 +17,7 @@ from paceline.controller.fleet.clients import LearnerWeights
 from paceline.controller.fleet.membership import Member
 from paceline.core.errors import PeerLostError, VersionMismatchError
 from paceline.core.guard import Adjustments, Reading
+from paceline.core.manifest import MANIFEST, manifest_text
 from paceline.core.members import RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
@@ -188,7 +189,7 @@ class FakeRollout:
 
 def _write_manifest(folder: Path, controller_state: bytes) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.json").write_text(json.dumps({"controller_state": json.loads(controller_state)}))
+    (folder / MANIFEST).write_text(manifest_text({"controller_state": json.loads(controller_state)}))
 
 
 Answer = Callable[[PromptGroup, int], dict[str, Any] | GroupRefusal]

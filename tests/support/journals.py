@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,11 +13,14 @@ import pyarrow
 import pyarrow.parquet
 
 from paceline.core.ids import TrajectoryId
+from paceline.core.manifest import manifest_text
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, batch_digest
 
 Event = dict[str, Any]
 NUM_SAMPLES = 2
+WEIGHTS = b"the shards"
+WEIGHTS_DIGEST = hashlib.blake2b(WEIGHTS, digest_size=16).hexdigest()
 
 
 @dataclass
@@ -77,7 +81,11 @@ class RecordedRun:
     def checkpoint(self, step: int) -> None:
         self.phases(step, "checkpoint")
         self.add("checkpoint", step=step, folder=f"/runs/r/checkpoints/step_{step:06d}", good=True)
-        self.manifests[step] = {"step": step, "controller_state": {"step": step, "run_id": "r"}}
+        self.manifests[step] = {
+            "step": step,
+            "controller_state": {"step": step, "run_id": "r"},
+            "files": {"weights": {"size": len(WEIGHTS), "blake2b": WEIGHTS_DIGEST}},
+        }
 
     def finish(self, step: int) -> None:
         self.metrics.append(json.dumps({"step": step}))
@@ -99,7 +107,8 @@ class RecordedRun:
         for step, manifest in self.manifests.items():
             path = folder / "checkpoints" / f"step_{step:06d}" / "manifest.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(manifest))
+            path.write_text(manifest_text(manifest))
+            (path.parent / "weights").write_bytes(WEIGHTS)
         return folder
 
     # --- what tests spoil

@@ -21,7 +21,13 @@ POLICY = PolicyTag(version=0, digest="0123456789abcdef")
 
 
 def write_model(
-    folder: Path, *, tied: bool = False, seed: int = 0, vocab_size: int = VOCAB_SIZE, hidden_size: int = 24
+    folder: Path,
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    hidden_size: int = 24,
+    num_layers: int = 2,
 ) -> Path:
     """A Qwen2 model of some twenty thousand parameters with sizes that two ranks cannot share evenly."""
     import torch
@@ -33,7 +39,7 @@ def write_model(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=41,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,

@@ -108,7 +108,7 @@ class SequencerRun:
             collector=Collector(
                 run,
                 broker=broker,
-                mailboxes=Mailboxes(broker, RUN),
+                mailboxes=Mailboxes(broker, RUN, own_server=False),
                 dispatcher=Dispatcher(run, broker),
                 wait_for_services=self._services,
                 count=lambda *_: None,

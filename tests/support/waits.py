@@ -87,6 +87,8 @@ NEEDLESS: dict[str, str] = {
     "paceline.rollout.capacity:Capacity.wait_for_room: self._changed.wait": (
         "room comes when a group ends, and each group has a deadline"
     ),
+    "paceline.rollout.capacity:Capacity.wait_until_idle: self._changed.wait": "each group has a deadline",
+    "paceline.rollout.sampler:Sampler._begin: asyncio.wait": "it draws one group, which has a deadline",
     "paceline.rollout.engines.vllm.engine:VllmEngine.generate.result: collector.get": (
         "the sampler waits for the group with a deadline"
     ),

@@ -13,6 +13,7 @@ from paceline.controller.run import checkpoints
 from paceline.controller.run.checkpoints import ControllerState, folder_of
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.guard import Reading
+from paceline.core.manifest import manifest_text
 from paceline.data.cursor import CursorState
 from support.sequencer_run import SequencerRun, config, run, run_of
 
@@ -272,10 +273,26 @@ def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:
         )
         folder_of(tmp_path, step).mkdir(parents=True)
         manifest = {"controller_state": json.loads(state.to_bytes())}
-        (folder_of(tmp_path, step) / "manifest.json").write_text(json.dumps(manifest))
+        (folder_of(tmp_path, step) / "manifest.json").write_text(manifest_text(manifest))
 
     for step, good in ((1, True), (2, True), (3, False), (4, False), (5, False)):
         write(step, good)
     assert [f.name for f in checkpoints.prune(tmp_path, 2)] == ["step_000001", "step_000003"]
     write(6, True)
     assert [f.name for f in checkpoints.prune(tmp_path, 2)] == ["step_000002", "step_000004"]
+
+
+def test_a_damaged_manifest_is_passed_over_here_and_left_to_the_learner(tmp_path: Path) -> None:
+    folders = []
+    for step, run_id in ((1, "r"), (2, "other"), (3, "r"), (4, "r")):
+        state = ControllerState(run_id=run_id, step=step, cursor=CursorState(epoch=0, position=step))
+        folder = folder_of(tmp_path, step)
+        folder.mkdir(parents=True)
+        text = manifest_text({"controller_state": json.loads(state.to_bytes())})
+        (folder / "manifest.json").write_text(text)
+        folders.append(folder)
+    torn, flipped = folders[3] / "manifest.json", folders[2] / "manifest.json"
+    torn.write_text(torn.read_text()[:50])
+    flipped.write_text(flipped.read_text().replace('"position": 3', '"position": 7'))
+    assert [folder for folder, _ in checkpoints.complete(tmp_path)] == [folders[1], folders[0]]
+    assert list(checkpoints.candidates(tmp_path, "r")) == [folders[3], folders[2], folders[0]]

@@ -19,6 +19,7 @@ from paceline.controller.standing import Standing
 from paceline.controller.verify.check import follow
 from paceline.controller.verify.entries import read
 from paceline.controller.verify.findings import Findings
+from paceline.core.guard import Reading
 from support.fake_fleet import FakeServices, score_all
 from support.sequencer_run import SequencerRun, config, run_of
 from support.training_run import assert_same_metrics
@@ -27,6 +28,7 @@ CHANGES: dict[str, Any] = {
     "trainer__total_steps": 3,
     "trainer__save_freq": 2,
     "trainer__test_freq": 2,
+    "trainer__save_trajectories": False,
     "algorithm__dynamic_sampling": {"enable": True, "max_extra_factor": 1.0},
     "algorithm__adv_estimator": "rloo",
 }
@@ -59,10 +61,14 @@ def kill_at(it: SequencerRun, number: int, *, written: bool) -> None:
 
 
 async def live(
-    folder: Path, fakes: FakeServices, broker: MemoryBroker, kill: tuple[int, bool] | None
+    folder: Path,
+    fakes: FakeServices,
+    broker: MemoryBroker,
+    kill: tuple[int, bool] | None,
+    changes: dict[str, Any] = CHANGES,
 ) -> bool:
     """One life of a controller; returns whether it reached the end."""
-    async with run_of(config(**CHANGES), folder, fakes, broker) as it:
+    async with run_of(config(**changes), folder, fakes, broker) as it:
         if kill is not None:
             kill_at(it, kill[0], written=kill[1])
         try:
@@ -124,6 +130,32 @@ async def test_a_controller_killed_at_any_event_goes_on(
         assert [e["n"] for e in events(folder)] == list(range(len(events(folder)))), what
         assert standing(folder).finished == 3, what
         assert breaches(folder) == [], what
+
+
+async def test_a_controller_killed_in_a_rollback_goes_back_to_the_same_weights(tmp_path: Path) -> None:
+    changes = {**CHANGES, "guard__ppo_kl": {"rollback": 0.1, "skip": None}}
+
+    def guarded() -> FakeServices:
+        fakes = FakeServices()
+        fakes.writes = True
+        fakes.readings = {2: [Reading(rule="ppo_kl", network="actor", value=0.3)]}
+        return fakes
+
+    (tmp_path / "calm").mkdir()
+    assert await live(tmp_path / "calm", guarded(), MemoryBroker(), None, changes)
+    recorded = events(tmp_path / "calm")
+    rollback = next(i for i, event in enumerate(recorded) if event["event"] == "rollback")
+    assert recorded[rollback]["to_step"] == 0
+    for number in range(rollback - 5, rollback + 8):
+        folder, fakes, broker = tmp_path / f"{number}", guarded(), MemoryBroker()
+        folder.mkdir()
+        assert not await live(folder, fakes, broker, (number, True), changes), number
+        assert await live(folder, fakes, broker, None, changes), number
+        assert_same_metrics(lines(folder), lines(tmp_path / "calm"), without=TRANSPORT)
+        assert [step for step, _ in fakes.trained] == [1, 2, 3]
+        commits = {e["version"]: e["digest"] for e in events(folder) if e["event"] == "commit"}
+        assert commits[2] == commits[0] != commits[1]
+        assert breaches(folder) == []
 
 
 def digests(folder: Path) -> list[str]:

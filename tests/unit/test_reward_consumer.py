@@ -43,6 +43,7 @@ class Recorder:
         self.steps: list[tuple[str, int]] = []
         self.asked, self.release = asyncio.Event(), asyncio.Event()
         self.fail: RewardError | None = None
+        self.components: dict[str, float] = {}
         self.fail_text = "f returned nan"
         self.passing: dict[str, int] = {}
 
@@ -65,7 +66,8 @@ class Recorder:
         if item.response == "bad":
             return failed(item.trajectory_id, RewardErrorKind.NOT_FINITE, self.fail_text)
         length = float(len(item.response))
-        return Score(trajectory_id=item.trajectory_id, reward=length, components={"length": length})
+        components = self.components or {"length": length}
+        return Score(trajectory_id=item.trajectory_id, reward=length, components=components)
 
 
 def tokens(word: str) -> list[int]:
@@ -268,6 +270,16 @@ async def test_texts_with_lone_surrogates_are_escaped_and_end_nothing(bench: Ben
     assert bad.reward_error == ("not_finite", "no \\udfff")
     assert await bench.broker.get_blobs([odd.text_key]) == [b"a\\ud800b"]
     assert bench.scorer.items[-1].response == "a\\ud800b"
+
+
+async def test_a_score_that_the_barrier_would_not_read_becomes_an_error(bench: Bench) -> None:
+    bench.scorer.components = {f"c{index}": 1.0 for index in range(1025)}
+    await bench.broker.append([finished_sample(RUN, 1, tokens("ab"))])
+    async with bench.working():
+        (header,) = await bench.headers(1)
+    assert header.reward_error is not None
+    assert header.reward_error[0] == "wrong_type"
+    assert "components has 1025 items, at most 1024 are accepted" in header.reward_error[1]
 
 
 async def test_a_broker_that_came_back_empty_is_read_on(bench: Bench) -> None:

@@ -49,7 +49,6 @@ V1 = PolicyTag(version=1, digest="1" * 16)
 LIMITS = SamplerLimits(
     num_samples=16,
     num_groups=100,
-    group_size=4,
     group_timeout_s=5.0,
     lease_s=5.0,
     max_stream_length=1000,
@@ -746,6 +745,29 @@ async def test_log_probabilities_that_are_no_numbers_never_leave(value: float) -
         assert (refusal.prompt_id, refusal.reason, refusal.deliveries) == (3, "not_finite", 1)
         assert "v0@0000000000000000 are unusable" in refusal.message
         assert await b.broker.length(names.trajectories(RUN)) == 0
+
+
+async def test_samples_that_no_reader_accepts_are_their_groups_failure() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        b.engine.log_prob = 0.5
+        await b.ask(group(3))
+        [refusal] = await b.refusals(1)
+        assert (refusal.prompt_id, refusal.reason) == (3, "out_of_range")
+        assert "response_log_probs holds 0.5, a log-probability is at most 0" in refusal.message
+        b.engine.log_prob = -1.0
+        await b.ask(group(4))
+        await b.headers(4)
+
+
+async def test_a_probe_that_fails_is_an_answer() -> None:
+    async with bench(limits=replace(LIMITS, group_timeout_s=0.05, lease_s=0.05)) as b:
+        await b.push(V0)
+        b.engine.stuck.add((5, 3))
+        b.engine.errors[(5,)] = RuntimeError("no single token")
+        await b.ask(group(3))
+        [refusal] = await b.refusals(1)
+        assert (refusal.prompt_id, refusal.reason) == (3, "deadline")
 
 
 async def test_weights_that_give_no_numbers_end_the_service() -> None:

@@ -150,9 +150,10 @@ class Work:
     """What a member finishes before it leaves: until the test says so."""
 
     def __init__(self) -> None:
-        self.done, self.finished, self.cut = asyncio.Event(), False, False
+        self.done, self.began, self.finished, self.cut = asyncio.Event(), False, False, False
 
     async def finish(self) -> None:
+        self.began = True
         try:
             await self.done.wait()
             self.finished = True
@@ -164,7 +165,7 @@ class Work:
 async def until_left(session: MemberSession, work: Work, *, grace_s: float) -> None:
     await join(session)
     await session.until_leaving()
-    await session.finish(work.finish(), grace_s=grace_s)
+    await session.finish(work.finish, grace_s=grace_s)
 
 
 async def test_a_signal_makes_a_member_unhealthy_at_once_and_leaves_it_its_grace(
@@ -227,6 +228,16 @@ async def test_when_the_run_is_over_nothing_is_finished(controller: tuple[FakeCo
 
     await run(address, work)
     assert (unfinished.finished, unfinished.cut) == (False, True)
+
+
+async def test_a_member_that_hears_of_the_end_does_not_begin_to_finish(
+    controller: tuple[FakeController, str],
+) -> None:
+    fake, address = controller
+    unfinished = Work()
+    fake.run_over = True
+    await run(address, lambda session: until_left(session, unfinished, grace_s=30))
+    assert not unfinished.began
 
 
 async def test_a_member_that_is_told_to_stop_does_not_wait_for_a_controller() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from paceline.broker.base import Outgoing
@@ -9,12 +11,12 @@ from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import FinishReason, PromptGroup, RewardContext, SamplingSpec
 from paceline.rollout.engines.base import Sample
-from paceline.rollout.trajectories import trajectory_messages
+from paceline.rollout.trajectories import sample_requests, trajectory_messages
 from paceline.wire import blob_digest, decode_trajectory_header
 
 
-def messages(server_id: str, *, draw: str, seconds: float) -> list[Outgoing]:
-    group = PromptGroup(
+def group() -> PromptGroup:
+    return PromptGroup(
         run_id="r",
         step=3,
         purpose=Purpose.TRAIN,
@@ -25,6 +27,9 @@ def messages(server_id: str, *, draw: str, seconds: float) -> list[Outgoing]:
         policy=PolicyTag(version=2, digest="0" * 16),
         context=RewardContext(ground_truth="42"),
     )
+
+
+def messages(server_id: str, *, draw: str, seconds: float) -> list[Outgoing]:
     samples = [
         Sample(
             token_ids=np.array([8, 9 + index], np.int32),
@@ -33,7 +38,7 @@ def messages(server_id: str, *, draw: str, seconds: float) -> list[Outgoing]:
         )
         for index in range(2)
     ]
-    return trajectory_messages(group, samples, server_id=server_id, draw=draw, seconds=seconds)
+    return trajectory_messages(group(), samples, server_id=server_id, draw=draw, seconds=seconds)
 
 
 def test_the_digest_of_a_blob_says_what_was_drawn_not_by_whom_or_when() -> None:
@@ -48,3 +53,12 @@ def test_the_digest_of_a_blob_says_what_was_drawn_not_by_whom_or_when() -> None:
     assert [h.server_id for h in second] == ["rollout-1", "rollout-1"]
     for header, copy in zip(second, copies, strict=True):
         assert header.blob_digest == blob_digest(copy.blobs[header.blob_key])
+
+
+def test_requests_of_two_policies_share_no_cached_prefix() -> None:
+    def salts(digest: str) -> set[str]:
+        policy = PolicyTag(version=2, digest=digest)
+        return {request.cache_salt for request in sample_requests(replace(group(), policy=policy), serial=0)}
+
+    assert len(salts("0" * 16)) == 1
+    assert salts("0" * 16).isdisjoint(salts("f" * 16))

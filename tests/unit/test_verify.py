@@ -145,6 +145,18 @@ BREACHES: dict[str, tuple[Spoil, str]] = {
         lambda r: r.manifests[2]["controller_state"].update(step=1),
         "RECORD: the checkpoint step_000002 is of step 2 with the controller's state of step 1 of run r",
     ),
+    "a checkpoint's file is torn": (
+        lambda r: r.manifests[2]["files"]["weights"].update(size=99),
+        "RECORD: the checkpoint step_000002 has 10 bytes in weights, 99 were written",
+    ),
+    "a bit of a checkpoint's file is another": (
+        lambda r: r.manifests[2]["files"]["weights"].update(blake2b="0" * 32),
+        "RECORD: the checkpoint step_000002 has another weights than was written",
+    ),
+    "a checkpoint's file is gone": (
+        lambda r: r.manifests[2]["files"].update(optimizer={"size": 1, "blake2b": ""}),
+        "RECORD: the checkpoint step_000002 lacks optimizer",
+    ),
     # I1
     "dispatched for a version that is not committed": (
         lambda r: r.find("dispatch").update(policy="v0@ff"),
@@ -406,6 +418,13 @@ def test_a_line_that_was_written_into_is_a_breach(tmp_path: Path) -> None:
     journal.write_text("\n".join(lines) + "\n")
     breaches = [str(breach) for breach in verify(tmp_path).breaches]
     assert "RECORD: line 21 cannot be read, and it is not the last of its term" in breaches
+
+
+def test_a_manifest_that_was_changed_is_a_breach(tmp_path: Path) -> None:
+    manifest = sound_run().write(tmp_path) / "checkpoints" / "step_000002" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"weights"', '"weighty"'))
+    (breach,) = verify(tmp_path).breaches
+    assert "step_000002 cannot be used: manifest.json was changed after it was written" in breach.sentence
 
 
 def test_a_run_that_was_killed_has_no_breach_wherever_it_was_killed(tmp_path: Path) -> None:

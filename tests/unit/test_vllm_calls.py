@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import DeadlineError, ModelError, PeerLostError, WeightSyncError
-from paceline.core.members import MemberKind, RankRef
+from paceline.core.members import LocalPart, MemberKind, RankRef, peer_to_plain
 from paceline.rollout.engines.processes import EngineProcesses
 from paceline.rollout.engines.vllm import calls
 from paceline.rollout.engines.vllm.engine import VllmEngine
@@ -155,3 +155,23 @@ async def test_a_reset_that_hangs_is_a_deadline_too(monkeypatch: pytest.MonkeyPa
         DeadlineError, match=r"reset of the prefix cache: no answer from the engine .* restarted"
     ):
         await engine(llm).receive(4, 20.0)
+
+
+async def test_an_engine_that_does_not_answer_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "GRACE_S", 0.05)
+    subject = engine(FakeLlm([], delay_s=10.0))
+    with pytest.raises(DeadlineError):
+        await subject.join(SPEC, 2, 0.05)
+    with pytest.raises(PeerLostError, match="paceline_join: no answer from the engine") as caught:
+        await subject.check_health()
+    assert caught.value.peer is LocalPart.ENGINE
+
+
+async def test_an_engine_whose_loader_is_broken_ends_its_server() -> None:
+    llm = FakeLlm([failure("PeerLostError", peer=peer_to_plain(LocalPart.ENGINE))])
+    subject = engine(llm)
+    await subject.check_health()
+    with pytest.raises(PeerLostError):
+        await subject.receive(4, 1.0)
+    with pytest.raises(PeerLostError, match="TP rank 0: a PeerLostError"):
+        await subject.check_health()

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from paceline.broker.base import Ack, Broker, Outgoing
+from paceline.broker.base import Broker, Outgoing
 from paceline.core.errors import DeadlineError
 
 _FIRST_PAUSE_S = 0.01
@@ -14,9 +14,9 @@ _LONGEST_PAUSE_S = 0.5
 
 
 async def append_when_room(
-    broker: Broker, messages: Sequence[Outgoing], *, max_length: int, timeout_s: float, ack: Ack | None = None
+    broker: Broker, messages: Sequence[Outgoing], *, max_length: int, timeout_s: float
 ) -> list[str]:
-    """Appends, and acknowledges, once each of the messages' streams has fewer than `max_length` entries.
+    """Appends once each of the messages' streams has fewer than `max_length` entries.
 
     Acknowledged entries count until the stream is trimmed, so a full stream is trimmed first. Writers that
     find room at the same moment may each exceed the bound by one batch: it protects the broker's memory and
@@ -26,7 +26,7 @@ async def append_when_room(
         DeadlineError: the stream was still full after `timeout_s` seconds; names the stream.
     """
     await wait_for_room(broker, messages, max_length=max_length, timeout_s=timeout_s)
-    return await broker.append(messages, ack=ack)
+    return await broker.append(messages)
 
 
 async def wait_for_room(

@@ -143,6 +143,13 @@ class Broker(Protocol):
         """Removes every stream and blob whose name begins with `prefix`; returns how many."""
         ...
 
+    async def incarnation(self) -> str:
+        """Names the server's process: it is another after a restart or a failover.
+
+        Such a server may have lost its last messages: what a server keeps depends on how it is set up.
+        """
+        ...
+
     async def ping(self) -> None:
         """Raises BrokerError where the broker does not answer."""
         ...

@@ -49,6 +49,7 @@ class Mailbox:
         self._stream, self._group, self._consumer = stream, group, consumer
         self._lease_s, self._max_entries, self._block_s = lease_s, max_entries, block_s
         self._leased: set[str] = set()
+        self._being_settled: set[str] = set()
         self._next_reclaim_s = 0.0
         self._renewing: asyncio.Task[None] | None = None
 
@@ -158,7 +159,8 @@ class Mailbox:
                 # The next round may succeed in time; if not, the entries are delivered again.
                 log.warning("%s: %d leases not renewed: %s", self._stream, len(entry_ids), error)
                 continue
-            lost = self._leased.intersection(entry_ids) - set(renewed)
+            # Those being settled may be acknowledged already.
+            lost = self._leased.intersection(entry_ids) - set(renewed) - self._being_settled
             self._leased -= lost
             if lost:
                 log.warning(
@@ -173,14 +175,13 @@ class Mailbox:
 
     @contextmanager
     def _settling(self, entry_ids: Sequence[str]) -> Iterator[None]:
-        # Removed first: a renewal under way would not find them at the broker and report them as lost.
-        leased = self._leased.intersection(entry_ids)
-        self._leased -= leased
+        # They stay leased: a full server may let their answers wait for long.
+        self._being_settled.update(entry_ids)
         try:
             yield
-        except BaseException:
-            self._leased |= leased
-            raise
+            self._leased.difference_update(entry_ids)
+        finally:
+            self._being_settled.difference_update(entry_ids)
 
     async def _release(self, entry_ids: set[str]) -> None:
         self._leased -= entry_ids

@@ -252,6 +252,11 @@ class MemoryBroker:
         await self.delete_blobs(blobs)
         return len(streams) + len(blobs)
 
+    async def incarnation(self) -> str:
+        """Names the store."""
+        self._check_open()
+        return f"memory-{id(self._store):x}"
+
     async def ping(self) -> None:
         """Raises BrokerError where the broker is closed."""
         self._check_open()

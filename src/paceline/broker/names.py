@@ -42,5 +42,8 @@ def text(blob_key: str) -> str:
 
 
 def marker(run_id: str) -> str:
-    """A blob that the controller stores with the run's first data: where it is missing, the data was lost."""
+    """A blob that the controller stores with the run's first data: where it is missing, the data was lost.
+
+    It says which server process holds the data (`Broker.incarnation`): another may lack the last messages.
+    """
     return f"{prefix(run_id)}marker"

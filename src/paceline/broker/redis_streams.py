@@ -198,6 +198,10 @@ class RedisStreamsBroker:
             if int(cursor) == 0:
                 return len(removed)
 
+    async def incarnation(self) -> str:
+        """Names the server's process: it is another after a restart or a failover."""
+        return str((await self._client.run("INFO", "server"))["run_id"])
+
     async def ping(self) -> None:
         """Raises BrokerError where the broker does not answer for 15 s or is too old for Paceline.
 

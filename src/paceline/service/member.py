@@ -157,13 +157,15 @@ class MemberSession:
         finally:
             draining.cancel()
 
-    async def finish(self, work: Coroutine[Any, Any, None], *, grace_s: float) -> None:
+    async def finish(self, work: Callable[[], Coroutine[Any, Any, None]], *, grace_s: float) -> None:
         """Awaits work that this member finishes before it leaves, and cancels what takes too long.
 
         A member that is drained takes the time that it needs; after a signal it has `grace_s` seconds. If the
         run is over, nothing needs to be finished.
         """
-        finishing = asyncio.create_task(work, name="finish")
+        if self.run_over.is_set():
+            return
+        finishing = asyncio.create_task(work(), name="finish")
         over = asyncio.create_task(self.run_over.wait(), name="run over")
         try:
             await self.context.stopping_or(finishing)

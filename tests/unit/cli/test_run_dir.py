@@ -59,6 +59,10 @@ def test_a_finished_run_is_refused(folder: Path) -> None:
     before = run_dirs.prepare(config(trainer={"total_steps": 9}))
     checkpoint(before.run_dir, 8)
     checkpoint(before.run_dir, 9)
+    metrics = before.run_dir / "metrics.jsonl"
+    metrics.write_text('{"step": 8}\n')
+    assert run_dirs.prepare(config(trainer={"total_steps": 9})).remarks, "step 9 is not finished"
+    metrics.write_text('{"step": 8}\n{"step": 9}\n')
     with pytest.raises(ConfigError, match=r"has finished its 9 steps.*trainer.total_steps.*resume=never"):
         run_dirs.prepare(config(trainer={"total_steps": 9}))
     assert run_dirs.prepare(config(trainer={"total_steps": 10})).remarks

@@ -94,13 +94,13 @@ async def serve(context: ServiceContext, options: Options) -> None:
         progress,
         supervisor,
         broker_url=broker_url,
-        checkpoints=lambda: [f for f, state in checkpoints.complete(run.dir) if state.run_id == run.id],
+        checkpoints=lambda: list(checkpoints.candidates(run.dir, run.id)),
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
     channels = Channels(config, token, journal.term)
     context.defer("channels", channels.close)
     await _listen(context, options, config, servicer, token)
-    mailboxes = Mailboxes(broker, run_id)
+    mailboxes = Mailboxes(broker, run_id, own_server=config.broker.url is None)
     collector = Collector(
         run,
         broker=broker,

@@ -48,7 +48,7 @@ class RewardApp:
         work = self._session.spawn("work", self._work(registration, servicer))
         try:
             await self._session.until_leaving()
-            await self._session.finish(self._wind_up(work), grace_s=_FINISH_S)
+            await self._session.finish(lambda: self._wind_up(work), grace_s=_FINISH_S)
         finally:
             work.cancel()
             await asyncio.wait({work}, timeout=_WIND_UP_S)

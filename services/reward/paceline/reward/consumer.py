@@ -27,6 +27,7 @@ from paceline.reward.scores import Score, failed
 from paceline.service.telemetry import current_traceparent, span
 from paceline.wire import (
     blob_digest,
+    decode_scored,
     decode_trajectory,
     decode_trajectory_header,
     encode_group_refusal,
@@ -174,10 +175,14 @@ class Consumer:
         blobs: dict[str, bytes] = {}
         if self._options.save_texts and isinstance(text, str):
             blobs[names.text(header.blob_key)] = text.encode()
-        scored = self._scored_header(header, next(iter(blobs), ""), score, seconds)
-        return Outgoing(
-            stream=names.scored(self._options.run_id), payload=encode_scored_header(scored), blobs=blobs
-        )
+        text_key = next(iter(blobs), "")
+        try:
+            payload = encode_scored_header(self._scored_header(header, text_key, score, seconds))
+            decode_scored(payload)
+        except InvalidMessageError as error:  # say, thousands of components: the barrier would not read it
+            score = failed(score.trajectory_id, RewardErrorKind.WRONG_TYPE, str(error))
+            payload = encode_scored_header(self._scored_header(header, text_key, score, seconds))
+        return Outgoing(stream=names.scored(self._options.run_id), payload=payload, blobs=blobs)
 
     def _read_responses(
         self, headers: Sequence[TrajectoryHeader], blobs: Sequence[bytes | None]

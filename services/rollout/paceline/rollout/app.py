@@ -82,7 +82,7 @@ class RolloutApp:
         )
         session.spawn("engine health", self._check_health(engine))
         await session.until_leaving()
-        await session.finish(self._server.drain(), grace_s=_FINISH_S)
+        await session.finish(self._server.drain, grace_s=_FINISH_S)
 
     def _reregistered(self) -> None:
         self._session.spawn("forget", self._server.forget())

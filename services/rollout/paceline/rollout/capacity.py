@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import dataclass
 
 from paceline.config.run import RunConfig
 from paceline.core.trajectory import PromptGroup
-
-_MAX_TAKE = 8
-"""Groups taken from the mailbox at once: few, so that servers that share a mailbox share the work too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +18,6 @@ class SamplerLimits:
             room in the mailbox, no group is begun: what waits in one server's engine could be decoded by
             another server.
         num_groups: most groups, of any size.
-        group_size: samples per group, until the first groups say otherwise.
         group_timeout_s: longest that one group may take in the engine.
         max_deliveries: attempts that a group gets before it is refused.
         lease_s, max_stream_length, append_timeout_s: of the mailboxes.
@@ -31,7 +26,6 @@ class SamplerLimits:
 
     num_samples: int
     num_groups: int
-    group_size: int
     group_timeout_s: float
     lease_s: float
     max_stream_length: int
@@ -46,7 +40,6 @@ class SamplerLimits:
         return cls(
             num_samples=rollout.max_num_seqs,
             num_groups=rollout.max_groups_in_flight or 2**31,
-            group_size=rollout.n,
             group_timeout_s=config.request_timeout_s,
             lease_s=config.broker.lease_s,
             max_stream_length=config.broker.max_stream_length,
@@ -64,7 +57,6 @@ class Capacity:
 
     def __init__(self, limits: SamplerLimits) -> None:
         self._limits = limits
-        self._group_size = limits.group_size
         self._changed = asyncio.Event()
         self.clear()
 
@@ -82,8 +74,8 @@ class Capacity:
         """Samples that the engine draws or that wait for their delivery."""
         return self._drawing + self._delivering
 
-    async def wait_for_room(self) -> int:
-        """Returns how many groups may be begun now, at least 1, as soon as there is room for one."""
+    async def wait_for_room(self) -> None:
+        """Returns as soon as there is room for a group."""
         limits = self._limits
         while (
             max(self._drawing, self._delivering) >= limits.num_samples
@@ -91,14 +83,17 @@ class Capacity:
         ):
             self._changed.clear()
             await self._changed.wait()
-        fitting = math.ceil((limits.num_samples - self._drawing) / self._group_size)
-        return min(fitting, limits.num_groups - self._num_groups, _MAX_TAKE)
+
+    async def wait_until_idle(self) -> None:
+        """Returns as soon as no group is under way."""
+        while self._num_groups:
+            self._changed.clear()
+            await self._changed.wait()
 
     def group_began(self, group: PromptGroup) -> None:
         """The engine is about to draw the group's samples."""
         self._num_groups += 1
         self._drawing += group.num_samples
-        self._group_size = group.num_samples
 
     def samples_ended(self, num_samples: int) -> None:
         """The engine is done with so many samples."""

@@ -92,6 +92,13 @@ class Admission:
             deliveries=entry.deliveries,
         )
 
+    def is_suspect(self, entry: Entry) -> bool:
+        """Whether a group may be what its takers died of: half of its attempts are used up.
+
+        It is drawn with no other beside it, so that it cannot use up the attempts of others as well.
+        """
+        return entry.deliveries > max(1, self.max_deliveries // 2)
+
     def gives_back(self, entry: Entry, failure: GroupFailure) -> bool:
         """Whether the group is worth another attempt."""
         return not failure.final and entry.deliveries < self.max_deliveries

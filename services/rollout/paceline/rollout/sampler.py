@@ -25,7 +25,7 @@ from paceline.core.errors import PeerLostError
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import PromptGroup, SamplingSpec
 from paceline.rollout.capacity import Capacity, SamplerLimits
-from paceline.rollout.engines.base import Engine, Sample, SampleRequest
+from paceline.rollout.engines.base import Engine, SampleRequest
 from paceline.rollout.failures import Admission, FailureStreak, GroupFailure, failure_of
 from paceline.rollout.trajectories import check_samples, sample_requests, trajectory_messages
 from paceline.service import telemetry
@@ -113,8 +113,10 @@ class Sampler:
         try:
             async with box, asyncio.TaskGroup() as tasks:
                 while not self._draining.is_set():
-                    num_groups = await self._capacity.wait_for_room()
-                    entries = await box.take(num_groups) if not self._draining.is_set() else []
+                    await self._capacity.wait_for_room()
+                    # One at a time: servers share the work evenly, and a group that is drawn alone holds up
+                    # no other.
+                    entries = await box.take(1) if not self._draining.is_set() else []
                     if self._draining.is_set():
                         await box.give_back(entries)
                         break
@@ -130,8 +132,14 @@ class Sampler:
     async def _begin(self, delivery: _Delivery, tasks: asyncio.TaskGroup) -> None:
         entry, group = delivery.entry, delivery.admission.read(delivery.entry)
         if isinstance(group, PromptGroup):
+            alone = delivery.admission.is_suspect(entry)
+            if alone:
+                log.warning("prompt %d, attempt %d: drawn alone", group.prompt_id, entry.deliveries)
+                await self._capacity.wait_until_idle()
             self._capacity.group_began(group)
-            tasks.create_task(self._work(delivery, group), name=f"prompt {group.prompt_id}")
+            work = tasks.create_task(self._work(delivery, group), name=f"prompt {group.prompt_id}")
+            if alone:
+                await asyncio.wait([work])
         elif group is None:
             await delivery.box.done([entry])
         else:
@@ -154,39 +162,38 @@ class Sampler:
 
         try:
             with telemetry.span("rollout.generate", traceparent=entry.traceparent, attributes=attributes):
-                started, serial = time.monotonic(), next(self._serials)
-                samples = await self._draw(group, serial, sample_ended)
-                if isinstance(samples, GroupFailure):
-                    await self._settle(delivery, samples)
-                    self._streak.failed(group, samples)
+                messages = await self._draw(group, sample_ended)
+                if isinstance(messages, GroupFailure):
+                    await self._settle(delivery, messages)
+                    self._streak.failed(group, messages)
                     return
                 self._streak.succeeded()
-                delivering = len(samples)
+                delivering = len(messages)
                 self._capacity.delivery_began(delivering)
-                messages = trajectory_messages(
-                    group,
-                    samples,
-                    server_id=self._server_id,
-                    draw=f"{self._incarnation}.{serial}",
-                    seconds=time.monotonic() - started,
-                )
                 await self._finish(delivery, messages)
         finally:
             self._capacity.group_ended(undrawn=undrawn, delivering=delivering)
 
     async def _draw(
-        self, group: PromptGroup, serial: int, sample_ended: Callable[[], None]
-    ) -> list[Sample] | GroupFailure:
-        """The group's samples, or why it has none.
+        self, group: PromptGroup, sample_ended: Callable[[], None]
+    ) -> list[Outgoing] | GroupFailure:
+        """The messages with the group's samples, or why it has none.
 
         Raises:
             PeerLostError: the engine has died, or no longer answers.
         """
-        limit_s = self._limits.group_timeout_s
+        limit_s, started, serial = self._limits.group_timeout_s, time.monotonic(), next(self._serials)
         try:
             async with asyncio.timeout(limit_s):
                 samples = await self._engine.generate(sample_requests(group, serial), sample_ended)
             check_samples(group, samples)
+            return trajectory_messages(
+                group,
+                samples,
+                server_id=self._server_id,
+                draw=f"{self._incarnation}.{serial}",
+                seconds=time.monotonic() - started,
+            )
         except TimeoutError:
             await self._probe(group)
             message = (
@@ -197,7 +204,6 @@ class Sampler:
         except Exception as error:  # noqa: BLE001 - the group's error, unless the engine has died of it
             await self._engine.check_health()
             return failure_of(error)
-        return samples
 
     async def _probe(self, group: PromptGroup) -> None:
         """Asks the engine for one token: a group that takes too long may have hung the engine.
@@ -222,6 +228,9 @@ class Sampler:
                 f"{self._limits.probe_timeout_s:g} s",
                 peer="engine",
             ) from None
+        except Exception as error:  # noqa: BLE001 - an answer too, unless the engine has died
+            await self._engine.check_health()
+            log.warning("the engine does not draw a single token either: %s", error)
 
     async def _settle(self, delivery: _Delivery, failure: GroupFailure) -> None:
         """Gives a failed group back, or refuses it if another attempt is not worth it."""

@@ -12,7 +12,7 @@ from paceline.core.errors import NumericsError, PeerLostError
 from paceline.core.trajectory import FinishReason, PromptGroup, Trajectory, TrajectoryHeader
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.service import telemetry
-from paceline.wire import blob_digest, encode_trajectory, encode_trajectory_header
+from paceline.wire import blob_digest, decode_trajectory, encode_trajectory, encode_trajectory_header
 
 
 def sample_requests(group: PromptGroup, serial: int) -> list[SampleRequest]:
@@ -65,12 +65,16 @@ def trajectory_messages(
         draw: differs between all draws of this server and of those that had its name before: the blobs of
             one draw never replace those of another.
         seconds: time that the engine took for the group.
+
+    Raises:
+        InvalidMessageError: a sample is not what its readers accept.
     """
     stream, traceparent = names.trajectories(group.run_id), telemetry.current_traceparent()
     messages = []
     for index, sample in enumerate(samples):
         trajectory = _trajectory(group, index, sample)
         blob = encode_trajectory(trajectory)
+        decode_trajectory(blob)
         key = names.blob(group.run_id, str(trajectory.trajectory_id), server_id, draw)
         header = TrajectoryHeader(
             run_id=group.run_id,

@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from paceline.cli.chaos.faults import Fault, draw
 from paceline.cli.chaos.inject import Injector
@@ -154,12 +155,20 @@ class Conductor:
         while True:
             with contextlib.suppress(PacelineError):
                 note = run_dirs.read_note(self._run_dir)
-                if note is not None and note.controller:
+                if note is not None and note.controller and _all_run(note.pids.values()):
                     async with ControllerClient(note.controller, note.token) as controller:
                         members = (await controller.status()).members
                     if wanted <= {m.member_id for m in members if m.state in _WORKING}:
                         return
             await asyncio.sleep(_POLL_S)
+
+
+def _all_run(pids: Iterable[int]) -> bool:
+    """Whether the processes exist: the launcher replaces the ids of those that it starts again."""
+    try:
+        return all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _member_ids(config: RunConfig) -> Iterator[str]:

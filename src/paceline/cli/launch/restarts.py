@@ -42,7 +42,7 @@ class RestartRule:
     max_restarts: int
     window_s: float
     first_pause_s: float = 0.25
-    longest_pause_s: float = 30.0
+    longest_pause_s: float = 5.0
 
     def __str__(self) -> str:
         return f"{self.max_restarts} within {self.window_s:g} s"

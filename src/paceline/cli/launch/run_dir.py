@@ -115,7 +115,8 @@ def _remarks_on(run_dir: Path, config: RunConfig) -> list[str]:
     if step is None:
         return []
     total_steps = config.trainer.total_steps
-    if step >= total_steps:
+    # The checkpoint of the last step is written before the step is finished.
+    if step >= total_steps and _last_metrics(run_dir) >= total_steps:
         raise ConfigError(
             f"the run in {run_dir} has finished its {total_steps} steps; a greater trainer.total_steps "
             "continues it, trainer.resume=never moves it aside and begins again, and another trainer.name or "
@@ -125,6 +126,15 @@ def _remarks_on(run_dir: Path, config: RunConfig) -> list[str]:
     remarks = [f"{run_dir} holds a run with a checkpoint of step {step}: {hint}"]
     changes = _changes(run_dir, config)
     return [*remarks, f"changed since its last start: {', '.join(changes)}"] if changes else remarks
+
+
+def _last_metrics(run_dir: Path) -> int:
+    """The step of the last complete line of metrics.jsonl; -1 where there is none."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return max((int(json.loads(line)["step"]) for line in lines[-2:] if line.endswith("}")), default=-1)
+    except (OSError, ValueError, KeyError):
+        return -1
 
 
 def _changes(run_dir: Path, config: RunConfig) -> list[str]:

@@ -214,7 +214,9 @@ class WeightGroup:
     def fail(self, error: BaseException) -> None:
         """Aborts the group for an error, and calls the push off if the error is this rank's own."""
         self.abort()
-        self._abandonment.report(self.spec.rank_ref(self.rank), error)
+        # Who stops receiving has an error of its own, and reports that.
+        if not isinstance(error, GeneratorExit):
+            self._abandonment.report(self.spec.rank_ref(self.rank), error)
 
     def abort(self) -> None:
         """Cuts all connections and frees staging; peers that wait get an error. May be repeated."""

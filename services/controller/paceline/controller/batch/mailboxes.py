@@ -2,8 +2,10 @@
 
     open -> (steps: prompts, trajectories, scored, blobs) -> clean_up after each -> purge at the end
 
-A marker is stored with the first data. Where it is gone, the broker has lost the data, say because a server
-without persistence was restarted.
+A marker is stored with the first data and after each step. Where it is gone, the broker has lost the data,
+say because a server without persistence was restarted. Where it names another process of the server, the last
+messages may be lost: an older snapshot was loaded, or a replica that lagged took over. The run's own server
+loses nothing with its process.
 """
 
 from __future__ import annotations
@@ -17,26 +19,35 @@ from paceline.core.errors import InvalidMessageError, LostDataError
 from paceline.core.trajectory import ScoredHeader
 from paceline.wire import decode_scored
 
-_MARKER = b"paceline"
+_OWN_SERVER = "the run's own server"
 
 
 class Mailboxes:
-    """Owns the streams and blobs of a run."""
+    """Owns the streams and blobs of a run.
 
-    def __init__(self, broker: Broker, run_id: str) -> None:
-        self._broker, self._run_id = broker, run_id
+    Args:
+        broker: where they are.
+        run_id: names them.
+        own_server: whether the server was started for this run and keeps its data when it dies.
+    """
+
+    def __init__(self, broker: Broker, run_id: str, *, own_server: bool) -> None:
+        self._broker, self._run_id, self._own_server = broker, run_id, own_server
 
     async def open(self) -> bool:
         """Creates what is missing; returns whether an earlier controller's data is still there."""
-        is_there = await self._has_marker()
+        is_there = await self._is_there()
+        if not is_there:
+            await self.purge()
         await self._create()
         return is_there
 
     async def check(self) -> None:
         """Creates groups that are missing; raises LostDataError where the run's data is gone."""
-        if not await self._has_marker():
+        if not await self._is_there():
             raise LostDataError(
-                "the message broker has lost the run's data; was it started again, or emptied?"
+                "the message broker has lost the run's data, or its last messages: it was emptied, or "
+                "started again, or another server took over"
             )
         await self._create()
 
@@ -57,6 +68,7 @@ class Mailboxes:
         await self._broker.advance(scored, names.CONTROLLER_GROUP, position)
         for stream in (names.trajectories(self._run_id), scored):
             await self._broker.trim(stream)
+        await self._mark()
 
     async def leftovers(self, position: str) -> list[str]:
         """Keys of the blobs that log entries up to `position` name: those of finished steps."""
@@ -78,13 +90,20 @@ class Mailboxes:
         texts = [next(blobs) if header.text_key else None for header in headers]
         return ["" if text is None else text.decode(errors="replace") for text in texts]
 
-    async def _has_marker(self) -> bool:
-        return (await self._broker.get_blobs([names.marker(self._run_id)]))[0] is not None
+    async def _is_there(self) -> bool:
+        (marker,) = await self._broker.get_blobs([names.marker(self._run_id)])
+        return marker == await self._server()
+
+    async def _mark(self) -> None:
+        await self._broker.put_blob(names.marker(self._run_id), await self._server())
+
+    async def _server(self) -> bytes:
+        return (_OWN_SERVER if self._own_server else await self._broker.incarnation()).encode()
 
     async def _create(self) -> None:
         await self._broker.ensure_group(names.trajectories(self._run_id), names.REWARD_GROUP)
         await self._broker.ensure_group(names.scored(self._run_id), names.CONTROLLER_GROUP)
-        await self._broker.put_blob(names.marker(self._run_id), _MARKER)
+        await self._mark()
 
 
 def blob_keys(header: ScoredHeader) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,9 +15,10 @@ from paceline.controller.fleet.clients import LearnerClient
 from paceline.controller.fleet.membership import Member
 from paceline.controller.progress import Run
 from paceline.core.errors import CheckpointError, DeadlineError, GuardError, PeerLostError
+from paceline.core.manifest import MANIFEST, manifest_fields
 from paceline.data.cursor import CursorState
 
-MANIFEST = "manifest.json"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,18 +67,35 @@ def of_step(run_dir: Path, run_id: str, step: int) -> ControllerState | None:
 
 
 def complete(run_dir: Path) -> Iterator[tuple[Path, ControllerState]]:
-    """The checkpoints that have a manifest, which is written last; the newest first."""
-    for folder in sorted((run_dir / "checkpoints").glob("step_*"), reverse=True):
-        manifest = folder / MANIFEST
-        if manifest.is_file():
-            try:
-                plain = json.loads(manifest.read_text(encoding="utf-8"))
-            except json.JSONDecodeError as error:
-                raise CheckpointError(
-                    f"{manifest} is not JSON: {error}; remove {folder} to resume from an older one"
-                ) from error
-            state = plain.get("controller_state")
-            yield folder, ControllerState.from_plain(json.loads(state) if isinstance(state, str) else state)
+    """The checkpoints with an intact manifest, which is written last; the newest first."""
+    for folder in _with_manifest(run_dir):
+        try:
+            yield folder, _state_in(folder)
+        except CheckpointError as error:
+            log.warning("the checkpoint %s is passed over: %s", folder, error)
+
+
+def candidates(run_dir: Path, run_id: str) -> Iterator[Path]:
+    """What a learner of the run may try to load, the newest first.
+
+    Damaged ones are among them: the learner passes over them, or ends if there is no other.
+    """
+    for folder in _with_manifest(run_dir):
+        try:
+            if _state_in(folder).run_id == run_id:
+                yield folder
+        except CheckpointError:
+            yield folder
+
+
+def _with_manifest(run_dir: Path) -> list[Path]:
+    folders = sorted((run_dir / "checkpoints").glob("step_*"), reverse=True)
+    return [folder for folder in folders if (folder / MANIFEST).is_file()]
+
+
+def _state_in(folder: Path) -> ControllerState:
+    fields = manifest_fields((folder / MANIFEST).read_bytes(), origin=folder / MANIFEST)
+    return ControllerState.from_plain(fields.get("controller_state"))
 
 
 def prune(run_dir: Path, keep: int) -> list[Path]:

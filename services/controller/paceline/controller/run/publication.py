@@ -31,6 +31,8 @@ _LOOK_S = 0.5
 _PAUSE_S = 5.0
 # How long a push to newcomers may go on after the barrier has closed.
 _GRACE_S = 2.0
+# How long calling it off may take after that.
+_CALL_OFF_S = 5.0
 # A server reports its state within a heartbeat of the commit.
 _REPORT_S = 5.0
 
@@ -160,7 +162,13 @@ class Publication:
     async def _transfer_to(self, newcomers: Sequence[Member], policy: PolicyTag) -> list[str]:
         if await self._form(self._supervisor.learner, newcomers) != policy.version:
             raise PeerLostError("the learner was restarted", peer="learner")
-        candidate = await self._push.transfer(policy.version)
+        try:
+            candidate = await self._push.transfer(policy.version)
+        except WeightSyncError as error:
+            # None of them holds what the learner sent.
+            for member in newcomers:
+                await self._supervisor.expel(member, f"WeightSyncError: {error}")
+            raise
         if candidate is None:
             return []
         self._check_digest(candidate.policy)
@@ -180,11 +188,12 @@ class Publication:
         await asyncio.wait([serving])
         epoch = self._push.epochs.current
         if not self._idle.is_set() and epoch is not None:
-            with contextlib.suppress(PacelineError):
-                lost = epoch.rollouts[0].member_id
-                await self._learner.abandon(epoch.learner, epoch=epoch.number, lost=lost)
-            with contextlib.suppress(PacelineError):
-                await self._push.epochs.dissolve()
+            # The learner is free after the first call; the second may wait for a newcomer that hangs.
+            with contextlib.suppress(PacelineError, TimeoutError):
+                async with asyncio.timeout(_CALL_OFF_S):
+                    lost = epoch.rollouts[0].member_id
+                    await self._learner.abandon(epoch.learner, epoch=epoch.number, lost=lost)
+                    await self._push.epochs.dissolve()
         self._idle.set()
         if not serving.cancelled():
             serving.result()

@@ -88,7 +88,7 @@ class Sequencer:
             guard=guard,
             metrics_file=self._metrics_file,
         )
-        self._losses = Losses(run.config.service.recovery_timeout_s)
+        self._losses, self._last_loss = Losses(run.config.service.recovery_timeout_s), ""
 
     async def run(self) -> None:
         """Runs to the end; aligns again when a member is lost that a step cannot do without.
@@ -114,7 +114,9 @@ class Sequencer:
             pause_s = self._losses.next_pause(finished, time.monotonic()) if self._is_loss(error) else None
             if pause_s is None:
                 raise
-            self._run.events.notice(f"step {self.progress.step}: {error}")
+            if (sentence := f"step {self.progress.step}: {error}") != self._last_loss:
+                self._last_loss = sentence
+                self._run.events.notice(sentence)
             await asyncio.sleep(pause_s)
             return False
         return True

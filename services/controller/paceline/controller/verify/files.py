@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.controller.verify.findings import Invariant
 from paceline.controller.verify.history import History
+from paceline.core.errors import CheckpointError
+from paceline.core.manifest import MANIFEST, manifest_fields
 from paceline.core.training import BatchRow
 
 
@@ -89,11 +92,11 @@ def check_checkpoints(run_dir: Path, history: History, run_id: str) -> None:
     """Each checkpoint of the journal is on disk, and what is there belongs to this run and to its step."""
     findings, folders = history.findings, run_dir / "checkpoints"
     for number, entry in sorted(history.checkpoints.items()):
-        if not (folders / f"step_{number:06d}" / "manifest.json").is_file():
+        if not (folders / f"step_{number:06d}" / MANIFEST).is_file():
             findings.add(
                 Invariant.I2, f"the checkpoint of step {number} is not on disk, or incomplete", entry
             )
-    for manifest in sorted(folders.glob("step_*/manifest.json")):
+    for manifest in sorted(folders.glob(f"step_*/{MANIFEST}")):
         number = int(manifest.parent.name.removeprefix("step_"))
         fault = _fault(manifest, number, run_id)
         if fault:
@@ -107,11 +110,26 @@ def check_checkpoints(run_dir: Path, history: History, run_id: str) -> None:
 
 def _fault(manifest: Path, number: int, run_id: str) -> str:
     try:
-        plain = json.loads(manifest.read_text(encoding="utf-8"))
+        plain = manifest_fields(manifest.read_bytes(), origin=manifest.name)
         state = plain["controller_state"]
         of = (int(plain["step"]), int(state["step"]), str(state["run_id"]))
+        if of != (number, number, run_id):
+            return f"is of step {of[0]} with the controller's state of step {of[1]} of run {of[2]}"
+        faults = (_file_fault(manifest.parent / name, of) for name, of in sorted(plain["files"].items()))
+        return next((fault for fault in faults if fault), "")
+    except CheckpointError as error:
+        return f"cannot be used: {error}"
     except (ValueError, KeyError, TypeError) as error:
         return f"has a manifest that cannot be read: {error!r}"
-    if of != (number, number, run_id):
-        return f"is of step {of[0]} with the controller's state of step {of[1]} of run {of[2]}"
-    return ""
+
+
+def _file_fault(path: Path, record: Mapping[str, Any]) -> str:
+    """Compares a file with its size and digest in the manifest."""
+    if not path.is_file():
+        return f"lacks {path.name}"
+    size = path.stat().st_size
+    if size != record["size"]:
+        return f"has {size} bytes in {path.name}, {record['size']} were written"
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    return "" if digest == record["blake2b"] else f"has another {path.name} than was written"

@@ -377,6 +377,8 @@ class History:
                         step.wanted.entry if step.wanted else None,
                         entry,
                     )
+        # Of a finished step the rows are enough; a long run has millions of admissions.
+        step.collection = step.before = None
         self.steps[number], self.in_progress = step, None
 
     def _on_checkpoint(self, entry: Entry) -> None:

@@ -122,11 +122,13 @@ class Engine(Protocol):
             PeerLostError: the engine died.
             InvalidMessageError: a request cannot be run, say because its prompt is too long. None of the
                 others is drawn.
+            Exception: any other error is taken for that of these requests. The engine is asked for its
+                health, and they are drawn again.
         """
         ...
 
     async def check_health(self) -> None:
-        """Raises PeerLostError if the engine has died."""
+        """Raises PeerLostError if the engine has died or must be restarted."""
         ...
 
     async def shutdown(self) -> None:

@@ -96,7 +96,9 @@ class RankReceiver:
             else:
                 self._receive_direct(group, deadline)
                 slices = []
-        except BaseException:
+        except BaseException as error:
+            # NCCL's peers do not notice that this rank has stopped.
+            group.fail(error)
             self.leave()
             raise
         received = time.perf_counter()

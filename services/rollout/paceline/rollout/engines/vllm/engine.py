@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from paceline.config.run import RunConfig
-from paceline.core.errors import WeightSyncError
+from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
+from paceline.core.members import LocalPart
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.processes import EngineProcesses, kill
 from paceline.rollout.engines.vllm import calls, environment
@@ -39,6 +40,7 @@ class VllmEngine(Engine):
 
     def __init__(self, llm: Any, processes: EngineProcesses) -> None:
         self._llm, self._processes = llm, processes
+        self._unusable: PeerLostError | None = None
 
     @classmethod
     async def start(
@@ -126,8 +128,16 @@ class VllmEngine(Engine):
         await self.call_workers("paceline_leave", (), _LEAVE_S)
 
     async def call_workers(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[calls.Reply]:
-        """Calls a method of the worker extension on every TP rank; see `calls.call_workers`."""
-        return await calls.call_workers(self._llm, method, args, timeout_s)
+        """Calls a method of the worker extension on every TP rank; see `calls.call_workers`.
+
+        An engine that does not answer, or whose loader is broken, is of no more use: `check_health` says so.
+        """
+        try:
+            return await calls.call_workers(self._llm, method, args, timeout_s)
+        except (DeadlineError, PeerLostError) as error:
+            if error.peer is LocalPart.ENGINE:
+                self._unusable = PeerLostError(str(error), peer=LocalPart.ENGINE)
+            raise
 
     async def generate(
         self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
@@ -158,7 +168,9 @@ class VllmEngine(Engine):
                 task.cancel()
 
     async def check_health(self) -> None:
-        """Raises PeerLostError if the engine has died."""
+        """Raises PeerLostError if the engine has died, hangs, or can never be pushed into again."""
+        if self._unusable is not None:
+            raise self._unusable
         if self._llm is None or self._llm.errored:
             raise calls.engine_died()
 

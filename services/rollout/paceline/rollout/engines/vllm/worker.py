@@ -6,6 +6,7 @@ other ranks in the executor's queues, and the next call would take them for its 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -16,8 +17,8 @@ import torch
 from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.core.members import peer_to_plain
 from paceline.rollout.engines.rank_receiver import RankReceiver
-from paceline.rollout.engines.vllm.checkpoint import checkpoint_tensors
 from paceline.rollout.engines.vllm.layout import describe_model
+from paceline.rollout.engines.vllm.reload import Reloader
 from paceline.weights.plan.spec import WeightGroupSpec
 
 if TYPE_CHECKING:
@@ -143,22 +144,32 @@ class PacelineWorkerExtension:
         # vLLM calls no __init__ of an extension.
         receiver: RankReceiver | None = self.__dict__.get("_paceline_state")
         if receiver is None:
-            receiver = RankReceiver(
-                self.get_model(), torch.device(self.device), describe_model, self._paceline_load_full
-            )
+            model = self.get_model()
+            reloader = Reloader(model, self._paceline_reload, self._paceline_finish_reload)
+            receiver = RankReceiver(model, torch.device(self.device), describe_model, reloader.load)
             self.__dict__["_paceline_state"] = receiver
         return receiver
 
-    def _paceline_load_full(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        from vllm.config import set_current_vllm_config
+    def _paceline_reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
             _forget_cpu_moe_kernels(self.get_model())
+        with self._paceline_context():
+            self.model_runner.reload_weights(weights_iterator=tensors, is_checkpoint_format=True)
+
+    def _paceline_finish_reload(self) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+
+        with self._paceline_context():
+            finalize_layerwise_reload(self.get_model(), self.vllm_config.model_config)
+
+    @contextlib.contextmanager
+    def _paceline_context(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
-            self.model_runner.reload_weights(
-                weights_iterator=checkpoint_tensors(tensors), is_checkpoint_format=True
-            )
+            yield
 
 
 _keep_plain_cpu_linears()

@@ -1,0 +1,109 @@
+"""The general path into vLLM's model: full tensors through its own loader, and proof that all were loaded.
+
+vLLM reloads layer by layer: it moves a layer's parameters aside, collects its weights, and when they are
+complete writes them into the parameters' old storage. A reload that breaks off leaves layers half collected.
+Another reload would add its weights to theirs, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.core.errors import ModelError, PeerLostError
+from paceline.core.members import LocalPart
+from paceline.rollout.engines.vllm.checkpoint import checkpoint_tensors
+
+Tensors = Iterator[tuple[str, torch.Tensor]]
+Places = dict[str, tuple[int, torch.Size, torch.dtype]]
+
+
+class Reloader:
+    """Loads a complete set of full tensors into a live model; after a failure it restores the loader's state.
+
+    Args:
+        model: the live model.
+        reload: vLLM's loading of checkpoint tensors in place; it must call `model.load_weights` once.
+        finish: vLLM's end of a reload: puts every layer's parameters back and forgets what was collected.
+    """
+
+    def __init__(
+        self, model: nn.Module, reload: Callable[[Tensors], None], finish: Callable[[], None]
+    ) -> None:
+        self._model, self._reload, self._finish = model, reload, finish
+        self._is_broken = False
+
+    def load(self, tensors: Tensors) -> None:
+        """Loads the tensors, which are named as in a live Hugging Face model.
+
+        Raises:
+            ModelError: the loader did not load every parameter of the model.
+            PeerLostError: an earlier load broke off and its state could not be undone; restart the engine.
+        """
+        if self._is_broken:
+            raise _broken()
+        before = _places(self._model)
+        with _recorded(self._model) as returned:
+            try:
+                self._reload(checkpoint_tensors(tensors))
+            except BaseException:
+                self._restore(before)
+                raise
+        self._is_broken = _places(self._model) != before
+        if self._is_broken:
+            raise _broken()
+        _check_complete(self._model, returned)
+
+    def _restore(self, before: Places) -> None:
+        """Ends a reload that broke off; the values are a mixture then, but the next one starts afresh."""
+        self._is_broken = True
+        with contextlib.suppress(Exception):
+            self._finish()
+            self._is_broken = _places(self._model) != before
+
+
+def _places(model: nn.Module) -> Places:
+    """Where every parameter lies: a reload writes into the old storage, so this must not change."""
+    return {name: (param.data_ptr(), param.shape, param.dtype) for name, param in model.named_parameters()}
+
+
+@contextlib.contextmanager
+def _recorded(model: Any) -> Iterator[list[Iterable[str] | None]]:
+    """Records what `model.load_weights` returns: vLLM's reload only logs what is missing in it."""
+    load, returned = model.load_weights, list[Iterable[str] | None]()
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        returned.append(load(*args, **kwargs))
+        return returned[-1]
+
+    model.load_weights = recording
+    try:
+        yield returned
+    finally:
+        del model.load_weights
+
+
+def _check_complete(model: nn.Module, returned: list[Iterable[str] | None]) -> None:
+    if len(returned) != 1 or returned[0] is None:
+        raise ModelError(
+            f"{type(model).__name__}.load_weights does not say which parameters it has loaded, so that "
+            "nobody can tell whether a push has reached all of them; this model cannot be pushed into"
+        )
+    loaded = set(returned[0])
+    missing = [name for name, _ in model.named_parameters() if name not in loaded]
+    if missing:
+        raise ModelError(
+            f"vLLM's loader has not loaded {missing[0]} ({len(missing)} such parameters): the learner's "
+            "tensors do not fill the engine's model"
+        )
+
+
+def _broken() -> PeerLostError:
+    return PeerLostError(
+        "a load of full tensors broke off and left the engine's loader in the middle; restart the engine",
+        peer=LocalPart.ENGINE,
+    )

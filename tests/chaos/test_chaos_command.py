@@ -1,0 +1,46 @@
+"""`paceline chaos` on a small run: every fault is injected, the run recovers from each, and it is sound."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.training_run import PACELINE, prepare_inputs, tiny_config
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+NUM_FAULTS = 6
+
+
+def test_a_run_under_faults_is_sound(tmp_path: Path) -> None:
+    inputs = prepare_inputs(tmp_path, num_train=64, num_val=1)
+    config = tiny_config(
+        inputs,
+        data={"train_batch_size": 4, "val_files": [], "max_response_length": 8},
+        actor={"ppo_mini_batch_size": 2},
+        rollout={"n": 2},
+        trainer={"save_freq": 2, "test_freq": 0, "val_before_train": False},
+        service={"recovery_timeout_s": 200},
+    )
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    command = [str(PACELINE), "chaos", "run.yaml", "--seed", "2", "--faults", str(NUM_FAULTS), "--plain"]
+    done = subprocess.run(
+        [*command, "trainer.run_dir=run"],
+        cwd=tmp_path,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=850,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run/chaos.jsonl").read_text().splitlines()]
+    assert [line["n"] for line in lines] == list(range(1, NUM_FAULTS + 1))
+    assert all(line["recovery_s"] is not None for line in lines)
+    assert f"{NUM_FAULTS} of {NUM_FAULTS} faults (seed 2)" in done.stdout
+    assert done.stdout.splitlines()[-1] == "sound"

@@ -1,0 +1,72 @@
+"""What the controller takes for lost: a missing marker, and a server that may lack the last messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.broker import Outgoing, names
+from paceline.broker.memory import MemoryBroker
+from paceline.controller.batch.mailboxes import Mailboxes
+from paceline.core.errors import LostDataError
+
+RUN = "run"
+PROMPTS = names.prompts(RUN, 3)
+
+
+class ReplacedBroker(MemoryBroker):
+    """A broker whose server can be replaced by one that holds the same data."""
+
+    process = "first"
+
+    async def incarnation(self) -> str:
+        """The process of the server."""
+        return self.process
+
+
+async def opened(broker: MemoryBroker, *, own_server: bool) -> Mailboxes:
+    mailboxes = Mailboxes(broker, RUN, own_server=own_server)
+    assert not await mailboxes.open()
+    await broker.append([Outgoing(stream=PROMPTS, payload=b"p")])
+    await mailboxes.check()
+    return mailboxes
+
+
+@pytest.mark.parametrize("own_server", [True, False])
+async def test_missing_data_is_noticed_and_begun_anew(own_server: bool) -> None:
+    broker = ReplacedBroker()
+    mailboxes = await opened(broker, own_server=own_server)
+    await broker.purge(names.prefix(RUN))
+    with pytest.raises(LostDataError, match="it was emptied, or"):
+        await mailboxes.check()
+    await mailboxes.begin_anew()
+    await mailboxes.check()
+    assert await mailboxes.open()
+
+
+async def test_another_server_may_lack_the_last_messages() -> None:
+    broker = ReplacedBroker()
+    mailboxes = await opened(broker, own_server=False)
+    broker.process = "second"
+    with pytest.raises(LostDataError, match="another server took over"):
+        await mailboxes.check()
+    # A controller that starts now does not go on with what is there.
+    assert not await Mailboxes(broker, RUN, own_server=False).open()
+    assert await broker.length(PROMPTS) == 0
+    await mailboxes.check()
+
+
+async def test_the_runs_own_server_keeps_its_data() -> None:
+    broker = ReplacedBroker()
+    mailboxes = await opened(broker, own_server=True)
+    broker.process = "second"
+    await mailboxes.check()
+    assert await mailboxes.open()
+    assert await broker.length(PROMPTS) == 1
+
+
+async def test_what_a_finished_step_left_cannot_be_lost() -> None:
+    broker = ReplacedBroker()
+    mailboxes = await opened(broker, own_server=False)
+    broker.process = "second"
+    await mailboxes.clean_up(version=3, position="0-0", blob_keys=[])
+    await mailboxes.check()

@@ -1,0 +1,129 @@
+"""The general path's loading, with a loader that behaves like vLLM's: it collects weights layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.core.errors import ModelError, PeerLostError
+from paceline.core.members import LocalPart
+from paceline.rollout.engines.vllm.reload import Reloader, Tensors
+
+pytestmark = pytest.mark.torch
+
+
+class Model(nn.Module):
+    """Two layers of two parameters; `skip` is not reported as loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.collected: dict[str, torch.Tensor] = {}
+        self.aside: dict[str, nn.Parameter] = {}
+        self.skip: set[str] = set()
+        self.says = True
+
+    def load_weights(self, weights: Tensors) -> set[str] | None:
+        """Collects; a layer is written when both of its tensors are there."""
+        names = set()
+        for name, tensor in weights:
+            self.collected[name] = tensor
+            names.add(name)
+            layer = name.rpartition(".")[0]
+            pair = [f"{layer}.weight", f"{layer}.bias"]
+            if all(part in self.collected for part in pair):
+                for part in pair:
+                    self.put_back(part, self.collected.pop(part))
+        return names - self.skip if self.says else None
+
+    def put_back(self, name: str, value: torch.Tensor | None) -> None:
+        """A parameter gets its old storage back."""
+        if name in self.aside:
+            layer, _, kind = name.rpartition(".")
+            old = self.aside.pop(name)
+            setattr(self.get_submodule(layer), kind, old)
+            if value is not None:
+                old.data.copy_(value)
+
+    def reload(self, tensors: Tensors) -> None:
+        """Moves parameters aside, unless an earlier reload has left them there; loads; puts back."""
+        for name, param in list(self.named_parameters()):
+            if name not in self.aside:
+                layer, _, kind = name.rpartition(".")
+                self.aside[name] = param
+                setattr(self.get_submodule(layer), kind, nn.Parameter(torch.empty_like(param)))
+        self.load_weights(tensors)
+        self.finish()
+
+    def finish(self) -> None:
+        """Ends a reload."""
+        for name in list(self.aside):
+            self.put_back(name, self.collected.get(name))
+        self.collected.clear()
+
+
+NAMES = ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
+
+
+def tensors(
+    value: float, *, names: list[str] = NAMES, fail_at: int | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, name in enumerate(names):
+        if number == fail_at:
+            raise PeerLostError("the learner went away", peer="learner")
+        yield name, torch.full((2, 2) if name.endswith("weight") else (2,), value)
+
+
+def values(model: nn.Module) -> set[float]:
+    return {value for param in model.parameters() for value in param.detach().flatten().tolist()}
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 2, 3])
+def test_a_load_that_breaks_off_leaves_nothing_to_the_next(fail_at: int) -> None:
+    model = Model()
+    addresses = [param.data_ptr() for param in model.parameters()]
+    reloader = Reloader(model, model.reload, model.finish)
+    reloader.load(tensors(1.0))
+    with pytest.raises(PeerLostError, match="the learner went away"):
+        reloader.load(tensors(2.0, fail_at=fail_at))
+    # In another order: what the broken load had collected would complete a layer with old values.
+    reloader.load(tensors(3.0, names=NAMES[::-1]))
+    assert values(model) == {3.0}
+    assert [param.data_ptr() for param in model.parameters()] == addresses
+    assert "load_weights" not in vars(model)
+
+
+def refuse() -> None:
+    raise RuntimeError("cannot finish")
+
+
+@pytest.mark.parametrize("finish", [refuse, lambda: None])
+def test_a_loader_that_cannot_be_restored_wants_another_engine(finish: Callable[[], None]) -> None:
+    model = Model()
+    reloader = Reloader(model, model.reload, finish)
+    with pytest.raises(PeerLostError, match="the learner went away"):
+        reloader.load(tensors(2.0, fail_at=1))
+    with pytest.raises(PeerLostError, match="restart the engine") as caught:
+        reloader.load(tensors(3.0))
+    assert caught.value.peer is LocalPart.ENGINE
+
+
+def test_a_parameter_that_the_loader_does_not_name_is_an_error() -> None:
+    model = Model()
+    model.skip = {"layers.1.bias"}
+    reloader = Reloader(model, model.reload, model.finish)
+    with pytest.raises(ModelError, match=r"has not loaded layers\.1\.bias \(1 such parameters\)"):
+        reloader.load(tensors(1.0))
+    model.skip = set()
+    with pytest.raises(ModelError, match=r"has not loaded layers\.0\.weight \(2 such"):
+        reloader.load(tensors(1.0, names=NAMES[2:]))
+
+
+def test_a_loader_that_says_nothing_is_an_error() -> None:
+    model = Model()
+    model.says = False
+    with pytest.raises(ModelError, match=r"Model\.load_weights does not say which parameters"):
+        Reloader(model, model.reload, model.finish).load(tensors(1.0))
