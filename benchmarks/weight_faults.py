@@ -5,7 +5,7 @@
 
 `network` switches P2P and shared memory off, so that NCCL uses sockets as between machines, and kills the
 receiver in a push. With torch's default the watchdog of the healthy process ends it a minute later; that of
-our group must not (`docs/decisions/0013`). After every fault the learner forms a new group with a fresh
+our group must not (`docs/decisions/0015`). After every fault the learner forms a new group with a fresh
 receiver and pushes again.
 """
 
