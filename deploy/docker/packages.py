@@ -28,7 +28,9 @@ def main(lock: Path, words: list[str]) -> int:
     subprocess.run([*PIP, "install", "--no-cache-dir", "--quiet", *chosen], check=True)
     strangers = _installed() - _locked(lock) - _OF_THE_ENVIRONMENT
     if strangers:
-        print(f"not in {lock}: {', '.join(sorted(strangers))}; add them, with their versions", file=sys.stderr)
+        print(
+            f"not in {lock}: {', '.join(sorted(strangers))}; add them, with their versions", file=sys.stderr
+        )
     return 1 if strangers else 0
 
 

@@ -68,7 +68,9 @@ def test_the_demo_trains_and_every_container_ends(stack: Stack) -> None:
             assert stack.exit_code(service, 30.0) == 0, stack.logs()
             assert stack.starts(service) == 0
         rewards = {
-            line["step"]: line["metrics"]["val/reward"] for line in stack.lines("metrics.jsonl") if "val" in str(line)
+            line["step"]: line["metrics"]["val/reward"]
+            for line in stack.lines("metrics.jsonl")
+            if "val" in str(line)
         }
         print(rewards)
         assert rewards[8] > rewards[0] + 0.02
@@ -100,6 +102,8 @@ def test_each_container_killed_once(stack: Stack) -> None:
             before = stack.starts(service)
             stack.kill(service)
             print(f"{number}: killed {service} after step {finished(stack.lines('events.jsonl'))}")
-            stack.wait_for(f"{service} starts again", lambda _, s=service, n=before: stack.starts(s) > n, 60.0)
+            stack.wait_for(
+                f"{service} starts again", lambda _, s=service, n=before: stack.starts(s) > n, 60.0
+            )
         assert stack.exit_code("controller", END_S) == 0, stack.logs()
         verify(stack)

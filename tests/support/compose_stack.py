@@ -139,7 +139,9 @@ class Stack:
         text = self.in_volumes("cat", f"runs/{self.run}/{name}", check=False).stdout
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
-    def wait_for(self, what: str, condition: Callable[[list[dict[str, Any]]], bool], timeout_s: float) -> None:
+    def wait_for(
+        self, what: str, condition: Callable[[list[dict[str, Any]]], bool], timeout_s: float
+    ) -> None:
         """Waits until the journal's events fulfil a condition."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
@@ -154,4 +156,3 @@ class Stack:
         label = ["--quiet", "--filter", f"label=com.docker.compose.project={self.project}"]
         kinds = (["ps", "--all"], ["volume", "ls"], ["network", "ls"])
         return [line for kind in kinds for line in _run([DOCKER, *kind, *label]).stdout.split()]
-

@@ -17,7 +17,13 @@ CONFIG = source.ROOT / "examples" / "arithmetic" / "ppo.yaml"
 
 def options(config: Path, run_dir: Path, *overrides: str) -> app.Options:
     return app.Options(
-        config=config, overrides=overrides, run_dir=run_dir, host="", advertise="", port=None, address_file=None
+        config=config,
+        overrides=overrides,
+        run_dir=run_dir,
+        host="",
+        advertise="",
+        port=None,
+        address_file=None,
     )
 
 
