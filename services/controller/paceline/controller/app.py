@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.broker import open_broker
-from paceline.config.load import load
+from paceline.config.load import dump_yaml, load
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.dispatch import Dispatcher
@@ -37,6 +37,7 @@ from paceline.core.errors import BrokerError, ConfigError, DeadlineError, Paceli
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import telemetry
 from paceline.service.grpc_server import start_server
+from paceline.service.process import write_atomically
 from paceline.service.runtime import ServiceContext
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Options:
     """The command line."""
 
     config: Path
+    overrides: tuple[str, ...]
     run_dir: Path
     host: str
     advertise: str
@@ -60,7 +62,7 @@ class Options:
 
 async def serve(context: ServiceContext, options: Options) -> None:
     """Runs one training run to its end."""
-    config = load(RunConfig, options.config)
+    config = load(RunConfig, options.config, options.overrides)
     broker_url = os.environ.get("PACELINE_BROKER_URL") or config.broker.url or ""
     token = os.environ.get("PACELINE_TOKEN", "")
     if not broker_url:
@@ -68,6 +70,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     inputs = await asyncio.to_thread(load_inputs, config)
     clock = SystemClock()
     journal, run_id = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
+    _keep_settings(config, options)
     telemetry.setup(
         "controller",
         run_dir=options.run_dir,
@@ -123,6 +126,20 @@ async def serve(context: ServiceContext, options: Options) -> None:
         if journal.standing.ended:
             with contextlib.suppress(BrokerError, DeadlineError):
                 await mailboxes.purge()
+
+
+def _keep_settings(config: RunConfig, options: Options) -> None:
+    """Writes what `paceline verify`, `report` and `export` read, unless `paceline train` has written it."""
+    file = options.run_dir / "config.resolved.yaml"
+    if options.config.resolve() == file and not options.overrides:
+        return
+    trainer = config.trainer.model_copy(update={"run_dir": str(options.run_dir)})
+    is_secret = "@" in (config.broker.url or "")
+    write_atomically(
+        file,
+        dump_yaml(config.model_copy(update={"trainer": trainer})),
+        mode=0o600 if is_secret else 0o644,
+    )
 
 
 async def _services(supervisor: Supervisor, timeout_s: float) -> None:
