@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -16,6 +17,7 @@ from paceline.core.members import MemberKind, RewardState
 from paceline.rpc.v1 import reward_pb2_grpc
 from paceline.sdk import RewardClient
 from paceline.service.controller_link import MemberReport
+from paceline.service.credentials import Credentials
 from paceline.service.member import MemberOptions, MemberSession
 from paceline.service.runtime import ServiceContext
 from support.fake_controller import FakeController, serve
@@ -40,9 +42,15 @@ async def controller(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Fak
     await server.stop(0)
 
 
-async def run(address: str, work: Callable[[MemberSession], Awaitable[None]]) -> None:
+async def run(
+    address: str,
+    work: Callable[[MemberSession], Awaitable[None]],
+    *,
+    host: str = "127.0.0.1",
+    advertise: str = "",
+) -> None:
     """What `run_member` runs, without the process around it."""
-    options = MemberOptions(controller=address, member_id="reward-0", host="127.0.0.1", port=0)
+    options = MemberOptions(controller=address, member_id="reward-0", host=host, port=0, advertise=advertise)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         context = ServiceContext("reward-0", tasks)
         session = MemberSession(context, options, kind=MemberKind.REWARD)
@@ -50,6 +58,11 @@ async def run(address: str, work: Callable[[MemberSession], Awaitable[None]]) ->
             await session.reporting(work(session))
         finally:
             await context._finish()
+
+
+async def _is_serving(session: MemberSession) -> bool:
+    link = session.link
+    return await is_serving(link.address, link.incarnation, role="reward", credentials=Credentials())
 
 
 async def join(session: MemberSession) -> None:
@@ -177,10 +190,10 @@ async def test_a_signal_makes_a_member_unhealthy_at_once_and_leaves_it_its_grace
     async def work(session: MemberSession) -> None:
         leaving = asyncio.create_task(until_left(session, unfinished, grace_s=0.6))
         await fake.heard.wait()
-        assert await is_serving(session.link.address, session.link.incarnation)
+        assert await _is_serving(session)
         began = time.monotonic()
         session.context.stop("SIGTERM")
-        while await is_serving(session.link.address, session.link.incarnation):
+        while await _is_serving(session):
             assert time.monotonic() - began < 0.5
         await leaving
         assert 0.5 < time.monotonic() - began < 2
@@ -202,7 +215,7 @@ async def test_a_drained_member_finishes_however_long_it_takes_and_leaves(
         fake.drain = True
         session.poke()
         await asyncio.sleep(0.4)
-        assert not await is_serving(session.link.address, session.link.incarnation)
+        assert not await _is_serving(session)
         assert not leaving.done()
         unfinished.done.set()
         await leaving
@@ -249,9 +262,44 @@ async def test_a_member_that_is_told_to_stop_does_not_wait_for_a_controller() ->
         await run("127.0.0.1:1", work)
 
 
+def options_of(*words: str) -> MemberOptions:
+    return MemberOptions.parse(words, prog="p", kind=MemberKind.ROLLOUT, description="d")
+
+
 def test_the_command_line() -> None:
-    words = ["--controller", "host:1", "--member-id", "rollout-3"]
-    options = MemberOptions.parse(words, prog="p", description="d")
+    options = options_of("--controller", "host:1", "--member-id", "rollout-3")
     assert options == MemberOptions(controller="host:1", member_id="rollout-3", host="127.0.0.1", port=0)
     with pytest.raises(SystemExit):
-        MemberOptions.parse(["--controller", "host:1"], prog="p", description="d")
+        options_of("--member-id", "rollout-3")
+
+
+def test_the_environment_stands_in_for_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"CONTROLLER": "c:1", "MEMBER_ID": "r-1", "HOST": "eth0", "ADVERTISE": "::2"}.items():
+        monkeypatch.setenv(f"PACELINE_{name}", value)
+    assert options_of() == MemberOptions(
+        controller="c:1", member_id="r-1", host="eth0", port=0, advertise="::2"
+    )
+    assert options_of("--host", "::1", "--controller", "d:2").host == "::1"
+    monkeypatch.setenv("PACELINE_MEMBER_ID", "")
+    assert options_of().member_id == f"rollout-{socket.gethostname()}"
+
+
+async def test_a_member_on_every_interface_says_where_the_controller_reaches_it(
+    controller: tuple[FakeController, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host name may not resolve where the controller runs."""
+    monkeypatch.setenv("PACELINE_TOKEN", "secret")
+    monkeypatch.setenv("PACELINE_INSECURE", "1")
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
+    fake, address = controller
+    for advertise in ("", "lo", "fd00::7"):
+        fake.run_over = False
+
+        async def work(session: MemberSession) -> None:
+            await join(session)
+            fake.run_over = True
+            await session.context.stopping.wait()
+
+        await run(address, work, host="0.0.0.0", advertise=advertise)
+    hosts = [registration.address.rpartition(":")[0] for registration in fake.registrations]
+    assert hosts == ["127.0.0.1", "127.0.0.1", "[fd00::7]"]

@@ -136,6 +136,11 @@ class ServiceConfig(Section):
     """Addresses, heartbeats and deadlines of the services."""
 
     host: str = Field("127.0.0.1", description="Address that servers bind to.")
+    insecure: bool = Field(
+        False,
+        description="Allow plain text beyond loopback, on a network that is trusted wholly. Services "
+        "that are started by hand need PACELINE_INSECURE=1 too.",
+    )
     controller_port: int = Field(0, ge=0, le=65535, description="Port of the controller; 0: any free port.")
     heartbeat_s: float = Field(1.0, gt=0, description="How often members report.")
     suspect_after_s: float = Field(5.0, gt=0, description="Silence after which a member is suspected.")
@@ -163,6 +168,13 @@ class TelemetryConfig(Section):
 
     otlp_endpoint: str | None = Field(
         None, description="OTLP/gRPC endpoint; null: metrics.jsonl and spans.jsonl in the run directory."
+    )
+    prometheus_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the process's own Prometheus endpoint, on loopback; 0: none. `paceline train` "
+        "counts up from it, the controller first. PACELINE_PROMETHEUS_PORT overrides it.",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         "INFO", description="Level of the services' logs."

@@ -16,6 +16,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from paceline.core.errors import ConfigError, EnvironmentLackError, PacelineError
 from paceline.service import errors, telemetry
+from paceline.service.addresses import join, to_advertise, to_bind
 from paceline.service.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     KEEPALIVE_S,
@@ -24,29 +25,33 @@ from paceline.service.connection import (
     is_loopback,
     token_matches,
 )
+from paceline.service.credentials import INSECURE, TLS_DIR, Credentials
 from paceline.service.terms import Terms
 
 log = logging.getLogger(__name__)
 
 _Servicer = TypeVar("_Servicer")
-_WILDCARDS = ("0.0.0.0", "::", "[::]")
 # Orchestrators probe health without a token; the answer says only up or down.
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
 
 
 @dataclass(kw_only=True, slots=True)
 class RunningServer:
-    """A server that listens."""
+    """A server that listens.
 
-    host: str
+    Attributes:
+        advertise: address or name under which others reach it.
+    """
+
+    advertise: str
     port: int
     _server: Any = field(repr=False)
     _health: Any = field(repr=False)
 
     @property
     def address(self) -> str:
-        """host:port to connect to; for a wildcard bind the machine's name."""
-        return f"{socket.gethostname() if self.host in _WILDCARDS else self.host}:{self.port}"
+        """host:port to connect to."""
+        return join(self.advertise, self.port)
 
     async def answer_as(self, name: str) -> None:
         """Answers health checks for `name` too, by which others tell this process from its successor."""
@@ -68,7 +73,8 @@ async def start_server(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    token: str = "",
+    advertise: str = "",
+    credentials: Credentials | None = None,
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     port_key: str = "--port",
     terms: Terms | None = None,
@@ -81,25 +87,25 @@ async def start_server(
     Args:
         add: the generated add_XServicer_to_server.
         servicer: with `async def` methods.
-        host: address to bind to.
+        host: address, interface or name to bind to.
         port: port to bind to.
-        token: what every call must carry; an empty token lets every call in, and is for loopback only.
+        advertise: where others reach it, if that is not `host`; for a wildcard the machine's name.
+        credentials: the token that every call must carry, and the files for TLS. None lets every call
+            in, for loopback only.
         max_message_bytes: largest message in either direction.
         port_key: what the user changes when the port is taken, for the error's message.
         terms: of the member behind this server; calls of a controller of an earlier term get ProtocolError.
 
     Raises:
-        ConfigError: no token on an address that other machines can reach.
+        ConfigError: no token or no TLS on an address that other machines can reach.
         EnvironmentLackError: the port is taken or the address is not this machine's.
     """
-    if not token and not is_loopback(host):
-        raise ConfigError(
-            f"refusing to listen on {host} without a token: set PACELINE_TOKEN to the same secret for every "
-            "service, or bind to 127.0.0.1"
-        )
+    host = to_bind(host)
+    credentials = credentials or Credentials()
+    _check_reach(host, credentials)
     check_port(host, port, port_key)
     server = grpc.aio.server(
-        interceptors=[_Door(token, terms or Terms())],
+        interceptors=[_Door(credentials.token, terms or Terms())],
         options=[
             *common_options(max_message_bytes),
             # Without these the server takes the clients' keep-alive for abuse and ends healthy calls.
@@ -113,11 +119,39 @@ async def start_server(
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     add(servicer, server)
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        where = join(host, port)
+        if credentials.tls is None:
+            bound = server.add_insecure_port(where)
+        else:
+            bound = server.add_secure_port(where, credentials.tls.server_credentials())
     except RuntimeError as error:
         raise _port_taken(host, port, port_key, str(error)) from error
     await server.start()
-    return RunningServer(host=host, port=bound, _server=server, _health=health)
+    return RunningServer(advertise=to_advertise(host, advertise), port=bound, _server=server, _health=health)
+
+
+def _check_reach(host: str, credentials: Credentials) -> None:
+    """Refuses to serve other machines without a token and TLS."""
+    if is_loopback(host):
+        return
+    if not credentials.token:
+        raise ConfigError(
+            f"refusing to listen on {host} without a token: set PACELINE_TOKEN, or PACELINE_TOKEN_FILE, to "
+            "the same secret for every service (`openssl rand -hex 32` makes one), or listen on 127.0.0.1"
+        )
+    if credentials.tls is None and not credentials.insecure:
+        raise ConfigError(
+            f"refusing to listen on {host} in plain text: run `paceline certs init DIR` once and `paceline "
+            f"certs issue DIR NAME --role ROLE` for each service, and set {TLS_DIR} to what that writes; or "
+            f"listen on 127.0.0.1; or, on a network that you trust wholly, set service.insecure: true and "
+            f"{INSECURE}=1"
+        )
+    if credentials.tls is None:
+        log.warning(
+            "listening on %s in plain text, as asked: everyone on that network can read the token and every "
+            "call",
+            host,
+        )
 
 
 def check_port(host: str, port: int, port_key: str) -> None:
@@ -127,7 +161,7 @@ def check_port(host: str, port: int, port_key: str) -> None:
         EnvironmentLackError: the port is taken or the address is not this machine's; names `port_key`.
     """
     try:
-        infos = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = socket.getaddrinfo(to_bind(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = infos[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -145,8 +179,8 @@ def _port_taken(
             "port (0 takes any free one)"
         )
     return EnvironmentLackError(
-        f"cannot listen on {host}:{port} ({why}); give a host address of this machine and a port it may use "
-        f"({port_key}; 0 takes any free one)"
+        f"cannot listen on {join(host, port)} ({why}); give an address of this machine and a port it may "
+        f"use ({port_key}; 0 takes any free one)"
     )
 
 

@@ -6,8 +6,8 @@ import sys
 
 from paceline.core.members import MemberKind
 from paceline.reward.app import RewardApp
+from paceline.service.credentials import REWARD_TOKEN
 from paceline.service.member import MemberOptions, run_member
-from paceline.service.process import REWARD_TOKEN
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -15,6 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = MemberOptions.parse(
         arguments,
         prog="python -m paceline.reward",
+        kind=MemberKind.REWARD,
         description=f"A reward service of a run. {REWARD_TOKEN} holds the token of remote reward services.",
     )
     return run_member(lambda session: RewardApp(session).run(), options, kind=MemberKind.REWARD)

@@ -21,8 +21,7 @@ from paceline.cli.chaos.clock import Clock
 from paceline.cli.chaos.faults import Fault, draw
 from paceline.cli.chaos.inject import Injector
 from paceline.cli.chaos.record import Outage, Record
-from paceline.cli.chaos.roster import Roster, ends_its_process
-from paceline.cli.controller_client import ControllerClient
+from paceline.cli.chaos.roster import Roster, controller_of, ends_its_process
 from paceline.cli.launch import plan
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.launch.launcher import Planner, launch
@@ -171,7 +170,7 @@ class Conductor:
         note = run_dirs.read_note(self._run_dir)
         if note is None:
             return
-        async with ControllerClient(note.controller, note.token) as controller:
+        async with controller_of(note) as controller:
             await controller.stop_run(_DONE)
 
 

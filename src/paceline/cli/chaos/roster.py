@@ -17,6 +17,7 @@ from paceline.cli.launch.run_dir import RunNote
 from paceline.config.run import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.members import LearnerState, RewardState, RolloutState
+from paceline.service.credentials import Credentials
 
 _POLL_S = 0.3
 # A member that was killed counts as working to the controller until its successor registers.
@@ -49,7 +50,7 @@ class Roster:
             with contextlib.suppress(PacelineError):
                 note = run_dirs.read_note(self._run_dir)
                 if note is not None and note.controller:
-                    async with ControllerClient(note.controller, note.token) as controller:
+                    async with controller_of(note) as controller:
                         members = (await controller.status()).members
                     self._pids = _running(note)
                     self._working = frozenset(m.member_id for m in members if self._works(m))
@@ -90,6 +91,11 @@ class Roster:
 def ends_its_process(fault: Fault) -> bool:
     """Whether a service that is hit is replaced by a new process."""
     return fault.kind is FaultKind.KILL and not fault.target.endswith("/child")
+
+
+def controller_of(note: RunNote) -> ControllerClient:
+    """A client of a run's controller, past the proxies."""
+    return ControllerClient(note.controller, Credentials.from_env().with_token(note.token))
 
 
 def _running(note: RunNote) -> dict[str, int]:
