@@ -12,16 +12,15 @@ class Clock:
 
     Attributes:
         now_step, now_phase: where the run is.
-        num_steps: how many steps it has seen finished, each once: what is done again does not count.
     """
 
     def __init__(self, view: View) -> None:
         self._view = view
-        self.now_step, self.now_phase, self.num_steps = 0, "start", 0
+        self.now_step, self.now_phase = 0, "start"
         self._finished = asyncio.Event()
 
     async def next_step(self) -> None:
-        """Waits until a further step is finished."""
+        """Waits until a further step is finished; one that is done again after a rewind does not count."""
         await self._finished.wait()
 
     def milestone(self, text: str) -> None:
@@ -35,7 +34,6 @@ class Clock:
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Notes that a step is finished."""
-        self.num_steps += 1
         self._finished.set()
         self._finished = asyncio.Event()
         self._view.step(step, metrics)
