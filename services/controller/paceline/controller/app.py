@@ -37,6 +37,7 @@ from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import telemetry
 from paceline.service.grpc_server import start_server
 from paceline.service.runtime import ServiceContext
+from paceline.storage.places import mark
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ async def serve(context: ServiceContext, options: Options) -> None:
         progress,
         supervisor,
         broker_url=broker_url,
-        checkpoints=lambda: list(checkpoints.candidates(run.dir, run.id)),
+        checkpoints=lambda: list(checkpoints.candidates(run.checkpoints, run.id)),
+        checkpoint_marker=await asyncio.to_thread(mark, run.checkpoints),
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
     channels = Channels(config, token, journal.term)
