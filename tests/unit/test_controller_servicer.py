@@ -23,6 +23,7 @@ from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import common_pb2, controller_pb2_grpc
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.service import channels
+from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import start_server
 from paceline.storage.folder import Folder
 from support.sequencer_run import config
@@ -78,6 +79,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         progress,
         supervisor,
         broker_url="memory://",
+        credentials=Credentials(),
         checkpoints=lambda: [Folder.at(tmp_path / "step_000002")],
         checkpoint_marker="m",
         stop=lambda _: None,
