@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from paceline.controller.app import Options, serve
+from paceline.service.addresses import add_address_arguments
 from paceline.service.runtime import run_service
 
 
@@ -17,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--run-dir", type=Path, required=True, help="folder for metrics, journal, checkpoints"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    add_address_arguments(parser)
     parser.add_argument("--port", type=int, help="port to listen on; default: service.controller_port")
     parser.add_argument("--address-file", type=Path, help="file to write host:port to once listening")
     args = parser.parse_args(arguments)
@@ -25,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         config=args.config,
         run_dir=args.run_dir.resolve(),
         host=args.host,
+        advertise=args.advertise,
         port=args.port,
         address_file=args.address_file,
     )

@@ -52,6 +52,7 @@ class Options:
     config: Path
     run_dir: Path
     host: str
+    advertise: str
     port: int | None
     address_file: Path | None
 
@@ -156,6 +157,7 @@ async def _listen(
         controller_pb2_grpc.add_ControllerServiceServicer_to_server,
         servicer,
         host=options.host,
+        advertise=options.advertise,
         port=config.service.controller_port if options.port is None else options.port,
         token=token,
         max_message_bytes=config.service.max_message_mib << 20,
