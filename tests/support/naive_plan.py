@@ -6,6 +6,7 @@ groups of needs, the sizes of chunks and the cut of one box come from the planne
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,11 +53,13 @@ class NaivePlan:
     @property
     def cost_bytes(self) -> int:
         """The load of each round's busiest rank, and what a round costs."""
-        ranks = range(self.num_sources + self.num_destinations)
-        busiest = [
-            max(self._elements(number, rank, end) for rank in ranks for end in ("sender", "receiver"))
-            for number in range(self.num_rounds)
-        ]
+        loads: Counter[tuple[int, str, int]] = Counter()
+        for key, size in self.message_sizes.items():
+            loads[key.round, "sends", key.sender] += size
+            loads[key.round, "receives", key.receiver] += size
+        busiest = [0] * self.num_rounds
+        for (number, _, _), load in loads.items():
+            busiest[number] = max(busiest[number], load)
         return self.item_bytes * sum(busiest) + _ROUND_COST_BYTES * self.num_rounds
 
     @property
@@ -68,10 +71,6 @@ class NaivePlan:
             if piece.relay is None:
                 sent[piece.source] += piece.box.volume
         return max(sent) > max(received)
-
-    def _elements(self, number: int, rank: int, end: str) -> int:
-        sizes = self.message_sizes.items()
-        return sum(size for key, size in sizes if key.round == number and getattr(key, end) == rank)
 
 
 def naive_plan(
@@ -209,7 +208,7 @@ class Cargo:
     targets: tuple[TensorSlice, ...]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class NaiveFlow:
     """What learner rank `source` sends to `members`, in the tensors' order; to `chunk_sizes` a Flow."""
 
@@ -217,17 +216,17 @@ class NaiveFlow:
     members: Members
     cargo: list[Cargo] = field(default_factory=list)
 
-    @property
+    @cached_property
     def volume(self) -> int:
         """Elements, each counted once."""
         return sum(item.box.volume for item in self.cargo)
 
-    @property
+    @cached_property
     def longest_row(self) -> int:
         """Elements of the longest row."""
         return max(item.box.volume // item.box.shape[0] for item in self.cargo)
 
-    @property
+    @cached_property
     def content(self) -> tuple[tuple[int, Box], ...]:
         """Equal for flows of the same boxes."""
         return tuple((item.order, item.box) for item in self.cargo)
