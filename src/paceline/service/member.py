@@ -160,7 +160,9 @@ class MemberSession:
             self._kind.value,
             run_dir=registration.run_dir,
             otlp_endpoint=settings.otlp_endpoint,
+            prometheus_port=settings.prometheus_port,
             instance=options.member_id,
+            uses_gpus=self._kind is not MemberKind.REWARD,
         )
         heartbeats = self.spawn("heartbeats", self._heartbeats(link, report, on_reregistered))
 

@@ -22,6 +22,7 @@ from paceline.controller.fleet.clients import Channels, LearnerClient, RolloutCl
 from paceline.controller.fleet.membership import Fleet
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.guard.report import Guard
+from paceline.controller.health import measure_mailboxes, observe_run
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run import checkpoints
@@ -71,6 +72,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
         "controller",
         run_dir=options.run_dir,
         otlp_endpoint=config.telemetry.otlp_endpoint,
+        prometheus_port=config.telemetry.prometheus_port,
         instance="controller",
     )
     events = EventHub()
@@ -89,6 +91,9 @@ async def serve(context: ServiceContext, options: Options) -> None:
         clock, suspect_after_s=config.service.suspect_after_s, dead_after_s=config.service.dead_after_s
     )
     supervisor = Supervisor(fleet, journal, run.events, clock)
+    observe_run(run, progress, fleet, clock)
+    measuring = context.spawn("mailbox lengths", measure_mailboxes(broker, run_id, progress))
+    context.defer("mailbox lengths", lambda: _cancel(measuring))
     stop = asyncio.get_running_loop().create_future()
     servicer = ControllerServicer(
         run,
