@@ -15,7 +15,7 @@ LONG_TESTS := $(addprefix tests/,chaos deploy)
 TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest --dist loadfile
 
-.PHONY: help venv demo demo-grpo demo-start test test-fast test-chaos lint format generate clean
+.PHONY: help venv demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
 
 help:
 	@echo "make venv       install into $(VENV) from the lock files"
@@ -24,6 +24,7 @@ help:
 	@echo "make test       all tests but those of test-chaos; starts Redis by itself"
 	@echo "make test-fast  unit, property, numeric and contract tests"
 	@echo "make test-chaos runs under faults: about half an hour"
+	@echo "make test-deploy  the deployed forms: containers; skips what lacks a program, and says which"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
 
 venv: $(VENV)/.installed
@@ -55,6 +56,9 @@ test-fast: venv
 
 test-chaos: venv
 	$(BIN)/python -m pytest tests/chaos
+
+test-deploy: venv
+	$(BIN)/python -m pytest -s tests/deploy
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -23,6 +23,7 @@ from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import common_pb2, controller_pb2_grpc
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.service import channels
+from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import start_server
 from support.sequencer_run import config
 
@@ -77,6 +78,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         progress,
         supervisor,
         broker_url="memory://",
+        credentials=Credentials(),
         checkpoints=lambda: [tmp_path / "step_000002"],
         stop=lambda _: None,
     )

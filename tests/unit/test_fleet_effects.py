@@ -17,6 +17,7 @@ from paceline.core.members import MemberKind
 from paceline.rpc.v1 import common_pb2
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.service.connection import common_options
+from paceline.service.credentials import Credentials
 from support.clocks import ManualClock
 from support.sequencer_run import config
 
@@ -65,6 +66,7 @@ async def test_a_member_learns_the_term_the_heartbeat_and_the_checkpoints_newest
         Progress(run),
         supervisor,
         broker_url="memory://",
+        credentials=Credentials(),
         checkpoints=lambda: folders,
         stop=lambda _: None,
     )

@@ -25,6 +25,7 @@ from paceline.core.members import MemberKind, MemberState, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service import channels, metrics, telemetry
+from paceline.service.credentials import Credentials
 from paceline.service.terms import Terms
 from paceline.wire.members import member_kind_to_proto
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
@@ -80,7 +81,7 @@ class ControllerLink:
         member_id: str,
         address: str,
         num_ranks: int = 1,
-        token: str = "",
+        credentials: Credentials | None = None,
         terms: Terms | None = None,
     ) -> None:
         self.member_id = member_id
@@ -88,7 +89,7 @@ class ControllerLink:
         self._controller_address = controller_address
         self.address = address
         self._kind, self._num_ranks, self._terms = kind, num_ranks, terms or Terms()
-        self._channel = channels.connect(controller_address, token=token)
+        self._channel = channels.connect(controller_address, credentials=credentials, role="controller")
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
         self._poked = asyncio.Event()
         self._registration: Registration | None = None

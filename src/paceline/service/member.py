@@ -22,9 +22,9 @@ from paceline.core.members import MemberKind
 from paceline.service import telemetry
 from paceline.service.addresses import add_address_arguments, from_environment, to_advertise, to_bind
 from paceline.service.controller_link import PEER, ControllerLink, MemberReport, Registration
+from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import RunningServer, start_server
 from paceline.service.logs import set_level
-from paceline.service.process import env_token
 from paceline.service.runtime import ServiceContext, run_service
 from paceline.service.terms import Terms
 
@@ -42,7 +42,7 @@ _Servicer = TypeVar("_Servicer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberOptions:
-    """A member's command line. PACELINE_TOKEN holds the run's token; the controller sends the rest.
+    """A member's command line; the environment holds its credentials, the controller sends the rest.
 
     Attributes:
         host: what it listens on.
@@ -127,8 +127,8 @@ class MemberSession:
             DeadlineError: no controller at the address.
             PacelineError: the controller refused the member, or this process cannot listen.
         """
-        context, options, token = self.context, self.options, env_token()
-        terms = Terms()
+        context, options = self.context, self.options
+        credentials, terms = Credentials.from_env(), Terms()
         host = to_bind(options.host)
         server = await start_server(
             add,
@@ -136,7 +136,7 @@ class MemberSession:
             host=host,
             port=options.port,
             advertise=to_advertise(host, options.advertise, towards=options.controller),
-            token=token,
+            credentials=credentials,
             terms=terms,
         )
         context.defer("gRPC server", server.stop)
@@ -147,7 +147,7 @@ class MemberSession:
             member_id=options.member_id,
             address=server.address,
             num_ranks=self._num_ranks,
-            token=token,
+            credentials=credentials,
             terms=terms,
         )
         context.defer("connection to the controller", link.close)

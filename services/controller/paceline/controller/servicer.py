@@ -18,6 +18,7 @@ from paceline.controller.progress import Progress, Run
 from paceline.core.errors import ConfigError, InvalidMessageError
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
+from paceline.service.credentials import Credentials
 from paceline.wire.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
 from paceline.wire.run_events import run_event_to_proto
@@ -30,6 +31,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     """Answers members and people.
 
     Args:
+        credentials: for asking members whether they still serve.
         checkpoints: returns the folders that a learner may load before it serves, newest first.
         stop: called with the reason when a client asks to end the run.
     """
@@ -41,11 +43,13 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         supervisor: Supervisor,
         *,
         broker_url: str,
+        credentials: Credentials,
         checkpoints: Callable[[], Sequence[Path]],
         stop: Callable[[str], None],
     ) -> None:
         self._run, self._progress, self._supervisor = run, progress, supervisor
         self._broker_url, self._checkpoints, self._stop = broker_url, checkpoints, stop
+        self._credentials = credentials
         self._config_json = run.config.model_dump_json()
         self._over = asyncio.Event()
 
@@ -102,7 +106,12 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             and holder.health is Health.ALIVE
             and holder.incarnation != request.incarnation
             and holder.address != request.address
-            and await is_serving(holder.address, holder.incarnation)
+            and await is_serving(
+                holder.address,
+                holder.incarnation,
+                role=holder.kind.value,
+                credentials=self._credentials,
+            )
         ):
             message = (
                 f"there is a member {request.member_id} at {holder.address} already, so the one at "

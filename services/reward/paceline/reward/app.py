@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 
 from paceline.broker import open_broker
@@ -21,8 +20,8 @@ from paceline.reward.servicer import RewardServicer
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2_grpc
 from paceline.service.controller_link import MemberReport, Registration
+from paceline.service.credentials import REWARD_TOKEN, Credentials
 from paceline.service.member import MemberSession
-from paceline.service.process import REWARD_TOKEN
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class RewardApp:
         scorer = WeightedSum.configured(
             ScorerSettings(
                 config=config.reward,
-                token=os.environ.get(REWARD_TOKEN, ""),
+                credentials=Credentials.from_env(REWARD_TOKEN),
                 max_message_bytes=config.service.max_message_mib * 2**20,
             )
         )
