@@ -95,6 +95,7 @@ def setup(
     run_dir: str | Path | None,
     otlp_endpoint: str | None = None,
     prometheus_port: int = 0,
+    local_rank: int = 0,
     instance: str = "",
     uses_gpus: bool = False,
 ) -> None:
@@ -105,6 +106,7 @@ def setup(
         run_dir: without an OTLP endpoint spans go to RUN_DIR/spans.jsonl; None: nowhere.
         otlp_endpoint: OTLP/gRPC endpoint for spans and metrics.
         prometheus_port: of the process's own endpoint, unless the environment names one; 0: none.
+        local_rank: added to the port, for ranks of a learner that share a machine and an environment.
         instance: the member id.
         uses_gpus: whether the metrics of the visible GPUs are this service's.
 
@@ -132,7 +134,7 @@ def setup(
         readers.append(reader)
     elif run_dir is not None:
         spans = SpanFileExporter(Path(run_dir) / "spans.jsonl")
-    endpoint = open_endpoint(prometheus_port)
+    endpoint = open_endpoint(prometheus_port, local_rank)
     if endpoint is not None:
         readers.append(endpoint.reader)
         closers.append(endpoint)
