@@ -156,3 +156,23 @@ def test_the_collectors_pipelines_use_parts_that_are_configured() -> None:
     sent_to = tree["exporters"]["otlp/tempo"]["endpoint"].rpartition(":")[2]
     received_at = load(FOLDER / "tempo.yaml")["distributor"]["receivers"]["otlp"]["protocols"]["grpc"]
     assert received_at["endpoint"].rpartition(":")[2] == sent_to
+
+
+def test_the_profile_mounts_the_files_and_scrapes_what_the_services_serve() -> None:
+    compose = load(ROOT / "deploy" / "compose" / "compose.yaml")
+    services = compose["services"]
+    observers = {name for name, tree in services.items() if tree.get("profiles") == ["observability"]}
+    assert observers == {"collector", "tempo", "prometheus", "grafana"}
+    for name in observers:
+        for mount in services[name]["volumes"]:
+            source = mount.partition(":")[0]
+            assert source in compose["volumes"] or (ROOT / "deploy" / "compose" / source).exists()
+        assert all(port.startswith("127.0.0.1:") for port in services[name].get("ports", ()))
+    (scraped,) = load(FOLDER / "prometheus.yaml")["scrape_configs"][0]["dns_sd_configs"]
+    members = {
+        name for name, tree in services.items() if "PACELINE_TOKEN_FILE" in tree.get("environment", {})
+    }
+    # The network's alias of either profile's controller is `controller`.
+    assert members - {"controller-gpu"} == set(scraped["names"])
+    for name in members:
+        assert services[name]["environment"]["PACELINE_PROMETHEUS_PORT"] == str(scraped["port"])
