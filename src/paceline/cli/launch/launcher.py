@@ -30,6 +30,7 @@ from paceline.cli.launch.plan import ProcessSpec, Role
 from paceline.cli.launch.presence import Presence
 from paceline.cli.launch.process_tree import ProcessTree
 from paceline.cli.launch.restarts import RestartHistory, RestartRule
+from paceline.cli.launch.scratch import Scratch
 from paceline.cli.launch.services import Services, Unit
 from paceline.cli.live.follow import follow
 from paceline.cli.live.view import View
@@ -102,7 +103,8 @@ class _Launcher:
             joining.keep_token(run_dir, token) if is_open else token
         )
         self._note = run_dirs.new_note(run_dir, self._credentials.token)
-        self._tree = ProcessTree(run_dir / "logs")
+        self._scratch = Scratch()
+        self._tree = ProcessTree(run_dir / "logs", env=self._scratch.env)
         rule = RestartRule(max_restarts=config.service.max_restarts, window_s=config.service.restart_window_s)
         self._services = Services(self._tree, rule, say=view.notice, changed=self._write_note)
         self._redis: OwnRedis | None = None
@@ -362,6 +364,7 @@ class _Launcher:
                 self._redis.server.stop()
             for process in self._tree.sweep():
                 log.warning("killed a process that was left behind: %s", process)
+            self._scratch.remove()
             run_dirs.end_note(self._run_dir, self._note, outcome.message)
 
     async def _ask_to_stop(self, outcome: Outcome) -> None:
