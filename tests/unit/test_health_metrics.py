@@ -48,18 +48,21 @@ def test_a_member_that_dies_and_comes_back_is_counted_and_timed() -> None:
             clock.advance(0.5)
             apply(fleet.sweep())
         assert read(metrics.RECOVERY_SECONDS) == {}
+        # Dead after 12.5 s of silence, heard again after 15 s: no restart.
+        register("a", RolloutState.STALE)
+        assert read(metrics.RECOVERY_SECONDS) == {"rollout rollout-0": 2.5}
+        assert read(metrics.MEMBER_RESTARTS) == {"rollout rollout-0": 0}
         register("b", RolloutState.JOINING)
         clock.advance(7.0)
         apply(fleet.heartbeat("rollout-0", "b", state=RolloutState.STALE, policy=None, in_flight=0)[1])
         assert read(metrics.MEMBER_RESTARTS) == {"rollout rollout-0": 1}
         changes = read(metrics.MEMBER_CHANGES)
-        assert (changes["registered rollout"], changes["suspect rollout"], changes["dead rollout"]) == (
-            2,
-            1,
-            1,
-        )
-        # Dead at 12.5 s of silence; 15 s had passed at the new registration.
-        assert read(metrics.RECOVERY_SECONDS) == {"rollout rollout-0": 9.5}
+        assert {change: changes[f"{change} rollout"] for change in ("registered", "suspect", "dead")} == {
+            "registered": 3,
+            "suspect": 1,
+            "dead": 2,
+        }
+        assert read(metrics.RECOVERY_SECONDS) == {"rollout rollout-0": 7.0}
 
 
 async def test_a_run_exports_its_health(tmp_path: Path) -> None:
