@@ -125,8 +125,15 @@ def _translate(error: grpc.aio.AioRpcError, *, timeout_s: float, phase: str, pee
         return PeerLostError(f"{phase}: {peer} cannot be reached or went away ({details})", peer=peer)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return ConfigError(
-            f"{phase}: {peer} refused the token; start every service of the run with the same PACELINE_TOKEN"
+            f"{phase}: {peer} refused the token ({details}); start every service of the run with the same "
+            "PACELINE_TOKEN"
         )
+    if code is grpc.StatusCode.PERMISSION_DENIED:
+        return ConfigError(
+            f"{phase}: {peer} refused the certificate ({details}); issue another with `paceline certs issue`"
+        )
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "Concurrent RPC limit" in details:
+        return PeerLostError(f"{phase}: {peer} has too many calls under way", peer=peer)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return ProtocolError(
             f"{phase}: message to or from {peer} is too large ({details}); raise service.max_message_mib"

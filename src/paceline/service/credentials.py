@@ -25,6 +25,8 @@ FILE_SUFFIX = "_FILE"
 
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
 _SERVER_DOMAIN = "paceline"
+# Of a machine whose services share one certificate, as under `paceline train`.
+HOST_ROLE = "host"
 
 Stamp = tuple[tuple[int, int, int], ...]
 """Says whether files have changed: inode, size and time of each."""
