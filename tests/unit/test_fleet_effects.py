@@ -18,6 +18,7 @@ from paceline.rpc.v1 import common_pb2
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.service.connection import common_options
 from paceline.service.credentials import Credentials
+from paceline.storage.folder import Folder
 from support.clocks import ManualClock
 from support.sequencer_run import config
 
@@ -67,7 +68,8 @@ async def test_a_member_learns_the_term_the_heartbeat_and_the_checkpoints_newest
         supervisor,
         broker_url="memory://",
         credentials=Credentials(),
-        checkpoints=lambda: folders,
+        checkpoints=lambda: [Folder.at(folder) for folder in folders],
+        checkpoint_marker="m",
         stop=lambda _: None,
     )
     context: Any = None

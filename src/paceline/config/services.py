@@ -30,6 +30,11 @@ class TrainerConfig(Section):
         ge=0,
         description="Checkpoint every so many steps, which a lost learner goes back to; 0: only at the end.",
     )
+    checkpoint_url: str | None = Field(
+        None,
+        description="Path or fsspec URL (s3://BUCKET/FOLDER) that the controller and all learner ranks "
+        "reach; checkpoints go to CHECKPOINT_URL/RUN_ID. null: to checkpoints/ in the run directory.",
+    )
     keep_checkpoints: int = Field(2, gt=0, description="How many of the newest checkpoints are kept.")
     resume: Literal["auto", "never"] = Field(
         "auto",

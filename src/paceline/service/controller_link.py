@@ -47,7 +47,9 @@ class Registration:
     Attributes:
         term: counts the starts of the run's controller.
         policy: the committed policy; None before the first commit.
-        checkpoints: folders that a learner may load, newest first.
+        checkpoints: paths or URLs that a learner may load, newest first.
+        checkpoint_root: the folder of the run's checkpoints; "" from a controller that writes none.
+        checkpoint_marker: the text of the marker in it.
     """
 
     run_id: str
@@ -57,7 +59,9 @@ class Registration:
     heartbeat_s: float
     term: int
     policy: PolicyTag | None
-    checkpoints: tuple[Path, ...]
+    checkpoints: tuple[str, ...]
+    checkpoint_root: str = ""
+    checkpoint_marker: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +179,7 @@ class ControllerLink:
             ProtocolError: the controller at the address now leads another run.
         """
         heartbeat_s = self._require().heartbeat_s
+        telemetry.count(metrics.HEARTBEATS, 0, result="failed")
         absence = _Absence(self._controller_address, self._require().config.service.recovery_timeout_s)
         while True:
             self._poked.clear()
@@ -278,7 +283,9 @@ def _read(answer: controller_pb2.RegisterResponse) -> Registration:
         heartbeat_s=answer.heartbeat_s or 1.0,
         term=answer.term,
         policy=policy_tag_from_proto(answer.policy) if answer.HasField("policy") else None,
-        checkpoints=tuple(Path(folder) for folder in answer.checkpoints),
+        checkpoints=tuple(answer.checkpoints),
+        checkpoint_root=answer.checkpoint_root,
+        checkpoint_marker=answer.checkpoint_marker,
     )
 
 

@@ -13,6 +13,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -25,6 +26,7 @@ from paceline.service.controller_link import PEER, ControllerLink, MemberReport,
 from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import RunningServer, start_server
 from paceline.service.logs import set_level
+from paceline.service.run_directory import read_run_id
 from paceline.service.runtime import ServiceContext, run_service
 from paceline.service.terms import Terms
 
@@ -158,7 +160,7 @@ class MemberSession:
         set_level(settings.log_level)
         telemetry.setup(
             self._kind.value,
-            run_dir=registration.run_dir,
+            run_dir=_visible(registration),
             otlp_endpoint=settings.otlp_endpoint,
             prometheus_port=settings.prometheus_port,
             instance=options.member_id,
@@ -268,6 +270,18 @@ def run_member(
         await session.reporting(serve(session))
 
     return run_service(main, name=options.member_id)
+
+
+def _visible(registration: Registration) -> Path | None:
+    """The run directory, unless it is the controller's own: on another host there is none, or another one."""
+    if read_run_id(registration.run_dir) == registration.run_id:
+        return registration.run_dir
+    if not registration.config.telemetry.otlp_endpoint:
+        log.info(
+            "the run directory %s is not seen from here: no spans are kept (telemetry.otlp_endpoint)",
+            registration.run_dir,
+        )
+    return None
 
 
 def _reason(error: BaseException) -> str:

@@ -40,6 +40,7 @@ from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import start_server
 from paceline.service.process import write_atomically
 from paceline.service.runtime import ServiceContext
+from paceline.storage.places import mark
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,8 @@ async def serve(context: ServiceContext, options: Options) -> None:
         supervisor,
         broker_url=broker_url,
         credentials=credentials,
-        checkpoints=lambda: list(checkpoints.candidates(run.dir, run.id)),
+        checkpoints=lambda: list(checkpoints.candidates(run.checkpoints, run.id)),
+        checkpoint_marker=await asyncio.to_thread(mark, run.checkpoints),
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
     channels = Channels(config, credentials, journal.term)

@@ -87,6 +87,8 @@ class LearnerApp:
             config=registration.config,
             broker_url=registration.broker_url,
             checkpoints=registration.checkpoints,
+            checkpoint_root=registration.checkpoint_root,
+            checkpoint_marker=registration.checkpoint_marker,
             publish_host=self._session.link.address.rpartition(":")[0],
         )
         training = self._start_training(assignment)
@@ -139,7 +141,9 @@ def run_follower(environment: RankEnvironment) -> int:
     name = f"learner-rank{environment.rank}"
     setup_logging(name)
     try:
-        telemetry.setup("learner", run_dir=None, instance=name, uses_gpus=True)
+        telemetry.setup(
+            "learner", run_dir=None, instance=name, local_rank=environment.local_rank, uses_gpus=True
+        )
         follow(environment)
     except PacelineError as error:
         log.error("fatal: %s", error)
