@@ -11,7 +11,6 @@ from paceline.service.credentials import HOST_ROLE, server_name
 # Orchestrators probe health without a token; the answer says only up or down.
 OPEN_METHOD = "/grpc.health.v1.Health/Check"
 
-_PACKAGE = "/paceline.v1."
 _MEMBERS = frozenset({"rollout", "learner", "reward"})
 _MEMBERS_METHODS = frozenset(
     {"ControllerService/Register", "ControllerService/Heartbeat", "ControllerService/Leave"}
@@ -36,9 +35,9 @@ def token_admits(secret: str, method: str, metadata: Iterable[tuple[str, str | b
 
 def callers(method: str) -> frozenset[str] | None:
     """The roles whose certificates open a method; None: every certificate of the run does."""
-    if not method.startswith(_PACKAGE):
+    if not method.startswith(tokens.PACKAGE):
         return None
-    name = method.removeprefix(_PACKAGE)
+    name = method.removeprefix(tokens.PACKAGE)
     if name in _MEMBERS_METHODS:
         return _MEMBERS
     return _CALLERS.get(name.partition("/")[0], frozenset())

@@ -17,7 +17,8 @@ from paceline.service.connection import (
     bearer,
     common_options,
 )
-from paceline.service.credentials import Credentials, server_name
+from paceline.service.credentials import Credentials, LatestTls, server_name
+from paceline.service.rotating_channel import RotatingChannel
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -55,9 +56,11 @@ def connect(
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
     if role:
         options.append(("grpc.ssl_target_name_override", server_name(role)))
-    return grpc.aio.secure_channel(
-        address, credentials.tls.channel_credentials(), options=options, interceptors=interceptors
-    )
+
+    def open_channel(proof: grpc.ChannelCredentials) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(address, proof, options=options, interceptors=interceptors)
+
+    return RotatingChannel(LatestTls(credentials.tls), open_channel)
 
 
 async def call(

@@ -22,7 +22,7 @@ from paceline.service.terms import Terms
 log = logging.getLogger(__name__)
 
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
-_MAX_OPEN_READS = 4
+_MAX_OPEN_READS = 2
 _OPEN_READ_S = 2.0
 _CERTIFICATE_NAMES = "x509_subject_alternative_name"
 

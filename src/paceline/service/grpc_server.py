@@ -21,7 +21,7 @@ from paceline.service.connection import (
     common_options,
     is_loopback,
 )
-from paceline.service.credentials import INSECURE, TLS_DIR, Credentials
+from paceline.service.credentials import INSECURE, TLS_DIR, Credentials, server_credentials
 from paceline.service.door import Door
 from paceline.service.terms import Terms
 
@@ -113,6 +113,8 @@ async def start_server(
             ("grpc.http2.max_ping_strikes", 0),
             # With port reuse two processes could share the port, and each would get some of the calls.
             ("grpc.so_reuseport", 0),
+            # It raises how much of a message arrives before anyone asks for it, from 64 KiB to megabytes.
+            ("grpc.http2.bdp_probe", 0),
             ("grpc.max_concurrent_streams", _MAX_CALLS_PER_CONNECTION),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_S * 1000),
             *([("grpc.max_connection_age_ms", _CONNECTION_AGE_S * 1000)] if credentials.tls else []),
@@ -127,7 +129,7 @@ async def start_server(
         if credentials.tls is None:
             bound = server.add_insecure_port(where)
         else:
-            bound = server.add_secure_port(where, credentials.tls.server_credentials())
+            bound = server.add_secure_port(where, server_credentials(credentials.tls))
     except RuntimeError as error:
         raise _port_taken(host, port, port_key, str(error)) from error
     await server.start()

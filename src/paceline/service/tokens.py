@@ -13,6 +13,8 @@ import hashlib
 import hmac
 import time
 
+PACKAGE = "/paceline.rpc.v1."
+
 _FORM = "p1"
 _PARTS = 4
 
@@ -26,8 +28,11 @@ class Scope(enum.Enum):
 
 # The prefixes of the methods that a scope opens.
 _METHODS = {
-    Scope.REWARD: ("/paceline.v1.RewardService/",),
-    Scope.STATUS: ("/paceline.v1.ControllerService/GetStatus", "/paceline.v1.ControllerService/Watch"),
+    Scope.REWARD: ("/paceline.rpc.v1.RewardService/",),
+    Scope.STATUS: (
+        "/paceline.rpc.v1.ControllerService/GetStatus",
+        "/paceline.rpc.v1.ControllerService/Watch",
+    ),
 }
 
 
