@@ -21,6 +21,7 @@ from paceline.learner.group import Assignment, follow, lead
 from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2_grpc
+from paceline.service.addresses import split, to_bind
 from paceline.service.controller_link import MemberReport
 from paceline.service.logs import setup_logging
 from paceline.service.member import MemberSession
@@ -79,6 +80,7 @@ class LearnerApp:
         Raises:
             PacelineError: the group failed.
         """
+        self._environment.use_interface(self._session.options.host)
         registration = await self._session.join(
             learner_pb2_grpc.add_LearnerServiceServicer_to_server, self._servicer, self._report
         )
@@ -86,7 +88,8 @@ class LearnerApp:
             config=registration.config,
             broker_url=registration.broker_url,
             checkpoints=registration.checkpoints,
-            publish_host=self._session.link.address.rpartition(":")[0],
+            host=to_bind(self._session.options.host),
+            advertise=split(self._session.link.address)[0],
         )
         training = self._start_training(assignment)
         await self._session.context.stopping_or(training)
@@ -132,11 +135,12 @@ class LearnerApp:
         return MemberReport(state=servicer.state, policy=servicer.policy, notice=servicer.take_notice())
 
 
-def run_follower(environment: RankEnvironment) -> int:
+def run_follower(environment: RankEnvironment, host: str) -> int:
     """The main function of every rank but 0; returns the exit code."""
     die_with_parent()
     setup_logging(f"learner-rank{environment.rank}")
     try:
+        environment.use_interface(host)
         follow(environment)
     except PacelineError as error:
         log.error("fatal: %s", error)

@@ -47,28 +47,35 @@ _GROUP_KEY = "paceline/group"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """The part of the registration that every rank needs; `checkpoints` may be loaded, newest first."""
+    """The part of the registration that every rank needs, and where rank 0 listens.
+
+    Attributes:
+        checkpoints: may be loaded, newest first.
+        host, advertise: of rank 0: what it listens on, and where others reach it.
+    """
 
     config: RunConfig
     broker_url: str
     checkpoints: tuple[Path, ...]
-    publish_host: str
+    host: str
+    advertise: str
 
     def to_bytes(self) -> bytes:
         """Bytes for the other ranks; with the broker's password, so for the group and not for its store."""
         checkpoints = [str(folder) for folder in self.checkpoints]
-        fields = [self.config.model_dump_json(), self.broker_url, checkpoints, self.publish_host]
+        fields = [self.config.model_dump_json(), self.broker_url, checkpoints, self.host, self.advertise]
         return json.dumps(fields).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Assignment:
         """Reads what `to_bytes` wrote."""
-        config, broker_url, checkpoints, publish_host = json.loads(data)
+        config, broker_url, checkpoints, host, advertise = json.loads(data)
         return cls(
             config=RunConfig.model_validate_json(config),
             broker_url=broker_url,
             checkpoints=tuple(Path(folder) for folder in checkpoints),
-            publish_host=publish_host,
+            host=host,
+            advertise=advertise,
         )
 
 
@@ -184,7 +191,8 @@ def _load(assignment: Assignment, ranks: Ranks, head: Head | None, stack: contex
         learner.actor.network.lm,
         ranks.device,
         config.weight_backend(ranks.device.type),
-        host=assignment.publish_host,
+        host=assignment.host,
+        advertise=assignment.advertise,
     )
     blobs = stack.enter_context(
         BlobReader(assignment.broker_url, outage_timeout_s=config.broker.outage_timeout_s)

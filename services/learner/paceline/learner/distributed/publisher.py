@@ -35,7 +35,8 @@ class WeightPublisher:
         model: a Hugging Face model under `fully_shard` (or not sharded at all), the same on every rank.
         device: the device of its shards.
         backend: "gloo" or "nccl".
-        host: address on which learner rank 0 listens for the rendezvous, as the rollout ranks reach it.
+        host: address on which learner rank 0 listens for the rendezvous.
+        advertise: where the rollout ranks reach it, if that is not `host`.
         exclude: names of parameters that are not part of the policy (a value head); they are not sent.
     """
 
@@ -46,9 +47,11 @@ class WeightPublisher:
         backend: str,
         *,
         host: str = "127.0.0.1",
+        advertise: str = "",
         exclude: Collection[str] = (),
     ) -> None:
         self._device, self._backend, self._host = device, backend, host
+        self._advertise = advertise or host
         self._exclude = frozenset(exclude) | _tied_names(model)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -90,7 +93,7 @@ class WeightPublisher:
             raise WeightSyncError(f"only learner rank 0 has a store, this is rank {self._rank}")
         if self._store is None:
             self._store = open_store(self._host, _STORE_TIMEOUT_S)
-        return self._host, self._store.port
+        return self._advertise, self._store.port
 
     def join(self, spec: WeightGroupSpec) -> None:
         """Leaves its current group, if any, and joins the group that `spec` describes, with all others.
