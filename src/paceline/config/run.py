@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, model_validator
 
 from paceline.config.actor import ActorConfig, CriticConfig
@@ -60,14 +58,6 @@ class RunConfig(Section):
     def needs_reference(self) -> bool:
         """Whether a KL to the starting model enters reward or loss."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
-
-    def weight_backend(self, learner_device: str) -> Literal["gloo", "nccl"]:
-        """What weights travel over; `learner_device` is "cpu" or "cuda"."""
-        if self.weights.backend != "auto":
-            return self.weights.backend
-        shared = set(self.learner.devices or ()) & set(self.rollout.devices or ())
-        # NCCL refuses two ranks on one GPU.
-        return "nccl" if learner_device == "cuda" and not shared else "gloo"
 
     @property
     def request_timeout_s(self) -> float:

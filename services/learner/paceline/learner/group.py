@@ -190,7 +190,6 @@ def _load(assignment: Assignment, ranks: Ranks, head: Head | None, stack: contex
     publisher = WeightPublisher(
         learner.actor.network.lm,
         ranks.device,
-        config.weight_backend(ranks.device.type),
         host=assignment.host,
         advertise=assignment.advertise,
     )
