@@ -8,8 +8,14 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/cpu.txt)
 # Where to find the CPU build of torch if pip's own index has none.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
+# Rooms whose tests mostly wait or use one core, and rooms that are no part of `make test`.
+FAST_TESTS := $(addprefix tests/,architecture unit property numerics contract)
+LONG_TESTS := $(addprefix tests/,chaos deploy)
+# Tests run in several processes, each file in one of them. With one core, or to debug: make test TEST_PROCESSES=0
+TEST_PROCESSES ?= 3
+PYTEST := $(BIN)/python -m pytest --dist loadfile
 
-.PHONY: help venv demo demo-grpo demo-start test test-fast test-chaos lint format generate clean
+.PHONY: help venv demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
 
 help:
 	@echo "make venv       install into $(VENV) from the lock files"
@@ -18,6 +24,7 @@ help:
 	@echo "make test       all tests but those of test-chaos; starts Redis by itself"
 	@echo "make test-fast  unit, property, numeric and contract tests"
 	@echo "make test-chaos runs under faults: about half an hour"
+	@echo "make test-deploy  the deployed forms: containers; skips what lacks a program, and says which"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
 
 venv: $(VENV)/.installed
@@ -41,14 +48,17 @@ demo-start: venv
 	$(BIN)/python examples/arithmetic/prepare.py --seed $(SEED)
 	$(BIN)/paceline sft examples/arithmetic/sft.yaml seed=$(SEED)
 
-test: venv
-	$(BIN)/python -m pytest --ignore tests/chaos
+test: test-fast
+	$(PYTEST) -n $(if $(filter 0 1,$(TEST_PROCESSES)),0,2) tests $(addprefix --ignore=,$(FAST_TESTS) $(LONG_TESTS))
+
+test-fast: venv
+	$(PYTEST) -n $(TEST_PROCESSES) $(FAST_TESTS)
 
 test-chaos: venv
 	$(BIN)/python -m pytest tests/chaos
 
-test-fast: venv
-	$(BIN)/python -m pytest tests/architecture tests/unit tests/property tests/numerics tests/contract
+test-deploy: venv
+	$(BIN)/python -m pytest -s tests/deploy
 
 lint: venv
 	$(BIN)/ruff format --check .
@@ -57,6 +67,7 @@ lint: venv
 	$(BIN)/lint-imports
 	tools/generate_rpc.sh --check
 	$(BIN)/python tools/generate_config_docs.py --check
+	$(BIN)/python tools/generate_observability.py --check
 
 format: venv
 	$(BIN)/ruff format .
@@ -65,6 +76,7 @@ format: venv
 generate: venv
 	tools/generate_rpc.sh
 	$(BIN)/python tools/generate_config_docs.py
+	$(BIN)/python tools/generate_observability.py
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

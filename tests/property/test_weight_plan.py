@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,6 +57,7 @@ def full_tensors(model: DenseModel) -> Arrays:
     return tensors
 
 
+@pytest.mark.timeout(180)
 @settings(max_examples=60, deadline=None)
 @given(
     case=dense_models(),

@@ -12,7 +12,9 @@ from typing import Self
 
 from paceline.broker.backpressure import wait_for_room
 from paceline.broker.base import Ack, Broker, Entry, Outgoing
+from paceline.broker.names import mailbox
 from paceline.core.errors import BrokerError
+from paceline.service import metrics, telemetry
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class Mailbox:
 
     async def __aenter__(self) -> Self:
         await self._broker.ensure_group(self._stream, self._group)
+        for metric in (metrics.DELIVERIES, metrics.REDELIVERIES, metrics.LEASES_LOST):
+            telemetry.count(metric, 0, mailbox=mailbox(self._stream))
         self._renewing = asyncio.create_task(self._renew_leases(), name=f"leases of {self._stream}")
         return self
 
@@ -82,6 +86,7 @@ class Mailbox:
             if not entries:
                 entries = await self._read(wanted, deadline)
             if entries or time.monotonic() >= deadline:
+                self._count(entries)
                 self._leased.update(entry.entry_id for entry in entries)
                 return entries
 
@@ -163,9 +168,16 @@ class Mailbox:
             lost = self._leased.intersection(entry_ids) - set(renewed) - self._being_settled
             self._leased -= lost
             if lost:
+                telemetry.count(metrics.LEASES_LOST, len(lost), mailbox=mailbox(self._stream))
                 log.warning(
                     "%s: %d entries of %s have gone to another", self._stream, len(lost), self._consumer
                 )
+
+    def _count(self, entries: Sequence[Entry]) -> None:
+        again = sum(entry.deliveries > 1 for entry in entries)
+        for metric, number in ((metrics.DELIVERIES, len(entries)), (metrics.REDELIVERIES, again)):
+            if number:
+                telemetry.count(metric, number, mailbox=mailbox(self._stream))
 
     def _check_renewing(self) -> None:
         if self._renewing is None:

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.broker import open_broker
-from paceline.config.load import load
+from paceline.config.load import dump_yaml, load
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.dispatch import Dispatcher
@@ -22,6 +22,7 @@ from paceline.controller.fleet.clients import Channels, LearnerClient, RolloutCl
 from paceline.controller.fleet.membership import Fleet
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.guard.report import Guard
+from paceline.controller.health import measure_mailboxes, observe_run
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run import checkpoints
@@ -35,8 +36,11 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import BrokerError, ConfigError, DeadlineError, PacelineError
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import telemetry
+from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import start_server
+from paceline.service.process import write_atomically
 from paceline.service.runtime import ServiceContext
+from paceline.storage.places import mark
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,7 @@ class Options:
     """The command line."""
 
     config: Path
+    overrides: tuple[str, ...]
     run_dir: Path
     host: str
     advertise: str
@@ -59,18 +64,22 @@ class Options:
 
 async def serve(context: ServiceContext, options: Options) -> None:
     """Runs one training run to its end."""
-    config = load(RunConfig, options.config)
+    config = load(RunConfig, options.config, options.overrides)
     broker_url = os.environ.get("PACELINE_BROKER_URL") or config.broker.url or ""
-    token = os.environ.get("PACELINE_TOKEN", "")
+    credentials = Credentials.from_env()
+    if config.service.insecure:
+        credentials = replace(credentials, insecure=True)
     if not broker_url:
         raise ConfigError("no message broker: set broker.url, or PACELINE_BROKER_URL in the environment")
     inputs = await asyncio.to_thread(load_inputs, config)
     clock = SystemClock()
     journal, run_id = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
+    _keep_settings(config, options)
     telemetry.setup(
         "controller",
         run_dir=options.run_dir,
         otlp_endpoint=config.telemetry.otlp_endpoint,
+        prometheus_port=config.telemetry.prometheus_port,
         instance="controller",
     )
     events = EventHub()
@@ -89,18 +98,23 @@ async def serve(context: ServiceContext, options: Options) -> None:
         clock, suspect_after_s=config.service.suspect_after_s, dead_after_s=config.service.dead_after_s
     )
     supervisor = Supervisor(fleet, journal, run.events, clock)
+    observe_run(run, progress, fleet, clock)
+    measuring = context.spawn("mailbox lengths", measure_mailboxes(broker, run_id, progress))
+    context.defer("mailbox lengths", lambda: _cancel(measuring))
     stop = asyncio.get_running_loop().create_future()
     servicer = ControllerServicer(
         run,
         progress,
         supervisor,
         broker_url=broker_url,
-        checkpoints=lambda: list(checkpoints.candidates(run.dir, run.id)),
+        credentials=credentials,
+        checkpoints=lambda: list(checkpoints.candidates(run.checkpoints, run.id)),
+        checkpoint_marker=await asyncio.to_thread(mark, run.checkpoints),
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
-    channels = Channels(config, token, journal.term)
+    channels = Channels(config, credentials, journal.term)
     context.defer("channels", channels.close)
-    await _listen(context, options, config, servicer, token)
+    await _listen(context, options, config, servicer, credentials)
     mailboxes = Mailboxes(broker, run_id, own_server=config.broker.url is None)
     collector = Collector(
         run,
@@ -118,6 +132,20 @@ async def serve(context: ServiceContext, options: Options) -> None:
         if journal.standing.ended:
             with contextlib.suppress(BrokerError, DeadlineError):
                 await mailboxes.purge()
+
+
+def _keep_settings(config: RunConfig, options: Options) -> None:
+    """Writes what `paceline verify`, `report` and `export` read, unless `paceline train` has written it."""
+    file = options.run_dir / "config.resolved.yaml"
+    if options.config.resolve() == file and not options.overrides:
+        return
+    trainer = config.trainer.model_copy(update={"run_dir": str(options.run_dir)})
+    is_secret = "@" in (config.broker.url or "")
+    write_atomically(
+        file,
+        dump_yaml(config.model_copy(update={"trainer": trainer})),
+        mode=0o600 if is_secret else 0o644,
+    )
 
 
 async def _services(supervisor: Supervisor, timeout_s: float) -> None:
@@ -150,7 +178,11 @@ def _sequencer(
 
 
 async def _listen(
-    context: ServiceContext, options: Options, config: RunConfig, servicer: ControllerServicer, token: str
+    context: ServiceContext,
+    options: Options,
+    config: RunConfig,
+    servicer: ControllerServicer,
+    credentials: Credentials,
 ) -> None:
     """Starts the gRPC server and writes its address to the address file."""
     server = await start_server(
@@ -159,7 +191,7 @@ async def _listen(
         host=options.host,
         advertise=options.advertise,
         port=config.service.controller_port if options.port is None else options.port,
-        token=token,
+        credentials=credentials,
         max_message_bytes=config.service.max_message_mib << 20,
         port_key="service.controller_port",
     )

@@ -21,6 +21,7 @@ from paceline.learner.group import Assignment, follow, lead
 from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2_grpc
+from paceline.service import telemetry
 from paceline.service.addresses import split, to_bind
 from paceline.service.controller_link import MemberReport
 from paceline.service.logs import setup_logging
@@ -88,6 +89,8 @@ class LearnerApp:
             config=registration.config,
             broker_url=registration.broker_url,
             checkpoints=registration.checkpoints,
+            checkpoint_root=registration.checkpoint_root,
+            checkpoint_marker=registration.checkpoint_marker,
             host=to_bind(self._session.options.host),
             advertise=split(self._session.link.address)[0],
         )
@@ -138,8 +141,12 @@ class LearnerApp:
 def run_follower(environment: RankEnvironment, host: str) -> int:
     """The main function of every rank but 0; returns the exit code."""
     die_with_parent()
-    setup_logging(f"learner-rank{environment.rank}")
+    name = f"learner-rank{environment.rank}"
+    setup_logging(name)
     try:
+        telemetry.setup(
+            "learner", run_dir=None, instance=name, local_rank=environment.local_rank, uses_gpus=True
+        )
         environment.use_interface(host)
         follow(environment)
     except PacelineError as error:
@@ -148,5 +155,7 @@ def run_follower(environment: RankEnvironment, host: str) -> int:
     except Exception:
         log.exception("fatal")
         return 1
+    finally:
+        telemetry.shutdown()
     log.info("stopped")
     return 0

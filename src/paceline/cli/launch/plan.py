@@ -5,12 +5,15 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.cli.launch.machine import Machine
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.service import prometheus
+from paceline.service.credentials import INSECURE
 
 # --dry-run shows this in place of an address that is known only after the start.
 CONTROLLER_PLACE = "CONTROLLER_HOST:PORT"
@@ -64,7 +67,10 @@ def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessS
         "--address-file", str(address_file),
     ]  # fmt: skip
     return ProcessSpec(
-        name="controller", role=Role.CONTROLLER, command=tuple(command), env=_common(num_threads=1)
+        name="controller",
+        role=Role.CONTROLLER,
+        command=tuple(command),
+        env=_common(config, num_threads=1) | _metrics_port(config, 0),
     )
 
 
@@ -78,7 +84,7 @@ def checks(config: RunConfig, run_dir: Path) -> list[ProcessSpec]:
             name=f"{role.value}-check",
             role=role,
             command=(*_module(f"{role.value}.check"), str(run_dir / "config.resolved.yaml")),
-            env=_common(num_threads=1),
+            env=_common(config, num_threads=1),
         )
         for role in roles
     ]
@@ -93,7 +99,7 @@ def members(
         ConfigError: the configuration asks for more GPUs than there are.
     """
     learner_gpus, rollout_gpus = share_gpus(config, machine.gpus)
-    return [
+    specs = [
         *_rollouts(config, machine, rollout_gpus, controller_address),
         *_learners(config, machine, learner_gpus, controller_address, master_port),
         ProcessSpec(
@@ -101,8 +107,27 @@ def members(
             role=Role.REWARD,
             member_id="reward-0",
             command=(*_module("reward"), *_member(config, controller_address, "reward-0")),
-            env=_common(num_threads=1),
+            env=_common(config, num_threads=1),
         ),
+    ]
+    return [
+        # A rank adds its number itself, as it must where torchrun gives all ranks one environment.
+        replace(spec, env={**spec.env, **_metrics_port(config, number - _local_rank(spec))})
+        for number, spec in enumerate(specs, start=1)
+    ]
+
+
+def scrape_targets(specs: Sequence[ProcessSpec]) -> list[dict[str, Any]]:
+    """The processes' metrics endpoints in the form of Prometheus' file_sd_configs; [] without any."""
+    host = prometheus.wanted_host()
+    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return [
+        {
+            "targets": [f"{address}:{int(spec.env[prometheus.PORT]) + _local_rank(spec)}"],
+            "labels": {"process": spec.name},
+        }
+        for spec in specs
+        if prometheus.PORT in spec.env
     ]
 
 
@@ -147,7 +172,7 @@ def _rollouts(
                 member_id=name,
                 command=(*_module("rollout"), *_member(config, controller_address, name)),
                 # The rollout service sets its threads and vLLM's variables itself: it can also start alone.
-                env=_common() | _devices(server_gpus, machine),
+                env=_common(config) | _devices(server_gpus, machine),
             )
         )
     return specs
@@ -167,7 +192,7 @@ def _learners(
                 role=Role.LEARNER,
                 member_id="learner-0",
                 command=(*_module("learner"), *_member(config, controller_address, "learner-0")),
-                env=_common(num_threads=num_threads) | KEEP_MEMORY | ranks | _devices(gpus, machine),
+                env=_common(config, num_threads=num_threads) | KEEP_MEMORY | ranks | _devices(gpus, machine),
             )
         )
     return specs
@@ -199,9 +224,8 @@ def _member(config: RunConfig, controller_address: str, member_id: str) -> list[
     return ["--controller", controller_address, "--member-id", member_id, "--host", config.service.host]
 
 
-def _common(*, num_threads: int | None = None) -> dict[str, str]:
-    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
-    return threads | {
+def _common(config: RunConfig, *, num_threads: int | None = None) -> dict[str, str]:
+    variables = {
         "TOKENIZERS_PARALLELISM": "false",
         # A run reads local files only; asking the model hub would slow the start and could change results.
         "HF_HUB_OFFLINE": "1",
@@ -209,6 +233,21 @@ def _common(*, num_threads: int | None = None) -> dict[str, str]:
         # Services share the cores: a thread that spins while it waits takes time from a thread that works.
         "OMP_WAIT_POLICY": "passive",
     }
+    if num_threads is not None:
+        variables["OMP_NUM_THREADS"] = str(num_threads)
+    if config.service.insecure:
+        variables[INSECURE] = "1"
+    return variables
+
+
+def _local_rank(spec: ProcessSpec) -> int:
+    return int(spec.env.get("LOCAL_RANK", 0))
+
+
+def _metrics_port(config: RunConfig, number: int) -> dict[str, str]:
+    """A port of its own for each process of this machine, counted up from the one that is asked for."""
+    base = prometheus.wanted_port(config.telemetry.prometheus_port)
+    return {prometheus.PORT: str(base + number)} if base else {}
 
 
 def _devices(gpus: Sequence[int], machine: Machine) -> dict[str, str]:

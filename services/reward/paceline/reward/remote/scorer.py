@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import grpc
@@ -21,6 +21,7 @@ from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, failed, split_error
 from paceline.service import channels
 from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
+from paceline.service.credentials import Credentials
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class RemoteOptions:
         max_retries: further calls for an item after a timeout or an unreachable service.
         max_items_per_call: largest call.
         max_message_bytes: largest message; calls are cut to stay below it.
-        token: what every call carries, for a service that asks for one.
+        credentials: the token for a service that asks for one, and the files for TLS.
     """
 
     name: str
@@ -55,7 +56,7 @@ class RemoteOptions:
     max_retries: int = 2
     max_items_per_call: int = 256
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    token: str = ""
+    credentials: Credentials = field(default_factory=Credentials)
 
 
 class RemoteScorer:
@@ -81,7 +82,7 @@ class RemoteScorer:
                     max_retries=config.max_retries,
                     max_items_per_call=service.max_items_per_call,
                     max_message_bytes=settings.max_message_bytes,
-                    token=settings.token,
+                    credentials=settings.credentials,
                 )
             )
             for service in config.services
@@ -96,7 +97,10 @@ class RemoteScorer:
         """Connects. A service that cannot be reached now is logged, and may come up later."""
         options = self._options
         self._channel = channels.connect(
-            options.address, token=options.token, max_message_bytes=options.max_message_bytes
+            options.address,
+            credentials=options.credentials,
+            role="reward",
+            max_message_bytes=options.max_message_bytes,
         )
         try:
             async with asyncio.timeout(_REACH_TIMEOUT_S):
@@ -106,14 +110,18 @@ class RemoteScorer:
 
     async def close(self) -> None:
         """Closes the connection."""
-        if self._channel is not None:
-            await self._channel.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
         """One score per item, in the order of the items, with the weight applied.
 
         Items whose call ran out of time are retried in smaller and smaller calls, so that a slow item does
         not make the others fail.
+
+        Raises:
+            RewardError: UNAVAILABLE, when the connection is closed or was not opened.
         """
         scores: dict[int, Score] = {}
         pending = list(enumerate(items))
@@ -151,7 +159,8 @@ class RemoteScorer:
         self, part: Sequence[tuple[int, ScoreItem]], run_id: str, step: int
     ) -> list[tuple[int, Score]]:
         """One call; when it fails, every item of it gets the error as its score."""
-        assert self._channel is not None, "start() comes first"
+        if self._channel is None:
+            raise RewardError(f"{self._peer}: the connection is not open", kind=RewardErrorKind.UNAVAILABLE)
         items = [item for _, item in part]
         timeout_s = self._options.timeout_s
         results: Sequence[ScoreResult | PacelineError]
