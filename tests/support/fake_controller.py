@@ -36,6 +36,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.known = True
         self.run_over = self.drain = False
         self.term = 1
+        self.run_dir = "/nowhere"
         self.members: list[pb.MemberStatus] = []
         self.policy: PolicyTag | None = None
         self.checkpoints: list[str] = []
@@ -51,7 +52,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.known = True
         return pb.RegisterResponse(
             run_id=self.run_id,
-            run_dir="/nowhere",
+            run_dir=self.run_dir,
             config_json=self.config_json,
             broker_url="memory://",
             heartbeat_s=0.05,
