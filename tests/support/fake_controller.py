@@ -36,6 +36,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.known = True
         self.run_over = self.drain = False
         self.term = 1
+        self.run_dir = "/nowhere"
         self.members: list[pb.MemberStatus] = []
         self.policy: PolicyTag | None = None
         self.checkpoints: list[str] = []
@@ -51,7 +52,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.known = True
         return pb.RegisterResponse(
             run_id=self.run_id,
-            run_dir="/nowhere",
+            run_dir=self.run_dir,
             config_json=self.config_json,
             broker_url="memory://",
             heartbeat_s=0.05,
@@ -110,6 +111,11 @@ async def serve(controller: FakeController, *, token: str = "", port: int = 0) -
 def step_event(step: int, **metrics: float) -> pb.WatchEvent:
     """A finished step."""
     return pb.WatchEvent(step=pb.StepEvent(step=step, metrics=metrics))
+
+
+def notice_event(message: str) -> pb.WatchEvent:
+    """A sentence for people."""
+    return pb.WatchEvent(notice=pb.NoticeEvent(message=message))
 
 
 def end_event(*, ok: bool, message: str) -> pb.WatchEvent:

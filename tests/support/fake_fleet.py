@@ -97,7 +97,6 @@ class FakeLearner:
             store_host="127.0.0.1",
             store_port=1,
             version=self.services.version,
-            device="cpu",
         )
 
     async def join(self, member: Member, *, epoch: int, spec: bytes) -> None:

@@ -30,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the command and resolved configuration of every service; start nothing",
     )
+    parser.add_argument(
+        "--open",
+        action="store_true",
+        help="let others join: keep the run's token in RUN_DIR/token and print the commands with which "
+        "further rollout servers and reward services join",
+    )
     parser.add_argument("--plain", action="store_true", help="print plain lines even on a terminal")
 
 
@@ -48,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         print(remark)
     view = make_view(config, run_dir, plain=args.plain)
     try:
-        outcome = asyncio.run(launch(config, run_dir, view))
+        outcome = asyncio.run(launch(config, run_dir, view, is_open=args.open))
     finally:
         view.close()
     if outcome.ok:

@@ -14,6 +14,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.service import prometheus
 from paceline.service.credentials import INSECURE
+from paceline.service.member import MAX_MESSAGE_MIB
 
 # --dry-run shows this in place of an address that is known only after the start.
 CONTROLLER_PLACE = "CONTROLLER_HOST:PORT"
@@ -235,6 +236,7 @@ def _common(config: RunConfig, *, num_threads: int | None = None) -> dict[str, s
     }
     if num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(num_threads)
+    variables[MAX_MESSAGE_MIB] = str(config.service.max_message_mib)
     if config.service.insecure:
         variables[INSECURE] = "1"
     return variables
