@@ -122,6 +122,11 @@ def step_event(step: int, **metrics: float) -> pb.WatchEvent:
     return pb.WatchEvent(step=pb.StepEvent(step=step, metrics=metrics))
 
 
+def notice_event(message: str) -> pb.WatchEvent:
+    """A sentence for people."""
+    return pb.WatchEvent(notice=pb.NoticeEvent(message=message))
+
+
 def end_event(*, ok: bool, message: str) -> pb.WatchEvent:
     """The end."""
     return pb.WatchEvent(end=pb.EndEvent(ok=ok, message=message))
