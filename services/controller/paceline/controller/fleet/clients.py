@@ -294,6 +294,19 @@ class LearnerClient:
         )
         return reply.seconds
 
+    async def restart(self, member: Member, *, reason: str) -> None:
+        """Makes the learner end, so that it is started again and loads its newest checkpoint."""
+        await self._while_alive(
+            member,
+            call(
+                self._stub(member).Restart,
+                learner_pb2.RestartRequest(reason=reason),
+                timeout_s=self._timeouts.quick,
+                phase="FORMING",
+                peer=member.member_id,
+            ),
+        )
+
     async def _while_alive(self, member: Member, calling: Coroutine[Any, Any, T]) -> T:
         return await while_alive(member, calling, self._gone)
 
