@@ -9,7 +9,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/cpu.txt)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
 
-.PHONY: help venv demo demo-grpo demo-start test test-fast test-chaos lint format generate clean
+.PHONY: help venv demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
 
 help:
 	@echo "make venv       install into $(VENV) from the lock files"
@@ -18,6 +18,7 @@ help:
 	@echo "make test       all tests but those of test-chaos; starts Redis by itself"
 	@echo "make test-fast  unit, property, numeric and contract tests"
 	@echo "make test-chaos runs under faults: about half an hour"
+	@echo "make test-deploy  the deployed forms: containers; skips what lacks a program, and says which"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
 
 venv: $(VENV)/.installed
@@ -42,10 +43,13 @@ demo-start: venv
 	$(BIN)/paceline sft examples/arithmetic/sft.yaml seed=$(SEED)
 
 test: venv
-	$(BIN)/python -m pytest --ignore tests/chaos
+	$(BIN)/python -m pytest --ignore tests/chaos --ignore tests/deploy
 
 test-chaos: venv
 	$(BIN)/python -m pytest tests/chaos
+
+test-deploy: venv
+	$(BIN)/python -m pytest -s tests/deploy
 
 test-fast: venv
 	$(BIN)/python -m pytest tests/architecture tests/unit tests/property tests/numerics tests/contract

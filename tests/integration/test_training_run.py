@@ -227,6 +227,7 @@ def test_refills_and_greedy_answers_on_two_servers(inputs: Path, tmp_path: Path)
             "kl_ctrl": {"type": "fixed"},
             "dynamic_sampling": {"enable": True, "max_extra_factor": 1.0},
         },
+        actor={"ratio_audit_freq": 1},
         rollout={"n": 2, "replicas": 2},
         reward={"functions": [{"name": f"{REWARDS}:first_letter"}]},
         trainer={"total_steps": 2, "save_freq": 0},

@@ -19,7 +19,7 @@ from paceline.learner.algorithms.registry import POLICY_LOSSES
 from paceline.learner.batch.minibatch import Denominators, MiniBatch, cut_mini_batches
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import RowLength, plan_batch
-from paceline.learner.batch.types import MicroBatch, PackedRow, ScoredBatch, TrainingBatch
+from paceline.learner.batch.types import MicroBatch, OldLogProbs, PackedRow, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train import shaping
 from paceline.learner.train.advantages import Advantages
@@ -122,7 +122,7 @@ def made_up(batch: MicroBatch, counts: torch.Tensor | None = None) -> TrainingBa
 
     scored = ScoredBatch(
         batch=batch,
-        old_log_probs=table(0.7, -4.0),
+        old_log_probs=OldLogProbs(table(0.7, -4.0)),
         ref_log_probs=table(0.7, -4.0),
         values=table(0.5),
     )
@@ -148,7 +148,7 @@ class TestResampling:
 
         really = TrainingBatch(
             batch=tokens,
-            old_log_probs=pick(part.old_log_probs),
+            old_log_probs=OldLogProbs(pick(part.old_log_probs.table)),
             ref_log_probs=pick(part.ref_log_probs),
             values=pick(part.values),
             scores=part.scores[take],
@@ -333,7 +333,7 @@ class TestRolloutCorrection:
         for part in seen:
             for place in part.batch.mask.nonzero().tolist():
                 row, column = place
-                difference = part.old_log_probs[row, column] - part.batch.rollout_log_probs[row, column]
+                difference = part.old_log_probs.table[row, column] - part.batch.rollout_log_probs[row, column]
                 weights.append(math.exp(difference.item()))
                 # On policy the loss of a token is minus its advantage.
                 losses.append(-part.advantages[row, column].item() * min(weights[-1], 1.5))

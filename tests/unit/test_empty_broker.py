@@ -154,6 +154,22 @@ def moments(events: list[dict[str, Any]]) -> list[int]:
     ]
 
 
+def emptying(fleet: Fleet, number: int, killed: str) -> Callable[[SequencerRun, dict[str, Any]], None]:
+    """Empties the broker after an event, and kills the controller then, later or never."""
+    seen: list[dict[str, Any]] = []
+
+    def disturb(it: SequencerRun, event: dict[str, Any]) -> None:
+        seen.append(event)
+        if len(seen) == number + 1:
+            fleet.empty()
+        if len(seen) == number + 1 and killed == "then":
+            raise Killed
+        if len(seen) > number + 1 and killed == "in the next phase" and event["event"] == "phase":
+            raise Killed
+
+    return disturb
+
+
 @pytest.mark.parametrize("killed", ["never", "then", "in the next phase"])
 async def test_redis_comes_back_empty_at_any_event(killed: str, tmp_path: Path) -> None:
     calm, events = await calm_run(tmp_path / "calm")
@@ -168,23 +184,12 @@ async def test_redis_comes_back_empty_at_any_event(killed: str, tmp_path: Path) 
         "validate",
         "checkpoint",
     }
-    sent_back = 0
+    num_sent_back = 0
     for number in moments(events):
-        fleet, seen, emptied = rolled_back(Fleet(tmp_path / f"{number}", ROLLBACK)), list[Any](), list[Any]()
-
-        def disturb(it: SequencerRun, event: dict[str, Any]) -> None:
-            seen.append(event)
-            if emptied and killed == "in the next phase" and event["event"] == "phase":
-                raise Killed
-            if not emptied and len(seen) == number + 1:
-                emptied.append(event)
-                fleet.empty()
-                if killed == "then":
-                    raise Killed
-
+        fleet = rolled_back(Fleet(tmp_path / f"{number}", ROLLBACK))
         what = f"{killed}, emptied after {number}: {events[number]}"
-        assert await fleet.live(disturb) is (killed == "never"), what
+        assert await fleet.live(emptying(fleet, number, killed)) is (killed == "never"), what
         assert killed == "never" or await fleet.live(nothing), what
         check(fleet, calm, what)
-        sent_back += fleet.restarts
-    assert bool(sent_back) is (killed != "never")
+        num_sent_back += fleet.restarts
+    assert bool(num_sent_back) is (killed != "never")

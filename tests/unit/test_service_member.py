@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -40,9 +41,15 @@ async def controller(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Fak
     await server.stop(0)
 
 
-async def run(address: str, work: Callable[[MemberSession], Awaitable[None]]) -> None:
+async def run(
+    address: str,
+    work: Callable[[MemberSession], Awaitable[None]],
+    *,
+    host: str = "127.0.0.1",
+    advertise: str = "",
+) -> None:
     """What `run_member` runs, without the process around it."""
-    options = MemberOptions(controller=address, member_id="reward-0", host="127.0.0.1", port=0)
+    options = MemberOptions(controller=address, member_id="reward-0", host=host, port=0, advertise=advertise)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         context = ServiceContext("reward-0", tasks)
         session = MemberSession(context, options, kind=MemberKind.REWARD)
@@ -249,9 +256,43 @@ async def test_a_member_that_is_told_to_stop_does_not_wait_for_a_controller() ->
         await run("127.0.0.1:1", work)
 
 
+def options_of(*words: str) -> MemberOptions:
+    return MemberOptions.parse(words, prog="p", kind=MemberKind.ROLLOUT, description="d")
+
+
 def test_the_command_line() -> None:
-    words = ["--controller", "host:1", "--member-id", "rollout-3"]
-    options = MemberOptions.parse(words, prog="p", description="d")
+    options = options_of("--controller", "host:1", "--member-id", "rollout-3")
     assert options == MemberOptions(controller="host:1", member_id="rollout-3", host="127.0.0.1", port=0)
     with pytest.raises(SystemExit):
-        MemberOptions.parse(["--controller", "host:1"], prog="p", description="d")
+        options_of("--member-id", "rollout-3")
+
+
+def test_the_environment_stands_in_for_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"CONTROLLER": "c:1", "MEMBER_ID": "r-1", "HOST": "eth0", "ADVERTISE": "::2"}.items():
+        monkeypatch.setenv(f"PACELINE_{name}", value)
+    assert options_of() == MemberOptions(
+        controller="c:1", member_id="r-1", host="eth0", port=0, advertise="::2"
+    )
+    assert options_of("--host", "::1", "--controller", "d:2").host == "::1"
+    monkeypatch.setenv("PACELINE_MEMBER_ID", "")
+    assert options_of().member_id == f"rollout-{socket.gethostname()}"
+
+
+async def test_a_member_on_every_interface_says_where_the_controller_reaches_it(
+    controller: tuple[FakeController, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host name may not resolve where the controller runs."""
+    monkeypatch.setenv("PACELINE_TOKEN", "secret")
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
+    fake, address = controller
+    for advertise in ("", "lo", "fd00::7"):
+        fake.run_over = False
+
+        async def work(session: MemberSession) -> None:
+            await join(session)
+            fake.run_over = True
+            await session.context.stopping.wait()
+
+        await run(address, work, host="0.0.0.0", advertise=advertise)
+    hosts = [registration.address.rpartition(":")[0] for registration in fake.registrations]
+    assert hosts == ["127.0.0.1", "127.0.0.1", "[fd00::7]"]

@@ -12,7 +12,9 @@ from typing import Self
 
 from paceline.broker.backpressure import wait_for_room
 from paceline.broker.base import Ack, Broker, Entry, Outgoing
+from paceline.broker.names import mailbox
 from paceline.core.errors import BrokerError
+from paceline.service import metrics, telemetry
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class Mailbox:
             if not entries:
                 entries = await self._read(wanted, deadline)
             if entries or time.monotonic() >= deadline:
+                self._count(entries)
                 self._leased.update(entry.entry_id for entry in entries)
                 return entries
 
@@ -163,9 +166,16 @@ class Mailbox:
             lost = self._leased.intersection(entry_ids) - set(renewed) - self._being_settled
             self._leased -= lost
             if lost:
+                telemetry.count(metrics.LEASES_LOST, len(lost), mailbox=mailbox(self._stream))
                 log.warning(
                     "%s: %d entries of %s have gone to another", self._stream, len(lost), self._consumer
                 )
+
+    def _count(self, entries: Sequence[Entry]) -> None:
+        again = sum(entry.deliveries > 1 for entry in entries)
+        for metric, number in ((metrics.DELIVERIES, len(entries)), (metrics.REDELIVERIES, again)):
+            if number:
+                telemetry.count(metric, number, mailbox=mailbox(self._stream))
 
     def _check_renewing(self) -> None:
         if self._renewing is None:

@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "chaos": "train under faults, then check what the run has written",
     "status": "show what a run is doing",
     "rollout": "take a rollout server out of a run",
+    "health": "ask a service whether it serves; for health checks of containers",
     "sft": "train a starting model on prompt/answer pairs",
     "export": "write a checkpoint as a safetensors folder",
     "report": "write the report of a run, one HTML page",

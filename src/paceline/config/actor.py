@@ -73,6 +73,13 @@ class ActorConfig(Section):
     kl_loss_coef: float = Field(0.001, ge=0, description="Its weight.")
     kl_loss_type: KLKind = Field("k3", description="Its estimator.")
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
+    ratio_audit_freq: int = Field(
+        20,
+        gt=0,
+        description="The first mini-batch takes its old log-probs from its own forward pass, where nothing "
+        "needs them earlier. Every so many steps, from step 1 on, they are computed before the update too, "
+        "and the ratio must be 1. 1: in every step.",
+    )
     optim: OptimConfig = OptimConfig()
 
     @property

@@ -12,6 +12,7 @@ from paceline.config.base import Section
 from paceline.config.data import DataConfig
 from paceline.config.guard import GuardConfig
 from paceline.config.model import ModelConfig
+from paceline.config.policy_losses import CovarianceLoss
 from paceline.config.reward import RewardConfig
 from paceline.config.rollout import RolloutConfig
 from paceline.config.services import (
@@ -60,6 +61,17 @@ class RunConfig(Section):
     def needs_reference(self) -> bool:
         """Whether a KL to the starting model enters reward or loss."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def needs_all_old_log_probs(self) -> bool:
+        """Whether anything reads the old log-probs of every row before the first update."""
+        algorithm = self.algorithm
+        return (
+            self.needs_reference
+            or algorithm.rollout_correction.method != "none"
+            or algorithm.resample.method != "none"
+            or isinstance(self.actor.policy_loss, CovarianceLoss)
+        )
 
     def weight_backend(self, learner_device: str) -> Literal["gloo", "nccl"]:
         """What weights travel over; `learner_device` is "cpu" or "cuda"."""

@@ -164,6 +164,13 @@ class TelemetryConfig(Section):
     otlp_endpoint: str | None = Field(
         None, description="OTLP/gRPC endpoint; null: metrics.jsonl and spans.jsonl in the run directory."
     )
+    prometheus_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the process's own Prometheus endpoint, on loopback; 0: none. `paceline train` "
+        "counts up from it, the controller first. PACELINE_PROMETHEUS_PORT overrides it.",
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         "INFO", description="Level of the services' logs."
     )

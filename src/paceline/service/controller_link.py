@@ -24,7 +24,7 @@ from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, Pr
 from paceline.core.members import MemberKind, MemberState, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
-from paceline.service import channels
+from paceline.service import channels, metrics, telemetry
 from paceline.service.terms import Terms
 from paceline.wire.members import member_kind_to_proto
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
@@ -180,9 +180,11 @@ class ControllerLink:
             try:
                 answer = await self._heartbeat(report(), timeout_s=max(2.0, heartbeat_s))
             except (PeerLostError, DeadlineError) as error:
+                telemetry.count(metrics.HEARTBEATS, result="failed")
                 absence.goes_on(error)
                 await asyncio.sleep(min(1.0, heartbeat_s))
                 continue
+            telemetry.count(metrics.HEARTBEATS, result="answered")
             absence.ends()
             if answer.run_over:
                 log.info("the controller says that the run is over")

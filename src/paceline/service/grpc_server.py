@@ -16,6 +16,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from paceline.core.errors import ConfigError, EnvironmentLackError, PacelineError
 from paceline.service import errors, telemetry
+from paceline.service.addresses import join, to_advertise, to_bind
 from paceline.service.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     KEEPALIVE_S,
@@ -29,24 +30,27 @@ from paceline.service.terms import Terms
 log = logging.getLogger(__name__)
 
 _Servicer = TypeVar("_Servicer")
-_WILDCARDS = ("0.0.0.0", "::", "[::]")
 # Orchestrators probe health without a token; the answer says only up or down.
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
 
 
 @dataclass(kw_only=True, slots=True)
 class RunningServer:
-    """A server that listens."""
+    """A server that listens.
 
-    host: str
+    Attributes:
+        advertise: address or name under which others reach it.
+    """
+
+    advertise: str
     port: int
     _server: Any = field(repr=False)
     _health: Any = field(repr=False)
 
     @property
     def address(self) -> str:
-        """host:port to connect to; for a wildcard bind the machine's name."""
-        return f"{socket.gethostname() if self.host in _WILDCARDS else self.host}:{self.port}"
+        """host:port to connect to."""
+        return join(self.advertise, self.port)
 
     async def answer_as(self, name: str) -> None:
         """Answers health checks for `name` too, by which others tell this process from its successor."""
@@ -68,6 +72,7 @@ async def start_server(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
+    advertise: str = "",
     token: str = "",
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     port_key: str = "--port",
@@ -81,8 +86,9 @@ async def start_server(
     Args:
         add: the generated add_XServicer_to_server.
         servicer: with `async def` methods.
-        host: address to bind to.
+        host: address, interface or name to bind to.
         port: port to bind to.
+        advertise: where others reach it, if that is not `host`; for a wildcard the machine's name.
         token: what every call must carry; an empty token lets every call in, and is for loopback only.
         max_message_bytes: largest message in either direction.
         port_key: what the user changes when the port is taken, for the error's message.
@@ -92,6 +98,7 @@ async def start_server(
         ConfigError: no token on an address that other machines can reach.
         EnvironmentLackError: the port is taken or the address is not this machine's.
     """
+    host = to_bind(host)
     if not token and not is_loopback(host):
         raise ConfigError(
             f"refusing to listen on {host} without a token: set PACELINE_TOKEN to the same secret for every "
@@ -113,11 +120,11 @@ async def start_server(
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     add(servicer, server)
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = server.add_insecure_port(join(host, port))
     except RuntimeError as error:
         raise _port_taken(host, port, port_key, str(error)) from error
     await server.start()
-    return RunningServer(host=host, port=bound, _server=server, _health=health)
+    return RunningServer(advertise=to_advertise(host, advertise), port=bound, _server=server, _health=health)
 
 
 def check_port(host: str, port: int, port_key: str) -> None:
@@ -127,7 +134,7 @@ def check_port(host: str, port: int, port_key: str) -> None:
         EnvironmentLackError: the port is taken or the address is not this machine's; names `port_key`.
     """
     try:
-        infos = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = socket.getaddrinfo(to_bind(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = infos[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -145,8 +152,8 @@ def _port_taken(
             "port (0 takes any free one)"
         )
     return EnvironmentLackError(
-        f"cannot listen on {host}:{port} ({why}); give a host address of this machine and a port it may use "
-        f"({port_key}; 0 takes any free one)"
+        f"cannot listen on {join(host, port)} ({why}); give an address of this machine and a port it may "
+        f"use ({port_key}; 0 takes any free one)"
     )
 
 

@@ -1,7 +1,8 @@
 """Event-loop lag: how much later than planned this process's event loop runs what is due.
 
 A blocked loop sends no heartbeats and answers no calls, and looks like a dead process to others. The gauge
-`service/event_loop_lag_s` is the largest lag of each interval; a lag of more than a second is logged at once.
+`paceline_event_loop_lag_seconds` is the largest lag of each interval; a lag of more than a second is logged
+at once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import time
 from typing import NoReturn
 
-from paceline.service import telemetry
+from paceline.service import metrics, telemetry
 
 log = logging.getLogger(__name__)
 
@@ -34,4 +35,4 @@ async def measure_loop_lag(*, interval_s: float = 10.0) -> NoReturn:
                     "machine was paused",
                     lag_s,
                 )
-        telemetry.record("service/event_loop_lag_s", worst_s)
+        telemetry.record(metrics.LOOP_LAG, worst_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -19,6 +20,7 @@ import grpc
 from paceline.core.errors import PacelineError, PeerLostError, exit_code
 from paceline.core.members import MemberKind
 from paceline.service import telemetry
+from paceline.service.addresses import add_address_arguments, from_environment, to_advertise, to_bind
 from paceline.service.controller_link import PEER, ControllerLink, MemberReport, Registration
 from paceline.service.grpc_server import RunningServer, start_server
 from paceline.service.logs import set_level
@@ -27,6 +29,9 @@ from paceline.service.runtime import ServiceContext, run_service
 from paceline.service.terms import Terms
 
 log = logging.getLogger(__name__)
+
+_CONTROLLER = "PACELINE_CONTROLLER"
+_MEMBER_ID = "PACELINE_MEMBER_ID"
 
 # A member that is started again may find its controller away, and does not know the run's configuration yet.
 _REGISTER_S = 600.0
@@ -37,26 +42,39 @@ _Servicer = TypeVar("_Servicer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberOptions:
-    """A member's command line. PACELINE_TOKEN holds the run's token; the controller sends the rest."""
+    """A member's command line. PACELINE_TOKEN holds the run's token; the controller sends the rest.
+
+    Attributes:
+        host: what it listens on.
+        advertise: where others reach it; "": `host`, or for a wildcard the address on the route to the
+            controller.
+    """
 
     controller: str
     member_id: str
     host: str
     port: int
+    advertise: str = ""
 
     @classmethod
-    def parse(cls, arguments: Sequence[str] | None, *, prog: str, description: str) -> Self:
-        """Reads the command line."""
+    def parse(cls, arguments: Sequence[str] | None, *, prog: str, kind: MemberKind, description: str) -> Self:
+        """Reads the command line; what it leaves out is taken from the environment."""
         parser = argparse.ArgumentParser(prog=prog, description=description)
+        controller = from_environment(_CONTROLLER, "")
         parser.add_argument(
-            "--controller", required=True, metavar="HOST:PORT", help="address of the run's controller"
+            "--controller",
+            required=not controller,
+            default=controller,
+            metavar="HOST:PORT",
+            help=f"address of the run's controller (or {_CONTROLLER})",
         )
         parser.add_argument(
             "--member-id",
-            required=True,
-            help="name of this member in the run, the same after a restart, say rollout-0",
+            default=from_environment(_MEMBER_ID, f"{kind.value}-{socket.gethostname()}"),
+            help="name of this member in the run, the same after a restart; several of a kind on one host "
+            f"need one each (or {_MEMBER_ID}; default: %(default)s)",
         )
-        parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+        add_address_arguments(parser)
         parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes any free one")
         return cls(**vars(parser.parse_args(arguments)))
 
@@ -111,8 +129,15 @@ class MemberSession:
         """
         context, options, token = self.context, self.options, env_token()
         terms = Terms()
+        host = to_bind(options.host)
         server = await start_server(
-            add, servicer, host=options.host, port=options.port, token=token, terms=terms
+            add,
+            servicer,
+            host=host,
+            port=options.port,
+            advertise=to_advertise(host, options.advertise, towards=options.controller),
+            token=token,
+            terms=terms,
         )
         context.defer("gRPC server", server.stop)
         context.spawn("health", self._refuse_work(server))
@@ -135,7 +160,9 @@ class MemberSession:
             self._kind.value,
             run_dir=registration.run_dir,
             otlp_endpoint=settings.otlp_endpoint,
+            prometheus_port=settings.prometheus_port,
             instance=options.member_id,
+            uses_gpus=self._kind is not MemberKind.REWARD,
         )
         heartbeats = self.spawn("heartbeats", self._heartbeats(link, report, on_reregistered))
 

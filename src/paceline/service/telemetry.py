@@ -1,26 +1,31 @@
-"""OpenTelemetry traces and metrics: to an OTLP endpoint if configured, else spans to a file of the run.
+"""OpenTelemetry traces and metrics of a process.
+
+    spans   -> the OTLP endpoint if configured, else a file of the run
+    metrics -> the OTLP endpoint, the process's own Prometheus endpoint, or both, if configured
 
 Nothing happens at import, and no global provider is set: `setup` starts the process's telemetry. Before
-`setup` spans are not recorded, but trace context passes through.
+`setup` spans are not recorded, but trace context passes through. Nothing here waits for a collector: what it
+does not take is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from paceline.core.errors import EnvironmentLackError
+from paceline.service import metrics
+from paceline.service.metrics import Metric, MetricKind, Observer
 
 if TYPE_CHECKING:
-    from opentelemetry.metrics import Meter
-    from opentelemetry.metrics._internal.instrument import Gauge
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.metrics import CallbackOptions, Meter, Observation
+    from opentelemetry.sdk.metrics.export import MetricReader
     from opentelemetry.sdk.trace.export import SpanExporter
 
 AttributeValue = str | bool | int | float
@@ -29,26 +34,56 @@ _TRACEPARENT = "traceparent"
 
 
 class Telemetry:
-    """A process's tracer and gauges."""
+    """A process's tracer and metrics; without a meter, metrics are not recorded."""
 
-    def __init__(self, tracer: trace.Tracer, closers: list[object], meter: Meter | None) -> None:
+    def __init__(self, tracer: trace.Tracer, closers: list[Any], meter: Meter | None) -> None:
         self.tracer = tracer
+        self.meter = meter
         self._closers = closers
-        self._meter = meter
-        self._gauges: dict[str, Gauge] = {}
+        self._instruments: dict[str, Any] = {}
+        self._lock = Lock()
 
-    def record(self, name: str, value: float, attributes: Mapping[str, AttributeValue] | None) -> None:
+    def record(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
         """Sets a gauge."""
-        if self._meter is None:
+        if self.meter is not None:
+            self._instrument(self.meter, metric).set(value, labels)
+
+    def count(self, metric: Metric, amount: float, labels: Mapping[str, str]) -> None:
+        """Adds to a counter."""
+        if self.meter is not None:
+            self._instrument(self.meter, metric).add(amount, labels)
+
+    def observe(self, metric: Metric, observer: Observer) -> None:
+        """Has a metric asked for whenever the metrics are read."""
+        if self.meter is None:
             return
-        if name not in self._gauges:
-            self._gauges[name] = self._meter.create_gauge(name)
-        self._gauges[name].set(value, dict(attributes or {}))
+
+        def call(_: CallbackOptions) -> Iterable[Observation]:
+            from opentelemetry.metrics import Observation
+
+            return [Observation(value, dict(labels)) for value, labels in observer()]
+
+        is_counter = metric.kind is MetricKind.COUNTER
+        create = self.meter.create_observable_counter if is_counter else self.meter.create_observable_gauge
+        create(_name(metric), [call], description=metric.help)
 
     def close(self) -> None:
         """Sends buffered spans and metrics, and ends."""
         for closer in self._closers:
-            closer.shutdown()  # type: ignore[attr-defined]
+            closer.shutdown()
+
+    def _instrument(self, meter: Meter, metric: Metric) -> Any:
+        with self._lock:
+            if metric.name not in self._instruments:
+                is_counter = metric.kind is MetricKind.COUNTER
+                create = meter.create_counter if is_counter else meter.create_gauge
+                self._instruments[metric.name] = create(_name(metric), description=metric.help)
+            return self._instruments[metric.name]
+
+
+def _name(metric: Metric) -> str:
+    """The instrument's name: the exporters add _total to counters."""
+    return metric.name.removesuffix("_total") if metric.kind is MetricKind.COUNTER else metric.name
 
 
 _current = Telemetry(trace.NoOpTracer(), [], None)
@@ -59,40 +94,63 @@ def setup(
     *,
     run_dir: str | Path | None,
     otlp_endpoint: str | None = None,
+    prometheus_port: int = 0,
     instance: str = "",
+    uses_gpus: bool = False,
 ) -> None:
     """Starts the process's telemetry; a second call replaces the first.
 
     Args:
         service_name: "controller", "rollout", ...
-        run_dir: without an endpoint spans go to RUN_DIR/spans.jsonl; None: nowhere.
+        run_dir: without an OTLP endpoint spans go to RUN_DIR/spans.jsonl; None: nowhere.
         otlp_endpoint: OTLP/gRPC endpoint for spans and metrics.
+        prometheus_port: of the process's own endpoint, unless the environment names one; 0: none.
         instance: the member id.
+        uses_gpus: whether the metrics of the visible GPUs are this service's.
 
     Raises:
-        EnvironmentLackError: an endpoint is given but the exporter is not installed.
+        EnvironmentLackError: an endpoint is configured but its exporter is not installed.
+        ConfigError: the environment names no possible port.
     """
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    from paceline.service.gpu_metrics import observe_gpus
+    from paceline.service.process_metrics import observe_process
+    from paceline.service.prometheus import open_endpoint
     from paceline.service.spans import SpanFileExporter, SystemIdGenerator
 
     global _current
     shutdown()
     resource = Resource({"service.name": f"paceline.{service_name}", "service.instance.id": instance})
-    exporter: SpanExporter | None = None
-    meters: MeterProvider | None = None
+    spans: SpanExporter | None = None
+    readers: list[MetricReader] = []
+    closers: list[Any] = []
     if otlp_endpoint:
-        exporter, meters = _otlp(otlp_endpoint, resource)
+        spans, reader = _otlp(otlp_endpoint)
+        readers.append(reader)
     elif run_dir is not None:
-        exporter = SpanFileExporter(Path(run_dir) / "spans.jsonl")
+        spans = SpanFileExporter(Path(run_dir) / "spans.jsonl")
+    endpoint = open_endpoint(prometheus_port)
+    if endpoint is not None:
+        readers.append(endpoint.reader)
+        closers.append(endpoint)
     provider = TracerProvider(resource=resource, id_generator=SystemIdGenerator(), shutdown_on_exit=False)
-    if exporter is not None:
-        provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
-    closers: list[object] = [provider, *([meters] if meters else [])]
-    meter = meters.get_meter("paceline") if meters else None
+    if spans is not None:
+        provider.add_span_processor(BatchSpanProcessor(spans, schedule_delay_millis=1000))
+    closers.append(provider)
+    meter: Meter | None = None
+    if readers:
+        from opentelemetry.sdk.metrics import MeterProvider
+
+        meters = MeterProvider(readers, resource=resource, shutdown_on_exit=False)
+        closers.append(meters)
+        meter = meters.get_meter("paceline")
     _current = Telemetry(provider.get_tracer("paceline"), closers, meter)
+    observe_process(_current.observe)
+    if uses_gpus:
+        observe_gpus(_current.observe)
 
 
 def shutdown() -> None:
@@ -127,12 +185,36 @@ def current_traceparent() -> str:
     return carrier.get(_TRACEPARENT, "")
 
 
-def record(name: str, value: float, attributes: Mapping[str, AttributeValue] | None = None) -> None:
-    """Sets a gauge of the OpenTelemetry metrics API; does nothing without an OTLP endpoint."""
-    _current.record(name, value, attributes)
+def is_measuring() -> bool:
+    """Whether anybody can read metrics; if not, recording them does nothing."""
+    return _current.meter is not None
 
 
-def _otlp(endpoint: str, resource: Resource) -> tuple[SpanExporter, MeterProvider]:
+def record(metric: Metric, value: float, **labels: str) -> None:
+    """Sets a gauge."""
+    _current.record(metric, value, labels)
+
+
+def count(metric: Metric, amount: float = 1, **labels: str) -> None:
+    """Adds to a counter."""
+    _current.count(metric, amount, labels)
+
+
+def observe(metric: Metric, observer: Observer) -> None:
+    """Has a metric asked for whenever the metrics are read; call it after `setup`."""
+    _current.observe(metric, observer)
+
+
+def record_training(step: int, values: Mapping[str, float]) -> None:
+    """Sets the metrics of a finished step, and last its number."""
+    if not is_measuring():
+        return
+    for name, value in values.items():
+        record(metrics.training(name), value)
+    record(metrics.TRAINING_STEP, step)
+
+
+def _otlp(endpoint: str) -> tuple[SpanExporter, MetricReader]:
     try:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -141,10 +223,8 @@ def _otlp(endpoint: str, resource: Resource) -> tuple[SpanExporter, MeterProvide
             f"telemetry.otlp_endpoint={endpoint} needs the OTLP exporter: pip install 'paceline[otlp]', "
             "or unset it"
         ) from error
-    from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
     insecure = not endpoint.startswith("https://")
     reader = PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=endpoint, insecure=insecure), 5000)
-    meters = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
-    return OTLPSpanExporter(endpoint=endpoint, insecure=insecure), meters
+    return OTLPSpanExporter(endpoint=endpoint, insecure=insecure), reader

@@ -51,7 +51,8 @@ def test_sft_says_what_is_missing(project: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "check", "doctor", "status", "rollout", "sft", "export", "report", "reward"]
+    "command",
+    ["train", "check", "doctor", "status", "rollout", "health", "sft", "export", "report", "reward"],
 )
 def test_every_command_has_help_and_loads_no_torch(command: str) -> None:
     program = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.broker import open_broker
-from paceline.config.load import load
+from paceline.config.load import dump_yaml, load
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.dispatch import Dispatcher
@@ -22,6 +22,7 @@ from paceline.controller.fleet.clients import Channels, LearnerClient, RolloutCl
 from paceline.controller.fleet.membership import Fleet
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.guard.report import Guard
+from paceline.controller.health import measure_mailboxes, observe_run
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run import checkpoints
@@ -36,6 +37,7 @@ from paceline.core.errors import BrokerError, ConfigError, DeadlineError, Paceli
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import telemetry
 from paceline.service.grpc_server import start_server
+from paceline.service.process import write_atomically
 from paceline.service.runtime import ServiceContext
 
 log = logging.getLogger(__name__)
@@ -50,15 +52,17 @@ class Options:
     """The command line."""
 
     config: Path
+    overrides: tuple[str, ...]
     run_dir: Path
     host: str
+    advertise: str
     port: int | None
     address_file: Path | None
 
 
 async def serve(context: ServiceContext, options: Options) -> None:
     """Runs one training run to its end."""
-    config = load(RunConfig, options.config)
+    config = load(RunConfig, options.config, options.overrides)
     broker_url = os.environ.get("PACELINE_BROKER_URL") or config.broker.url or ""
     token = os.environ.get("PACELINE_TOKEN", "")
     if not broker_url:
@@ -66,10 +70,12 @@ async def serve(context: ServiceContext, options: Options) -> None:
     inputs = await asyncio.to_thread(load_inputs, config)
     clock = SystemClock()
     journal, run_id = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
+    _keep_settings(config, options)
     telemetry.setup(
         "controller",
         run_dir=options.run_dir,
         otlp_endpoint=config.telemetry.otlp_endpoint,
+        prometheus_port=config.telemetry.prometheus_port,
         instance="controller",
     )
     events = EventHub()
@@ -88,6 +94,9 @@ async def serve(context: ServiceContext, options: Options) -> None:
         clock, suspect_after_s=config.service.suspect_after_s, dead_after_s=config.service.dead_after_s
     )
     supervisor = Supervisor(fleet, journal, run.events, clock)
+    observe_run(run, progress, fleet, clock)
+    measuring = context.spawn("mailbox lengths", measure_mailboxes(broker, run_id, progress))
+    context.defer("mailbox lengths", lambda: _cancel(measuring))
     stop = asyncio.get_running_loop().create_future()
     servicer = ControllerServicer(
         run,
@@ -117,6 +126,20 @@ async def serve(context: ServiceContext, options: Options) -> None:
         if journal.standing.ended:
             with contextlib.suppress(BrokerError, DeadlineError):
                 await mailboxes.purge()
+
+
+def _keep_settings(config: RunConfig, options: Options) -> None:
+    """Writes what `paceline verify`, `report` and `export` read, unless `paceline train` has written it."""
+    file = options.run_dir / "config.resolved.yaml"
+    if options.config.resolve() == file and not options.overrides:
+        return
+    trainer = config.trainer.model_copy(update={"run_dir": str(options.run_dir)})
+    is_secret = "@" in (config.broker.url or "")
+    write_atomically(
+        file,
+        dump_yaml(config.model_copy(update={"trainer": trainer})),
+        mode=0o600 if is_secret else 0o644,
+    )
 
 
 async def _services(supervisor: Supervisor, timeout_s: float) -> None:
@@ -156,6 +179,7 @@ async def _listen(
         controller_pb2_grpc.add_ControllerServiceServicer_to_server,
         servicer,
         host=options.host,
+        advertise=options.advertise,
         port=config.service.controller_port if options.port is None else options.port,
         token=token,
         max_message_bytes=config.service.max_message_mib << 20,

@@ -17,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = MemberOptions.parse(
         arguments,
         prog="python -m paceline.learner",
+        kind=MemberKind.LEARNER,
         description="One rank of a run's learner: FSDP2 training behind gRPC. Only rank 0 listens.",
     )
     environment = RankEnvironment.read()

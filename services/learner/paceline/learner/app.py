@@ -21,6 +21,7 @@ from paceline.learner.group import Assignment, follow, lead
 from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2_grpc
+from paceline.service import telemetry
 from paceline.service.controller_link import MemberReport
 from paceline.service.logs import setup_logging
 from paceline.service.member import MemberSession
@@ -138,8 +139,10 @@ class LearnerApp:
 def run_follower(environment: RankEnvironment) -> int:
     """The main function of every rank but 0; returns the exit code."""
     die_with_parent()
-    setup_logging(f"learner-rank{environment.rank}")
+    name = f"learner-rank{environment.rank}"
+    setup_logging(name)
     try:
+        telemetry.setup("learner", run_dir=None, instance=name, uses_gpus=True)
         follow(environment)
     except PacelineError as error:
         log.error("fatal: %s", error)
@@ -147,5 +150,7 @@ def run_follower(environment: RankEnvironment) -> int:
     except Exception:
         log.exception("fatal")
         return 1
+    finally:
+        telemetry.shutdown()
     log.info("stopped")
     return 0

@@ -253,7 +253,6 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
                 self._training = None
                 raise
             for name, value in result.metrics.items():
-                telemetry.record(name, value, {"step": order.step})
                 if name.startswith("timing_s/"):
                     span.set_attribute(name, value)
         self._policy = PolicyTag(version=result.step, digest="")

@@ -15,6 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = MemberOptions.parse(
         arguments,
         prog="python -m paceline.reward",
+        kind=MemberKind.REWARD,
         description=f"A reward service of a run. {REWARD_TOKEN} holds the token of remote reward services.",
     )
     return run_member(lambda session: RewardApp(session).run(), options, kind=MemberKind.REWARD)

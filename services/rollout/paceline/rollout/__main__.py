@@ -17,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = MemberOptions.parse(
         arguments,
         prog="python -m paceline.rollout",
+        kind=MemberKind.ROLLOUT,
         description="A rollout server of a run: an inference engine behind a mailbox.",
     )
     return run_member(lambda session: RolloutApp(session).run(), options, kind=MemberKind.ROLLOUT)

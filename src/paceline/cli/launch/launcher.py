@@ -156,6 +156,9 @@ class _Launcher:
             await asyncio.gather(*checks, return_exceptions=True)
         for unit in self._member_units():
             await self._services.start(unit)
+        specs = [process.spec for unit in self._services.units for process in unit.processes]
+        if targets := plan.scrape_targets(specs):
+            self._view.milestone(f"metrics endpoints: {run_dirs.write_targets(self._run_dir, targets)}")
         self._note.controller, self._note.state = self._address, "running"
         self._write_note()
         names = ", ".join(p.name for u in self._services.units for p in u.processes if u.member_id)

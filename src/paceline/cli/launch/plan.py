@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.cli.launch.machine import Machine
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.service import prometheus
 
 # --dry-run shows this in place of an address that is known only after the start.
 CONTROLLER_PLACE = "CONTROLLER_HOST:PORT"
@@ -64,7 +66,10 @@ def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessS
         "--address-file", str(address_file),
     ]  # fmt: skip
     return ProcessSpec(
-        name="controller", role=Role.CONTROLLER, command=tuple(command), env=_common(num_threads=1)
+        name="controller",
+        role=Role.CONTROLLER,
+        command=tuple(command),
+        env=_common(num_threads=1) | _metrics_port(config, 0),
     )
 
 
@@ -93,7 +98,7 @@ def members(
         ConfigError: the configuration asks for more GPUs than there are.
     """
     learner_gpus, rollout_gpus = share_gpus(config, machine.gpus)
-    return [
+    specs = [
         *_rollouts(config, machine, rollout_gpus, controller_address),
         *_learners(config, machine, learner_gpus, controller_address, master_port),
         ProcessSpec(
@@ -103,6 +108,21 @@ def members(
             command=(*_module("reward"), *_member(config, controller_address, "reward-0")),
             env=_common(num_threads=1),
         ),
+    ]
+    return [
+        replace(spec, env={**spec.env, **_metrics_port(config, number)})
+        for number, spec in enumerate(specs, start=1)
+    ]
+
+
+def scrape_targets(specs: Sequence[ProcessSpec]) -> list[dict[str, Any]]:
+    """The processes' metrics endpoints in the form of Prometheus' file_sd_configs; [] without any."""
+    host = prometheus.wanted_host()
+    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return [
+        {"targets": [f"{address}:{spec.env[prometheus.PORT]}"], "labels": {"process": spec.name}}
+        for spec in specs
+        if prometheus.PORT in spec.env
     ]
 
 
@@ -209,6 +229,12 @@ def _common(*, num_threads: int | None = None) -> dict[str, str]:
         # Services share the cores: a thread that spins while it waits takes time from a thread that works.
         "OMP_WAIT_POLICY": "passive",
     }
+
+
+def _metrics_port(config: RunConfig, number: int) -> dict[str, str]:
+    """A port of its own for each process of this machine, counted up from the one that is asked for."""
+    base = prometheus.wanted_port(config.telemetry.prometheus_port)
+    return {prometheus.PORT: str(base + number)} if base else {}
 
 
 def _devices(gpus: Sequence[int], machine: Machine) -> dict[str, str]:

@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -19,6 +20,7 @@ from paceline.service.process import write_atomically
 RUNS = Path("runs")
 LATEST = "latest"
 NOTE = "run.json"
+TARGETS = "prometheus-targets.json"
 RESOLVED = "config.resolved.yaml"
 
 
@@ -160,6 +162,13 @@ def _flat(tree: object, prefix: str = "") -> dict[str, object]:
     for key, value in tree.items():
         leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
     return leaves
+
+
+def write_targets(run_dir: Path, targets: list[dict[str, Any]]) -> Path:
+    """Writes the processes' metrics endpoints for Prometheus' file_sd_configs; returns the file."""
+    path = run_dir / TARGETS
+    write_atomically(path, json.dumps(targets, indent=1) + "\n")
+    return path
 
 
 def new_note(run_dir: Path, token: str) -> RunNote:

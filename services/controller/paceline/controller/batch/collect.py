@@ -30,6 +30,7 @@ from paceline.core.errors import DeadlineError, InvalidMessageError
 from paceline.core.ids import Purpose
 from paceline.core.trajectory import GroupRefusal, ScoredHeader
 from paceline.data.prompts import Prompt
+from paceline.service import metrics, telemetry
 from paceline.wire import decode_scored
 
 _TAKE = 512
@@ -232,6 +233,7 @@ class Collector:
         barrier, now = collection.barrier, time.monotonic()
         verdict = barrier.judge(header)
         barrier.apply(header, verdict)
+        telemetry.count(metrics.VERDICTS, verdict=verdict.value)
         self.blob_keys += blob_keys(header)
         collection.first_arrival = collection.first_arrival or now
         collection.last = header
@@ -242,6 +244,7 @@ class Collector:
     def _refuse(self, collection: _Collection, refusal: GroupRefusal) -> Mapping[str, Any]:
         """Notes that the rollout servers have given up a group of this collection."""
         barrier = collection.barrier
+        telemetry.count(metrics.REFUSALS, reason=refusal.reason)
         addressed = (refusal.run_id, refusal.step, refusal.policy)
         if (
             addressed == (self._run_id, barrier.step, barrier.policy)

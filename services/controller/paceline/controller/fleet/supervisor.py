@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from paceline.controller.events import EventHub
 from paceline.controller.fleet.membership import SWEEP_S, Fleet, FleetChange, Health, Member
+from paceline.controller.fleet.meter import FleetMeter
 from paceline.controller.fleet.quarantine import Quarantine
 from paceline.controller.journal import Journal
 from paceline.core.clock import Clock
@@ -31,7 +32,7 @@ class Supervisor:
 
     def __init__(self, fleet: Fleet, journal: Journal, events: EventHub, clock: Clock) -> None:
         self.fleet = fleet
-        self._quarantine = Quarantine(clock)
+        self._quarantine, self._meter = Quarantine(clock), FleetMeter(clock)
         self._journal, self._events = journal, events
         self._changed = asyncio.Condition()
         self._announced: set[tuple[str, str]] = set()
@@ -51,6 +52,7 @@ class Supervisor:
             for change in changes
         )
         for change in changes:
+            self._meter.note(change)
             self._announce(change)
             if change.state is RolloutState.SERVING:
                 self._quarantine.succeeded(change.member.member_id)

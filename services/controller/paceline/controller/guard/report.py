@@ -17,8 +17,10 @@ from typing import Any
 from paceline.controller.batch.collect import Batch
 from paceline.controller.guard.policy import Firing, GuardDecision, GuardPolicy
 from paceline.controller.progress import Run
-from paceline.core.guard import Action, Adjustments, Reading, worst
+from paceline.core.guard import RULES, Action, Adjustments, Reading, worst
 from paceline.core.training import TrainResult
+from paceline.service import metrics, telemetry
+from paceline.service.metrics import Observation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,8 @@ class Guard:
         self._policy = self._new_policy()
         self.may_roll_back = config.guard.uses(Action.ROLLBACK)
         self.good = True
+        self._judged: list[Observation] = []
+        telemetry.observe(metrics.GUARD_VALUE, lambda: self._judged)
 
     def _new_policy(self) -> GuardPolicy:
         return GuardPolicy(self._config.guard, kl_coef=self._config.algorithm.kl_ctrl.kl_coef)
@@ -66,11 +70,14 @@ class Guard:
         in_force = self._policy.adjustments
         readings = worst([*result.readings, *self._own_readings(outcome)])
         decision = self._policy.judge(outcome.step, readings)
+        self._judged = [_judged(reading) for reading in readings]
         self.good = decision.good
         self._journal.record_all(_event(outcome.step, firing) for firing in decision.firings)
         if skipped and not decision.firings:
             self._events.notice(f"step {outcome.step}: update skipped: {skipped}")
         for firing in decision.firings:
+            rule, network = firing.reading.rule, firing.reading.network
+            telemetry.count(metrics.GUARD_FIRINGS, rule=rule, network=network, action=firing.action.value)
             if firing.news:
                 self._events.notice(f"step {outcome.step}: guard: {firing.sentence}")
         if not self._enabled:
@@ -139,6 +146,13 @@ class Guard:
         if reference is not None:
             readings.append(Reading(rule="throughput", value=rate, reference=reference))
         return readings
+
+
+def _judged(reading: Reading) -> Observation:
+    """A reading as a metric, in the units of its rule's bounds."""
+    is_multiple = RULES[reading.rule].relative and reading.reference > 0
+    value = reading.value / reading.reference if is_multiple else reading.value
+    return value, {"rule": reading.rule, "network": reading.network}
 
 
 def _event(step: int, firing: Firing) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from paceline.core.members import LearnerState
 from paceline.core.policy import PolicyTag
 from paceline.data.cursor import CursorState
 
-
 # How long a learner that is sent back may take to leave the fleet.
 _LEAVE_S = 10.0
 

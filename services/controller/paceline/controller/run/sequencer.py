@@ -48,7 +48,7 @@ from paceline.core.members import MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.data.cursor import CursorState
-from paceline.service.telemetry import record, span
+from paceline.service.telemetry import record_training, span
 
 # How often a step may be collected again.
 _MAX_RECOLLECTS = 3
@@ -330,8 +330,7 @@ class Sequencer:
     def _write_metrics(self, metrics: Mapping[str, float]) -> None:
         self.progress.metrics = dict(metrics)
         self._metrics_file.append(self.progress.step, metrics)
-        for name, value in metrics.items():
-            record(name, value)
+        record_training(self.progress.step, metrics)
 
 
 class _Timer:

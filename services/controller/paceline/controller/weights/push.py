@@ -20,6 +20,7 @@ from paceline.controller.weights import blame
 from paceline.controller.weights.epoch import Epochs
 from paceline.core.errors import PeerLostError, WeightSyncError
 from paceline.core.policy import PolicyTag
+from paceline.service import metrics, telemetry
 from paceline.weights.digest.agreement import disagreement, format_digest, model_digest
 from paceline.weights.receipt import PushReceipt
 
@@ -74,6 +75,7 @@ class WeightPush:
         error = sending.exception()
         is_learner_lost = error is not None and blame.is_own_failure(epoch.learner, error)
         if len(received) < len(epoch.rollouts) and not is_learner_lost:
+            telemetry.count(metrics.PUSHES, result="lost")
             await self.epochs.dissolve()
             return None
         sent = sending.result()
@@ -100,10 +102,13 @@ class WeightPush:
 
         if not await self.epochs.call_each(candidate.servers, commit):
             raise PeerLostError("no rollout server committed the new weights; none is left", peer="rollout")
+        seconds = time.monotonic() - candidate.began
+        telemetry.count(metrics.PUSHES, result="committed")
+        telemetry.record(metrics.PUSH_SECONDS, seconds)
         return {
             **candidate.metrics,
             "weights/first_open_ms": (min(opened) - candidate.began) * 1e3,
-            "weights/pause_ms": (time.monotonic() - candidate.began) * 1e3,
+            "weights/pause_ms": seconds * 1e3,
         }
 
     async def _agreeing(

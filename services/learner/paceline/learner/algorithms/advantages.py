@@ -20,6 +20,7 @@ from paceline.learner.algorithms.checks import (
     require_same_shape,
 )
 from paceline.learner.algorithms.groups import GroupScores
+from paceline.learner.algorithms.scans import discounted_sums, next_unmasked
 from paceline.learner.algorithms.statistics import ALL_ROWS, RowShard, full_precision, keep, masked_whiten
 
 
@@ -47,25 +48,11 @@ def gae(
     require_range("gamma", gamma, at_least=0.0, at_most=1.0)
     if isinstance(lam, Tensor):
         require_rows(mask.shape[0], lam=lam)
-        lam = lam.to(full_precision(values).dtype)
     else:
         require_range("lam", lam, at_least=0.0, at_most=1.0)
-    rewards, values, kept = (
-        full_precision(token_rewards.detach()),
-        full_precision(values.detach()),
-        mask.bool(),
-    )
-    next_value = torch.zeros_like(values[:, 0])
-    advantage = torch.zeros_like(next_value)
-    backwards = []
-    for reward, value, here in zip(
-        reversed(rewards.unbind(-1)), reversed(values.unbind(-1)), reversed(kept.unbind(-1)), strict=True
-    ):
-        delta = reward + gamma * next_value - value
-        advantage = torch.where(here, delta + gamma * lam * advantage, advantage)
-        next_value = torch.where(here, value, next_value)
-        backwards.append(advantage)
-    advantages = torch.stack(backwards[::-1], dim=-1)
+    rewards, values = full_precision(token_rewards.detach()), full_precision(values.detach())
+    deltas = rewards + gamma * next_unmasked(values, mask) - values
+    advantages = discounted_sums(deltas, mask, gamma * lam)
     return advantages, advantages + values
 
 
@@ -209,13 +196,7 @@ def return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     require_same_shape(token_rewards=token_rewards, mask=mask)
     require_positions(mask)
     require_range("gamma", gamma, at_least=0.0, at_most=1.0)
-    rewards, kept = full_precision(token_rewards.detach()), mask.bool()
-    running = torch.zeros_like(rewards[:, 0])
-    backwards = []
-    for reward, here in zip(reversed(rewards.unbind(-1)), reversed(kept.unbind(-1)), strict=True):
-        running = torch.where(here, reward + gamma * running, running)
-        backwards.append(running)
-    return torch.stack(backwards[::-1], dim=-1)
+    return discounted_sums(full_precision(token_rewards.detach()), mask, gamma)
 
 
 def reinforce_plus_plus(

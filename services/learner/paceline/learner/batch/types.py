@@ -102,12 +102,40 @@ class MicroBatch:
         return torch.cat([flat, flat.new_zeros(1)])[self.places]
 
 
+class OldLogProbs:
+    """Log-probs by the weights from before the update, a table (B, R).
+
+    Rows of the first mini-batch need not be scored: its own forward pass comes before any step, so with the
+    same weights, and its ratio is 1.
+    """
+
+    def __init__(self, table: Tensor | None = None) -> None:
+        self._table = table
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the rows were scored, or went through the update once."""
+        return self._table is not None
+
+    @property
+    def table(self) -> Tensor:
+        """(B, R); `is_known` comes first."""
+        assert self._table is not None, "these rows were neither scored nor trained on yet"
+        return self._table
+
+    def or_take(self, log_probs: Tensor) -> Tensor:
+        """The table; where there is none yet, `log_probs` without their graph become it."""
+        if self._table is None:
+            self._table = log_probs.detach()
+        return self._table
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoredBatch:
     """A micro-batch with its scores by the networks; tables (B, R), None where not in use."""
 
     batch: MicroBatch
-    old_log_probs: Tensor
+    old_log_probs: OldLogProbs
     ref_log_probs: Tensor | None = None
     values: Tensor | None = None
 
@@ -122,7 +150,7 @@ class TrainingBatch:
     """
 
     batch: MicroBatch
-    old_log_probs: Tensor
+    old_log_probs: OldLogProbs
     ref_log_probs: Tensor | None
     values: Tensor | None
     scores: Tensor

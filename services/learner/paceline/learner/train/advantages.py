@@ -73,13 +73,15 @@ def compute_advantages(
     own_rows = [row for part in scored for row in part.batch.rows]
     index = torch.tensor(own_rows, dtype=torch.int64, device=device)
     mask = _stack([part.batch.mask for part in scored], scored, longest)
-    old = _stack([part.old_log_probs for part in scored], scored, longest)
     ref = _stack_present([part.ref_log_probs for part in scored], scored, longest)
     values = _stack_present([part.values for part in scored], scored, longest)
     greedy = _if_all_present(greedy_scores, len(scores), device)
     own_scores = torch.tensor(scores, dtype=torch.float32, device=device)[index]
 
-    penalty = None if ref is None else kl.kl_estimate(old, ref, config.algorithm.kl_penalty)
+    penalty = None
+    if ref is not None:
+        old = _stack([part.old_log_probs.table for part in scored], scored, longest)
+        penalty = kl.kl_estimate(old, ref, config.algorithm.kl_penalty)
     in_reward = penalty if config.algorithm.use_kl_in_reward else None
     token_rewards = kl.token_rewards(own_scores, mask, in_reward, kl_coef)
 

@@ -90,10 +90,10 @@ class PolicyLoss:
         self, log_probs: Tensor, part: TrainingBatch, selected: Tensor | None
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The policy loss, (B, R), and its metrics, always with `ppo_kl`, on which the guard relies."""
-        mask = part.batch.mask
+        mask, old = part.batch.mask, part.old_log_probs.or_take(log_probs)
         inputs = LossInputs(
             log_probs=log_probs,
-            old_log_probs=part.old_log_probs,
+            old_log_probs=old,
             advantages=part.advantages,
             mask=mask,
             rollout_log_probs=part.batch.rollout_log_probs,
@@ -108,7 +108,7 @@ class PolicyLoss:
                 f"{', '.join(self._loss.metrics) or 'none'}; return the same names at every call"
             )
         if "ppo_kl" not in metrics:
-            log_ratio, _ = log_ratio_and_advantages(log_probs, part.old_log_probs, part.advantages, mask)
+            log_ratio, _ = log_ratio_and_advantages(log_probs, old, part.advantages, mask)
             metrics = {**metrics, "ppo_kl": ppo_kl(log_ratio, mask)}
         return per_token, metrics
 

@@ -7,20 +7,26 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.learner.batch.types import MicroBatch, ScoredBatch
+from paceline.learner.batch.types import MicroBatch, OldLogProbs, ScoredBatch
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.stopwatch import Stopwatch
 
 
-def score(learner: Learner, batches: Sequence[MicroBatch], stopwatch: Stopwatch) -> list[ScoredBatch]:
-    """This rank's micro-batches with the numbers of every network in use; every rank calls it."""
+def score(
+    learner: Learner, batches: Sequence[MicroBatch], stopwatch: Stopwatch, *, num_unscored: int = 0
+) -> list[ScoredBatch]:
+    """This rank's micro-batches with the numbers of every network in use; every rank calls it.
+
+    The first `num_unscored` get no old log-probs: the update's own forward pass gives them.
+    """
     temperature = learner.config.rollout.temperature
-    policy, reference, critic = learner.actor.network, learner.reference, learner.critic
+    reference, critic = learner.reference, learner.critic
     absent: list[Tensor | None] = [None] * len(batches)
     ref, values = absent, absent
     with stopwatch.phase("old_log_prob"):
-        old = _without_gradient(policy, batches, lambda b: b.table(policy(b, temperature)[0]))
+        scored = _old_log_probs(learner, batches[num_unscored:])
+    old = [OldLogProbs() for _ in batches[:num_unscored]] + [OldLogProbs(table) for table in scored]
     if reference is not None:
         with stopwatch.phase("ref"):
             ref = [*_without_gradient(reference, batches, lambda b: b.table(reference(b, temperature)[0]))]
@@ -31,6 +37,18 @@ def score(learner: Learner, batches: Sequence[MicroBatch], stopwatch: Stopwatch)
         ScoredBatch(batch=batch, old_log_probs=o, ref_log_probs=r, values=v)
         for batch, o, r, v in zip(batches, old, ref, values, strict=True)
     ]
+
+
+def score_rest(learner: Learner, scored: Sequence[ScoredBatch]) -> None:
+    """Gives micro-batches that no update will see their old log-probs; every rank calls it."""
+    rest = [part for part in scored if not part.old_log_probs.is_known]
+    for part, table in zip(rest, _old_log_probs(learner, [part.batch for part in rest]), strict=True):
+        part.old_log_probs.or_take(table)
+
+
+def _old_log_probs(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    policy, temperature = learner.actor.network, learner.config.rollout.temperature
+    return _without_gradient(policy, batches, lambda b: b.table(policy(b, temperature)[0]))
 
 
 def _without_gradient(

@@ -21,7 +21,7 @@ from paceline.learner.algorithms import rollout_correction
 from paceline.learner.algorithms.policy_losses import highest_covariance
 from paceline.learner.algorithms.shaping import overlong_penalty, resample_indices
 from paceline.learner.batch.minibatch import MiniBatch
-from paceline.learner.batch.types import MicroBatch, ScoredBatch, TrainingBatch
+from paceline.learner.batch.types import MicroBatch, OldLogProbs, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.advantages import Advantages
 
@@ -47,9 +47,9 @@ def overlong_scores(config: RunConfig, rows: Sequence[BatchRow]) -> tuple[list[f
 
 def rollout_weights(scored: ScoredBatch, correction: RolloutCorrectionConfig) -> Tensor | None:
     """A micro-batch's weights of the policy loss by `algorithm.rollout_correction`, (B, R) or None."""
-    old, rollout, mask = scored.old_log_probs, scored.batch.rollout_log_probs, scored.batch.mask
     if correction.method == "none":
         return None
+    old, rollout, mask = scored.old_log_probs.table, scored.batch.rollout_log_probs, scored.batch.mask
     if correction.method == "tis":
         return rollout_correction.tis(old, rollout, mask, correction.cap, correction.weight_level)
     if correction.method == "icepop":
@@ -76,7 +76,7 @@ def mismatch_metrics(
     weight_sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
     largest = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     for part, part_weights in zip(scored, weights, strict=True):
-        old, rollout, mask = part.old_log_probs, part.batch.rollout_log_probs, part.batch.mask
+        old, rollout, mask = part.old_log_probs.table, part.batch.rollout_log_probs, part.batch.mask
         kl_and_count[0] += rollout_correction.mismatch_kl(old, rollout, mask).sum()
         kl_and_count[1] += mask.sum()
         raw = rollout_correction.rollout_weights(
@@ -152,7 +152,9 @@ def training_batch(
 
     return TrainingBatch(
         batch=scored.batch if places is None else _repeated(scored.batch, places),
-        old_log_probs=pick_present(scored.old_log_probs),
+        old_log_probs=scored.old_log_probs
+        if places is None
+        else OldLogProbs(scored.old_log_probs.table[places]),
         ref_log_probs=pick(scored.ref_log_probs),
         values=pick(scored.values),
         scores=pick_present(advantages.scores),
@@ -197,7 +199,7 @@ def select_tokens(mini: MiniBatch, actor: ActorConfig, ranks: Ranks) -> list[Ten
 
     masks = [part.batch.mask for part in mini.parts]
     selected = highest_covariance(
-        row([part.old_log_probs for part in mini.parts]).double(),
+        row([part.old_log_probs.table for part in mini.parts]).double(),
         row([part.advantages for part in mini.parts]).double(),
         row(masks),
         loss.cov_fraction,

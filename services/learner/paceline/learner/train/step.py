@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from paceline.config.run import RunConfig
 from paceline.core.training import BatchRow, TrainOrder, TrainResult
 from paceline.learner.batch.minibatch import MiniBatch, cut_mini_batches
@@ -20,7 +22,7 @@ from paceline.learner.model.flops import peak_flops, update_flops
 from paceline.learner.train import shaping
 from paceline.learner.train.advantages import AdvantageSummary, compute_advantages
 from paceline.learner.train.learner import Learner
-from paceline.learner.train.score import score
+from paceline.learner.train.score import score, score_rest
 from paceline.learner.train.stopwatch import Stopwatch
 from paceline.learner.train.update import UpdateReport, update_critic, update_policy
 from paceline.learner.train.update_guard import UpdateGuard
@@ -45,18 +47,22 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
             for chunk in plan.chunks
             for indices in chunk.micro_batches[ranks.rank]
         ]
-    scored = score(learner, batches, stopwatch)
+    num_unscored = _num_unscored(learner, order.step, plan)
+    scored = score(learner, batches, stopwatch, num_unscored=num_unscored)
     with stopwatch.phase("adv"):
         prepared = _prepare(learner, order, scored)
     mini_batches = cut_mini_batches(config, plan, prepared.batches, ranks)
     guard = UpdateGuard(config.guard, learner.histories, ranks, order.adjustments)
     guard.judge_batch(rewards=[row.reward for row in order.rows], reference_kl=prepared.summary.reference_kl)
+    if guard.refusal:
+        score_rest(learner, scored)
     reports = _update(learner, order.step, mini_batches, stopwatch, guard)
     _steer_kl(learner, order, prepared.summary)
     learner.version = order.step
     metrics = {
-        **_report_metrics(reports),
+        **_report_metrics(reports, is_audited=not num_unscored),
         **prepared.metrics,
+        **shaping.mismatch_metrics(scored, prepared.weights, config.algorithm.rollout_correction, ranks),
         **_length_metrics(config, order.rows),
         **guard.metrics,
         **stopwatch.seconds,
@@ -96,11 +102,22 @@ def _lengths(rows: Sequence[BatchRow]) -> list[RowLength]:
     ]
 
 
+def _num_unscored(learner: Learner, step: int, plan: BatchPlan) -> int:
+    """This rank's micro-batches, from the first on, whose old log-probs come from the update itself."""
+    actor = learner.config.actor
+    is_audit = (step - 1) % actor.ratio_audit_freq == 0
+    if is_audit or learner.config.needs_all_old_log_probs or _critic_alone(learner, step):
+        return 0
+    first = plan.mini_batches(actor.ppo_mini_batch_size)[0]
+    return sum(plan.chunks[index].num_micro_batches for index in first)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prepared:
-    """This rank's micro-batches ready for the update, and the batch's numbers."""
+    """This rank's micro-batches ready for the update with their corrections, and the batch's numbers."""
 
     batches: list[TrainingBatch]
+    weights: list[Tensor | None]
     summary: AdvantageSummary
     metrics: dict[str, float]
 
@@ -122,17 +139,16 @@ def _prepare(learner: Learner, order: TrainOrder, scored: Sequence[ScoredBatch])
         ranks=ranks,
     )
     weights = [shaping.rollout_weights(part, correction) for part in scored]
-    mismatch = shaping.mismatch_metrics(scored, weights, correction, ranks)
     counts, resampling = shaping.draw_rows(config, scores=scores, group_ids=group_ids, step=order.step)
     return _Prepared(
         batches=[
             shaping.training_batch(part, part_advantages, part_weights, counts)
             for part, part_advantages, part_weights in zip(scored, advantages, weights, strict=True)
         ],
+        weights=weights,
         summary=summary,
         metrics={
             **summary.metrics,
-            **mismatch,
             **overlong,
             **resampling,
             "algorithm/kl_coef": kl_coef,
@@ -176,13 +192,13 @@ def _steer_kl(learner: Learner, order: TrainOrder, summary: AdvantageSummary) ->
         learner.kl_controller.update(summary.reference_kl, summary.num_sequences)
 
 
-def _report_metrics(reports: dict[str, UpdateReport]) -> dict[str, float]:
+def _report_metrics(reports: dict[str, UpdateReport], *, is_audited: bool) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, report in reports.items():
         metrics |= report.summary(f"{name}/")
     metrics.pop("actor/loss", None)
     actor = reports.get("actor")
-    if actor is not None and actor.metrics:
+    if actor is not None and actor.metrics and is_audited:
         metrics["actor/first_ppo_kl"] = actor.metrics[0]["ppo_kl"]
         metrics["actor/first_pg_clipfrac"] = actor.metrics[0]["pg_clipfrac"]
     return metrics

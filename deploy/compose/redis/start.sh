@@ -1,0 +1,12 @@
+#!/bin/sh
+# Starts Redis with one user, `paceline`, who sees the runs' keys only and has the commands that Paceline uses.
+set -eu
+hash=$(tr -d '\n' < /run/secrets/redis_password | sha256sum | cut -d ' ' -f 1)
+umask 077
+cat > /tmp/users.acl <<ACL
+user default off
+user paceline on #$hash ~paceline:* -@all +ping +hello +auth +client|setinfo +client|setname +client|id +info +wait +set +mget +get +unlink +del +exists +type +scan +eval +evalsha +script|load +xadd +xack +xlen +xread +xreadgroup +xgroup +xinfo +xpending +xclaim +xautoclaim +xtrim +xrange
+ACL
+exec redis-server --aclfile /tmp/users.acl --dir /data --bind '* -::*' --port 6379 \
+  --appendonly yes --appendfsync everysec --save '' \
+  --maxmemory "${REDIS_MAX_MEMORY:-1gb}" --maxmemory-policy noeviction

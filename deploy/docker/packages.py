@@ -1,0 +1,59 @@
+"""Installs what a service needs from the lock file, and nothing that the lock file does not name.
+
+    python packages.py LOCK [EXTRA ...]     the project's own requirements and those of its extras
+    python packages.py LOCK --everything    every line of the lock file, without looking at dependencies
+
+Runs in the build stage of each service's image, with that image's own pip.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+PIP = (sys.executable, "-m", "pip")
+# What a virtual environment brings.
+_OF_THE_ENVIRONMENT = {"pip", "setuptools"}
+
+
+def main(lock: Path, words: list[str]) -> int:
+    """Installs, then compares with the lock file; returns the exit code."""
+    if words == ["--everything"]:
+        chosen = ["--no-deps", "--requirement", str(lock)]
+    else:
+        chosen = ["--constraint", str(lock), *_requirements(Path("pyproject.toml"), words)]
+    subprocess.run([*PIP, "install", "--no-cache-dir", "--quiet", *chosen], check=True)
+    strangers = _installed() - _locked(lock) - _OF_THE_ENVIRONMENT
+    if strangers:
+        print(
+            f"not in {lock}: {', '.join(sorted(strangers))}; add them, with their versions", file=sys.stderr
+        )
+    return 1 if strangers else 0
+
+
+def _requirements(project: Path, extras: list[str]) -> list[str]:
+    tables = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    optional = tables["optional-dependencies"]
+    return [*tables["dependencies"], *(line for extra in extras for line in optional[extra])]
+
+
+def _installed() -> set[str]:
+    listing = subprocess.run([*PIP, "list", "--format=freeze"], check=True, capture_output=True, text=True)
+    return {_name(line) for line in listing.stdout.splitlines()}
+
+
+def _locked(lock: Path) -> set[str]:
+    lines = lock.read_text(encoding="utf-8").splitlines()
+    return {_name(line) for line in lines if line and not line.startswith(("#", "-"))}
+
+
+def _name(line: str) -> str:
+    """The distribution's name in the form in which names are compared."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[=@<> \[]", line)[0]).lower()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

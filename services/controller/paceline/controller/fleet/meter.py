@@ -1,0 +1,34 @@
+"""Counts what happens to members: changes, restarts, and how long a lost one takes to come back."""
+
+from __future__ import annotations
+
+from paceline.controller.fleet.membership import FleetChange, Health
+from paceline.core.clock import Clock
+from paceline.core.members import READY_STATES
+from paceline.service import metrics, telemetry
+
+_LOST = (Health.DEAD.value, Health.LEFT.value)
+
+
+class FleetMeter:
+    """Turns the changes of a fleet into metrics."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._known: set[str] = set()
+        self._lost_at: dict[str, float] = {}
+
+    def note(self, change: FleetChange) -> None:
+        """Takes note of a change."""
+        member, kind = change.member.member_id, change.member.kind.value
+        if change.state is None:
+            telemetry.count(metrics.MEMBER_CHANGES, kind=kind, change=change.what)
+        if change.what == "registered":
+            if member in self._known:
+                telemetry.count(metrics.MEMBER_RESTARTS, kind=kind, member=member)
+            self._known.add(member)
+        elif change.what in _LOST:
+            self._lost_at.setdefault(member, self._clock.monotonic())
+        elif change.state in READY_STATES and member in self._lost_at:
+            seconds = self._clock.monotonic() - self._lost_at.pop(member)
+            telemetry.record(metrics.RECOVERY_SECONDS, seconds, kind=kind, member=member)

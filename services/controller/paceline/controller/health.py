@@ -1,0 +1,96 @@
+"""The run's health as metrics: step, phase and policy, members, mailboxes, the guard's bounds.
+
+What changes with time or goes away with a member is read when somebody asks for the metrics; mailbox lengths,
+which the broker knows, are asked for every few seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import NoReturn
+
+from paceline.broker import names
+from paceline.broker.base import Broker
+from paceline.controller.fleet.membership import Fleet
+from paceline.controller.progress import Progress, Run
+from paceline.core.clock import Clock
+from paceline.core.errors import BrokerError, DeadlineError
+from paceline.service import metrics, telemetry
+from paceline.service.metrics import Observation
+
+log = logging.getLogger(__name__)
+
+_INTERVAL_S = 5.0
+
+
+def observe_run(run: Run, progress: Progress, fleet: Fleet, clock: Clock) -> None:
+    """Offers the metrics of the run and its members; call it after telemetry's `setup`."""
+    _observe_progress(run, progress)
+    _observe_members(fleet, clock)
+
+    def bounds() -> Iterator[Observation]:
+        for rule, limits in run.config.guard.limits.items():
+            for action, bound in limits.bounds.items():
+                yield bound, {"rule": rule, "action": action.value}
+
+    telemetry.observe(metrics.GUARD_BOUND, bounds)
+
+
+def _observe_progress(run: Run, progress: Progress) -> None:
+    def policy_version() -> Iterator[Observation]:
+        if progress.policy is not None:
+            yield progress.policy.version, {}
+
+    def phase_seconds() -> Iterator[Observation]:
+        yield time.monotonic() - progress.phase_began, {"phase": progress.phase.value}
+
+    telemetry.observe(metrics.TERM, lambda: [(run.journal.term, {})])
+    telemetry.observe(metrics.RUN_STEP, lambda: [(progress.step, {})])
+    telemetry.observe(metrics.RUN_STEPS, lambda: [(run.config.trainer.total_steps, {})])
+    telemetry.observe(metrics.PHASE_SECONDS, phase_seconds)
+    telemetry.observe(metrics.POLICY_VERSION, policy_version)
+    telemetry.observe(metrics.WANTED, lambda: [(progress.wanted, {})])
+    telemetry.observe(metrics.ADMITTED, lambda: [(progress.admitted, {})])
+
+
+def _observe_members(fleet: Fleet, clock: Clock) -> None:
+    def members() -> Iterator[Observation]:
+        states = Counter(
+            (m.kind.value, m.state.value if m.state else "registered", m.health.value)
+            for m in fleet.members()
+        )
+        for (kind, state, health), number in states.items():
+            yield number, {"kind": kind, "state": state, "health": health}
+
+    def silence() -> Iterator[Observation]:
+        now = clock.monotonic()
+        for member in fleet.members():
+            if member.usable:
+                yield now - member.last_heard, {"kind": member.kind.value, "member": member.member_id}
+
+    def in_flight() -> Iterator[Observation]:
+        for member in fleet.members():
+            if member.usable:
+                yield member.in_flight, {"kind": member.kind.value, "member": member.member_id}
+
+    telemetry.observe(metrics.MEMBERS, members)
+    telemetry.observe(metrics.MEMBER_SILENCE, silence)
+    telemetry.observe(metrics.MEMBER_IN_FLIGHT, in_flight)
+
+
+async def measure_mailboxes(broker: Broker, run_id: str, progress: Progress) -> NoReturn:
+    """Asks for the lengths of the run's mailboxes until cancelled."""
+    while True:
+        version = progress.policy.version if progress.policy is not None else 0
+        streams = (names.prompts(run_id, version), names.trajectories(run_id), names.scored(run_id))
+        try:
+            for stream in streams if telemetry.is_measuring() else ():
+                length = await broker.length(stream)
+                telemetry.record(metrics.MAILBOX_ENTRIES, length, mailbox=names.mailbox(stream))
+        except (BrokerError, DeadlineError) as error:
+            log.debug("mailbox lengths: %s", error)
+        await asyncio.sleep(_INTERVAL_S)

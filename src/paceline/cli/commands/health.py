@@ -1,0 +1,46 @@
+"""`paceline health`: asks a service for its health, as container engines do every few seconds."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from paceline.service import channels
+
+_DEADLINE_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument("address", metavar="HOST:PORT", help="where the service listens")
+    parser.add_argument(
+        "--timeout", type=float, default=_DEADLINE_S, metavar="SECONDS", help="default: %(default)g"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 if the service answers that it serves; otherwise says why not and returns 1."""
+    status = asyncio.run(_ask(args.address, args.timeout))
+    if status == health_pb2.HealthCheckResponse.SERVING:
+        return 0
+    name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+    print(f"paceline health: {args.address} answers {name}", file=sys.stderr)
+    return 1
+
+
+async def _ask(address: str, timeout_s: float) -> int:
+    channel = channels.connect(address)
+    try:
+        answer = await channels.call(
+            health_pb2_grpc.HealthStub(channel).Check,
+            health_pb2.HealthCheckRequest(),
+            timeout_s=timeout_s,
+            phase="HEALTH",
+            peer=address,
+        )
+    finally:
+        await channel.close(grace=None)
+    return int(answer.status)

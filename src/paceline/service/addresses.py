@@ -1,0 +1,137 @@
+"""Addresses: what a service listens on, and where others reach it.
+
+A host is an address (IPv4, or IPv6 with or without brackets), the name of a network interface of this
+machine, or a host name. In host:port an IPv6 address stands in brackets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import socket
+
+import psutil
+
+from paceline.core.errors import ConfigError, EnvironmentLackError
+
+_HOST = "PACELINE_HOST"
+_ADVERTISE = "PACELINE_ADVERTISE"
+
+_WILDCARDS = ("0.0.0.0", "::")
+
+
+def join(host: str, port: int) -> str:
+    """host:port, with an IPv6 address in brackets."""
+    plain = host.strip("[]")
+    return f"[{plain}]:{port}" if ":" in plain else f"{plain}:{port}"
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host, without brackets, and port of host:port.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    host, _, port = address.rpartition(":")
+    plain = host.strip("[]")
+    if not plain or not port.isdecimal() or (":" in plain and not host.startswith("[")):
+        raise ConfigError(
+            f"{address!r} must be HOST:PORT, with an IPv6 address in brackets, say [fd00::2]:5000"
+        )
+    return plain, int(port)
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether it stands for every address of the machine."""
+    return host.strip("[]") in _WILDCARDS
+
+
+def to_bind(host: str) -> str:
+    """The address or name to bind to, without brackets; an interface's name becomes its address.
+
+    An interface that has an IPv4 and an IPv6 address counts with the first; name the address to choose.
+
+    Raises:
+        EnvironmentLackError: the interface has no address.
+    """
+    plain = host.strip("[]")
+    if _is_address(plain):
+        return plain
+    interfaces = psutil.net_if_addrs()
+    if plain not in interfaces:
+        return plain
+    by_family = {
+        family: [entry.address for entry in interfaces[plain] if entry.family == family]
+        for family in (socket.AF_INET, socket.AF_INET6)
+    }
+    # Link-local addresses need the interface with every use.
+    usable = [*by_family[socket.AF_INET], *(a for a in by_family[socket.AF_INET6] if "%" not in a)]
+    if not usable:
+        raise EnvironmentLackError(
+            f"the interface {plain} has no address to listen on; bring it up, or name another one of "
+            f"{', '.join(sorted(interfaces))}"
+        )
+    return usable[0]
+
+
+def to_advertise(host: str, advertise: str, *, towards: str = "") -> str:
+    """The address or name under which others reach a server that listens on `host`.
+
+    Args:
+        host: what it listens on, as `to_bind` returns it.
+        advertise: what the user chose, or "": then `host`, or for a wildcard this machine's address on the
+            route to `towards`, or its name.
+        towards: host:port of the peer that is told, or "".
+    """
+    if advertise:
+        return to_bind(advertise)
+    if not is_wildcard(host):
+        return host
+    if towards:
+        try:
+            return on_route_to(*split(towards))
+        except OSError:
+            pass  # no route yet, or no such name: others may know this machine by its own
+    return socket.gethostname()
+
+
+def on_route_to(host: str, port: int) -> str:
+    """This machine's address on the route to `host`; a datagram socket finds it without sending anything.
+
+    Raises:
+        OSError: `host` is unknown or there is no route.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def add_address_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds --host and --advertise, with their forms in the environment."""
+    parser.add_argument(
+        "--host",
+        default=from_environment(_HOST, "127.0.0.1"),
+        help="address to listen on, IPv4 or IPv6, or the name of an interface of this machine "
+        f"(or {_HOST}; default: %(default)s)",
+    )
+    parser.add_argument(
+        "--advertise",
+        default=from_environment(_ADVERTISE, ""),
+        metavar="ADDRESS",
+        help=f"address or name under which others reach this process, if it is not --host (or {_ADVERTISE})",
+    )
+
+
+def from_environment(name: str, default: str) -> str:
+    """A variable's value; an empty one counts as not set, as compose files write it."""
+    return os.environ.get(name) or default
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

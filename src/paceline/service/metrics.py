@@ -1,0 +1,237 @@
+"""The catalogue of exported metrics: names, kinds, labels, and what each says.
+
+A name is part of the interface: dashboards and alerts use it. The names of training metrics are made from
+those of metrics.jsonl by `training`: "actor/grad_norm" becomes paceline_training_actor_grad_norm.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+
+class MetricKind(enum.Enum):
+    """How a metric behaves; the value is Prometheus' word."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """One exported metric.
+
+    Attributes:
+        name: as Prometheus shows it; counters end in _total.
+        help: one line that says what it is, with its unit.
+        labels: what its series are told apart by, beside service_name and service_instance_id.
+        services: those that export it.
+    """
+
+    name: str
+    help: str
+    kind: MetricKind = MetricKind.GAUGE
+    labels: tuple[str, ...] = ()
+    services: tuple[str, ...] = ("controller",)
+
+
+Observation = tuple[float, Mapping[str, str]]
+"""A value and its labels."""
+
+Observer = Callable[[], Iterable[Observation]]
+"""Called when the metrics are read, from the reader's thread; a series that it leaves out is not exported."""
+
+Observe = Callable[[Metric, Observer], None]
+"""Offers a metric that is asked for whenever the metrics are read."""
+
+_ALL = ("controller", "rollout", "learner", "reward")
+_MEMBERS = ("rollout", "learner", "reward")
+_ON_GPUS = ("rollout", "learner")
+
+# --- the process
+
+MEMORY = Metric(
+    name="paceline_process_resident_memory_bytes",
+    help="Resident memory of the process (part=self) and of its child processes together (part=children).",
+    labels=("part",),
+    services=_ALL,
+)
+CPU = Metric(
+    name="paceline_process_cpu_seconds_total",
+    help="CPU time of the process and of children that have ended.",
+    kind=MetricKind.COUNTER,
+    services=_ALL,
+)
+OPEN_FILES = Metric(
+    name="paceline_process_open_files", help="Open file descriptors, sockets included.", services=_ALL
+)
+START_TIME = Metric(
+    name="paceline_process_start_time_seconds", help="Unix time at which the process started.", services=_ALL
+)
+LOOP_LAG = Metric(
+    name="paceline_event_loop_lag_seconds",
+    help="Largest lag of the event loop in the last 10 s: how late it ran what was due.",
+    services=_ALL,
+)
+GPU_MEMORY_USED = Metric(
+    name="paceline_gpu_memory_used_bytes",
+    help="Memory in use on a GPU that the process may use, by whatever process.",
+    labels=("gpu", "uuid"),
+    services=_ON_GPUS,
+)
+GPU_MEMORY_TOTAL = Metric(
+    name="paceline_gpu_memory_total_bytes",
+    help="Memory of the GPU.",
+    labels=("gpu", "uuid"),
+    services=_ON_GPUS,
+)
+GPU_UTILISATION = Metric(
+    name="paceline_gpu_utilisation_ratio",
+    help="Share of the driver's last sampling period in which a kernel ran, 0 to 1.",
+    labels=("gpu", "uuid"),
+    services=_ON_GPUS,
+)
+GPU_POWER = Metric(
+    name="paceline_gpu_power_watts",
+    help="Power that the GPU draws.",
+    labels=("gpu", "uuid"),
+    services=_ON_GPUS,
+)
+
+# --- members
+
+HEARTBEATS = Metric(
+    name="paceline_heartbeats_total",
+    help="Heartbeats to the controller (result=answered or failed).",
+    kind=MetricKind.COUNTER,
+    labels=("result",),
+    services=_MEMBERS,
+)
+DELIVERIES = Metric(
+    name="paceline_deliveries_total",
+    help="Entries that this process took from a mailbox.",
+    kind=MetricKind.COUNTER,
+    labels=("mailbox",),
+    services=("rollout", "reward"),
+)
+REDELIVERIES = Metric(
+    name="paceline_redeliveries_total",
+    help="Those of them that had been delivered before: their consumer died, was slow, or gave them back.",
+    kind=MetricKind.COUNTER,
+    labels=("mailbox",),
+    services=("rollout", "reward"),
+)
+LEASES_LOST = Metric(
+    name="paceline_leases_lost_total",
+    help="Entries that went to another consumer while this process worked on them.",
+    kind=MetricKind.COUNTER,
+    labels=("mailbox",),
+    services=("rollout", "reward"),
+)
+
+# --- the run
+
+TERM = Metric(name="paceline_journal_term", help="Number of the controller's start in this run.")
+RUN_STEP = Metric(name="paceline_run_step", help="The step that the run is in.")
+RUN_STEPS = Metric(name="paceline_run_total_steps", help="trainer.total_steps.")
+PHASE_SECONDS = Metric(
+    name="paceline_run_phase_seconds",
+    help="Seconds since the run entered its phase; the only series is that of the present phase.",
+    labels=("phase",),
+)
+WANTED = Metric(
+    name="paceline_collection_wanted", help="Trajectories that the collection under way needs; else 0."
+)
+ADMITTED = Metric(
+    name="paceline_collection_admitted", help="Trajectories that the collection under way has; else 0."
+)
+POLICY_VERSION = Metric(name="paceline_policy_version", help="The committed policy version.")
+MEMBERS = Metric(
+    name="paceline_members",
+    help="Members by kind, state and health as the controller sees them.",
+    labels=("kind", "state", "health"),
+)
+MEMBER_SILENCE = Metric(
+    name="paceline_member_silence_seconds",
+    help="Seconds since a member was last heard; only members that are alive or suspect.",
+    labels=("kind", "member"),
+)
+MEMBER_IN_FLIGHT = Metric(
+    name="paceline_member_in_flight",
+    help="Samples or trajectories that a member is working on.",
+    labels=("kind", "member"),
+)
+MEMBER_CHANGES = Metric(
+    name="paceline_member_changes_total",
+    help="Members that registered, became suspect, alive again or dead, or left (change).",
+    kind=MetricKind.COUNTER,
+    labels=("kind", "change"),
+)
+MEMBER_RESTARTS = Metric(
+    name="paceline_member_restarts_total",
+    help="Registrations of a member whose earlier incarnation the controller had known.",
+    kind=MetricKind.COUNTER,
+    labels=("kind", "member"),
+)
+RECOVERY_SECONDS = Metric(
+    name="paceline_member_recovery_seconds",
+    help="Seconds from the controller's notice of a member's last loss until it was ready again.",
+    labels=("kind", "member"),
+)
+MAILBOX_ENTRIES = Metric(
+    name="paceline_mailbox_entries",
+    help="Entries in a mailbox's stream, taken ones included, asked for every 5 s.",
+    labels=("mailbox",),
+)
+REFUSALS = Metric(
+    name="paceline_refusals_total",
+    help="Prompt groups that rollout servers or reward services gave up.",
+    kind=MetricKind.COUNTER,
+    labels=("reason",),
+)
+VERDICTS = Metric(
+    name="paceline_trajectories_total",
+    help="Trajectories that the barrier judged, by its verdict.",
+    kind=MetricKind.COUNTER,
+    labels=("verdict",),
+)
+PUSH_SECONDS = Metric(
+    name="paceline_push_seconds",
+    help="Duration of the last push, from its begin until every server samples the new version.",
+)
+PUSHES = Metric(
+    name="paceline_pushes_total",
+    help="Pushes (result=committed, or lost where a member was lost in the transfer).",
+    kind=MetricKind.COUNTER,
+    labels=("result",),
+)
+GUARD_VALUE = Metric(
+    name="paceline_guard_value",
+    help="What a guard rule judged in the last step, in the units of its bounds: for a relative rule the "
+    "multiple of the running median.",
+    labels=("rule", "network"),
+)
+GUARD_BOUND = Metric(
+    name="paceline_guard_bound",
+    help="The bound of a guard rule's action in this run's configuration.",
+    labels=("rule", "action"),
+)
+GUARD_FIRINGS = Metric(
+    name="paceline_guard_firings_total",
+    help="Firings of guard rules by the strongest action taken.",
+    kind=MetricKind.COUNTER,
+    labels=("rule", "network", "action"),
+)
+TRAINING_STEP = Metric(
+    name="paceline_training_step", help="The finished step that the paceline_training_ metrics are of."
+)
+
+
+def training(name: str) -> Metric:
+    """The metric of a number of metrics.jsonl; a step that has no such number leaves the last one."""
+    return Metric(
+        name="paceline_training_" + re.sub(r"[^a-zA-Z0-9_]", "_", name),
+        help=f"{name} of metrics.jsonl, of the last step that has it.",
+    )

@@ -1,0 +1,33 @@
+"""Memory, CPU time and open files of this process, measured when somebody asks for the metrics."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import psutil
+
+from paceline.service import metrics
+from paceline.service.metrics import Observation, Observe
+
+
+def observe_process(observe: Observe) -> None:
+    """Offers the metrics of this process."""
+    process = psutil.Process()
+
+    def memory() -> Iterator[Observation]:
+        yield process.memory_info().rss, {"part": "self"}
+        total = 0
+        for child in process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                total += child.memory_info().rss
+        yield total, {"part": "children"}
+
+    def cpu() -> Iterator[Observation]:
+        times = process.cpu_times()
+        yield times.user + times.system + times.children_user + times.children_system, {}
+
+    observe(metrics.MEMORY, memory)
+    observe(metrics.CPU, cpu)
+    observe(metrics.OPEN_FILES, lambda: [(process.num_fds(), {})])
+    observe(metrics.START_TIME, lambda: [(process.create_time(), {})])

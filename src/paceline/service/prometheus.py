@@ -1,0 +1,110 @@
+"""A process's own Prometheus endpoint: http://HOST:PORT/metrics, without a collector in between.
+
+PACELINE_PROMETHEUS_PORT overrides telemetry.prometheus_port; 0 is off. The endpoint listens on loopback
+unless PACELINE_PROMETHEUS_HOST names another address. It needs no credentials and answers with numbers and
+names of members only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from threading import Thread
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIServer
+
+from paceline.core.errors import ConfigError, EnvironmentLackError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricReader
+
+log = logging.getLogger(__name__)
+
+PORT = "PACELINE_PROMETHEUS_PORT"
+HOST = "PACELINE_PROMETHEUS_HOST"
+_LABELS = ("service.name", "service.instance.id")
+_CLOSE_S = 2.0
+
+
+def wanted_port(configured: int) -> int:
+    """The port in force; 0: none.
+
+    Raises:
+        ConfigError: PACELINE_PROMETHEUS_PORT is no port.
+    """
+    given = os.environ.get(PORT, "").strip()
+    if not given:
+        return configured
+    if not given.isdecimal() or int(given) > 65535:
+        raise ConfigError(f"{PORT}={given} is no port: give a number from 1 to 65535, or 0 for no endpoint")
+    return int(given)
+
+
+def wanted_host() -> str:
+    """The address to listen on."""
+    return os.environ.get(HOST, "").strip() or "127.0.0.1"
+
+
+class PrometheusEndpoint:
+    """Serves what its reader collects until it is closed.
+
+    Attributes:
+        reader: for the meter provider.
+
+    Raises:
+        EnvironmentLackError: the exporter is not installed.
+        OSError: the port is taken, or the address is not this machine's.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        try:
+            from opentelemetry.exporter.prometheus import PrometheusMetricReader
+            from prometheus_client import CollectorRegistry, start_http_server
+        except ImportError as error:
+            raise EnvironmentLackError(
+                f"a Prometheus endpoint on port {port} needs its exporter: pip install "
+                "'paceline[prometheus]', or set telemetry.prometheus_port=0"
+            ) from error
+        # Not the library's global registry: an engine in this process has metrics of its own there.
+        registry = CollectorRegistry()
+        self.reader: MetricReader = PrometheusMetricReader(
+            disable_target_info=True,
+            scope_info_enabled=False,
+            resource_attribute_filter=lambda name: name in _LABELS,
+            registry=registry,
+        )
+        self._server: WSGIServer
+        self._thread: Thread
+        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+
+    def shutdown(self) -> None:
+        """Stops listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=_CLOSE_S)
+
+
+def open_endpoint(configured_port: int) -> PrometheusEndpoint | None:
+    """The endpoint that environment and configuration ask for; None without one.
+
+    A port that is taken costs the endpoint and a warning, not the training.
+
+    Raises:
+        ConfigError, EnvironmentLackError: see `wanted_port` and `PrometheusEndpoint`.
+    """
+    port, host = wanted_port(configured_port), wanted_host()
+    if port == 0:
+        return None
+    try:
+        endpoint = PrometheusEndpoint(host, port)
+    except OSError as error:
+        log.warning(
+            "no metrics endpoint on %s:%d (%s); set %s for each process of this machine",
+            host,
+            port,
+            error.strerror or error,
+            PORT,
+        )
+        return None
+    log.info("metrics on http://%s:%d/metrics", host, port)
+    return endpoint

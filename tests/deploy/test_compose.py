@@ -1,0 +1,109 @@
+"""The run in containers: the demo to its end, members that come and go, every container killed once.
+
+Needs a Docker daemon and the images of deploy/compose/build.sh. Each test takes minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from support import compose_stack
+from support.compose_stack import Stack
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+
+SHORT = ("trainer.total_steps=8", "trainer.test_freq=8", "trainer.save_freq=2")
+LONG = ("trainer.total_steps=40", "trainer.test_freq=0", "trainer.save_freq=2", "data.val_files=[]")
+END_S = 500.0
+
+Events = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    why = compose_stack.lacking()
+    if why:
+        pytest.skip(why)
+    stack = Stack()
+    try:
+        stack.prepare()
+        yield stack
+    finally:
+        left = stack.remove()
+    assert left == []
+
+
+def finished(events: Events) -> int:
+    """The last step that is finished."""
+    return max((event["step"] for event in events if event["event"] == "step"), default=-1)
+
+
+def serving(events: Events, kind: str) -> set[str]:
+    """Members of a kind whose last change is not their end, and that have served."""
+    states: dict[str, str] = {}
+    for event in events:
+        if event["event"] == "member" and event["member"].startswith(f"{kind}-"):
+            states[event["member"]] = event["what"]
+    return {name for name, what in states.items() if what in ("state:serving", "alive")}
+
+
+def taking_part(events: Events) -> set[str]:
+    """The servers that got the newest version."""
+    return set(next((e["servers"] for e in reversed(events) if e["event"] in ("commit", "newcomers")), ()))
+
+
+def verify(stack: Stack) -> None:
+    checked = stack.in_volumes("paceline", "verify", f"runs/{stack.run}", check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    print(checked.stdout)
+
+
+def test_the_demo_trains_and_every_container_ends(stack: Stack) -> None:
+    with stack.up("demo", *SHORT):
+        assert stack.exit_code("controller", END_S) == 0, stack.logs()
+        for service in ("learner", "rollout", "reward"):
+            assert stack.exit_code(service, 30.0) == 0, stack.logs()
+            assert stack.starts(service) == 0
+        rewards = {
+            line["step"]: line["metrics"]["val/reward"]
+            for line in stack.lines("metrics.jsonl")
+            if "val" in str(line)
+        }
+        print(rewards)
+        assert rewards[8] > rewards[0] + 0.02
+        verify(stack)
+    assert stack.containers() == []
+
+
+def test_members_come_and_go_in_mid_run(stack: Stack) -> None:
+    with stack.up("scaled", *LONG):
+        stack.wait_for("step 1", lambda events: finished(events) >= 1, 240.0)
+        stack.scale(rollout=3, reward=2)
+        stack.wait_for("three servers hold the policy", lambda events: len(taking_part(events)) == 3, 240.0)
+        stack.wait_for("two reward services", lambda events: len(serving(events, "reward")) == 2, 60.0)
+        stack.scale(rollout=1, reward=2)
+        stack.wait_for("one server holds the policy", lambda events: len(taking_part(events)) == 1, 120.0)
+        step = finished(stack.lines("events.jsonl"))
+        stack.wait_for("two more steps", lambda events: finished(events) >= step + 2, 120.0)
+        assert stack.exit_code("controller", END_S) == 0, stack.logs()
+        verify(stack)
+
+
+def test_each_container_killed_once(stack: Stack) -> None:
+    with stack.up("killed", *LONG, scale={"rollout": 2}):
+        for number, service in enumerate(("rollout", "reward", "learner", "redis", "controller")):
+            step = finished(stack.lines("events.jsonl"))
+            stack.wait_for(
+                f"a step before {service} is killed", lambda events, step=step: finished(events) > step, 240.0
+            )
+            before = stack.starts(service)
+            stack.kill(service)
+            print(f"{number}: killed {service} after step {finished(stack.lines('events.jsonl'))}")
+            stack.wait_for(
+                f"{service} starts again", lambda _, s=service, n=before: stack.starts(s) > n, 60.0
+            )
+        assert stack.exit_code("controller", END_S) == 0, stack.logs()
+        verify(stack)

@@ -1,0 +1,54 @@
+"""A controller that is started by itself: what `paceline train` otherwise does for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.config.load import load
+from paceline.config.run import RunConfig
+from paceline.controller import app
+from paceline.controller.__main__ import main
+from support import source
+
+CONFIG = source.ROOT / "examples" / "arithmetic" / "ppo.yaml"
+
+
+def options(config: Path, run_dir: Path, *overrides: str) -> app.Options:
+    return app.Options(
+        config=config,
+        overrides=overrides,
+        run_dir=run_dir,
+        host="",
+        advertise="",
+        port=None,
+        address_file=None,
+    )
+
+
+def test_the_settings_in_force_lie_in_the_run_directory(tmp_path: Path) -> None:
+    words = options(CONFIG, tmp_path, "trainer.total_steps=3")
+    app._keep_settings(load(RunConfig, CONFIG, words.overrides), words)
+    file = tmp_path / "config.resolved.yaml"
+    kept = load(RunConfig, file)
+    assert (kept.trainer.total_steps, kept.trainer.run_dir) == (3, str(tmp_path))
+    # Those of `paceline train` stay as they are, byte for byte.
+    file.write_text("# written by the launcher\n" + file.read_text())
+    before = file.read_text()
+    app._keep_settings(load(RunConfig, file), options(file, tmp_path))
+    assert file.read_text() == before
+
+
+def test_a_password_in_the_settings_is_for_the_owner_only(tmp_path: Path) -> None:
+    words = options(CONFIG, tmp_path, "broker.url=redis://:secret@redis:6379/0")
+    app._keep_settings(load(RunConfig, CONFIG, words.overrides), words)
+    assert (tmp_path / "config.resolved.yaml").stat().st_mode & 0o777 == 0o600
+
+
+def test_an_override_is_checked_like_the_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PACELINE_BROKER_URL", raising=False)
+    assert main(["--config", str(CONFIG), "--run-dir", str(tmp_path), "trainer.total_stepz=3"]) == 2
+    assert "did you mean 'total_steps'?" in capfd.readouterr().err

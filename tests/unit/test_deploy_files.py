@@ -1,0 +1,79 @@
+"""Dockerfiles and compose file, as far as they can be judged without starting a container."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.config.load import load
+from paceline.config.run import RunConfig
+from support import source
+
+COMPOSE = source.ROOT / "deploy" / "compose"
+TREE: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text(encoding="utf-8"))
+SERVICES: dict[str, dict[str, Any]] = TREE["services"]
+
+
+def dockerfile(service: str) -> str:
+    return (source.ROOT / "services" / service / "Dockerfile").read_text(encoding="utf-8")
+
+
+def stage(text: str, name: str) -> str:
+    """A stage's instructions, comments left out."""
+    (body,) = re.findall(rf"^(FROM \S+ AS {name}\n.*?)(?=^FROM |\Z)", text, flags=re.M | re.S)
+    return "".join(line for line in body.splitlines(keepends=True) if not line.startswith("#"))
+
+
+def test_images_share_the_layers_of_equal_stages() -> None:
+    assert len({stage(dockerfile(service), "base") for service in source.SERVICES}) == 1
+    assert stage(dockerfile("learner"), "torch") == stage(dockerfile("rollout"), "torch")
+
+
+@pytest.mark.parametrize("service", source.SERVICES)
+def test_an_image_runs_its_service_as_an_ordinary_user(service: str) -> None:
+    last = dockerfile(service).rpartition("\nFROM ")[2]
+    assert "\nUSER 10001:10001\n" in last
+    assert f'"paceline.{service}"' in last.splitlines()[-1]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_container_has_no_more_rights_than_it_needs(service: str) -> None:
+    settings = SERVICES[service]
+    assert settings["read_only"] is True
+    assert settings["cap_drop"] == ["ALL"]
+    assert "no-new-privileges:true" in settings["security_opt"]
+    assert "privileged" not in settings
+    assert all(str(port).startswith("127.0.0.1:") for port in settings.get("ports", ()))
+
+
+@pytest.mark.parametrize("service", [name for name in SERVICES if SERVICES[name]["restart"] != "no"])
+def test_what_is_started_again_says_whether_it_serves(service: str) -> None:
+    assert SERVICES[service]["healthcheck"]["test"]
+    assert SERVICES[service]["stop_grace_period"]
+
+
+def test_the_environment_file_names_every_variable_with_its_default() -> None:
+    """`${NAME:-default}` in the compose file, `NAME=default` in the example; some differ between profiles."""
+    used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", (COMPOSE / "compose.yaml").read_text(encoding="utf-8")))
+    lines = (COMPOSE / ".env.example").read_text(encoding="utf-8").splitlines()
+    named = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    of_profiles = {"RUN", "SHM_SIZE", "PACELINE_INSECURE"}
+    assert set(used) - set(named) - of_profiles == set()
+    differing = {name for name in set(used) & set(named) - of_profiles if used[name] != named[name]}
+    assert differing == set()
+
+
+def test_the_demo_of_the_containers_is_the_demo() -> None:
+    example = load(RunConfig, source.ROOT / "examples" / "arithmetic" / "ppo.yaml").model_dump()
+    ours = load(RunConfig, Path(COMPOSE / "arithmetic.yaml")).model_dump()
+    differing = {
+        f"{section}.{key}"
+        for section, values in example.items()
+        for key, value in values.items()
+        if ours[section][key] != value
+    }
+    assert differing == {"data.train_files", "data.val_files", "model.path", "learner.device"}
