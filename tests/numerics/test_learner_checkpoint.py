@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,21 @@ from paceline.learner.checkpoint.state import state_of
 from paceline.learner.checkpoint.write import CheckpointWriter
 from paceline.learner.distributed.collectives import CommandError
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.export import read_policy
 from paceline.learner.train.learner import Learner
+from paceline.storage.folder import Folder
 from support.learner_fakes import run_config
 from support.learner_scenarios import save, take_step, train
+from support.s3_server import S3Server, s3_server
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
 
 WITHOUT_CRITIC = {"use_kl_in_reward": False, "kl_ctrl": {"type": "fixed", "kl_coef": 0.1}}
 
@@ -241,3 +251,54 @@ def test_a_checkpoint_of_another_step_is_refused_and_one_saved_again_stays(
     # Another learner's checkpoint of the step, say of a run that went back, has other weights.
     save(learner, folder, step=0, controller_state=b'{"a": 3}')
     assert Manifest.read(folder).controller_state == {"a": 3}
+
+
+# --- in an object store, which has no folders and no renaming
+
+
+def test_a_checkpoint_in_an_object_store_has_the_guarantees_of_one_on_disk(
+    model: Path, ranks: Ranks, s3: S3Server, folders: list[Path]
+) -> None:
+    learner, root = Learner.build(run_config(model), ranks), Folder.at("s3://bucket/r-1")
+    places = []
+    for step in (1, 2):
+        take_step(learner, step)
+        place = root.child(f"step_{step:06d}")
+        save(learner, place.address, step=step)
+        places.insert(0, place)
+    newest, older = places
+    # The manifest is written last, and with the digests of the files on disk.
+    puts = [path for method, path in s3.calls if method == "PUT" and "step_000002" in path]
+    assert puts[-1] == "bucket/r-1/step_000002/manifest.json"
+    assert Manifest.read(newest.address).files.keys() == Manifest.read(folders[0]).files.keys()
+    loaded, expected = Learner.build(run_config(model), ranks), Learner.build(run_config(model), ranks)
+    load(loaded, newest.address)
+    load(expected, folders[0])
+    assert same(tensors(loaded), tensors(expected))
+    assert (loaded.version, read_policy(newest).keys()) == (2, read_policy(Folder.at(folders[0])).keys())
+
+    shards = "bucket/r-1/step_000002/__0_0.distcp"
+    s3.objects[shards] = s3.objects[shards][:-1] + b"\xff"
+    other, notices = Learner.build(run_config(model), ranks), list[str]()
+    addresses = [place.address for place in places]
+    assert load_newest(other, addresses, notify=notices.append) == older.address
+    assert other.version == 1
+    assert "__0_0.distcp has changed" in notices[0]
+    del s3.objects["bucket/r-1/step_000002/manifest.json"]
+    with pytest.raises(CommandError, match="is no complete checkpoint"):
+        load(other, newest.address)
+
+
+def test_a_store_that_refuses_the_shards_costs_the_checkpoint_and_not_the_learner(
+    model: Path, ranks: Ranks, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner.build(run_config(model), ranks)
+    writer, place = CheckpointWriter(learner), "s3://bucket/r-2/step_000000"
+    with monkeypatch.context() as patch:
+        patch.setattr(s3, "refuse", ".distcp")
+        failed = writer.save(place, step=0, controller_state=b"{}")
+        with pytest.raises(CheckpointError, match=r"writing s3://bucket/r-2/step_000000 failed"):
+            failed.result(timeout=20)
+    assert take_step(learner, 1).step == 1
+    with pytest.raises(CheckpointError, match="is no complete checkpoint"):
+        Manifest.read(place)

@@ -18,8 +18,9 @@ from typing import Any
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
+from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import RunningServer, start_server
-from paceline.service.process import env_token, write_atomically
+from paceline.service.process import write_atomically
 from paceline.service.runtime import ServiceContext, run_service
 from paceline.wire.protobuf import policy_tag_to_proto
 
@@ -101,7 +102,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
 async def serve(controller: FakeController, *, token: str = "", port: int = 0) -> RunningServer:
     """Serves it on loopback."""
     add = controller_pb2_grpc.add_ControllerServiceServicer_to_server
-    return await start_server(add, controller, token=token, port=port)
+    return await start_server(add, controller, credentials=Credentials(token=token), port=port)
 
 
 def step_event(step: int, **metrics: float) -> pb.WatchEvent:
@@ -131,7 +132,7 @@ async def _main(context: ServiceContext) -> None:
             controller.script = [*steps, end_event(ok=False, message="COLLECT: the barrier is stuck")]
         case _:
             controller.script = steps
-    server = await serve(controller, token=env_token(), port=args.port)
+    server = await serve(controller, token=Credentials.from_env().token, port=args.port)
     context.defer("server", lambda: server.stop(0.2))
     write_atomically(args.address_file, server.address)
     await context.stopping.wait()

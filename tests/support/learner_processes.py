@@ -17,6 +17,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, TrainOrder
 from paceline.rpc.v1 import controller_pb2, learner_pb2, learner_pb2_grpc
 from paceline.service.channels import call, connect
+from paceline.service.credentials import Credentials
 from paceline.wire.training import order_to_proto
 from support.fake_controller import FakeController, serve
 from support.learner_fakes import run_config
@@ -95,7 +96,7 @@ async def running(
     channel: grpc.aio.Channel | None = None
     try:
         await controller.until("ready")
-        channel = connect(controller.registrations[0].address, token=TOKEN)
+        channel = connect(controller.registrations[0].address, credentials=Credentials(token=TOKEN))
         yield Learner(controller, ranks, channel)
     finally:
         if channel is not None:

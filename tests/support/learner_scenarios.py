@@ -55,7 +55,7 @@ def config_of(model: str) -> RunConfig:
     return run_config(Path(model))
 
 
-def save(learner: Learner, folder: Path, *, step: int, controller_state: bytes = b"{}") -> None:
+def save(learner: Learner, folder: Path | str, *, step: int, controller_state: bytes = b"{}") -> None:
     """Writes a checkpoint and waits until it is complete."""
     CheckpointWriter(learner).save(folder, step=step, controller_state=controller_state).result(timeout=60)
 

@@ -23,7 +23,9 @@ from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import common_pb2, controller_pb2_grpc
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.service import channels
+from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import start_server
+from paceline.storage.folder import Folder
 from support.sequencer_run import config
 
 
@@ -77,7 +79,9 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         progress,
         supervisor,
         broker_url="memory://",
-        checkpoints=lambda: [tmp_path / "step_000002"],
+        credentials=Credentials(),
+        checkpoints=lambda: [Folder.at(tmp_path / "step_000002")],
+        checkpoint_marker="m",
         stop=lambda _: None,
     )
     add = controller_pb2_grpc.add_ControllerServiceServicer_to_server
@@ -116,8 +120,10 @@ async def test_a_members_notice_is_shown_to_the_user(bench: Bench) -> None:
 
 async def test_a_registration_tells_what_the_member_holds_and_what_is_committed(bench: Bench) -> None:
     answer = await bench.register(common_pb2.MEMBER_KIND_REWARD, "reward-0")
-    assert (answer.term, answer.HasField("policy")) == (1, False)
+    assert (answer.term, answer.HasField("policy"), answer.checkpoint_root) == (1, False, "")
+    answer = await bench.register(common_pb2.MEMBER_KIND_LEARNER, "learner-0")
     assert [Path(folder).name for folder in answer.checkpoints] == ["step_000002"]
+    assert (Path(answer.checkpoint_root).name, answer.checkpoint_marker) == ("checkpoints", "m")
 
     tag = PolicyTag(version=3, digest="ab" * 8)
     bench.progress.policy = tag

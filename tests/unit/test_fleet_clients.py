@@ -12,9 +12,12 @@ from paceline.controller.fleet.membership import Member
 from paceline.core.errors import ProtocolError
 from paceline.core.members import MemberKind
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
+from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import RunningServer, start_server
 from paceline.service.terms import Terms
 from support.sequencer_run import config
+
+SECRET = Credentials(token="secret")
 
 
 class Learner(learner_pb2_grpc.LearnerServiceServicer):
@@ -30,7 +33,7 @@ class Learner(learner_pb2_grpc.LearnerServiceServicer):
 
 async def serve(servicer: Learner, terms: Terms) -> RunningServer:
     add = learner_pb2_grpc.add_LearnerServiceServicer_to_server
-    return await start_server(add, servicer, token="secret", terms=terms)
+    return await start_server(add, servicer, credentials=SECRET, terms=terms)
 
 
 def learner_at(address: str) -> Member:
@@ -53,7 +56,7 @@ async def test_calls_carry_the_term_and_an_earlier_controller_is_refused() -> No
     servicer, terms = Learner(), Terms()
     server = await serve(servicer, terms)
     for term, epoch in ((3, 1), (4, 2), (3, 3)):
-        channels = Channels(config(), "secret", term)
+        channels = Channels(config(), SECRET, term)
         client = LearnerClient(config(), channels, never)
         if term < terms.highest:
             with pytest.raises(ProtocolError, match="term is 3, .* of term 4"):
@@ -68,7 +71,7 @@ async def test_calls_carry_the_term_and_an_earlier_controller_is_refused() -> No
 async def test_a_member_at_a_new_address_is_called_there() -> None:
     servicers = Learner(), Learner()
     servers = [await serve(servicer, Terms()) for servicer in servicers]
-    channels = Channels(config(), "secret", 1)
+    channels = Channels(config(), SECRET, 1)
     client = LearnerClient(config(), channels, never)
     for epoch, server in ((1, servers[0]), (2, servers[1]), (3, servers[1])):
         await client.leave(learner_at(server.address), epoch=epoch)

@@ -17,6 +17,8 @@ from paceline.core.members import MemberKind
 from paceline.rpc.v1 import common_pb2
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.service.connection import common_options
+from paceline.service.credentials import Credentials
+from paceline.storage.folder import Folder
 from support.clocks import ManualClock
 from support.sequencer_run import config
 
@@ -65,7 +67,9 @@ async def test_a_member_learns_the_term_the_heartbeat_and_the_checkpoints_newest
         Progress(run),
         supervisor,
         broker_url="memory://",
-        checkpoints=lambda: folders,
+        credentials=Credentials(),
+        checkpoints=lambda: [Folder.at(folder) for folder in folders],
+        checkpoint_marker="m",
         stop=lambda _: None,
     )
     context: Any = None

@@ -15,6 +15,7 @@ from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.guard import Reading
 from paceline.core.manifest import manifest_text
 from paceline.data.cursor import CursorState
+from paceline.storage.folder import Folder
 from support.sequencer_run import SequencerRun, config, run, run_of
 
 
@@ -163,7 +164,7 @@ async def test_one_rollback_too_many_ends_the_run(tmp_path: Path) -> None:
             GuardError, match=r"step 3: .*the run went back 1 times already \(guard.max_rollbacks\)"
         ) as raised:
             await it.go()
-        assert str(folder_of(tmp_path, 2)) in str(raised.value)
+        assert str(folder_of(Folder.at(tmp_path / "checkpoints"), 2)) in str(raised.value)
         assert "publish v3 e1" not in it.services.calls
         assert it.lines()[-1]["step"] == 3
         assert len(of(it, "guard_summary")) == 1
@@ -264,6 +265,8 @@ async def test_a_run_that_resumes_from_step_0_writes_its_metrics_once(tmp_path: 
 
 
 def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:
+    root = Folder.at(tmp_path / "checkpoints")
+
     def write(step: int, good: bool) -> None:
         state = ControllerState(
             run_id="r",
@@ -271,28 +274,42 @@ def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:
             cursor=CursorState(epoch=0, position=0),
             good=good,
         )
-        folder_of(tmp_path, step).mkdir(parents=True)
+        folder_of(root, step).make()
         manifest = {"controller_state": json.loads(state.to_bytes())}
-        (folder_of(tmp_path, step) / "manifest.json").write_text(manifest_text(manifest))
+        folder_of(root, step).write("manifest.json", manifest_text(manifest))
 
     for step, good in ((1, True), (2, True), (3, False), (4, False), (5, False)):
         write(step, good)
-    assert [f.name for f in checkpoints.prune(tmp_path, 2)] == ["step_000001", "step_000003"]
+    assert [f.name for f in checkpoints.prune(root, 2)] == ["step_000001", "step_000003"]
     write(6, True)
-    assert [f.name for f in checkpoints.prune(tmp_path, 2)] == ["step_000002", "step_000004"]
+    assert [f.name for f in checkpoints.prune(root, 2)] == ["step_000002", "step_000004"]
 
 
 def test_a_damaged_manifest_is_passed_over_here_and_left_to_the_learner(tmp_path: Path) -> None:
+    root = Folder.at(tmp_path / "checkpoints")
     folders = []
     for step, run_id in ((1, "r"), (2, "other"), (3, "r"), (4, "r")):
         state = ControllerState(run_id=run_id, step=step, cursor=CursorState(epoch=0, position=step))
-        folder = folder_of(tmp_path, step)
-        folder.mkdir(parents=True)
+        folder = folder_of(root, step)
+        folder.make()
         text = manifest_text({"controller_state": json.loads(state.to_bytes())})
-        (folder / "manifest.json").write_text(text)
+        folder.write("manifest.json", text)
         folders.append(folder)
-    torn, flipped = folders[3] / "manifest.json", folders[2] / "manifest.json"
+    torn, flipped = folders[3].path / "manifest.json", folders[2].path / "manifest.json"
     torn.write_text(torn.read_text()[:50])
     flipped.write_text(flipped.read_text().replace('"position": 3', '"position": 7'))
-    assert [folder for folder, _ in checkpoints.complete(tmp_path)] == [folders[1], folders[0]]
-    assert list(checkpoints.candidates(tmp_path, "r")) == [folders[3], folders[2], folders[0]]
+    assert [folder for folder, _ in checkpoints.complete(root)] == [folders[1], folders[0]]
+    assert list(checkpoints.candidates(root, "r")) == [folders[3], folders[2], folders[0]]
+
+
+def test_in_an_object_store_old_and_void_checkpoints_go_in_the_same_way() -> None:
+    root = Folder.at("memory://in-an-object-store/r-1")
+    for step in (1, 2, 3, 4):
+        state = ControllerState(run_id="r", step=step, cursor=CursorState(epoch=0, position=step))
+        text = manifest_text({"controller_state": json.loads(state.to_bytes())})
+        folder_of(root, step).write("manifest.json", text)
+    assert [f.name for f in checkpoints.prune(root, 2)] == ["step_000001", "step_000002"]
+    assert root.folders() == ["step_000003", "step_000004"]
+    assert [f.name for f in checkpoints.set_aside(root, 3)] == ["step_000004"]
+    assert [f.name for f, _ in checkpoints.complete(root)] == ["step_000003"]
+    assert list(checkpoints.candidates(root, "r")) == [folder_of(root, 3)]

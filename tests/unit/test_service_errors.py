@@ -26,11 +26,13 @@ from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import channels
 from paceline.service.connection import is_loopback
+from paceline.service.credentials import Credentials
 from paceline.service.errors import STATUS_CODES, error_classes, from_metadata, status_code
 from paceline.service.grpc_server import RunningServer, start_server
 from paceline.service.terms import Terms
 
 ADD = controller_pb2_grpc.add_ControllerServiceServicer_to_server
+SECRET = Credentials(token="secret")
 
 
 class Raiser(controller_pb2_grpc.ControllerServiceServicer):
@@ -59,7 +61,7 @@ class Raiser(controller_pb2_grpc.ControllerServiceServicer):
 @pytest.fixture
 async def raiser() -> AsyncIterator[tuple[Raiser, RunningServer]]:
     servicer = Raiser()
-    server = await start_server(ADD, servicer, token="secret")
+    server = await start_server(ADD, servicer, credentials=SECRET)
     yield servicer, server
     await server.stop(0.1)
 
@@ -67,7 +69,7 @@ async def raiser() -> AsyncIterator[tuple[Raiser, RunningServer]]:
 async def ask(
     server: RunningServer, *, token: str = "secret", timeout_s: float = 5.0, **options: Any
 ) -> None:
-    channel = channels.connect(server.address, token=token, **options)
+    channel = channels.connect(server.address, credentials=Credentials(token=token), **options)
     try:
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
         await channels.call(
@@ -150,7 +152,7 @@ async def test_a_bug_in_a_method_is_named_and_logged(
 async def test_a_stream_keeps_what_came_before_its_error(raiser: tuple[Raiser, RunningServer]) -> None:
     servicer, server = raiser
     servicer.error = BrokerError("redis is gone")
-    channel = channels.connect(server.address, token="secret")
+    channel = channels.connect(server.address, credentials=SECRET)
     stub = controller_pb2_grpc.ControllerServiceStub(channel)
     seen = []
     with pytest.raises(BrokerError, match="redis is gone"):
@@ -170,7 +172,7 @@ async def test_a_wrong_token_is_refused_before_the_method(raiser: tuple[Raiser, 
 
 async def test_a_controller_of_an_earlier_term_gives_no_orders() -> None:
     servicer, terms = Raiser(), Terms()
-    server = await start_server(ADD, servicer, token="secret", terms=terms)
+    server = await start_server(ADD, servicer, credentials=SECRET, terms=terms)
     terms.note(2)
     await ask(server)  # no controller
     await ask(server, term=2)
@@ -178,7 +180,7 @@ async def test_a_controller_of_an_earlier_term_gives_no_orders() -> None:
     assert (servicer.num_calls, terms.highest) == (3, 4)
     with pytest.raises(ProtocolError, match="term is 3, and this member follows the controller of term 4"):
         await ask(server, term=3)
-    channel = channels.connect(server.address, token="secret", term=3)
+    channel = channels.connect(server.address, credentials=SECRET, term=3)
     stub = controller_pb2_grpc.ControllerServiceStub(channel)
     with pytest.raises(ProtocolError, match="term is 3"):
         async for _ in channels.stream(stub.Watch, pb.WatchRequest(), phase="WATCH", peer="c", timeout_s=5):
@@ -209,7 +211,7 @@ async def test_nobody_there(raiser: tuple[Raiser, RunningServer]) -> None:
 
 async def test_a_method_that_is_not_served(raiser: tuple[Raiser, RunningServer]) -> None:
     _, server = raiser
-    channel = channels.connect(server.address, token="secret")
+    channel = channels.connect(server.address, credentials=SECRET)
     stub = controller_pb2_grpc.ControllerServiceStub(channel)
     with pytest.raises(ProtocolError, match="does not serve this method"):
         await channels.call(stub.Register, pb.RegisterRequest(), timeout_s=5, phase="R", peer="controller")
@@ -221,7 +223,7 @@ async def test_messages_above_the_default_cap_pass_and_above_ours_are_explained(
 ) -> None:
     _, server = raiser
     for cap, fits in ((8_000_000, True), (1_000_000, False)):
-        channel = channels.connect(server.address, token="secret", max_message_bytes=cap)
+        channel = channels.connect(server.address, credentials=SECRET, max_message_bytes=cap)
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
         asking = channels.call(stub.GetStatus, pb.GetStatusRequest(), timeout_s=5, phase="S", peer="c")
         if fits:
@@ -242,9 +244,19 @@ async def test_a_taken_port_is_an_error_that_says_what_to_change() -> None:
     await server.stop(0)
 
 
-async def test_listening_beyond_loopback_needs_a_token() -> None:
-    with pytest.raises(ConfigError, match=r"refusing to listen on 0\.0\.0\.0 without a token"):
+async def test_listening_beyond_loopback_needs_a_token_and_tls(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(
+        ConfigError, match=r"refusing to listen on 0\.0\.0\.0 without a token.*PACELINE_TOKEN_FILE"
+    ):
         await start_server(ADD, Raiser(), host="0.0.0.0")
+    with pytest.raises(ConfigError, match=r"refusing .* in plain text: run `paceline certs init DIR`"):
+        await start_server(ADD, Raiser(), host="0.0.0.0", credentials=SECRET)
+    insecure = Credentials(token="secret", insecure=True)
+    server = await start_server(ADD, Raiser(), host="0.0.0.0", credentials=insecure)
+    await server.stop(0)
+    assert "listening on 0.0.0.0 in plain text" in caplog.text
+    with pytest.raises(ConfigError, match="without a token"):
+        await start_server(ADD, Raiser(), host="0.0.0.0", credentials=Credentials(insecure=True))
     assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "node7")] == [
         True,
         True,

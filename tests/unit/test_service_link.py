@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ async def test_registration_brings_everything(controller: tuple[FakeController, 
     fake.checkpoints, fake.policy, fake.term = ["/c/2", "/c/1"], SERVING.policy, 3
     registration = await link.register(5, SERVING)
     assert (registration.run_id, registration.broker_url, registration.term) == ("run-1", "memory://", 3)
-    assert (registration.policy, registration.checkpoints) == (SERVING.policy, (Path("/c/2"), Path("/c/1")))
+    assert (registration.policy, registration.checkpoints) == (SERVING.policy, ("/c/2", "/c/1"))
     assert registration.config == parse(RunConfig, CONFIG)
     request = fake.registrations[0]
     assert (request.kind, request.member_id, request.num_ranks) == (1, "rollout-0", 2)

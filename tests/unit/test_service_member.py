@@ -17,6 +17,7 @@ from paceline.core.members import MemberKind, RewardState
 from paceline.rpc.v1 import reward_pb2_grpc
 from paceline.sdk import RewardClient
 from paceline.service.controller_link import MemberReport
+from paceline.service.credentials import Credentials
 from paceline.service.member import MemberOptions, MemberSession
 from paceline.service.runtime import ServiceContext
 from support.fake_controller import FakeController, serve
@@ -57,6 +58,11 @@ async def run(
             await session.reporting(work(session))
         finally:
             await context._finish()
+
+
+async def _is_serving(session: MemberSession) -> bool:
+    link = session.link
+    return await is_serving(link.address, link.incarnation, role="reward", credentials=Credentials())
 
 
 async def join(session: MemberSession) -> None:
@@ -184,10 +190,10 @@ async def test_a_signal_makes_a_member_unhealthy_at_once_and_leaves_it_its_grace
     async def work(session: MemberSession) -> None:
         leaving = asyncio.create_task(until_left(session, unfinished, grace_s=0.6))
         await fake.heard.wait()
-        assert await is_serving(session.link.address, session.link.incarnation)
+        assert await _is_serving(session)
         began = time.monotonic()
         session.context.stop("SIGTERM")
-        while await is_serving(session.link.address, session.link.incarnation):
+        while await _is_serving(session):
             assert time.monotonic() - began < 0.5
         await leaving
         assert 0.5 < time.monotonic() - began < 2
@@ -209,7 +215,7 @@ async def test_a_drained_member_finishes_however_long_it_takes_and_leaves(
         fake.drain = True
         session.poke()
         await asyncio.sleep(0.4)
-        assert not await is_serving(session.link.address, session.link.incarnation)
+        assert not await _is_serving(session)
         assert not leaving.done()
         unfinished.done.set()
         await leaving
@@ -283,6 +289,7 @@ async def test_a_member_on_every_interface_says_where_the_controller_reaches_it(
 ) -> None:
     """Its host name may not resolve where the controller runs."""
     monkeypatch.setenv("PACELINE_TOKEN", "secret")
+    monkeypatch.setenv("PACELINE_INSECURE", "1")
     monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
     fake, address = controller
     for advertise in ("", "lo", "fd00::7"):

@@ -9,6 +9,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.run_events import PhaseEvent, RunEvent
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service import channels
+from paceline.service.credentials import Credentials
 from paceline.wire.protobuf import policy_tag_from_proto
 from paceline.wire.run_events import run_event_from_proto
 
@@ -45,8 +46,8 @@ class ControllerClient:
     Methods raise PeerLostError if the controller cannot be reached, ConfigError if it refuses the token.
     """
 
-    def __init__(self, address: str, token: str) -> None:
-        self._channel = channels.connect(address, token=token)
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self._channel = channels.connect(address, credentials=credentials, role="controller")
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
         self._peer = f"the controller at {address}"
 

@@ -9,10 +9,23 @@ from pydantic import Field
 from paceline.config.base import Section
 
 
+class ModelPaths(Section):
+    """Where a service finds the model on its own host; null: model.path."""
+
+    controller: str | None = Field(None, description="Folder with the tokenizer and config.json.")
+    rollout: str | None = Field(None, description="Folder with config.json; weights come by push.")
+    learner: str | None = Field(None, description="Folder with config.json, weights and tokenizer.")
+    reward: str | None = Field(None, description="Folder with the tokenizer.")
+
+
 class ModelConfig(Section):
     """The policy: a folder in the Hugging Face layout."""
 
-    path: str = Field(description="Folder with config.json, weights (safetensors) and tokenizer.")
+    path: str = Field(
+        description="Folder with config.json, weights (safetensors) and tokenizer: a path, or an fsspec URL "
+        "(s3://BUCKET/MODEL), of which each service makes a local copy."
+    )
+    paths: ModelPaths = ModelPaths()
     tokenizer_path: str | None = Field(
         None, description="Folder with the tokenizer, where it is not model.path."
     )
@@ -33,6 +46,12 @@ class ModelConfig(Section):
     )
     load_format: Literal["auto", "random"] = Field(
         "auto", description="random: ignore the weights on disk and draw them from the seed (benchmarks)."
+    )
+    cache_gib: float = Field(
+        500.0,
+        gt=0,
+        description="Most disk that copies of URLs take on a machine, below PACELINE_CACHE_DIR "
+        "(~/.cache/paceline); the least recently used ones make room.",
     )
 
     @property

@@ -30,6 +30,11 @@ class TrainerConfig(Section):
         ge=0,
         description="Checkpoint every so many steps, which a lost learner goes back to; 0: only at the end.",
     )
+    checkpoint_url: str | None = Field(
+        None,
+        description="Path or fsspec URL (s3://BUCKET/FOLDER) that the controller and all learner ranks "
+        "reach; checkpoints go to CHECKPOINT_URL/RUN_ID. null: to checkpoints/ in the run directory.",
+    )
     keep_checkpoints: int = Field(2, gt=0, description="How many of the newest checkpoints are kept.")
     resume: Literal["auto", "never"] = Field(
         "auto",
@@ -136,6 +141,11 @@ class ServiceConfig(Section):
     """Addresses, heartbeats and deadlines of the services."""
 
     host: str = Field("127.0.0.1", description="Address that servers bind to.")
+    insecure: bool = Field(
+        False,
+        description="Allow plain text beyond loopback, on a network that is trusted wholly. Services "
+        "that are started by hand need PACELINE_INSECURE=1 too.",
+    )
     controller_port: int = Field(0, ge=0, le=65535, description="Port of the controller; 0: any free port.")
     heartbeat_s: float = Field(1.0, gt=0, description="How often members report.")
     suspect_after_s: float = Field(5.0, gt=0, description="Silence after which a member is suspected.")

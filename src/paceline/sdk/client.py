@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -11,7 +10,7 @@ from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.service import channels
-from paceline.service.process import REWARD_TOKEN
+from paceline.service.credentials import REWARD_TOKEN, Credentials
 from paceline.wire.protobuf import score_item_to_proto, score_result_from_proto
 
 
@@ -25,10 +24,11 @@ class RewardClient:
 
     def __init__(self, address: str, *, token: str | None = None) -> None:
         self._address = address
-        self._token = os.environ.get(REWARD_TOKEN, "") if token is None else token
+        credentials = Credentials.from_env(REWARD_TOKEN)
+        self._credentials = credentials if token is None else credentials.with_token(token)
 
     async def __aenter__(self) -> Self:
-        self._channel = channels.connect(self._address, token=self._token)
+        self._channel = channels.connect(self._address, credentials=self._credentials, role="reward")
         return self
 
     async def __aexit__(

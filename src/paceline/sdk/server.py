@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +21,8 @@ from paceline.core.reward_function import (
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.core.text import one_line
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
+from paceline.service.credentials import REWARD_TOKEN, Credentials
 from paceline.service.grpc_server import RunningServer, start_server
-from paceline.service.process import REWARD_TOKEN
 from paceline.service.runtime import ServiceContext, run_service
 from paceline.wire.protobuf import score_item_from_proto, score_result_to_proto
 
@@ -60,7 +59,8 @@ class RewardServer:
         )
         self._batch = batch
         self._host, self._port = host, port
-        self._token = os.environ.get(REWARD_TOKEN, "") if token is None else token
+        credentials = Credentials.from_env(REWARD_TOKEN)
+        self._credentials = credentials if token is None else credentials.with_token(token)
         self._slots = asyncio.Semaphore(1 if batch else max_concurrent)
         self._threads = ThreadPoolExecutor(1 if batch else max_concurrent, thread_name_prefix="reward")
         self._running: RunningServer | None = None
@@ -94,7 +94,7 @@ class RewardServer:
             _Servicer(self.score),
             host=self._host,
             port=self._port,
-            token=self._token,
+            credentials=self._credentials,
             port_key="the port argument of serve_reward",
         )
 

@@ -17,6 +17,7 @@ from paceline.service.connection import (
     bearer,
     common_options,
 )
+from paceline.service.credentials import Credentials, server_name
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -25,7 +26,8 @@ _Reply = TypeVar("_Reply")
 def connect(
     address: str,
     *,
-    token: str = "",
+    credentials: Credentials | None = None,
+    role: str = "",
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     term: int = 0,
 ) -> grpc.aio.Channel:
@@ -33,7 +35,8 @@ def connect(
 
     Args:
         address: host:port.
-        token: sent with every call.
+        credentials: the token that goes with every call, and the files for TLS; None: neither.
+        role: of the server, which its certificate must name; "": the certificate must name the address.
         max_message_bytes: largest message in either direction.
         term: a controller's, sent with every call; 0 for a caller that is no controller.
     """
@@ -45,9 +48,16 @@ def connect(
         # Control calls stay in the cluster, so the environment's HTTP proxy must not get them.
         ("grpc.enable_http_proxy", 0),
     ]
-    headers = _Headers(token, term)
+    credentials = credentials or Credentials()
+    headers = _Headers(credentials.token, term)
     interceptors = [_UnaryHeaders(headers), _StreamHeaders(headers)]
-    return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    if credentials.tls is None:
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    if role:
+        options.append(("grpc.ssl_target_name_override", server_name(role)))
+    return grpc.aio.secure_channel(
+        address, credentials.tls.channel_credentials(), options=options, interceptors=interceptors
+    )
 
 
 async def call(

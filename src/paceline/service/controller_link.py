@@ -25,6 +25,7 @@ from paceline.core.members import MemberKind, MemberState, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service import channels, metrics, telemetry
+from paceline.service.credentials import Credentials
 from paceline.service.terms import Terms
 from paceline.wire.members import member_kind_to_proto
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
@@ -46,7 +47,9 @@ class Registration:
     Attributes:
         term: counts the starts of the run's controller.
         policy: the committed policy; None before the first commit.
-        checkpoints: folders that a learner may load, newest first.
+        checkpoints: paths or URLs that a learner may load, newest first.
+        checkpoint_root: the folder of the run's checkpoints; "" from a controller that writes none.
+        checkpoint_marker: the text of the marker in it.
     """
 
     run_id: str
@@ -56,7 +59,9 @@ class Registration:
     heartbeat_s: float
     term: int
     policy: PolicyTag | None
-    checkpoints: tuple[Path, ...]
+    checkpoints: tuple[str, ...]
+    checkpoint_root: str = ""
+    checkpoint_marker: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +85,7 @@ class ControllerLink:
         member_id: str,
         address: str,
         num_ranks: int = 1,
-        token: str = "",
+        credentials: Credentials | None = None,
         terms: Terms | None = None,
     ) -> None:
         self.member_id = member_id
@@ -88,7 +93,7 @@ class ControllerLink:
         self._controller_address = controller_address
         self.address = address
         self._kind, self._num_ranks, self._terms = kind, num_ranks, terms or Terms()
-        self._channel = channels.connect(controller_address, token=token)
+        self._channel = channels.connect(controller_address, credentials=credentials, role="controller")
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
         self._poked = asyncio.Event()
         self._registration: Registration | None = None
@@ -277,7 +282,9 @@ def _read(answer: controller_pb2.RegisterResponse) -> Registration:
         heartbeat_s=answer.heartbeat_s or 1.0,
         term=answer.term,
         policy=policy_tag_from_proto(answer.policy) if answer.HasField("policy") else None,
-        checkpoints=tuple(Path(folder) for folder in answer.checkpoints),
+        checkpoints=tuple(answer.checkpoints),
+        checkpoint_root=answer.checkpoint_root,
+        checkpoint_marker=answer.checkpoint_marker,
     )
 
 

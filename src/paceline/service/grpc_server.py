@@ -25,6 +25,7 @@ from paceline.service.connection import (
     is_loopback,
     token_matches,
 )
+from paceline.service.credentials import INSECURE, TLS_DIR, Credentials
 from paceline.service.terms import Terms
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ async def start_server(
     host: str = "127.0.0.1",
     port: int = 0,
     advertise: str = "",
-    token: str = "",
+    credentials: Credentials | None = None,
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     port_key: str = "--port",
     terms: Terms | None = None,
@@ -89,24 +90,22 @@ async def start_server(
         host: address, interface or name to bind to.
         port: port to bind to.
         advertise: where others reach it, if that is not `host`; for a wildcard the machine's name.
-        token: what every call must carry; an empty token lets every call in, and is for loopback only.
+        credentials: the token that every call must carry, and the files for TLS. None lets every call
+            in, for loopback only.
         max_message_bytes: largest message in either direction.
         port_key: what the user changes when the port is taken, for the error's message.
         terms: of the member behind this server; calls of a controller of an earlier term get ProtocolError.
 
     Raises:
-        ConfigError: no token on an address that other machines can reach.
+        ConfigError: no token or no TLS on an address that other machines can reach.
         EnvironmentLackError: the port is taken or the address is not this machine's.
     """
     host = to_bind(host)
-    if not token and not is_loopback(host):
-        raise ConfigError(
-            f"refusing to listen on {host} without a token: set PACELINE_TOKEN to the same secret for every "
-            "service, or bind to 127.0.0.1"
-        )
+    credentials = credentials or Credentials()
+    _check_reach(host, credentials)
     check_port(host, port, port_key)
     server = grpc.aio.server(
-        interceptors=[_Door(token, terms or Terms())],
+        interceptors=[_Door(credentials.token, terms or Terms())],
         options=[
             *common_options(max_message_bytes),
             # Without these the server takes the clients' keep-alive for abuse and ends healthy calls.
@@ -120,11 +119,39 @@ async def start_server(
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     add(servicer, server)
     try:
-        bound = server.add_insecure_port(join(host, port))
+        where = join(host, port)
+        if credentials.tls is None:
+            bound = server.add_insecure_port(where)
+        else:
+            bound = server.add_secure_port(where, credentials.tls.server_credentials())
     except RuntimeError as error:
         raise _port_taken(host, port, port_key, str(error)) from error
     await server.start()
     return RunningServer(advertise=to_advertise(host, advertise), port=bound, _server=server, _health=health)
+
+
+def _check_reach(host: str, credentials: Credentials) -> None:
+    """Refuses to serve other machines without a token and TLS."""
+    if is_loopback(host):
+        return
+    if not credentials.token:
+        raise ConfigError(
+            f"refusing to listen on {host} without a token: set PACELINE_TOKEN, or PACELINE_TOKEN_FILE, to "
+            "the same secret for every service (`openssl rand -hex 32` makes one), or listen on 127.0.0.1"
+        )
+    if credentials.tls is None and not credentials.insecure:
+        raise ConfigError(
+            f"refusing to listen on {host} in plain text: run `paceline certs init DIR` once and `paceline "
+            f"certs issue DIR NAME --role ROLE` for each service, and set {TLS_DIR} to what that writes; or "
+            f"listen on 127.0.0.1; or, on a network that you trust wholly, set service.insecure: true and "
+            f"{INSECURE}=1"
+        )
+    if credentials.tls is None:
+        log.warning(
+            "listening on %s in plain text, as asked: everyone on that network can read the token and every "
+            "call",
+            host,
+        )
 
 
 def check_port(host: str, port: int, port_key: str) -> None:

@@ -13,6 +13,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -22,9 +23,10 @@ from paceline.core.members import MemberKind
 from paceline.service import telemetry
 from paceline.service.addresses import add_address_arguments, from_environment, to_advertise, to_bind
 from paceline.service.controller_link import PEER, ControllerLink, MemberReport, Registration
+from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import RunningServer, start_server
 from paceline.service.logs import set_level
-from paceline.service.process import env_token
+from paceline.service.run_directory import read_run_id
 from paceline.service.runtime import ServiceContext, run_service
 from paceline.service.terms import Terms
 
@@ -42,7 +44,7 @@ _Servicer = TypeVar("_Servicer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberOptions:
-    """A member's command line. PACELINE_TOKEN holds the run's token; the controller sends the rest.
+    """A member's command line; the environment holds its credentials, the controller sends the rest.
 
     Attributes:
         host: what it listens on.
@@ -127,8 +129,8 @@ class MemberSession:
             DeadlineError: no controller at the address.
             PacelineError: the controller refused the member, or this process cannot listen.
         """
-        context, options, token = self.context, self.options, env_token()
-        terms = Terms()
+        context, options = self.context, self.options
+        credentials, terms = Credentials.from_env(), Terms()
         host = to_bind(options.host)
         server = await start_server(
             add,
@@ -136,7 +138,7 @@ class MemberSession:
             host=host,
             port=options.port,
             advertise=to_advertise(host, options.advertise, towards=options.controller),
-            token=token,
+            credentials=credentials,
             terms=terms,
         )
         context.defer("gRPC server", server.stop)
@@ -147,7 +149,7 @@ class MemberSession:
             member_id=options.member_id,
             address=server.address,
             num_ranks=self._num_ranks,
-            token=token,
+            credentials=credentials,
             terms=terms,
         )
         context.defer("connection to the controller", link.close)
@@ -158,7 +160,7 @@ class MemberSession:
         set_level(settings.log_level)
         telemetry.setup(
             self._kind.value,
-            run_dir=registration.run_dir,
+            run_dir=_visible(registration),
             otlp_endpoint=settings.otlp_endpoint,
             prometheus_port=settings.prometheus_port,
             instance=options.member_id,
@@ -268,6 +270,18 @@ def run_member(
         await session.reporting(serve(session))
 
     return run_service(main, name=options.member_id)
+
+
+def _visible(registration: Registration) -> Path | None:
+    """The run directory, unless it is the controller's own: on another host there is none, or another one."""
+    if read_run_id(registration.run_dir) == registration.run_id:
+        return registration.run_dir
+    if not registration.config.telemetry.otlp_endpoint:
+        log.info(
+            "the run directory %s is not seen from here: no spans are kept (telemetry.otlp_endpoint)",
+            registration.run_dir,
+        )
+    return None
 
 
 def _reason(error: BaseException) -> str:

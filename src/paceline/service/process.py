@@ -9,8 +9,6 @@ from pathlib import Path
 
 DIE_WITH_PARENT = "PACELINE_DIE_WITH_PARENT"
 PARENT_PID = "PACELINE_PARENT_PID"
-TOKEN = "PACELINE_TOKEN"
-REWARD_TOKEN = "PACELINE_REWARD_TOKEN"
 BROKER_URL = "PACELINE_BROKER_URL"
 
 _PR_SET_PDEATHSIG = 1
@@ -31,11 +29,6 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """Makes this process the parent of its descendants' orphans, so that it can end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def env_token() -> str:
-    """The run's token, or ""."""
-    return os.environ.get(TOKEN, "")
 
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:

@@ -15,6 +15,7 @@ from paceline.cli.live.view import PlainView, step_line
 from paceline.core.errors import PeerLostError
 from paceline.core.run_events import EndEvent
 from paceline.rpc.v1 import controller_pb2 as pb
+from paceline.service.credentials import Credentials
 from support.fake_controller import FakeController, end_event, serve, step_event
 
 METRICS = {
@@ -138,7 +139,7 @@ async def test_following_survives_a_restart_of_the_stream() -> None:
     fake.script, fake.end_after_stop = [phase, step_event(1)], False
     server = await serve(fake, token="t")
     view = Recorder()
-    following = asyncio.create_task(follow(server.address, "t", view, patience_s=15))
+    following = asyncio.create_task(follow(server.address, Credentials(token="t"), view, patience_s=15))
     await asyncio.wait_for(view.news.wait(), 10)
     # The stream was cut after step 1; the next one begins where it ended.
     fake.script = [
@@ -157,7 +158,7 @@ async def test_following_a_controller_that_was_started_again() -> None:
     first.script = [step_event(0), step_event(1), step_event(2)]
     server = await serve(first, token="t")
     port, view = int(server.address.rpartition(":")[2]), Recorder()
-    following = asyncio.create_task(follow(server.address, "t", view, patience_s=15))
+    following = asyncio.create_task(follow(server.address, Credentials(token="t"), view, patience_s=15))
     await asyncio.wait_for(view.news.wait(), 10)
     await asyncio.sleep(0.1)
     await server.stop(0)
@@ -175,4 +176,4 @@ async def test_following_a_controller_that_is_gone_ends() -> None:
     server = await serve(FakeController())
     await server.stop(0)
     with pytest.raises(PeerLostError):
-        await follow(server.address, "", Recorder(), patience_s=0.2)
+        await follow(server.address, Credentials(), Recorder(), patience_s=0.2)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,11 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import BrokerError, ConfigError, DeadlineError, PacelineError
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import telemetry
+from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import start_server
 from paceline.service.process import write_atomically
 from paceline.service.runtime import ServiceContext
+from paceline.storage.places import mark
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +66,9 @@ async def serve(context: ServiceContext, options: Options) -> None:
     """Runs one training run to its end."""
     config = load(RunConfig, options.config, options.overrides)
     broker_url = os.environ.get("PACELINE_BROKER_URL") or config.broker.url or ""
-    token = os.environ.get("PACELINE_TOKEN", "")
+    credentials = Credentials.from_env()
+    if config.service.insecure:
+        credentials = replace(credentials, insecure=True)
     if not broker_url:
         raise ConfigError("no message broker: set broker.url, or PACELINE_BROKER_URL in the environment")
     inputs = await asyncio.to_thread(load_inputs, config)
@@ -103,12 +107,14 @@ async def serve(context: ServiceContext, options: Options) -> None:
         progress,
         supervisor,
         broker_url=broker_url,
-        checkpoints=lambda: list(checkpoints.candidates(run.dir, run.id)),
+        credentials=credentials,
+        checkpoints=lambda: list(checkpoints.candidates(run.checkpoints, run.id)),
+        checkpoint_marker=await asyncio.to_thread(mark, run.checkpoints),
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
-    channels = Channels(config, token, journal.term)
+    channels = Channels(config, credentials, journal.term)
     context.defer("channels", channels.close)
-    await _listen(context, options, config, servicer, token)
+    await _listen(context, options, config, servicer, credentials)
     mailboxes = Mailboxes(broker, run_id, own_server=config.broker.url is None)
     collector = Collector(
         run,
@@ -172,7 +178,11 @@ def _sequencer(
 
 
 async def _listen(
-    context: ServiceContext, options: Options, config: RunConfig, servicer: ControllerServicer, token: str
+    context: ServiceContext,
+    options: Options,
+    config: RunConfig,
+    servicer: ControllerServicer,
+    credentials: Credentials,
 ) -> None:
     """Starts the gRPC server and writes its address to the address file."""
     server = await start_server(
@@ -181,7 +191,7 @@ async def _listen(
         host=options.host,
         advertise=options.advertise,
         port=config.service.controller_port if options.port is None else options.port,
-        token=token,
+        credentials=credentials,
         max_message_bytes=config.service.max_message_mib << 20,
         port_key="service.controller_port",
     )

@@ -12,6 +12,8 @@ from paceline.controller.events import EventHub
 from paceline.controller.journal import Journal
 from paceline.controller.phases import Phase
 from paceline.core.policy import PolicyTag
+from paceline.storage.folder import Folder
+from paceline.storage.places import checkpoints_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +25,11 @@ class Run:
     dir: Path
     journal: Journal
     events: EventHub
+
+    @property
+    def checkpoints(self) -> Folder:
+        """Where its checkpoints lie."""
+        return checkpoints_of(self.config, self.dir, self.id)
 
 
 class Progress:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,8 +15,11 @@ from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.core.errors import ConfigError, InvalidMessageError
+from paceline.core.members import MemberKind
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
+from paceline.service.credentials import Credentials
+from paceline.storage.folder import Folder
 from paceline.wire.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
 from paceline.wire.run_events import run_event_to_proto
@@ -30,7 +32,9 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     """Answers members and people.
 
     Args:
-        checkpoints: returns the folders that a learner may load before it serves, newest first.
+        credentials: for asking members whether they still serve.
+        checkpoints: returns the folders that a learner may load before it serves, newest first; in a thread.
+        checkpoint_marker: the text of the marker in the folder of the checkpoints.
         stop: called with the reason when a client asks to end the run.
     """
 
@@ -41,11 +45,15 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         supervisor: Supervisor,
         *,
         broker_url: str,
-        checkpoints: Callable[[], Sequence[Path]],
+        credentials: Credentials,
+        checkpoints: Callable[[], Sequence[Folder]],
+        checkpoint_marker: str,
         stop: Callable[[str], None],
     ) -> None:
         self._run, self._progress, self._supervisor = run, progress, supervisor
-        self._broker_url, self._checkpoints, self._stop = broker_url, checkpoints, stop
+        self._broker_url, self._stop = broker_url, stop
+        self._checkpoints, self._checkpoint_marker = checkpoints, checkpoint_marker
+        self._credentials = credentials
         self._config_json = run.config.model_dump_json()
         self._over = asyncio.Event()
 
@@ -77,6 +85,8 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             )
         )
         policy = self._progress.policy
+        is_learner = kind is MemberKind.LEARNER
+        folders = await asyncio.to_thread(self._checkpoints) if is_learner else ()
         return controller_pb2.RegisterResponse(
             run_id=self._run.id,
             run_dir=str(self._run.dir),
@@ -85,7 +95,9 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             heartbeat_s=self._run.config.service.heartbeat_s,
             term=self._run.journal.term,
             policy=policy_tag_to_proto(policy) if policy else None,
-            checkpoints=[str(folder) for folder in self._checkpoints()],
+            checkpoints=[str(folder) for folder in folders],
+            checkpoint_root=str(self._run.checkpoints) if is_learner else "",
+            checkpoint_marker=self._checkpoint_marker if is_learner else "",
         )
 
     async def _refuse_second_holder(self, request: controller_pb2.RegisterRequest) -> None:
@@ -102,7 +114,12 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             and holder.health is Health.ALIVE
             and holder.incarnation != request.incarnation
             and holder.address != request.address
-            and await is_serving(holder.address, holder.incarnation)
+            and await is_serving(
+                holder.address,
+                holder.incarnation,
+                role=holder.kind.value,
+                credentials=self._credentials,
+            )
         ):
             message = (
                 f"there is a member {request.member_id} at {holder.address} already, so the one at "

@@ -87,6 +87,8 @@ class LearnerApp:
             config=registration.config,
             broker_url=registration.broker_url,
             checkpoints=registration.checkpoints,
+            checkpoint_root=registration.checkpoint_root,
+            checkpoint_marker=registration.checkpoint_marker,
             publish_host=self._session.link.address.rpartition(":")[0],
         )
         training = self._start_training(assignment)

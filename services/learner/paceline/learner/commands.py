@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.core.errors import CheckpointError, IllegalTransitionError
 from paceline.core.training import TrainResult
@@ -90,7 +89,7 @@ class Commands:
     def _save(self, arguments: Arguments) -> Future[float]:
         """Returns the seconds that the writing takes, when it is done."""
         return self._writer.save(
-            Path(arguments["folder"]),
+            arguments["folder"],
             step=arguments["step"],
             controller_state=arguments["controller_state"],
         )
@@ -104,7 +103,7 @@ class Commands:
                     f"{version}"
                 )
             )
-        roll_back(learner, Path(arguments["folder"]))
+        roll_back(learner, arguments["folder"])
 
     def _describe(self, arguments: Arguments) -> Description:
         ranks = self._learner.ranks

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
@@ -22,9 +21,13 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.learner.checkpoint import files
 from paceline.learner.checkpoint.manifest import Manifest
+from paceline.learner.checkpoint.shards import reader
 from paceline.learner.checkpoint.state import POLICY
 from paceline.learner.model.folder import write_folder
 from paceline.learner.train.learner import DTYPES
+from paceline.storage.folder import Folder
+from paceline.storage.models import local_model
+from paceline.storage.places import checkpoints_of
 
 
 def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = None) -> Path:
@@ -43,17 +46,19 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
         CheckpointError: there is no such checkpoint, or it is damaged.
         ModelError: `out` is not empty.
     """
-    folder = run_dir / "checkpoints" / f"step_{step:06d}"
-    manifest = Manifest.read(folder)
-    files.check(folder, manifest.files, manifest.files)
     config = load(RunConfig, run_dir / "config.resolved.yaml")
-    source = Path(manifest.model_path)
+    folder = checkpoints_of(config, run_dir).child(f"step_{step:06d}")
+    manifest = Manifest.read(folder.address)
+    files.check(folder, manifest.files, manifest.files)
+    model, source = local_model(config.model, "controller"), Path(manifest.model_path)
+    if not (source / "config.json").is_file():
+        source = Path(model.path)  # the learner's folder is on another host
     if not (source / "config.json").is_file():
         raise CheckpointError(
             f"the checkpoint's model started from {source}, which is gone; put that folder back for its "
             "config and tokenizer"
         )
-    tokenizer = Path(config.model.tokenizer_path) if config.model.tokenizer_path else None
+    tokenizer = Path(model.tokenizer_path) if model.tokenizer_path else None
     write_folder(
         out,
         read_policy(folder),
@@ -64,13 +69,13 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
     return out
 
 
-def read_policy(folder: Path) -> dict[str, Tensor]:
+def read_policy(folder: Folder) -> dict[str, Tensor]:
     """The policy's full tensors by Hugging Face name, read from a checkpoint folder.
 
     Raises:
         CheckpointError: the folder holds no policy.
     """
-    entries: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    entries: dict[str, Any] = reader(folder).read_metadata().state_dict_metadata
     prefix = f"{POLICY}."
     tensors: dict[str, Tensor] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -82,7 +87,7 @@ def read_policy(folder: Path) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         # torch warns about loading in a single process even with no_dist=True.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        load_shards(tensors, checkpoint_id=folder, no_dist=True)
+        load_shards(tensors, storage_reader=reader(folder), no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 

@@ -7,23 +7,23 @@ others:  wait for rank 0 -> the same -> the same commands, broadcast
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import logging
 import os
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
 from paceline.broker.blobs import BlobReader
 from paceline.config.run import RunConfig
-from paceline.core.errors import DeadlineError, PeerLostError
+from paceline.core.errors import DeadlineError, PacelineError, PeerLostError
 from paceline.learner.checkpoint.load import load_newest
 from paceline.learner.commands import Commands
-from paceline.learner.distributed.collectives import broadcast_bytes
+from paceline.learner.distributed.collectives import CommandError, agree, broadcast_bytes
 from paceline.learner.distributed.command_loop import CommandLoop, CommandQueue, Handler
 from paceline.learner.distributed.heartbeats import Heartbeats
 from paceline.learner.distributed.publisher import WeightPublisher
@@ -38,11 +38,15 @@ from paceline.learner.distributed.ranks import (
 )
 from paceline.learner.train.learner import Learner
 from paceline.service.logs import set_level
+from paceline.storage.folder import Folder
+from paceline.storage.models import local_folder, local_model
+from paceline.storage.places import require_marker
 
 log = logging.getLogger(__name__)
 
 _FIRST_WAIT_S = 120.0
 _GROUP_KEY = "paceline/group"
+_LOCAL_KEY = "paceline/local"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,25 +55,22 @@ class Assignment:
 
     config: RunConfig
     broker_url: str
-    checkpoints: tuple[Path, ...]
+    checkpoints: tuple[str, ...]
+    checkpoint_root: str
+    checkpoint_marker: str
     publish_host: str
 
     def to_bytes(self) -> bytes:
         """Bytes for the other ranks; with the broker's password, so for the group and not for its store."""
-        checkpoints = [str(folder) for folder in self.checkpoints]
-        fields = [self.config.model_dump_json(), self.broker_url, checkpoints, self.publish_host]
+        fields = dataclasses.asdict(self) | {"config": self.config.model_dump_json()}
         return json.dumps(fields).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Assignment:
         """Reads what `to_bytes` wrote."""
-        config, broker_url, checkpoints, publish_host = json.loads(data)
-        return cls(
-            config=RunConfig.model_validate_json(config),
-            broker_url=broker_url,
-            checkpoints=tuple(Path(folder) for folder in checkpoints),
-            publish_host=publish_host,
-        )
+        fields = json.loads(data)
+        config = RunConfig.model_validate_json(fields.pop("config"))
+        return cls(config=config, checkpoints=tuple(fields.pop("checkpoints")), **fields)
 
 
 class Head(Protocol):
@@ -154,7 +155,8 @@ def _serve(
         def load() -> dict[str, Handler]:
             nonlocal commands
             data = assignment.to_bytes() if assignment else b""
-            commands = _load(Assignment.from_bytes(broadcast_bytes(data, ranks)), ranks, head, stack)
+            received = Assignment.from_bytes(broadcast_bytes(data, ranks))
+            commands = _load(_localise(received, ranks, store, head), ranks, head, stack)
             return commands.table
 
         queue = head.commands if head else None
@@ -169,6 +171,55 @@ def _end_follower(error: PeerLostError) -> None:
     log.error("fatal: %s", error)
     logging.shutdown()
     os._exit(1)
+
+
+def _localise(assignment: Assignment, ranks: Ranks, store: Store, head: Head | None) -> Assignment:
+    """The assignment with model folders of this host, where the checkpoints' folder is seen, too.
+
+    A host's first rank copies what a URL names; the others wait in the group's store, which has no part in
+    `collective_timeout_s`: a large model takes long.
+
+    Raises:
+        ConfigError: a rank does not see the checkpoints' folder.
+        ModelError: a model folder cannot be copied here.
+    """
+    config = assignment.config
+    tell = head.notify if head else log.warning
+
+    def localise() -> RunConfig:
+        if assignment.checkpoint_root:
+            root = Folder.at(assignment.checkpoint_root)
+            require_marker(root, assignment.checkpoint_marker, who=f"learner rank {ranks.rank}")
+        model = local_model(config.model, "learner", tell=tell)
+        path = config.critic.path
+        critic = config.critic.model_copy(update={"path": path and local_folder(path, config.model)})
+        return config.model_copy(update={"model": model, "critic": critic})
+
+    failure: CommandError | None = None
+    try:
+        config = localise()
+    except PacelineError as error:
+        failure = CommandError(error)
+    _await_all(store, ranks, config.learner.command_timeout_s)
+    try:
+        agree(ranks, failure)
+    except CommandError as error:
+        raise error.cause from error
+    return dataclasses.replace(assignment, config=config)
+
+
+def _await_all(store: Store, ranks: Ranks, timeout_s: float) -> None:
+    store.set(f"{_LOCAL_KEY}/{ranks.rank}", "here")
+    keys = [f"{_LOCAL_KEY}/{rank}" for rank in range(ranks.world_size)]
+    try:
+        store.wait(keys, datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise DeadlineError(
+            phase="FORMING",
+            peer="the other learner ranks, which look for checkpoints and model",
+            seconds=timeout_s,
+            hint="their logs say how far they are; learner.command_timeout_s bounds this, too",
+        ) from error
 
 
 def _load(assignment: Assignment, ranks: Ranks, head: Head | None, stack: contextlib.ExitStack) -> Commands:

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 
 from paceline.broker import open_broker
+from paceline.config.model import ModelConfig
 from paceline.core.members import RewardState
 from paceline.core.reward_function import check_extra_keys
-from paceline.data.prompts import load_tokenizer
+from paceline.data.prompts import Tokenizer, load_tokenizer
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.servicer import RewardServicer
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2_grpc
 from paceline.service.controller_link import MemberReport, Registration
+from paceline.service.credentials import REWARD_TOKEN, Credentials
 from paceline.service.member import MemberSession
-from paceline.service.process import REWARD_TOKEN
+from paceline.storage.models import local_model
 
 _log = logging.getLogger(__name__)
 
@@ -67,14 +68,13 @@ class RewardApp:
         scorer = WeightedSum.configured(
             ScorerSettings(
                 config=config.reward,
-                token=os.environ.get(REWARD_TOKEN, ""),
+                credentials=Credentials.from_env(REWARD_TOKEN),
                 max_message_bytes=config.service.max_message_mib * 2**20,
             )
         )
         self._session.context.defer("scorers", scorer.close)
-        folder = config.model.tokenizer_path or config.model.path
-        # Importing the tokenizer library takes seconds, in which heartbeats must go on.
-        tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_tokenizer, folder), scorer.start())
+        # Importing the tokenizer library takes seconds, in which heartbeats must go on; so does a download.
+        tokenizer, _ = await asyncio.gather(asyncio.to_thread(self._tokenizer, config.model), scorer.start())
         broker = open_broker(registration.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
         self._session.context.defer("broker", broker.close)
         self._consumer = Consumer(
@@ -99,6 +99,10 @@ class RewardApp:
         self._session.poke()
         _log.info("serving")
         await self._consumer.run()
+
+    def _tokenizer(self, model: ModelConfig) -> Tokenizer:
+        model = local_model(model, "reward", stopped=self._session.context.stopping.is_set)
+        return load_tokenizer(model.tokenizer_path or model.path)
 
     def _report(self) -> MemberReport:
         in_flight = self._consumer.num_in_flight if self._consumer else 0

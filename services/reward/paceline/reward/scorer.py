@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.config.reward import RewardConfig
 from paceline.core.scoring import ScoreItem
 from paceline.reward.scores import Score
 from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
+from paceline.service.credentials import Credentials
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,12 +19,12 @@ class ScorerSettings:
 
     Args:
         config: the section `reward` of the run's configuration.
-        token: what calls to remote reward services carry.
+        credentials: for calls to remote reward services.
         max_message_bytes: largest gRPC message.
     """
 
     config: RewardConfig
-    token: str = ""
+    credentials: Credentials = field(default_factory=Credentials)
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
 
 

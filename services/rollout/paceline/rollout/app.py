@@ -20,6 +20,7 @@ from paceline.rollout.servicer import RolloutServicer
 from paceline.rpc.v1 import rollout_pb2_grpc
 from paceline.service.controller_link import MemberReport, Registration
 from paceline.service.member import MemberSession
+from paceline.storage.models import local_model
 
 _HEALTH_S = 1.0
 _ENGINE_SHUTDOWN_S = 8.0
@@ -48,13 +49,18 @@ class RolloutApp:
 
     async def _load(self, config: RunConfig) -> Engine | None:
         """The engine, or None if the service was told to stop meanwhile."""
-        loading = asyncio.ensure_future(start_engine(config))
+        loading = asyncio.ensure_future(self._start(config))
         try:
             await self._session.context.stopping_or(loading)
             return loading.result() if loading.done() else None
         finally:
             if loading.cancel():
                 await asyncio.wait([loading])
+
+    async def _start(self, config: RunConfig) -> Engine:
+        stopping = self._session.context.stopping
+        model = await asyncio.to_thread(local_model, config.model, "rollout", stopped=stopping.is_set)
+        return await start_engine(config.model_copy(update={"model": model}))
 
     async def _serve(self, engine: Engine, registration: Registration) -> None:
         session, context, config = self._session, self._session.context, registration.config

@@ -30,6 +30,7 @@ from paceline.cli.live.view import Metrics, View
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError
 from paceline.core.members import LearnerState, RewardState, RolloutState
+from paceline.service.credentials import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +157,8 @@ class Conductor:
             with contextlib.suppress(PacelineError):
                 note = run_dirs.read_note(self._run_dir)
                 if note is not None and note.controller and _all_run(note.pids.values()):
-                    async with ControllerClient(note.controller, note.token) as controller:
+                    credentials = Credentials.from_env().with_token(note.token)
+                    async with ControllerClient(note.controller, credentials) as controller:
                         members = (await controller.status()).members
                     if wanted <= {m.member_id for m in members if m.state in _WORKING}:
                         return

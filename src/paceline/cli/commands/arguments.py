@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.core.errors import ConfigError
-from paceline.service.process import env_token
+from paceline.service.credentials import Credentials
 
 
 def add_config(parser: argparse.ArgumentParser, *, description: str) -> None:
@@ -30,10 +30,10 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerAddress:
-    """Where a running controller answers, and the run's token."""
+    """Where a running controller answers, and with which credentials."""
 
     address: str
-    token: str
+    credentials: Credentials
 
 
 def add_controller(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_controller(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--controller",
         metavar="HOST:PORT",
-        help="ask this controller instead; the token is read from PACELINE_TOKEN",
+        help="ask this controller instead; the credentials are read from PACELINE_TOKEN and PACELINE_TLS_DIR",
     )
 
 
@@ -53,7 +53,7 @@ def find_controller(args: argparse.Namespace) -> ControllerAddress | None:
         ConfigError: there is no such run, or it was not started by `paceline train`.
     """
     if args.controller:
-        return ControllerAddress(address=args.controller, token=env_token())
+        return ControllerAddress(address=args.controller, credentials=Credentials.from_env())
     folder = run_dirs.find(args.run_name)
     note = run_dirs.read_note(folder)
     if note is None:
@@ -62,7 +62,8 @@ def find_controller(args: argparse.Namespace) -> ControllerAddress | None:
             "PACELINE_TOKEN"
         )
     if note.alive and note.controller:
-        return ControllerAddress(address=note.controller, token=note.token)
+        credentials = Credentials.from_env().with_token(note.token)
+        return ControllerAddress(address=note.controller, credentials=credentials)
     last = note.message or ("starting" if note.alive else "its launcher is gone")
     print(f"{folder}: {'not up yet' if note.alive else 'not running'} ({last})")
     return None

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _drain(controller: arguments.ControllerAddress, member_id: str, timeout_s: float) -> None:
-    async with ControllerClient(controller.address, controller.token) as client:
+    async with ControllerClient(controller.address, controller.credentials) as client:
         before = await _find(client, member_id)
         await client.drain(member_id)
         print(f"{member_id} takes no more prompts; {before.in_flight if before else 0} samples are under way")

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _ask(controller: arguments.ControllerAddress) -> RunStatus:
-    async with ControllerClient(controller.address, controller.token) as client:
+    async with ControllerClient(controller.address, controller.credentials) as client:
         return await client.status()
 
 

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     if not outcome.ok:
         print(f"paceline train: {outcome.message}", file=sys.stderr)
-        step = run_dirs.newest_checkpoint(run_dir)
+        step = run_dirs.newest_checkpoint(config, run_dir)
         if step is not None:
             print(
                 f"the same command goes on after step {step}, whose checkpoint is the newest", file=sys.stderr

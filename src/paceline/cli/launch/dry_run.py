@@ -13,7 +13,8 @@ from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.plan import ProcessSpec
 from paceline.cli.launch.run_dir import folder_of
 from paceline.config.run import RunConfig
-from paceline.service.process import BROKER_URL, DIE_WITH_PARENT, TOKEN
+from paceline.service.credentials import TOKEN
+from paceline.service.process import BROKER_URL, DIE_WITH_PARENT
 
 _SECRET = "(made at start)"
 

@@ -36,7 +36,8 @@ from paceline.cli.live.view import View
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError, exit_code
 from paceline.core.run_events import EndEvent
-from paceline.service.process import BROKER_URL, TOKEN, adopt_orphans
+from paceline.service.credentials import TOKEN, Credentials
+from paceline.service.process import BROKER_URL, adopt_orphans
 
 if TYPE_CHECKING:
     from paceline.cli.launch.own_redis import OwnRedis
@@ -80,8 +81,8 @@ async def launch(config: RunConfig, run_dir: Path, view: View, *, planner: Plann
 class _Launcher:
     def __init__(self, config: RunConfig, run_dir: Path, view: View, planner: Planner) -> None:
         self._config, self._run_dir, self._view, self._planner = config, run_dir, view, planner
-        self._token = secrets.token_urlsafe(24)
-        self._note = run_dirs.new_note(run_dir, self._token)
+        self._credentials = Credentials.from_env().with_token(secrets.token_urlsafe(24))
+        self._note = run_dirs.new_note(run_dir, self._credentials.token)
         self._tree = ProcessTree(run_dir / "logs")
         rule = RestartRule(max_restarts=config.service.max_restarts, window_s=config.service.restart_window_s)
         self._services = Services(self._tree, rule, say=view.notice, changed=self._write_note)
@@ -165,7 +166,7 @@ class _Launcher:
         self._view.milestone(f"started {names}; logs in {self._run_dir / 'logs'}")
         patience_s = self._config.service.recovery_timeout_s
         self._following = asyncio.create_task(
-            follow(self._address, self._token, self._view, patience_s=patience_s), name="follow"
+            follow(self._address, self._credentials, self._view, patience_s=patience_s), name="follow"
         )
         return await self._until_the_end(self._following)
 
@@ -213,7 +214,7 @@ class _Launcher:
             "controller",
             Role.CONTROLLER,
             plan=lambda: [self._planner.controller(self._with_port(), self._run_dir, address_file)],
-            secrets={TOKEN: self._token, BROKER_URL: broker_url},
+            secrets={TOKEN: self._credentials.token, BROKER_URL: broker_url},
         )
         await self._services.start(unit)
         (controller,) = unit.processes
@@ -255,7 +256,7 @@ class _Launcher:
                 specs[0].role,
                 member_id=member_id,
                 plan=functools.partial(self._plan_members, member_id),
-                secrets={TOKEN: self._token},
+                secrets={TOKEN: self._credentials.token},
             )
             for member_id, specs in by_member.items()
         ]
@@ -292,7 +293,7 @@ class _Launcher:
         liveness = Liveness(self._services, say=self._view.notice)
         tending = [
             asyncio.create_task(self._services.tend(), name="services"),
-            asyncio.create_task(liveness.run(self._address, self._token), name="liveness"),
+            asyncio.create_task(liveness.run(self._address, self._credentials), name="liveness"),
         ]
         if self._redis is not None:
             tend = self._redis.tend(say=self._view.notice, changed=self._write_note)
@@ -350,7 +351,7 @@ class _Launcher:
         if not self._tree.running(Role.CONTROLLER):
             return
         try:
-            async with ControllerClient(self._address, self._token) as controller:
+            async with ControllerClient(self._address, self._credentials) as controller:
                 await controller.stop_run(outcome.message)
             await asyncio.wait([following], timeout=3.0)
         except PacelineError as error:

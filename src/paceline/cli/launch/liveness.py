@@ -13,6 +13,7 @@ from paceline.cli.launch.presence import Sighting
 from paceline.cli.launch.services import Services, Unit
 from paceline.core.errors import PacelineError
 from paceline.core.members import READY_STATES
+from paceline.service.credentials import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +29,9 @@ class Liveness:
     def __init__(self, services: Services, *, say: Callable[[str], None]) -> None:
         self._services, self._say = services, say
 
-    async def run(self, address: str, token: str) -> NoReturn:
+    async def run(self, address: str, credentials: Credentials) -> NoReturn:
         """Asks every two seconds, until cancelled."""
-        async with ControllerClient(address, token) as controller:
+        async with ControllerClient(address, credentials) as controller:
             while True:
                 await asyncio.sleep(_INTERVAL_S)
                 try:

@@ -13,6 +13,7 @@ from paceline.cli.launch.machine import Machine
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.service import prometheus
+from paceline.service.credentials import INSECURE
 
 # --dry-run shows this in place of an address that is known only after the start.
 CONTROLLER_PLACE = "CONTROLLER_HOST:PORT"
@@ -69,7 +70,7 @@ def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessS
         name="controller",
         role=Role.CONTROLLER,
         command=tuple(command),
-        env=_common(num_threads=1) | _metrics_port(config, 0),
+        env=_common(config, num_threads=1) | _metrics_port(config, 0),
     )
 
 
@@ -83,7 +84,7 @@ def checks(config: RunConfig, run_dir: Path) -> list[ProcessSpec]:
             name=f"{role.value}-check",
             role=role,
             command=(*_module(f"{role.value}.check"), str(run_dir / "config.resolved.yaml")),
-            env=_common(num_threads=1),
+            env=_common(config, num_threads=1),
         )
         for role in roles
     ]
@@ -106,7 +107,7 @@ def members(
             role=Role.REWARD,
             member_id="reward-0",
             command=(*_module("reward"), *_member(config, controller_address, "reward-0")),
-            env=_common(num_threads=1),
+            env=_common(config, num_threads=1),
         ),
     ]
     return [
@@ -167,7 +168,7 @@ def _rollouts(
                 member_id=name,
                 command=(*_module("rollout"), *_member(config, controller_address, name)),
                 # The rollout service sets its threads and vLLM's variables itself: it can also start alone.
-                env=_common() | _devices(server_gpus, machine),
+                env=_common(config) | _devices(server_gpus, machine),
             )
         )
     return specs
@@ -187,7 +188,7 @@ def _learners(
                 role=Role.LEARNER,
                 member_id="learner-0",
                 command=(*_module("learner"), *_member(config, controller_address, "learner-0")),
-                env=_common(num_threads=num_threads) | KEEP_MEMORY | ranks | _devices(gpus, machine),
+                env=_common(config, num_threads=num_threads) | KEEP_MEMORY | ranks | _devices(gpus, machine),
             )
         )
     return specs
@@ -219,9 +220,8 @@ def _member(config: RunConfig, controller_address: str, member_id: str) -> list[
     return ["--controller", controller_address, "--member-id", member_id, "--host", config.service.host]
 
 
-def _common(*, num_threads: int | None = None) -> dict[str, str]:
-    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
-    return threads | {
+def _common(config: RunConfig, *, num_threads: int | None = None) -> dict[str, str]:
+    variables = {
         "TOKENIZERS_PARALLELISM": "false",
         # A run reads local files only; asking the model hub would slow the start and could change results.
         "HF_HUB_OFFLINE": "1",
@@ -229,6 +229,11 @@ def _common(*, num_threads: int | None = None) -> dict[str, str]:
         # Services share the cores: a thread that spins while it waits takes time from a thread that works.
         "OMP_WAIT_POLICY": "passive",
     }
+    if num_threads is not None:
+        variables["OMP_NUM_THREADS"] = str(num_threads)
+    if config.service.insecure:
+        variables[INSECURE] = "1"
+    return variables
 
 
 def _metrics_port(config: RunConfig, number: int) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import subprocess
 import sys
@@ -13,10 +14,13 @@ from typing import Any
 from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.plan import share_gpus
 from paceline.config.load import dump_yaml
+from paceline.config.model import ModelConfig
 from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError, PacelineError
 from paceline.core.reward_function import check_extra_keys
+from paceline.storage.folder import Folder, is_url
+from paceline.storage.models import local_model
 
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 
@@ -51,7 +55,7 @@ def _model_config(config: RunConfig) -> dict[str, Any]:
     Raises:
         ModelError: no such folder, no readable config.json, or no weights.
     """
-    folder = Path(config.model.path)
+    folder = Path(local_model(config.model, "controller").path)
     if not folder.is_dir():
         raise ModelError(
             f"model folder {folder} does not exist; set model.path to a folder in the Hugging Face layout"
@@ -62,12 +66,21 @@ def _model_config(config: RunConfig) -> dict[str, Any]:
         raise ModelError(f"model folder {folder} has no config.json; model.path must name a model") from error
     except ValueError as error:
         raise ModelError(f"{folder / 'config.json'} is not JSON: {error}") from error
-    if config.model.load_format == "auto" and not any(any(folder.glob(name)) for name in _WEIGHTS):
+    if config.model.load_format == "auto" and not _has_weights(config.model):
         raise ModelError(
             f"model folder {folder} has no weights (*.safetensors); save them there, or set "
             "model.load_format: random"
         )
     return tree
+
+
+def _has_weights(model: ModelConfig) -> bool:
+    if model.paths.learner is not None:
+        return True  # on the learner's hosts
+    if not is_url(model.path):
+        return any(any(Path(model.path).glob(name)) for name in _WEIGHTS)
+    names = Folder.at(model.path).names()
+    return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in _WEIGHTS)
 
 
 def _model(config: RunConfig) -> str:
@@ -90,9 +103,10 @@ def _model(config: RunConfig) -> str:
 def _tokenizer(config: RunConfig) -> str:
     from paceline.data.prompts import load_tokenizer, stop_token_ids
 
-    folder = config.model.tokenizer_path or config.model.path
+    model = local_model(config.model, "controller")
+    folder = model.tokenizer_path or model.path
     tokenizer = load_tokenizer(folder)
-    stops = ", ".join(map(str, stop_token_ids(config.model.path, tokenizer)))
+    stops = ", ".join(map(str, stop_token_ids(model.path, tokenizer)))
     return f"{folder}: responses end at token {stops}"
 
 
@@ -106,7 +120,8 @@ def _prompts(config: RunConfig, split: str) -> str:
         return "none (data.val_files is empty: no validation)"
     # Before the tokenizer: a missing file or column is reported even without a model.
     read_rows(files, [data.prompt_key, data.ground_truth_key, *data.extra_keys])
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    model = local_model(config.model, "controller")
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path)
     prompts = PromptSet.load(data, tokenizer, split=split)
     kept, batch = len(prompts.prompts), data.train_batch_size
     if split == "train" and kept < batch:

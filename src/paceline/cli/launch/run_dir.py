@@ -15,7 +15,9 @@ import yaml
 from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.core.manifest import MANIFEST
 from paceline.service.process import write_atomically
+from paceline.storage.places import checkpoints_of
 
 RUNS = Path("runs")
 LATEST = "latest"
@@ -94,10 +96,15 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(config=resolved, run_dir=run_dir, remarks=remarks)
 
 
-def newest_checkpoint(run_dir: Path) -> int | None:
-    """The step of the newest complete checkpoint."""
-    manifests = (run_dir / "checkpoints").glob("step_*/manifest.json")
-    return max((int(path.parent.name.removeprefix("step_")) for path in manifests), default=None)
+def newest_checkpoint(config: RunConfig, run_dir: Path) -> int | None:
+    """The step of the newest complete checkpoint; None where there is none, or it cannot be seen."""
+    root = checkpoints_of(config, run_dir)
+    try:
+        names = [name for name in root.folders() if name.startswith("step_")]
+        newest = next((name for name in reversed(names) if root.child(name).has(MANIFEST)), None)
+    except OSError:
+        return None
+    return int(newest.removeprefix("step_")) if newest else None
 
 
 def _move_aside(run_dir: Path) -> list[str]:
@@ -113,7 +120,7 @@ def _move_aside(run_dir: Path) -> list[str]:
 
 def _remarks_on(run_dir: Path, config: RunConfig) -> list[str]:
     """What people should know of the run that `config` continues."""
-    step = newest_checkpoint(run_dir)
+    step = newest_checkpoint(config, run_dir)
     if step is None:
         return []
     total_steps = config.trainer.total_steps

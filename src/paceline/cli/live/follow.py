@@ -8,11 +8,12 @@ from paceline.cli.controller_client import ControllerClient
 from paceline.cli.live.view import View
 from paceline.core.errors import PeerLostError
 from paceline.core.run_events import EndEvent, NoticeEvent, PhaseEvent, StepEvent
+from paceline.service.credentials import Credentials
 
 _RETRY_S = 0.5
 
 
-async def follow(address: str, token: str, view: View, *, patience_s: float) -> EndEvent:
+async def follow(address: str, credentials: Credentials, view: View, *, patience_s: float) -> EndEvent:
     """Shows every event until the run ends, each finished step once.
 
     Raises:
@@ -21,7 +22,7 @@ async def follow(address: str, token: str, view: View, *, patience_s: float) -> 
     next_step = 0
     silent_since: float | None = None
     loop = asyncio.get_running_loop()
-    async with ControllerClient(address, token) as controller:
+    async with ControllerClient(address, credentials) as controller:
         while True:
             try:
                 async for event in controller.watch(from_step=next_step):

@@ -76,6 +76,8 @@ class RegisterResponse(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_ROOT_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_MARKER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     run_dir: _builtins.str
     config_json: _builtins.str
@@ -84,6 +86,10 @@ class RegisterResponse(_message.Message):
     heartbeat_s: _builtins.float
     term: _builtins.int
     """counts the starts of this run's controller, from 1"""
+    checkpoint_root: _builtins.str
+    """folder or URL that the checkpoints are in"""
+    checkpoint_marker: _builtins.str
+    """what its marker file says; every learner rank must find it"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag:
         """the committed policy; absent before the first commit"""
@@ -103,10 +109,12 @@ class RegisterResponse(_message.Message):
         term: _builtins.int = ...,
         policy: _common_pb2.PolicyTag | None = ...,
         checkpoints: _abc.Iterable[_builtins.str] | None = ...,
+        checkpoint_root: _builtins.str = ...,
+        checkpoint_marker: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_url", b"broker_url", "checkpoints", b"checkpoints", "config_json", b"config_json", "heartbeat_s", b"heartbeat_s", "policy", b"policy", "run_dir", b"run_dir", "run_id", b"run_id", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_url", b"broker_url", "checkpoint_marker", b"checkpoint_marker", "checkpoint_root", b"checkpoint_root", "checkpoints", b"checkpoints", "config_json", b"config_json", "heartbeat_s", b"heartbeat_s", "policy", b"policy", "run_dir", b"run_dir", "run_id", b"run_id", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

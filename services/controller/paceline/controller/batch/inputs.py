@@ -12,6 +12,7 @@ from paceline.config.run import RunConfig
 from paceline.core.trajectory import SamplingSpec
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import PromptSet, load_tokenizer, stop_token_ids
+from paceline.storage.models import local_model
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ class Inputs:
 
 def load_inputs(config: RunConfig) -> Inputs:
     """Reads prompts and tokenizer; raises DataError or ModelError."""
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    model = local_model(config.model, "controller")
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path)
     train = PromptSet.load(config.data, tokenizer)
     val = PromptSet.load(config.data, tokenizer, split="val") if config.data.val_files else None
     for name, prompts in (("training", train), ("validation", val)):
@@ -60,6 +62,4 @@ def load_inputs(config: RunConfig) -> Inputs:
     cursor = PromptCursor(
         train.ids(), batch_size=config.data.train_batch_size, seed=seed, shuffle=config.data.shuffle
     )
-    return Inputs(
-        train=train, val=val, cursor=cursor, stop_token_ids=stop_token_ids(config.model.path, tokenizer)
-    )
+    return Inputs(train=train, val=val, cursor=cursor, stop_token_ids=stop_token_ids(model.path, tokenizer))

@@ -24,6 +24,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from paceline.service.channels import call, connect
+from paceline.service.credentials import Credentials
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.receipt import PushReceipt
 from paceline.wire.protobuf import policy_tag_to_proto
@@ -53,12 +54,12 @@ async def while_alive(member: Member, call: Coroutine[Any, Any, T], gone: Gone) 
         await asyncio.gather(calling, leaving, return_exceptions=True)
 
 
-async def is_serving(address: str, incarnation: str) -> bool:
-    """Whether this incarnation answers at the address within a second, and is not about to leave.
+async def is_serving(address: str, incarnation: str, *, role: str, credentials: Credentials) -> bool:
+    """Whether this incarnation answers at its address within a second, and is not about to leave.
 
     Another process may have got the port of one that is gone.
     """
-    channel = connect(address)
+    channel = connect(address, credentials=credentials, role=role)
     try:
         answer = await call(
             health_pb2_grpc.HealthStub(channel).Check,
@@ -92,8 +93,9 @@ class Channels:
     last call over it is over.
     """
 
-    def __init__(self, config: RunConfig, token: str, term: int) -> None:
-        self._max_message_bytes, self._token, self._term = config.service.max_message_mib << 20, token, term
+    def __init__(self, config: RunConfig, credentials: Credentials, term: int) -> None:
+        self._max_message_bytes = config.service.max_message_mib << 20
+        self._credentials, self._term = credentials, term
         self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
 
     def to(self, member: Member) -> grpc.aio.Channel:
@@ -102,7 +104,8 @@ class Channels:
         if channel is None or address != member.address:
             channel = connect(
                 member.address,
-                token=self._token,
+                credentials=self._credentials,
+                role=member.kind.value,
                 max_message_bytes=self._max_message_bytes,
                 term=self._term,
             )

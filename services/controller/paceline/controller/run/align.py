@@ -154,13 +154,13 @@ class Alignment:
         if state is None:
             await self.send_back(
                 standing.finished + 1,
-                f"it holds version {version}, of which this run has no checkpoint in {self._run.dir}",
+                f"it holds version {version}, of which this run has no checkpoint in {self._run.checkpoints}",
             )
         cursor, guard = state
         reason = f"the learner holds version {version}, the run had finished step {standing.finished}"
         self._run.journal.record("rewind", to_step=version, reason=reason, cursor=cursor, guard=guard)
         self._run.events.notice(f"{reason}: going on from step {version}")
-        for folder in checkpoints.set_aside(self._run.dir, version):
+        for folder in checkpoints.set_aside(self._run.checkpoints, version):
             self._run.journal.record("checkpoint_removed", folder=str(folder))
         await self._collector.begin_anew()
 
@@ -169,7 +169,7 @@ class Alignment:
         standing = self._run.journal.standing
         if version == standing.finished:
             return standing.cursor, standing.guard
-        state = checkpoints.of_step(self._run.dir, self._run.id, version)
+        state = checkpoints.of_step(self._run.checkpoints, self._run.id, version)
         if state is not None:
             return asdict(state.cursor), state.guard
         return (asdict(self._first_cursor), {}) if version == 0 else None
@@ -217,7 +217,7 @@ class Alignment:
     def _saved(self, version: int) -> ControllerState | None:
         if version != self._run.journal.standing.finished + 1:
             return None
-        state = checkpoints.of_step(self._run.dir, self._run.id, version)
+        state = checkpoints.of_step(self._run.checkpoints, self._run.id, version)
         return state if state is not None and state.metrics else None
 
     # --- the servers' side

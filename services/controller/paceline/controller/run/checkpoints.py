@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from paceline.controller.fleet.clients import LearnerClient
@@ -17,6 +15,7 @@ from paceline.controller.progress import Run
 from paceline.core.errors import CheckpointError, DeadlineError, GuardError, PeerLostError
 from paceline.core.manifest import MANIFEST, manifest_fields
 from paceline.data.cursor import CursorState
+from paceline.storage.folder import Folder, reason
 
 log = logging.getLogger(__name__)
 
@@ -55,32 +54,32 @@ class ControllerState:
             ) from error
 
 
-def folder_of(run_dir: Path, step: int) -> Path:
+def folder_of(root: Folder, step: int) -> Folder:
     """The folder of a step's checkpoint."""
-    return run_dir / "checkpoints" / f"step_{step:06d}"
+    return root.child(f"step_{step:06d}")
 
 
-def of_step(run_dir: Path, run_id: str, step: int) -> ControllerState | None:
+def of_step(root: Folder, run_id: str, step: int) -> ControllerState | None:
     """The controller's state in the checkpoint of a step; None where that is missing or incomplete."""
-    folder = folder_of(run_dir, step)
-    return next((s for f, s in complete(run_dir) if f == folder and s.run_id == run_id), None)
+    folder = folder_of(root, step)
+    return next((s for f, s in complete(root) if f == folder and s.run_id == run_id), None)
 
 
-def complete(run_dir: Path) -> Iterator[tuple[Path, ControllerState]]:
+def complete(root: Folder) -> Iterator[tuple[Folder, ControllerState]]:
     """The checkpoints with an intact manifest, which is written last; the newest first."""
-    for folder in _with_manifest(run_dir):
+    for folder in _with_manifest(root):
         try:
             yield folder, _state_in(folder)
         except CheckpointError as error:
             log.warning("the checkpoint %s is passed over: %s", folder, error)
 
 
-def candidates(run_dir: Path, run_id: str) -> Iterator[Path]:
+def candidates(root: Folder, run_id: str) -> Iterator[Folder]:
     """What a learner of the run may try to load, the newest first.
 
     Damaged ones are among them: the learner passes over them, or ends if there is no other.
     """
-    for folder in _with_manifest(run_dir):
+    for folder in _with_manifest(root):
         try:
             if _state_in(folder).run_id == run_id:
                 yield folder
@@ -88,51 +87,65 @@ def candidates(run_dir: Path, run_id: str) -> Iterator[Path]:
             yield folder
 
 
-def _with_manifest(run_dir: Path) -> list[Path]:
-    folders = sorted((run_dir / "checkpoints").glob("step_*"), reverse=True)
-    return [folder for folder in folders if (folder / MANIFEST).is_file()]
+def _steps(root: Folder) -> list[Folder]:
+    """The folders of steps, the oldest first."""
+    try:
+        return [root.child(name) for name in root.folders() if name.startswith("step_")]
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints in {root} cannot be listed: {reason(error)}") from error
 
 
-def _state_in(folder: Path) -> ControllerState:
-    fields = manifest_fields((folder / MANIFEST).read_bytes(), origin=folder / MANIFEST)
+def _with_manifest(root: Folder) -> list[Folder]:
+    return [folder for folder in reversed(_steps(root)) if folder.has(MANIFEST)]
+
+
+def _state_in(folder: Folder) -> ControllerState:
+    origin = f"{folder}/{MANIFEST}"
+    try:
+        text = folder.read(MANIFEST)
+    except OSError as error:
+        raise CheckpointError(f"{origin} cannot be read: {reason(error)}") from error
+    fields = manifest_fields(text, origin=origin)
     return ControllerState.from_plain(fields.get("controller_state"))
 
 
-def prune(run_dir: Path, keep: int) -> list[Path]:
+def prune(root: Folder, keep: int) -> list[Folder]:
     """Removes old checkpoints and returns their folders.
 
     The newest `keep` checkpoints and the newest good one stay. Incomplete ones stay only if they are newer
     than the newest complete one.
     """
-    folders = sorted((run_dir / "checkpoints").glob("step_*"))
-    finished = [folder for folder in folders if (folder / MANIFEST).is_file()]
+    folders = _steps(root)
+    finished = [folder for folder in folders if folder.has(MANIFEST)]
     doomed = finished[:-keep]
     if doomed:
-        good = next((folder for folder, state in complete(run_dir) if state.good), None)
+        good = next((folder for folder, state in complete(root) if state.good), None)
         doomed = [folder for folder in doomed if folder != good]
     if finished:
-        doomed += [folder for folder in folders if folder not in finished and folder < finished[-1]]
+        doomed += [folder for folder in folders if folder not in finished and folder.name < finished[-1].name]
     for folder in doomed:
         # The manifest goes first: a folder that is half removed must not look complete.
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        folder.remove(MANIFEST)
+        folder.delete()
     return doomed
 
 
-def set_aside(run_dir: Path, last_step: int) -> list[Path]:
-    """Renames the checkpoints of later steps, which are void, so that nobody goes on from them."""
-    renamed = []
-    for folder in sorted((run_dir / "checkpoints").glob("step_*")):
-        if int(folder.name.rpartition("_")[2]) > last_step:
-            target = folder.with_name(f"void_{folder.name}")
-            shutil.rmtree(target, ignore_errors=True)
-            folder.rename(target)
-            renamed.append(folder)
-    return renamed
+def set_aside(root: Folder, last_step: int) -> list[Folder]:
+    """Sees to it that nobody goes on from the checkpoints of later steps, which are void.
+
+    They are renamed; in an object store, which has no renaming, they become incomplete.
+    """
+    void = [folder for folder in _steps(root) if int(folder.name.rpartition("_")[2]) > last_step]
+    for folder in void:
+        if folder.is_local:
+            folder.rename(f"void_{folder.name}")
+        else:
+            folder.remove(MANIFEST)
+    return void
 
 
 class Checkpoints:
-    """Owns the folder `checkpoints` of a run directory.
+    """Owns the checkpoints of a run.
 
     A checkpoint is written while the run goes on; it counts when it is complete.
     """
@@ -144,7 +157,7 @@ class Checkpoints:
     async def save(self, learner: Member, state: ControllerState) -> float:
         """Makes the learner begin to write a checkpoint; returns the seconds that it is held up."""
         await self.written()
-        folder = folder_of(self._run.dir, state.step)
+        folder = folder_of(self._run.checkpoints, state.step)
         seconds = await self._learner.save(
             learner, step=state.step, folder=str(folder), controller_state=state.to_bytes()
         )
@@ -164,7 +177,7 @@ class Checkpoints:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
 
-    async def _complete(self, learner: Member, folder: Path, state: ControllerState) -> None:
+    async def _complete(self, learner: Member, folder: Folder, state: ControllerState) -> None:
         """Waits for a checkpoint and removes old ones. One that fails is one less; the run goes on."""
         journal = self._run.journal
         try:
@@ -173,7 +186,13 @@ class Checkpoints:
             self._run.events.notice(f"step {state.step}: its checkpoint was not written: {error}")
             return
         journal.record("checkpoint", step=state.step, folder=str(folder), good=state.good)
-        for old in prune(self._run.dir, self._run.config.trainer.keep_checkpoints):
+        try:
+            keep = self._run.config.trainer.keep_checkpoints
+            removed = await asyncio.to_thread(prune, self._run.checkpoints, keep)
+        except (CheckpointError, OSError) as error:
+            self._run.events.notice(f"step {state.step}: old checkpoints cannot be removed: {error}")
+            return
+        for old in removed:
             journal.record("checkpoint_removed", folder=str(old))
 
     async def roll_back(self, learner: Member, *, step: int, reason: str) -> dict[str, float]:
@@ -183,7 +202,7 @@ class Checkpoints:
             CheckpointError: there is none.
         """
         await self.written()
-        last_good = self._last_good(step)
+        last_good = await asyncio.to_thread(self._last_good, step)
         if last_good is None:
             raise CheckpointError(
                 f"step {step}: {reason}, but there is no checkpoint to go back to; set trainer.save_freq, "
@@ -203,9 +222,9 @@ class Checkpoints:
             f"{where}. docs/guard-rails.md says what the sign usually means and what to change"
         )
 
-    def _last_good(self, step: int) -> tuple[Path, ControllerState] | None:
+    def _last_good(self, step: int) -> tuple[Folder, ControllerState] | None:
         """The newest good checkpoint of this run up to `step`."""
-        for folder, state in complete(self._run.dir):
+        for folder, state in complete(self._run.checkpoints):
             if state.run_id == self._run.id and state.step <= step and state.good:
                 return folder, state
         return None

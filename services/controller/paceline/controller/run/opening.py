@@ -16,6 +16,8 @@ from paceline.controller.standing import Standing
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.ids import run_id_for
+from paceline.service.run_directory import write_run_id
+from paceline.storage.places import checkpoints_of
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,9 @@ def open_run(run_dir: Path, config: RunConfig, inputs: Inputs, clock: Clock) -> 
         )
     standing, settings = journal.standing, _settings(config)
     _check_same(run_dir, standing, inputs.digest, settings)
-    run_id = standing.run_id or _id_in_checkpoints(run_dir) or run_id_for(run_dir.name, config.trainer.name)
+    run_id = standing.run_id or _id_in_checkpoints(config, run_dir)
+    run_id = run_id or run_id_for(run_dir.name, config.trainer.name)
+    write_run_id(run_dir, run_id)
     journal.record(
         "run",
         run_id=run_id,
@@ -85,9 +89,10 @@ def _check_same(run_dir: Path, standing: Standing, digest: str, settings: Mappin
         )
 
 
-def _id_in_checkpoints(run_dir: Path) -> str:
+def _id_in_checkpoints(config: RunConfig, run_dir: Path) -> str:
     """The id of a run of which only checkpoints are left."""
-    return next((state.run_id for _, state in checkpoints.complete(run_dir)), "")
+    root = checkpoints_of(config, run_dir)
+    return next((state.run_id for _, state in checkpoints.complete(root)), "")
 
 
 def _is_used(run_dir: Path, journal: Journal) -> bool:

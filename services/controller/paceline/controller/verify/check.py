@@ -11,6 +11,7 @@ from paceline.controller.verify import deadlines, files
 from paceline.controller.verify.entries import read
 from paceline.controller.verify.findings import Entry, Findings
 from paceline.controller.verify.history import History
+from paceline.storage.places import checkpoints_of
 
 
 def verify(run_dir: Path) -> Findings:
@@ -27,7 +28,8 @@ def verify(run_dir: Path) -> Findings:
     files.check_metrics(run_dir, history)
     if config.trainer.save_trajectories:
         files.check_trajectories(run_dir, history)
-    files.check_checkpoints(run_dir, history, run_id=str(entries[0].get("run_id")))
+    run_id = str(entries[0].get("run_id"))
+    files.check_checkpoints(checkpoints_of(config, run_dir, run_id), history, run_id)
     return findings
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from paceline.controller.verify.history import History
 from paceline.core.errors import CheckpointError
 from paceline.core.manifest import MANIFEST, manifest_fields
 from paceline.core.training import BatchRow
+from paceline.storage.folder import Folder
 
 
 def check_metrics(run_dir: Path, history: History) -> None:
@@ -88,48 +88,47 @@ def _first_difference(
     return ""
 
 
-def check_checkpoints(run_dir: Path, history: History, run_id: str) -> None:
-    """Each checkpoint of the journal is on disk, and what is there belongs to this run and to its step."""
-    findings, folders = history.findings, run_dir / "checkpoints"
+def check_checkpoints(root: Folder, history: History, run_id: str) -> None:
+    """Each checkpoint of the journal is there, and what is there belongs to this run and to its step."""
+    findings = history.findings
     for number, entry in sorted(history.checkpoints.items()):
-        if not (folders / f"step_{number:06d}" / MANIFEST).is_file():
+        if not root.child(f"step_{number:06d}").has(MANIFEST):
             findings.add(
                 Invariant.I2, f"the checkpoint of step {number} is not on disk, or incomplete", entry
             )
-    for manifest in sorted(folders.glob(f"step_*/{MANIFEST}")):
-        number = int(manifest.parent.name.removeprefix("step_"))
-        fault = _fault(manifest, number, run_id)
+    names = [name for name in root.folders() if name.startswith("step_") and root.child(name).has(MANIFEST)]
+    for name in names:
+        number = int(name.removeprefix("step_"))
+        fault = _fault(root.child(name), number, run_id)
         if fault:
             findings.add(
                 Invariant.RECORD,
-                f"the checkpoint {manifest.parent.name} {fault}",
+                f"the checkpoint {name} {fault}",
                 history.checkpoints.get(number),
             )
         findings.counts["checkpoints on disk"] += 1
 
 
-def _fault(manifest: Path, number: int, run_id: str) -> str:
+def _fault(folder: Folder, number: int, run_id: str) -> str:
     try:
-        plain = manifest_fields(manifest.read_bytes(), origin=manifest.name)
+        plain = manifest_fields(folder.read(MANIFEST), origin=MANIFEST)
         state = plain["controller_state"]
         of = (int(plain["step"]), int(state["step"]), str(state["run_id"]))
         if of != (number, number, run_id):
             return f"is of step {of[0]} with the controller's state of step {of[1]} of run {of[2]}"
-        faults = (_file_fault(manifest.parent / name, of) for name, of in sorted(plain["files"].items()))
+        faults = (_file_fault(folder, name, of) for name, of in sorted(plain["files"].items()))
         return next((fault for fault in faults if fault), "")
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return f"cannot be used: {error}"
     except (ValueError, KeyError, TypeError) as error:
         return f"has a manifest that cannot be read: {error!r}"
 
 
-def _file_fault(path: Path, record: Mapping[str, Any]) -> str:
+def _file_fault(folder: Folder, name: str, record: Mapping[str, Any]) -> str:
     """Compares a file with its size and digest in the manifest."""
-    if not path.is_file():
-        return f"lacks {path.name}"
-    size = path.stat().st_size
+    if not folder.has(name):
+        return f"lacks {name}"
+    size = folder.size(name)
     if size != record["size"]:
-        return f"has {size} bytes in {path.name}, {record['size']} were written"
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    return "" if digest == record["blake2b"] else f"has another {path.name} than was written"
+        return f"has {size} bytes in {name}, {record['size']} were written"
+    return "" if folder.digest(name) == record["blake2b"] else f"has another {name} than was written"

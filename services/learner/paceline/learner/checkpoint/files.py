@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import CheckpointError
+from paceline.storage.folder import Folder, reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,27 +27,25 @@ class FileRecord:
         return cls(size=int(plain["size"]), digest=str(plain["blake2b"]))
 
 
-def measure(path: Path) -> FileRecord:
+def measure(folder: Folder, name: str) -> FileRecord:
     """Reads the file; raises OSError where it cannot be read."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-        return FileRecord(size=file.tell(), digest=digest.hexdigest())
+    return FileRecord(size=folder.size(name), digest=folder.digest(name))
 
 
-def check(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> None:
+def check(folder: Folder, files: Mapping[str, FileRecord], names: Iterable[str]) -> None:
     """Compares files with their records.
 
     Raises:
         CheckpointError: a file is missing or has changed; names the first.
     """
     for name in names:
-        path, record = folder / name, files[name]
+        path, record = f"{folder}/{name}", files[name]
         try:
             # The cheap test first: a torn file need not be read.
-            size = path.stat().st_size
-            measured = measure(path) if size == record.size else FileRecord(size=size, digest="")
+            size = folder.size(name)
+            measured = measure(folder, name) if size == record.size else FileRecord(size=size, digest="")
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
         if size != record.size:
             raise CheckpointError(f"{path} has {size} bytes, {record.size} were written")
         if measured != record:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,18 +15,20 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from paceline.core.errors import CheckpointError
 from paceline.learner.checkpoint import files
 from paceline.learner.checkpoint.manifest import Manifest
+from paceline.learner.checkpoint.shards import reader
 from paceline.learner.checkpoint.state import state_of
 from paceline.learner.distributed.collectives import CommandError, attempt
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.train.learner import Learner
+from paceline.storage.folder import Folder, Place
 
 log = logging.getLogger(__name__)
 
 
 def load_newest(
-    learner: Learner, folders: Sequence[Path], *, notify: Callable[[str], None] = lambda message: None
-) -> Path | None:
+    learner: Learner, folders: Sequence[Place], *, notify: Callable[[str], None] = lambda message: None
+) -> Place | None:
     """Fills a learner from the first of `folders` that is intact; every rank calls it.
 
     Args:
@@ -55,7 +56,7 @@ def load_newest(
     return None
 
 
-def load(learner: Learner, folder: Path) -> Manifest:
+def load(learner: Learner, folder: Place) -> Manifest:
     """Fills a learner from a checkpoint that any number of ranks wrote; every rank calls it.
 
     Raises:
@@ -73,7 +74,7 @@ def load(learner: Learner, folder: Path) -> Manifest:
     return manifest
 
 
-def roll_back(learner: Learner, folder: Path) -> Manifest:
+def roll_back(learner: Learner, folder: Place) -> Manifest:
     """Fills a learner from an earlier checkpoint of its run and keeps its version; every rank calls it.
 
     The learner's version then names the weights of an earlier step.
@@ -93,21 +94,22 @@ def roll_back(learner: Learner, folder: Path) -> Manifest:
     return manifest
 
 
-def _verify(folder: Path, ranks: Ranks) -> Manifest:
+def _verify(place: Place, ranks: Ranks) -> Manifest:
     """Each rank checks its share of the files; raises CommandError on all ranks if one is damaged."""
 
     def check() -> Manifest:
-        manifest = Manifest.read(folder)
+        folder = Folder.at(place)
+        manifest = Manifest.read(place)
         files.check(folder, manifest.files, files.share(manifest.files, ranks.rank, ranks.world_size))
         return manifest
 
     return attempt(ranks, check)
 
 
-def _fill(learner: Learner, folder: Path, manifest: Manifest) -> None:
+def _fill(learner: Learner, folder: Place, manifest: Manifest) -> None:
     state = state_of(learner)
     try:
-        load_shards(state, checkpoint_id=folder, process_group=learner.ranks.control)
+        load_shards(state, storage_reader=reader(Folder.at(folder)), process_group=learner.ranks.control)
     except (CheckpointException, OSError, ValueError) as error:
         raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
     torch.set_rng_state(state["rng"]["cpu"])

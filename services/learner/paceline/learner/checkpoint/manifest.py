@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from paceline.core.errors import CheckpointError
 from paceline.core.manifest import MANIFEST, manifest_fields, manifest_text
 from paceline.learner.checkpoint.files import FileRecord
+from paceline.storage.folder import Folder, Place, reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,18 +59,19 @@ class Manifest:
         )
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, place: Place) -> Manifest:
         """The manifest of a checkpoint folder.
 
         Raises:
             CheckpointError: the folder has none, or one that is torn, changed or of another version.
         """
-        path = folder / MANIFEST
+        folder = Folder.at(place)
+        path = f"{folder}/{MANIFEST}"
         try:
-            text = path.read_bytes()
+            text = folder.read(MANIFEST)
         except OSError as error:
             raise CheckpointError(
-                f"{folder} is no complete checkpoint ({MANIFEST}: {error.strerror}); name one with a manifest"
+                f"{folder} is no complete checkpoint ({MANIFEST}: {reason(error)}); name one with a manifest"
             ) from error
         tree = manifest_fields(text, origin=path)
         try:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import shutil
+import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -24,11 +23,12 @@ from paceline.core.manifest import MANIFEST
 from paceline.core.members import MemberKind, RankRef
 from paceline.learner.checkpoint.files import FileRecord, measure
 from paceline.learner.checkpoint.manifest import Manifest
+from paceline.learner.checkpoint.shards import writer
 from paceline.learner.checkpoint.state import HostCopy, State, state_of
 from paceline.learner.distributed.collectives import CommandError, attempt, broadcast_bytes, gather_bytes
 from paceline.learner.distributed.ranks import WRITE_TIMEOUT_S, Ranks
 from paceline.learner.train.learner import Learner
-from paceline.service.process import write_atomically
+from paceline.storage.folder import Folder, Place, is_url, reason
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ class CheckpointWriter:
         self._background: Ranks = dataclasses.replace(learner.ranks, control=learner.ranks.storage)
         self._copy = HostCopy(learner.ranks)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._folder: Path | None = None
+        self._folder: Folder | None = None
         self._written: Future[float] | None = None
 
-    def save(self, folder: Path, *, step: int, controller_state: bytes) -> Future[float]:
+    def save(self, place: Place, *, step: int, controller_state: bytes) -> Future[float]:
         """Copies the state and begins to write it; waits first for the checkpoint before.
 
         A folder that this writer wrote for the same step stays as it is.
@@ -56,7 +56,8 @@ class CheckpointWriter:
         Raises: CommandError: of CheckpointError: the step is not the learner's, or the folder cannot be made.
         """
         ranks = self._learner.ranks
-        manifest = attempt(ranks, lambda: _describe(self._learner, folder, step, controller_state))
+        manifest = attempt(ranks, lambda: _describe(self._learner, place, step, controller_state))
+        folder = Folder.at(place)
         self.finish()
         if self._is_written(folder, step):
             assert self._written is not None
@@ -80,16 +81,16 @@ class CheckpointWriter:
                 hint=f"is the storage of {self._folder} stuck?",
             )
 
-    def _is_written(self, folder: Path, step: int) -> bool:
+    def _is_written(self, folder: Folder, step: int) -> bool:
         """What rank 0 sees; the others follow it."""
         written = self._written is not None and self._written.exception() is None and self._folder == folder
         try:
-            same = written and Manifest.read(folder).step == step
+            same = written and Manifest.read(folder.address).step == step
         except CheckpointError:
             same = False
         return broadcast_bytes(b"same" if same else b"", self._learner.ranks) == b"same"
 
-    def _write(self, state: State, folder: Path, manifest: Manifest) -> float:
+    def _write(self, state: State, folder: Folder, manifest: Manifest) -> float:
         """Runs in the thread."""
         began, ranks = time.monotonic(), self._background
         if ranks.device.type == "cuda":
@@ -108,7 +109,7 @@ class CheckpointWriter:
         return time.monotonic() - began
 
 
-def _describe(learner: Learner, folder: Path, step: int, controller_state: bytes) -> Manifest:
+def _describe(learner: Learner, place: Place, step: int, controller_state: bytes) -> Manifest:
     """The manifest, but for the files."""
     try:
         state = json.loads(controller_state or b"null")
@@ -118,9 +119,9 @@ def _describe(learner: Learner, folder: Path, step: int, controller_state: bytes
         raise CheckpointError(
             f"a checkpoint of step {step} was asked for, the learner is at {learner.version}"
         )
-    if not folder.is_absolute():
+    if not is_url(place) and not os.path.isabs(place):
         raise CheckpointError(
-            f"the checkpoint folder {folder} must be an absolute path, the same on every rank"
+            f"the checkpoint folder {place} must be an absolute path, the same on every rank"
         )
     return Manifest(
         step=step,
@@ -133,37 +134,37 @@ def _describe(learner: Learner, folder: Path, step: int, controller_state: bytes
     )
 
 
-def _clear(folder: Path, ranks: Ranks) -> None:
+def _clear(folder: Folder, ranks: Ranks) -> None:
     """Empties the folder: files of an earlier attempt must not mix with the new ones."""
     if ranks.rank != 0:
         return
     try:
         # The manifest goes first: a folder that is half removed must not look complete.
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.remove(MANIFEST)
+        folder.delete()
+        folder.make()
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be made: {error.strerror}") from error
+        raise CheckpointError(f"{folder} cannot be made: {reason(error)}") from error
 
 
-def _write_shards(state: State, folder: Path, ranks: Ranks) -> dict[str, FileRecord]:
+def _write_shards(state: State, folder: Folder, ranks: Ranks) -> dict[str, FileRecord]:
     """Writes this rank's shards; returns the records of its files."""
     try:
-        save_shards(state, checkpoint_id=folder, process_group=ranks.control)
-        own = list(folder.glob(f"__{ranks.rank}_*"))
+        save_shards(state, storage_writer=writer(folder), process_group=ranks.control)
+        own = [name for name in folder.names() if name.startswith(f"__{ranks.rank}_")]
         if ranks.rank == 0:
-            own.append(folder / ".metadata")
-        return {path.name: measure(path) for path in own}
+            own.append(".metadata")
+        return {name: measure(folder, name) for name in own}
     except (CheckpointException, OSError) as error:
         raise CheckpointError(f"writing {folder} failed: {error}; is the disk full or read-only?") from error
 
 
-def _commit(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
+def _commit(folder: Folder, manifest: Manifest, ranks: Ranks) -> None:
     """Rank 0 writes the manifest: now the checkpoint is complete."""
     if ranks.rank != 0:
         return
     try:
-        write_atomically(folder / MANIFEST, manifest.to_json())
+        folder.write(MANIFEST, manifest.to_json())
     except OSError as error:
-        raise CheckpointError(f"{folder / MANIFEST} cannot be written: {error.strerror}") from error
+        raise CheckpointError(f"{folder}/{MANIFEST} cannot be written: {reason(error)}") from error
     log.info("checkpoint of step %d is complete: %s", manifest.step, folder)

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import grpc
@@ -21,6 +21,7 @@ from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, failed, split_error
 from paceline.service import channels
 from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
+from paceline.service.credentials import Credentials
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class RemoteOptions:
         max_retries: further calls for an item after a timeout or an unreachable service.
         max_items_per_call: largest call.
         max_message_bytes: largest message; calls are cut to stay below it.
-        token: what every call carries, for a service that asks for one.
+        credentials: the token for a service that asks for one, and the files for TLS.
     """
 
     name: str
@@ -55,7 +56,7 @@ class RemoteOptions:
     max_retries: int = 2
     max_items_per_call: int = 256
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    token: str = ""
+    credentials: Credentials = field(default_factory=Credentials)
 
 
 class RemoteScorer:
@@ -81,7 +82,7 @@ class RemoteScorer:
                     max_retries=config.max_retries,
                     max_items_per_call=service.max_items_per_call,
                     max_message_bytes=settings.max_message_bytes,
-                    token=settings.token,
+                    credentials=settings.credentials,
                 )
             )
             for service in config.services
@@ -96,7 +97,10 @@ class RemoteScorer:
         """Connects. A service that cannot be reached now is logged, and may come up later."""
         options = self._options
         self._channel = channels.connect(
-            options.address, token=options.token, max_message_bytes=options.max_message_bytes
+            options.address,
+            credentials=options.credentials,
+            role="reward",
+            max_message_bytes=options.max_message_bytes,
         )
         try:
             async with asyncio.timeout(_REACH_TIMEOUT_S):

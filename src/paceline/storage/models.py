@@ -1,0 +1,72 @@
+"""A service's local model folder: a path of its own, or a copy of what model.path's URL names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import PurePosixPath
+from typing import Literal
+
+from paceline.config.model import ModelConfig
+from paceline.storage.cache import Fetch, fetch
+from paceline.storage.folder import Folder, is_url
+
+log = logging.getLogger(__name__)
+
+Service = Literal["controller", "rollout", "learner", "reward"]
+
+# Only the learner reads weights; rollout servers get theirs by push.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def local_model(
+    model: ModelConfig,
+    service: Service,
+    *,
+    tell: Callable[[str], None] = log.info,
+    stopped: Callable[[], bool] = lambda: False,
+) -> ModelConfig:
+    """The model's section with the paths that a service on this machine uses; URLs are copied here first.
+
+    Args:
+        model: of the run.
+        service: which of `model.paths` applies; only the learner copies weights.
+        tell: called with a sentence now and then while something is copied.
+        stopped: True breaks the copying off.
+
+    Raises:
+        ConfigError: fsspec does not know the URL's kind.
+        ModelError: a URL cannot be copied here.
+        InterruptedError: `stopped` said so.
+    """
+    how = Fetch(
+        max_bytes=int(model.cache_gib * 2**30),
+        wanted=_any_file if service == "learner" else _no_weights,
+        tell=tell,
+        stopped=stopped,
+    )
+    own = getattr(model.paths, service)
+    # A service's own folder has the tokenizer, too.
+    tokenizer = None if own is not None else model.tokenizer_path
+    changes = {
+        "path": _local(own or model.path, how),
+        "tokenizer_path": _local(tokenizer, how) if tokenizer is not None else None,
+    }
+    return model.model_copy(update=changes)
+
+
+def local_folder(place: str, model: ModelConfig) -> str:
+    """The path of another model folder, say the critic's, with its weights; a URL is copied here first."""
+    return _local(place, Fetch(max_bytes=int(model.cache_gib * 2**30)))
+
+
+def _local(place: str, how: Fetch) -> str:
+    return str(fetch(Folder.at(place), how)) if is_url(place) else place
+
+
+def _any_file(name: str) -> bool:
+    return True
+
+
+def _no_weights(name: str) -> bool:
+    return PurePosixPath(name).suffix not in _WEIGHTS
