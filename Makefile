@@ -8,6 +8,12 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/cpu.txt)
 # Where to find the CPU build of torch if pip's own index has none.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
+# Rooms whose tests mostly wait or use one core, and rooms that are no part of `make test`.
+FAST_TESTS := $(addprefix tests/,architecture unit property numerics contract)
+LONG_TESTS := $(addprefix tests/,chaos deploy)
+# Tests run in several processes, each file in one of them. With one core, or to debug: make test TEST_PROCESSES=0
+TEST_PROCESSES ?= 3
+PYTEST := $(BIN)/python -m pytest --dist loadfile
 
 .PHONY: help venv demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
 
@@ -42,17 +48,17 @@ demo-start: venv
 	$(BIN)/python examples/arithmetic/prepare.py --seed $(SEED)
 	$(BIN)/paceline sft examples/arithmetic/sft.yaml seed=$(SEED)
 
-test: venv
-	$(BIN)/python -m pytest --ignore tests/chaos --ignore tests/deploy
+test: test-fast
+	$(PYTEST) -n $(if $(filter 0 1,$(TEST_PROCESSES)),0,2) tests $(addprefix --ignore=,$(FAST_TESTS) $(LONG_TESTS))
+
+test-fast: venv
+	$(PYTEST) -n $(TEST_PROCESSES) $(FAST_TESTS)
 
 test-chaos: venv
 	$(BIN)/python -m pytest tests/chaos
 
 test-deploy: venv
 	$(BIN)/python -m pytest -s tests/deploy
-
-test-fast: venv
-	$(BIN)/python -m pytest tests/architecture tests/unit tests/property tests/numerics tests/contract
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -42,5 +42,9 @@ def test_a_run_under_faults_is_sound(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run/chaos.jsonl").read_text().splitlines()]
     assert [line["n"] for line in lines] == list(range(1, NUM_FAULTS + 1))
     assert all(line["recovery_s"] is not None for line in lines)
+    told = json.loads((tmp_path / "run/chaos.json").read_text())
+    assert (told["all"]["count"], told["all"]["hangs"], told["sound"]) == (NUM_FAULTS, 0, True)
+    assert [told[name] for name in ("lost", "twice", "off_policy", "other_breaches")] == [0, 0, 0, 0]
+    assert told["rows_trained"] == (told["steps"] - 1) * 8 > 0
     assert f"{NUM_FAULTS} of {NUM_FAULTS} faults (seed 2)" in done.stdout
     assert done.stdout.splitlines()[-1] == "sound"

@@ -568,7 +568,7 @@ async def test_entries_that_were_deleted_are_not_reclaimed_again_and_again(serve
 async def test_the_pool_serves_more_tasks_than_it_has_connections(server: RedisServer) -> None:
     broker = RedisStreamsBroker(RedisClient(server.url, max_connections=4, reserved_connections=2))
     await broker.ensure_group("s", G)
-    readers = [asyncio.create_task(broker.read("s", G, "a", max_entries=1, block_s=0.3)) for _ in range(4)]
+    readers = [asyncio.create_task(broker.read("s", G, "a", max_entries=1, block_s=10)) for _ in range(4)]
     await asyncio.gather(*(broker.append(messages("s", [str(number)])) for number in range(100)))
     assert sum(len(entries) for entries in await asyncio.gather(*readers)) == 4
     with redis.Redis.from_url(server.url) as admin:

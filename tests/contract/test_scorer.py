@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from paceline.config.reward import RewardConfig, RewardFunctionConfig, RewardServiceConfig
-from paceline.core.errors import RewardErrorKind
+from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
@@ -92,5 +92,14 @@ async def test_calls_overlap_and_an_empty_batch_has_no_scores(scorer: Scorer) ->
     assert {score.reward for scores in batches for score in scores} == {WEIGHT}
 
 
-async def test_closing_what_was_not_started_is_harmless(new_scorer: Callable[[], Scorer]) -> None:
-    await new_scorer().close()
+@pytest.mark.parametrize("started", [False, True])
+async def test_what_was_closed_scores_no_more(new_scorer: Callable[[], Scorer], started: bool) -> None:
+    """It may be closed twice, and without having been started."""
+    scorer = new_scorer()
+    if started:
+        await scorer.start()
+    await scorer.close()
+    await scorer.close()
+    with pytest.raises(RewardError) as caught:
+        await scorer.score(items("a"))
+    assert caught.value.kind is RewardErrorKind.UNAVAILABLE

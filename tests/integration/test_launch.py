@@ -130,6 +130,14 @@ class Run:
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
+    def tell_states(self, lines: str) -> None:
+        """Makes the fake controller report these members, and waits until the launcher has asked for them."""
+        self.states.write_text(lines)
+        told, deadline = self.states.with_suffix(".told"), time.monotonic() + 15
+        while not told.exists() or told.read_text() != lines:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
     def read_until(self, words: str) -> str:
         """The first line that contains these words."""
         assert self.process.stdout is not None
@@ -246,9 +254,8 @@ def test_a_service_that_is_killed_too_often_ends_the_run(tmp_path: Path) -> None
 def test_a_service_that_failed_after_it_was_ready_is_started_again(tmp_path: Path) -> None:
     fails = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(1));" + WELL
     run = Run(tmp_path, "wait", {"rollout-0": WELL, "reward": fails})
-    run.states.write_text("reward serving\n")
     run.wait_for_state("running")
-    time.sleep(3.0)  # it is seen as ready
+    run.tell_states("reward serving\n")
     os.kill(run.pids["reward"], signal.SIGUSR1)
     assert "reward ended unexpectedly (exit code 1)" in run.read_until("starting reward again")
     run.process.send_signal(signal.SIGTERM)
@@ -294,13 +301,12 @@ def test_a_killed_controller_comes_back_at_its_address(tmp_path: Path) -> None:
 
 def test_a_stopped_member_that_the_controller_declared_dead_is_killed(tmp_path: Path) -> None:
     run = Run(tmp_path, "wait", {"rollout-0": WELL, "reward": WELL})
-    run.states.write_text("reward serving\nrollout-0 serving\n")
     run.wait_for_pids(2)
     run.wait_for_state("running")
+    run.tell_states("reward serving\nrollout-0 serving\n")
     stopped = run.pids["reward"]
     os.kill(stopped, signal.SIGSTOP)
-    time.sleep(3.0)
-    run.states.write_text("reward dead\nrollout-0 serving\n")
+    run.tell_states("reward dead\nrollout-0 serving\n")
     assert "reward runs, but has been missing" in run.read_until("killing it")
     run.read_until("starting reward again")
     run.wait_for_pids(3)
@@ -312,8 +318,10 @@ def test_a_stopped_member_that_the_controller_declared_dead_is_killed(tmp_path: 
 def test_a_server_that_leaves_without_an_error_is_not_started_again(tmp_path: Path) -> None:
     run = Run(tmp_path, "wait", {"rollout-0": "pass", "rollout-1": WELL, "reward": WELL})
     run.read_until("rollout-0 has left; it is not started again")
+    run.wait_for_pids(3)
     run.process.send_signal(signal.SIGTERM)
-    run.finish()
+    assert run.finish() == (False, 128 + signal.SIGTERM, "stopped by SIGTERM")
+    assert len(list(run.pids_dir.iterdir())) == 3, "each of the three was started once"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,6 +56,7 @@ def full_tensors(model: DenseModel) -> Arrays:
     return tensors
 
 
+@pytest.mark.timeout(180)
 @settings(max_examples=60, deadline=None)
 @given(
     case=dense_models(),

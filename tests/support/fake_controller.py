@@ -2,7 +2,7 @@
 
 As a program it takes the real controller's arguments; FAKE_SCRIPT names what it does:
 `steps` (default) ends well after two steps, `wait` runs until StopRun, `fail` ends with an error.
-FAKE_MEMBERS names a file of lines "MEMBER STATE", which GetStatus reports.
+FAKE_MEMBERS names a file of lines "MEMBER STATE", which GetStatus reports; FILE.told holds what it read last.
 """
 
 from __future__ import annotations
@@ -76,10 +76,12 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         return pb.LeaveResponse()
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
-        told = self.members_file.read_text().splitlines() if self.members_file is not None else []
+        told = self.members_file.read_text() if self.members_file is not None else ""
+        if self.members_file is not None:
+            self.members_file.with_suffix(".told").write_text(told)
         members = [
             pb.MemberStatus(member_id=name, state=state, seconds_since_heartbeat=0.0)
-            for name, state in (line.split() for line in told)
+            for name, state in map(str.split, told.splitlines())
         ]
         return pb.GetStatusResponse(
             run_id=self.run_id, step=3, total_steps=9, phase="collect", members=[*members, *self.members]

@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 import yaml
 
+from paceline.controller.verify.check import verify
+
 ROOT = Path(__file__).parents[2]
 PACELINE = Path(sys.executable).with_name("paceline")
 REWARDS = Path(__file__).with_name("training_rewards.py")
@@ -166,6 +168,13 @@ class TrainingRun:
                     left[process.pid] = process
         return [_describe(p) for p in left.values()]
 
+    def wait_until_nothing_is_left(self, *, timeout_s: float) -> None:
+        """Waits until every process of this launch has ended."""
+        deadline = time.monotonic() + timeout_s
+        while left := self.left():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.2)
+
     def end(self) -> None:
         """Kills what is left of the run, for a test that failed."""
         self.look()
@@ -222,6 +231,16 @@ def read_jsonl(path: Path) -> list[Row]:
         return []
     with path.open() as lines:
         return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def only(events: list[Row], kind: str) -> list[Row]:
+    """The events of one kind."""
+    return [event for event in events if event["event"] == kind]
+
+
+def assert_sound(run: TrainingRun) -> None:
+    """`verify` has nothing to say against what the run left."""
+    assert [str(breach) for breach in verify(run.run_dir).breaches] == []
 
 
 def is_time(name: str) -> bool:

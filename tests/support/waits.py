@@ -15,7 +15,7 @@ NEEDLESS: dict[str, str] = {
     # A person waits.
     "paceline.cli.commands.export:run: subprocess.run": _USERS,
     "paceline.cli.commands.verify:run: subprocess.run": _USERS,
-    "paceline.cli.commands.chaos:run: subprocess.run": _USERS,
+    "paceline.cli.commands.chaos:_verify: subprocess.run": _USERS,
     "paceline.cli.launch.preflight:_policy_loss: subprocess.run": _USERS,
     "paceline.cli.controller_client:ControllerClient.watch: channels.stream": (
         "follows a run for as long as it lasts; the channel's keep-alive ends it 15 s after the peer froze"
@@ -24,6 +24,8 @@ NEEDLESS: dict[str, str] = {
     "paceline.cli.launch.launcher:_Launcher._until_the_end: asyncio.wait": _LIFETIME,
     "paceline.cli.launch.launcher:_Launcher.run: asyncio.wait": _LIFETIME,
     "paceline.cli.chaos.conduct:conduct: asyncio.wait": _LIFETIME,
+    "paceline.cli.chaos.conduct:Conductor._inject_all: self._room.acquire": "a recovery has a deadline",
+    "paceline.cli.chaos.clock:Clock.next_step: self._finished.wait": "bounded where it is awaited",
     "paceline.cli.chaos.conduct:conduct: await running": _LIFETIME,
     "paceline.cli.chaos.proxy:Proxy._serve: asyncio.wait": "a connection lasts as long as its two ends want",
     "paceline.cli.chaos.proxy:Proxy._pass: self._open.wait": "the fault that swallows has an end",

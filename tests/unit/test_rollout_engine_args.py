@@ -141,6 +141,7 @@ def test_environment_keeps_what_the_user_has_set() -> None:
     assert "TORCHDYNAMO_DISABLE" not in environ
     environment.prepare_cpu(environ)
     assert environ["TORCHDYNAMO_DISABLE"] == "1"
+    assert environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
 
 
 @pytest.mark.parametrize(

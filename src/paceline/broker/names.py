@@ -29,8 +29,8 @@ def scored(run_id: str) -> str:
 
 def mailbox(stream: str) -> str:
     """A stream's name without run and version: prompts, trajectories or scored."""
-    *_, name, last = stream.split(":")
-    return name if last[:1] == "v" and last[1:].isdecimal() else last
+    *before, last = stream.split(":")
+    return before[-1] if before and last[:1] == "v" and last[1:].isdecimal() else last
 
 
 def blob(run_id: str, trajectory_id: str, server_id: str, incarnation: str) -> str:

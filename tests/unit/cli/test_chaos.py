@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.cli.chaos.faults import Fault, FaultKind, all_faults, draw
+from paceline.cli.chaos.clock import Clock
+from paceline.cli.chaos.faults import Fault, FaultKind, all_faults, deck, draw
 from paceline.cli.chaos.inject import Injector
 from paceline.cli.chaos.proxy import Proxy
-from paceline.cli.chaos.record import Outage, Record, table
+from paceline.cli.chaos.record import Outage, Record, summary, table
+from paceline.cli.chaos.roster import Roster
+from paceline.cli.live.view import PlainView
 from paceline.cli.main import main
 from support.cli_configs import config
 
@@ -36,13 +39,25 @@ def test_every_service_gets_every_fault_of_its_kind() -> None:
     assert set(targets) == set(FaultKind)
 
 
-def test_a_seed_gives_the_same_faults_and_each_once_per_round() -> None:
-    number = len(all_faults(TWO))
+def test_a_seed_gives_the_same_faults_and_each_kind_in_every_round() -> None:
+    number = len(deck(TWO))
     faults = list(islice(draw(TWO, seed=3), 2 * number))
     assert faults == list(islice(draw(TWO, seed=3), 2 * number))
     assert faults != list(islice(draw(TWO, seed=4), 2 * number))
-    assert set(Counter((f.kind, f.target) for f in faults).values()) == {2}
-    assert set(Counter((f.kind, f.target) for f in faults[:number]).values()) == {1}
+    first, second = (Counter((f.kind, f.target) for f in part) for part in (faults[:number], faults[number:]))
+    assert first == second
+    assert set(first) == set(all_faults(TWO))
+
+
+def test_what_costs_the_start_of_an_engine_or_a_long_silence_is_rarer() -> None:
+    times = Counter(deck(TWO))
+    once = {kind_and_target for kind_and_target, count in times.items() if count == 1}
+    kills = {target for kind, target in once if kind is FaultKind.KILL}
+    assert kills == {
+        *("rollout-0", "rollout-1", "rollout-0/engine", "rollout-1/engine", "learner-0", "learner-1")
+    }
+    assert {kind for kind, _ in once} == {FaultKind.KILL, FaultKind.LONG_PAUSE, FaultKind.LONG_HOLE}
+    assert set(times.values()) == {1, 3}
 
 
 def test_long_faults_last_longer_than_a_silent_member_lives() -> None:
@@ -124,25 +139,44 @@ async def test_services_get_the_proxies_addresses(tmp_path: Path) -> None:
         assert controller.target == ("10.0.0.1", 7002)
 
 
-def outage(number: int, target: str, step_s: float | None, ready_s: float | None) -> Outage:
-    fault = Fault(kind=FaultKind.KILL, target=target)
-    return Outage(number=number, time=5.0, fault=fault, step=3, phase="learn", step_s=step_s, ready_s=ready_s)
+def outage(
+    number: int, target: str, step_s: float | None, ready_s: float | None, *, alone: bool = True
+) -> Outage:
+    return Outage(
+        number=number,
+        time=5.0,
+        fault=Fault(kind=FaultKind.KILL, target=target),
+        step=3,
+        phase="learn",
+        alone=alone,
+        step_s=step_s,
+        ready_s=ready_s,
+    )
+
+
+OUTAGES = (
+    outage(1, "rollout-0", 2.0, 1.0),
+    outage(2, "rollout-1", 2.5, 9.0, alone=False),
+    outage(3, "rollout-1/engine", 4.0, 3.0),
+    outage(4, "reward", 1.0, None),
+)
 
 
 def test_outages_are_written_down_and_summed_up(tmp_path: Path) -> None:
     record = Record(tmp_path)
-    for told in (outage(1, "redis", 2.0, 1.0), outage(2, "redis", 2.5, 9.0), outage(3, "reward", 1.0, None)):
+    for told in OUTAGES:
         record.add(told)
     lines = [json.loads(line) for line in (tmp_path / "chaos.jsonl").read_text().splitlines()]
-    assert [line["recovery_s"] for line in lines] == [2.0, 9.0, None]
+    assert [line["recovery_s"] for line in lines] == [2.0, 9.0, 4.0, None]
     assert lines[0] == {
         "n": 1,
         "time": 5.0,
         "fault": "kill",
-        "target": "redis",
+        "target": "rollout-0",
         "seconds": 0.0,
         "step": 3,
         "phase": "learn",
+        "alone": True,
         "step_s": 2.0,
         "ready_s": 1.0,
         "recovery_s": 2.0,
@@ -151,7 +185,59 @@ def test_outages_are_written_down_and_summed_up(tmp_path: Path) -> None:
     with console.capture() as captured:
         console.print(table(record.outages))
     rows = [line.split() for line in captured.get().splitlines()]
-    assert rows[1:] == [["kill", "redis", "2", "5.5", "9.0", "0"], ["kill", "reward", "1", "1"]]
+    assert rows[1:] == [
+        ["kill", "engine", "1", "4.0", "4.0", "4.0", "0"],
+        ["kill", "reward", "1", "1"],
+        ["kill", "rollout", "2", "5.5", "9.0", "2.0", "0"],
+        ["all", "4", "4.0", "9.0", "4.0", "1"],
+    ]
+
+
+def test_the_summary_names_what_was_lost_doubled_and_off_policy(tmp_path: Path) -> None:
+    record = Record(tmp_path)
+    record.add(OUTAGES[1])
+    breaches = {"RECORD": 1, "I1": 2, "I2": 3, "I3": 4, "I4": 5, "I5": 6}
+    counts = {"rewinds": 7, "prompt groups dropped": 8}
+    told = summary(record, {"counts": counts, "breaches": breaches})
+    wanted = {"off_policy": 2, "lost": 3, "twice": 4, "other_breaches": 12, "rewinds": 7, "dropped_groups": 8}
+    assert {name: told[name] for name in wanted} == wanted
+    assert told["by_kind"] == {
+        "kill rollout": {
+            "count": 1,
+            "median_s": 9.0,
+            "longest_s": 9.0,
+            "longest_alone_s": None,
+            "hangs": 0,
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "members"),
+    [
+        (FaultKind.KILL, "controller", set()),
+        (FaultKind.KILL, "redis", set()),
+        (FaultKind.HOLE, "redis", set()),
+        (FaultKind.HOLE, "controller", {"learner-0", "reward-0", "rollout-0", "rollout-1"}),
+        (FaultKind.KILL, "learner-1", {"learner-0"}),
+        (FaultKind.PAUSE, "rollout-1/engine", {"rollout-1"}),
+        (FaultKind.KILL, "reward/child", {"reward-0"}),
+    ],
+)
+def test_a_recovery_waits_for_the_members_that_a_fault_hits(
+    kind: FaultKind, target: str, members: set[str], tmp_path: Path
+) -> None:
+    assert Roster(TWO, tmp_path).affected_by(Fault(kind=kind, target=target)) == members
+
+
+async def test_the_next_step_is_waited_for_and_the_last_one_does_not_count() -> None:
+    clock = Clock(PlainView(3))
+    clock.step(1, {})
+    waiting = [asyncio.create_task(clock.next_step()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    clock.step(2, {})
+    await asyncio.wait_for(asyncio.gather(*waiting), 1)
 
 
 def test_chaos_refuses_a_redis_server_of_somebody_else(

@@ -1,6 +1,6 @@
-"""Conducts a run of `paceline chaos`: launches it, injects faults until it ends, writes down how it recovers.
+"""Conducts a run of `paceline chaos`: launches it, injects faults, writes down how it recovers, ends it.
 
-all ready -> a random pause -> fault -> it is over -> the next new step and all members ready -> again
+all ready -> faults at random instants, at most `overlap` of them not recovered from -> all ready -> the end
 """
 
 from __future__ import annotations
@@ -9,179 +9,175 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
+from paceline.cli.chaos.clock import Clock
 from paceline.cli.chaos.faults import Fault, draw
 from paceline.cli.chaos.inject import Injector
 from paceline.cli.chaos.record import Outage, Record
-from paceline.cli.controller_client import ControllerClient
+from paceline.cli.chaos.roster import Roster, controller_of, ends_its_process
 from paceline.cli.launch import plan
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.launch.launcher import Planner, launch
 from paceline.cli.launch.outcome import Outcome
 from paceline.cli.launch.plan import ProcessSpec
-from paceline.cli.live.view import Metrics, View
+from paceline.cli.live.view import View
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError
-from paceline.core.members import LearnerState, RewardState, RolloutState
-from paceline.service.credentials import Credentials
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.5
-_WORKING = frozenset(
-    state.value
-    for state in (
-        RolloutState.SERVING,
-        RolloutState.SYNCING,
-        RewardState.SERVING,
-        *(set(LearnerState) - {LearnerState.LOADING}),
-    )
-)
+_DONE = "all faults were injected"
+_STOP_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How many faults a run gets, from which seed, and about how many seconds apart."""
+    """How many faults a run gets, from which seed, how many a minute, and how many at the same time.
+
+    Attributes:
+        overlap: the most faults that the run has not recovered from; 1: one after the other.
+        stop: whether the run ends after the last recovery; else at its last step.
+    """
 
     seed: int
     num_faults: int
-    interval_s: float
-
-
-class Clock:
-    """A view that notes when steps are finished, and passes everything on."""
-
-    def __init__(self, view: View) -> None:
-        self._view = view
-        self.now_step, self.now_phase, self.last_step = 0, "start", -1
-        self.finished = asyncio.Event()
-
-    def milestone(self, text: str) -> None:
-        """Passes it on."""
-        self._view.milestone(text)
-
-    def phase(self, *, step: int, phase: str, admitted: int, wanted: int) -> None:
-        """Notes where the run is."""
-        self.now_step, self.now_phase = step, phase
-        self._view.phase(step=step, phase=phase, admitted=admitted, wanted=wanted)
-
-    def step(self, step: int, metrics: Metrics) -> None:
-        """Notes that a step is finished."""
-        self.last_step = step
-        self.finished.set()
-        self._view.step(step, metrics)
-
-    def notice(self, text: str) -> None:
-        """Passes it on."""
-        self._view.notice(text)
-
-    def pulse(self) -> None:
-        """Passes it on."""
-        self._view.pulse()
-
-    def close(self) -> None:
-        """Passes it on."""
-        self._view.close()
+    per_minute: float
+    overlap: int
+    stop: bool
 
 
 class Conductor:
-    """Injects the faults of a plan into the run in `run_dir`, one after the other's recovery."""
+    """Injects the faults of a plan into the run in `run_dir`."""
 
     def __init__(self, config: RunConfig, run_dir: Path, plan: Plan, clock: Clock) -> None:
         self._config, self._run_dir, self._plan, self._clock = config, run_dir, plan, clock
         self.injector, self.record = Injector(run_dir), Record(run_dir)
+        self._roster = Roster(config, run_dir)
         self._rng = np.random.default_rng([plan.seed, 1])
+        self._room = asyncio.Semaphore(plan.overlap)
+        self._places: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._num_open = self._num_injected = 0
 
     async def run(self) -> None:
-        """Injects all faults.
+        """Injects all faults and waits for the recovery from each; ends the run if the plan says so.
 
         Raises:
             PacelineError: a fault could not be injected.
             DeadlineError: the run did not recover within service.recovery_timeout_s.
         """
-        limit_s = self._config.service.recovery_timeout_s
-        _, ready_s = await self._recovered(time.monotonic(), limit_s)
-        if ready_s is None:
-            raise DeadlineError(phase="START", peer="the first step", seconds=limit_s)
+        asking = asyncio.create_task(self._roster.run(), name="roster")
+        try:
+            await self._all_ready("START")
+            await self._inject_all()
+            await self._all_ready("END")
+            if self._plan.stop:
+                await self._stop()
+        except ExceptionGroup as errors:
+            expected, others = errors.split(PacelineError)
+            if others is not None or expected is None:
+                raise
+            raise expected.exceptions[0] from None
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def _inject_all(self) -> None:
         faults = draw(self._config, seed=self._plan.seed)
-        for number in range(1, self._plan.num_faults + 1):
-            await asyncio.sleep(self._pause_s(number))
-            await self._strike(number, next(faults), limit_s)
+        async with asyncio.TaskGroup() as strikes:
+            for number in range(1, self._plan.num_faults + 1):
+                await asyncio.sleep(float(self._rng.exponential(60 / self._plan.per_minute)))
+                await self._room.acquire()
+                strikes.create_task(self._strike(number, next(faults)), name=f"fault {number}")
 
-    def _pause_s(self, number: int) -> float:
-        """A random pause; a short one if otherwise the run might end before its last fault."""
-        steps_left = self._config.trainer.total_steps - self._clock.last_step
-        faults_left = self._plan.num_faults - number + 1
-        hurry = steps_left < 2 * faults_left
-        return float(self._rng.uniform(0, 0.3 if hurry else 2 * self._plan.interval_s))
-
-    async def _strike(self, number: int, fault: Fault, limit_s: float) -> None:
-        step, phase, began = self._clock.now_step, self._clock.now_phase, time.monotonic()
-        self._clock.notice(f"fault {number} of {self._plan.num_faults}: {fault}")
-        log.warning("fault %d: %s in step %d, %s", number, fault, step, phase)
-        self._clock.finished.clear()
-        wall = time.time()
-        await self.injector.inject(fault)
-        step_s, ready_s = await self._recovered(began, limit_s + fault.seconds)
-        outage = Outage(
-            number=number, time=wall, fault=fault, step=step, phase=phase, step_s=step_s, ready_s=ready_s
-        )
-        self.record.add(outage)
-        if outage.recovery_s is None:
-            lacking = "a further step" if step_s is None else "all members"
-            raise DeadlineError(
-                phase="RECOVERY", peer=lacking, seconds=limit_s, hint=f"the run hangs after {fault}"
+    async def _strike(self, number: int, fault: Fault) -> None:
+        limit_s = self._config.service.recovery_timeout_s
+        self._num_open += 1
+        try:
+            async with self._places[fault.place]:
+                act = await self.injector.aim(fault, within_s=limit_s)
+                pid = self.injector.pid_of(fault.target) if ends_its_process(fault) else None
+                alone, self._num_injected = self._num_open == 1, self._num_injected + 1
+                mark = self._num_injected
+                step, phase, began, wall = (
+                    self._clock.now_step,
+                    self._clock.now_phase,
+                    time.monotonic(),
+                    time.time(),
+                )
+                self._clock.notice(f"fault {number} of {self._plan.num_faults}: {fault}")
+                log.warning("fault %d: %s in step %d, %s", number, fault, step, phase)
+                await act()
+            step_s, ready_s = await self._recovered(fault, pid, began, limit_s)
+            self.record.add(
+                Outage(
+                    number=number,
+                    time=wall,
+                    fault=fault,
+                    step=step,
+                    phase=phase,
+                    alone=alone and mark == self._num_injected,
+                    step_s=step_s,
+                    ready_s=ready_s,
+                )
             )
+            if step_s is None or ready_s is None:
+                lacking = (
+                    "a further step" if step_s is None else ", ".join(sorted(self._roster.affected_by(fault)))
+                )
+                raise DeadlineError(
+                    phase="RECOVERY", peer=lacking, seconds=limit_s, hint=f"the run hangs after {fault}"
+                )
+        finally:
+            self._num_open -= 1
+            self._room.release()
 
-    async def _recovered(self, began: float, limit_s: float) -> tuple[float | None, float | None]:
-        """Seconds until a new step was finished, and until all members were ready."""
-        step_s = ready_s = None
-        with contextlib.suppress(TimeoutError):
+    async def _recovered(
+        self, fault: Fault, pid: int | None, began: float, limit_s: float
+    ) -> tuple[float | None, float | None]:
+        """Seconds until a step was finished after the fault, and until the members that it hit work again."""
+        members, service = self._roster.affected_by(fault), fault.target.partition("/")[0]
+
+        async def timed(waiting: Any) -> float | None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await waiting
+                    return time.monotonic() - began
+            return None
+
+        return await asyncio.gather(
+            timed(self._clock.next_step()),
+            timed(self._roster.until_working(members, service=service, unlike=pid)),
+        )
+
+    async def _all_ready(self, phase: str) -> None:
+        limit_s = self._config.service.recovery_timeout_s
+        try:
             async with asyncio.timeout(limit_s):
-                await self._clock.finished.wait()
-                step_s = time.monotonic() - began
-                await self._all_ready()
-                ready_s = time.monotonic() - began
-        return step_s, ready_s
+                await self._clock.next_step()
+                await self._roster.until_working(self._roster.all)
+        except TimeoutError:
+            raise DeadlineError(phase=phase, peer="a step with all members", seconds=limit_s) from None
 
-    async def _all_ready(self) -> None:
-        wanted = set(_member_ids(self._config))
-        while True:
-            with contextlib.suppress(PacelineError):
-                note = run_dirs.read_note(self._run_dir)
-                if note is not None and note.controller and _all_run(note.pids.values()):
-                    credentials = Credentials.from_env().with_token(note.token)
-                    async with ControllerClient(note.controller, credentials) as controller:
-                        members = (await controller.status()).members
-                    if wanted <= {m.member_id for m in members if m.state in _WORKING}:
-                        return
-            await asyncio.sleep(_POLL_S)
-
-
-def _all_run(pids: Iterable[int]) -> bool:
-    """Whether the processes exist: the launcher replaces the ids of those that it starts again."""
-    try:
-        return all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _member_ids(config: RunConfig) -> Iterator[str]:
-    yield from ("learner-0", "reward-0")
-    yield from (f"rollout-{i}" for i in range(config.rollout.replicas))
+    async def _stop(self) -> None:
+        """Ends the run in order, between two recoveries and not in one."""
+        note = run_dirs.read_note(self._run_dir)
+        if note is None:
+            return
+        async with controller_of(note) as controller:
+            await controller.stop_run(_DONE)
 
 
 async def conduct(
     config: RunConfig, run_dir: Path, view: View, chaos_plan: Plan
 ) -> tuple[Outcome, Record, str]:
-    """Runs to the end under faults; returns the outcome, the faults, and why there are no more, or ""."""
+    """Runs to the end under faults; returns the outcome, the faults, and what went wrong with them, or ""."""
     clock = Clock(view)
     conductor = Conductor(config, run_dir, chaos_plan, clock)
     injector = conductor.injector
@@ -203,6 +199,8 @@ async def conduct(
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
                 return Outcome(ok=False, message=reason, exit_code=1), conductor.record, reason
+            if striking.done() and chaos_plan.stop:
+                return _as_wanted(await asyncio.wait_for(running, _STOP_S)), conductor.record, ""
             outcome = await running
             if outcome.ok:
                 reason = _reason(striking) or _unfinished(striking, conductor.record, chaos_plan)
@@ -211,6 +209,13 @@ async def conduct(
             for task in (striking, running):
                 task.cancel()
             await asyncio.gather(striking, running, return_exceptions=True)
+
+
+def _as_wanted(outcome: Outcome) -> Outcome:
+    """The outcome of a run that was told to stop."""
+    if not outcome.ok and _DONE in outcome.message:
+        return Outcome(ok=True, message=outcome.message, exit_code=0)
+    return outcome
 
 
 def _reason(striking: asyncio.Task[None]) -> str:
@@ -226,4 +231,7 @@ def _reason(striking: asyncio.Task[None]) -> str:
 def _unfinished(striking: asyncio.Task[None], record: Record, plan: Plan) -> str:
     if striking.done():
         return ""
-    return f"the run ended after {len(record.outages)} of {plan.num_faults} faults; raise trainer.total_steps"
+    return (
+        f"the run ended after {len(record.outages)} of {plan.num_faults} faults; raise "
+        "trainer.total_steps, or leave it out: then the run ends after the last recovery"
+    )

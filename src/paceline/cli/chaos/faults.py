@@ -41,6 +41,8 @@ _OF_REDIS = (FaultKind.LOSE_DATA, FaultKind.FULL, FaultKind.CUT_CLIENTS, FaultKi
 _OF_LINKS = (FaultKind.DELAY, FaultKind.CUT, FaultKind.HOLE, FaultKind.LONG_HOLE)
 _SHORT_S = (1.0, 8.0)
 _BEYOND_DEAD_S = (3.0, 8.0)
+# What costs a start of an engine or of the learner, or a long silence, comes once; anything else so often.
+_TIMES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,11 @@ class Fault:
     kind: FaultKind
     target: str
     seconds: float = 0.0
+
+    @property
+    def place(self) -> str:
+        """What it works on: faults with the same place come one after the other."""
+        return f"link to {self.target}" if self.kind in _OF_LINKS else self.target
 
     def __str__(self) -> str:
         return f"{self.kind.value} {self.target}" + (f" for {self.seconds:.1f} s" if self.seconds else "")
@@ -74,13 +81,28 @@ def all_faults(config: RunConfig) -> list[tuple[FaultKind, str]]:
     ]
 
 
+def deck(config: RunConfig) -> list[tuple[FaultKind, str]]:
+    """All of `all_faults`, the cheap ones several times."""
+    return [
+        (kind, target)
+        for kind, target in all_faults(config)
+        for _ in range(1 if _costly(kind, target) else _TIMES)
+    ]
+
+
 def draw(config: RunConfig, *, seed: int) -> Iterator[Fault]:
-    """Endless faults: all of `all_faults` in a random order, then again in another one."""
-    rng, faults = np.random.default_rng(seed), all_faults(config)
+    """Endless faults: a `deck` in a random order, then again in another one."""
+    rng, faults = np.random.default_rng(seed), deck(config)
     while True:
         for index in rng.permutation(len(faults)):
             kind, target = faults[index]
             yield Fault(kind=kind, target=target, seconds=_duration(kind, config, rng))
+
+
+def _costly(kind: FaultKind, target: str) -> bool:
+    if kind is FaultKind.KILL:
+        return target.startswith(("rollout", "learner"))
+    return kind in (FaultKind.LONG_PAUSE, FaultKind.LONG_HOLE)
 
 
 def _duration(kind: FaultKind, config: RunConfig, rng: np.random.Generator) -> float:

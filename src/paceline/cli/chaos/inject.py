@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -21,8 +22,7 @@ from paceline.cli.launch import run_dir as run_dirs
 from paceline.core.errors import BrokerError, PeerLostError
 
 _DELAY_S = 0.05
-# How long a target may take to appear: it may just be starting again.
-_TARGET_S = 60.0
+_LOOK_S = 0.1
 _COMMAND_S = 10.0
 # How the processes that a service starts are told apart from its other children.
 _WORDS = {ENGINE: "EngineCore", CHILD: "paceline.reward"}
@@ -52,41 +52,52 @@ class Injector:
         self.links[CONTROLLER].target = (host, int(port))
         return f"127.0.0.1:{self.links[CONTROLLER].port}"
 
-    async def inject(self, fault: Fault) -> None:
-        """Injects a fault and returns when it is over.
+    async def aim(self, fault: Fault, *, within_s: float) -> Callable[[], Awaitable[Any]]:
+        """Finds a fault's target, which may just be starting again; the function returned does the fault.
+
+        That function returns when the fault is over, and raises BrokerError if the Redis server does not do
+        what it is told.
 
         Raises:
-            PeerLostError: its target does not exist.
-            BrokerError: the Redis server did not do what it was told.
+            PeerLostError: there is no such target within `within_s` seconds.
         """
+        deadline = asyncio.get_running_loop().time() + within_s
+        while (act := self._take_aim(fault)) is None:
+            if asyncio.get_running_loop().time() > deadline:
+                raise PeerLostError(
+                    f"{fault}: there is no such process or connection within {within_s:g} s",
+                    peer=fault.target,
+                )
+            await asyncio.sleep(_LOOK_S)
+        return act
+
+    def pid_of(self, target: str) -> int | None:
+        """The process id of the service that a target belongs to, as the launcher notes it."""
+        note = run_dirs.read_note(self._run_dir)
+        return note.pids.get(target.partition("/")[0]) if note is not None else None
+
+    def _take_aim(self, fault: Fault) -> Callable[[], Awaitable[Any]] | None:
+        link = self.links.get(fault.target)
+        if fault.kind is FaultKind.CUT and link is not None:
+            return functools.partial(self._cut, link) if link.num_connections else None
+        if fault.kind in (FaultKind.DELAY, FaultKind.HOLE, FaultKind.LONG_HOLE) and link is not None:
+            return functools.partial(self._disturb, link, fault)
+        process = self._look(fault.target)
+        if process is None:
+            return None
         match fault.kind:
             case FaultKind.KILL:
-                (await self._find(fault.target)).kill()
-            case FaultKind.PAUSE | FaultKind.LONG_PAUSE:
-                await self._pause(await self._find(fault.target), fault.seconds)
+                return functools.partial(self._kill, process)
             case FaultKind.LOSE_DATA:
-                process = await self._find(REDIS)
-                await self._tell(lambda server: server.flushall())
-                process.kill()
+                return functools.partial(self._lose_data, process)
             case FaultKind.FULL:
-                await self._fill(fault.seconds)
+                return functools.partial(self._fill, fault.seconds)
             case FaultKind.CUT_CLIENTS:
-                await self._tell(lambda server: server.client_kill_filter(_type="normal"))
+                return functools.partial(self._tell, lambda server: server.client_kill_filter(_type="normal"))
             case FaultKind.FORGET_SCRIPTS:
-                await self._tell(lambda server: server.script_flush())
+                return functools.partial(self._tell, lambda server: server.script_flush())
             case _:
-                await self._disturb(self.links[fault.target], fault)
-
-    async def _find(self, target: str) -> psutil.Process:
-        """The process that a target names."""
-        deadline = asyncio.get_running_loop().time() + _TARGET_S
-        while True:
-            process = self._look(target)
-            if process is not None:
-                return process
-            if asyncio.get_running_loop().time() > deadline:
-                raise PeerLostError(f"no process {target} within {_TARGET_S:g} s", peer=target)
-            await asyncio.sleep(0.1)
+                return functools.partial(self._pause, process, fault.seconds)
 
     def _look(self, target: str) -> psutil.Process | None:
         name, _, part = target.partition("/")
@@ -104,8 +115,21 @@ class Injector:
                         return child
         return None
 
+    async def _kill(self, process: psutil.Process) -> None:
+        # It may have ended since: then what follows is the same.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+    async def _lose_data(self, process: psutil.Process) -> None:
+        await self._tell(lambda server: server.flushall())
+        await self._kill(process)
+
+    async def _cut(self, link: Proxy) -> None:
+        link.cut()
+
     async def _pause(self, process: psutil.Process, seconds: float) -> None:
-        process.send_signal(signal.SIGSTOP)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGSTOP)
         try:
             await asyncio.sleep(seconds)
         finally:
@@ -123,22 +147,21 @@ class Injector:
             await self._tell(lambda server: server.config_set("maxmemory", before["maxmemory"]))
 
     async def _tell(self, command: Callable[[redis.Redis], Any]) -> Any:
-        """Sends a command past the proxy."""
-        client = redis.Redis.from_url(
-            self._redis_url, decode_responses=True, socket_timeout=_COMMAND_S, retry=Retry(NoBackoff(), 0)
-        )
-        with contextlib.closing(client):
-            try:
-                return await asyncio.to_thread(command, client)
-            except redis.RedisError as error:
-                raise BrokerError(f"the run's Redis server refused a fault: {error}") from error
+        """Sends a command past the proxy; to a server that is just starting again, until it takes it."""
+        deadline = asyncio.get_running_loop().time() + _COMMAND_S
+        while True:
+            client = redis.Redis.from_url(
+                self._redis_url, decode_responses=True, socket_timeout=_COMMAND_S, retry=Retry(NoBackoff(), 0)
+            )
+            with contextlib.closing(client):
+                try:
+                    return await asyncio.to_thread(command, client)
+                except redis.RedisError as error:
+                    if asyncio.get_running_loop().time() > deadline:
+                        raise BrokerError(f"the run's Redis server refused a fault: {error}") from error
+            await asyncio.sleep(_LOOK_S)
 
     async def _disturb(self, link: Proxy, fault: Fault) -> None:
-        if fault.kind is FaultKind.CUT:
-            if not link.num_connections:
-                raise PeerLostError(f"there are no connections to {fault.target} to cut", peer=fault.target)
-            link.cut()
-            return
         if fault.kind is FaultKind.DELAY:
             link.delay_s = _DELAY_S
         else:

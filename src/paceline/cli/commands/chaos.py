@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 from rich.console import Console
 
 from paceline.cli.chaos.conduct import Plan, conduct
-from paceline.cli.chaos.record import table
+from paceline.cli.chaos.record import SUMMARY, Tally, summary, table
 from paceline.cli.commands import arguments
 from paceline.cli.commands.train import log_to, make_view
 from paceline.cli.launch import run_dir as run_dirs
@@ -19,30 +22,43 @@ from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 
-# A fault costs about two steps, and there are some between faults.
-_STEPS_PER_FAULT = 5
+# More steps than faults can take: the run ends after the last recovery.
+_MANY_STEPS = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     arguments.add_config(
         parser,
-        description="configuration of the run; it begins anew, with enough restarts allowed, and with "
-        f"{_STEPS_PER_FAULT} steps per fault unless trainer.total_steps is given here",
+        description="configuration of the run; it begins anew, with enough restarts allowed, and ends after "
+        "the last recovery unless trainer.total_steps is given here",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the faults' order and instants (default: 0)")
     parser.add_argument("--faults", type=int, default=20, help="how many (default: 20)")
     parser.add_argument(
-        "--interval", type=float, default=2.0, help="mean seconds from a recovery to the next fault"
+        "--rate",
+        type=float,
+        default=20.0,
+        metavar="PER_MINUTE",
+        help="faults a minute, on average (default: 20)",
+    )
+    parser.add_argument(
+        "--overlap",
+        type=int,
+        default=3,
+        help="the most faults that the run has not recovered from; 1: one after the other (default: 3)",
     )
     parser.add_argument("--plain", action="store_true", help="print plain lines even on a terminal")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains under faults; returns 0 if the run reached its last step after all of them and is sound."""
+    """Trains under faults; returns 0 if the run recovered from all of them, ended in order and is sound."""
+    if args.rate <= 0 or args.overlap < 1 or args.faults < 1:
+        raise ConfigError("--rate, --overlap and --faults must be positive")
+    until_done = not any(word.startswith("trainer.total_steps=") for word in args.overrides)
     forced = ["trainer.resume=never", f"service.max_restarts={args.faults + 5}"]
-    if not any(word.startswith("trainer.total_steps=") for word in args.overrides):
-        forced.append(f"trainer.total_steps={_STEPS_PER_FAULT * (args.faults + 1)}")
+    if until_done:
+        forced.append(f"trainer.total_steps={_MANY_STEPS}")
     config = load(RunConfig, args.config, [*args.overrides, *forced])
     if config.broker.url is not None:
         raise ConfigError(
@@ -53,20 +69,41 @@ def run(args: argparse.Namespace) -> int:
     config, run_dir = prepared.config, prepared.run_dir
     log_to(run_dir / "logs" / "launcher.log")
     view = make_view(config, run_dir, plain=args.plain)
-    plan = Plan(seed=args.seed, num_faults=args.faults, interval_s=args.interval)
+    plan = Plan(
+        seed=args.seed, num_faults=args.faults, per_minute=args.rate, overlap=args.overlap, stop=until_done
+    )
+    began = time.monotonic()
     try:
         outcome, record, reason = asyncio.run(conduct(config, run_dir, view, plan))
     finally:
         view.close()
+    minutes = (time.monotonic() - began) / 60
+    sound, verified = _verify(run_dir)
+    told = summary(record, verified)
+    told |= {
+        "seed": args.seed,
+        "minutes": round(minutes, 1),
+        "sound": sound,
+        "ended": reason or outcome.message,
+    }
+    (run_dir / SUMMARY).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     Console(highlight=False).print(table(record.outages))
-    recoveries = [outage.recovery_s for outage in record.outages if outage.recovery_s is not None]
     print(
-        f"{len(record.outages)} of {args.faults} faults (seed {args.seed}); longest recovery "
-        f"{max(recoveries, default=0.0):.1f} s; {len(record.outages) - len(recoveries)} hangs"
+        f"{len(record.outages)} of {args.faults} faults (seed {args.seed}) in {minutes:.1f} min; "
+        f"{told['steps']} steps, {told['rewinds']} rewinds, {told['dropped_groups']} groups dropped; "
+        f"breaches: {told['lost']} lost, {told['twice']} twice, {told['off_policy']} off-policy, "
+        f"{told['other_breaches']} other; {Tally.of(record.outages).hangs} hangs"
     )
-    print(outcome.message, flush=True)
-    verify = [sys.executable, "-m", "paceline.controller.verify", str(run_dir)]
-    sound = subprocess.run(verify, check=False).returncode == 0
+    print(outcome.message, "sound" if sound else "not sound", sep="\n", flush=True)
     if not outcome.ok or reason:
         print(f"paceline chaos: {reason or outcome.message}", file=sys.stderr)
     return 0 if outcome.ok and sound and not reason else 1
+
+
+def _verify(run_dir: Path) -> tuple[bool, dict[str, dict[str, int]]]:
+    """Whether the run is sound, and the counts; prints what `paceline verify` prints but its last line."""
+    file = run_dir / "verify.json"
+    command = [sys.executable, "-m", "paceline.controller.verify", str(run_dir), "--json", str(file)]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    print("\n".join(done.stdout.splitlines()[:-1]))
+    return done.returncode == 0, json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}

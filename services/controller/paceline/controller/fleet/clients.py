@@ -36,6 +36,7 @@ _GRACE_S = 15.0
 _PROBE_S = 1.0
 
 T = TypeVar("T")
+_Request = TypeVar("_Request")
 Gone = Callable[[Member], Coroutine[Any, Any, None]]
 """Returns when a member is no longer in the fleet."""
 
@@ -158,15 +159,12 @@ class LearnerClient:
 
     async def describe(self, member: Member) -> LearnerWeights:
         """Asks for the learner's layouts and for its rendezvous."""
-        reply = await self._while_alive(
+        reply = await self._call(
             member,
-            call(
-                self._stub(member).DescribeWeights,
-                learner_pb2.DescribeLearnerWeightsRequest(),
-                timeout_s=self._timeouts.quick,
-                phase="FORMING",
-                peer=member.member_id,
-            ),
+            self._stub(member).DescribeWeights,
+            learner_pb2.DescribeLearnerWeightsRequest(),
+            timeout_s=self._timeouts.quick,
+            phase="FORMING",
         )
         return LearnerWeights(
             layouts=tuple(RankLayout.from_bytes(data) for data in reply.rank_layouts),
@@ -178,28 +176,22 @@ class LearnerClient:
 
     async def join(self, member: Member, *, epoch: int, spec: bytes) -> None:
         """Makes the learner's ranks join the weight group of a packed `WeightGroupSpec`."""
-        await self._while_alive(
+        await self._call(
             member,
-            call(
-                self._stub(member).JoinWeightGroup,
-                learner_pb2.JoinLearnerGroupRequest(epoch=epoch, spec=spec),
-                timeout_s=self._timeouts.join,
-                phase="FORMING",
-                peer=member.member_id,
-            ),
+            self._stub(member).JoinWeightGroup,
+            learner_pb2.JoinLearnerGroupRequest(epoch=epoch, spec=spec),
+            timeout_s=self._timeouts.join,
+            phase="FORMING",
         )
 
     async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         """Makes the learner send its weights; the receipt has one report, for all of its ranks."""
-        reply = await self._while_alive(
+        reply = await self._call(
             member,
-            call(
-                self._stub(member).PublishWeights,
-                learner_pb2.PublishWeightsRequest(epoch=epoch, version=version),
-                timeout_s=self._timeouts.push,
-                phase="PUBLISH",
-                peer=member.member_id,
-            ),
+            self._stub(member).PublishWeights,
+            learner_pb2.PublishWeightsRequest(epoch=epoch, version=version),
+            timeout_s=self._timeouts.push,
+            phase="PUBLISH",
         )
         receipt = PushReceipt.from_bytes(reply.receipt)
         if len(receipt.reports) != 1:
@@ -211,57 +203,43 @@ class LearnerClient:
 
     async def abandon(self, member: Member, *, epoch: int, lost: str) -> None:
         """Makes the learner free every rank that waits for the member `lost` in a join or push."""
-        await self._while_alive(
+        await self._call(
             member,
-            call(
-                self._stub(member).AbandonPush,
-                learner_pb2.AbandonPushRequest(epoch=epoch, lost=lost),
-                timeout_s=self._timeouts.quick,
-                phase="PUBLISH",
-                peer=member.member_id,
-            ),
+            self._stub(member).AbandonPush,
+            learner_pb2.AbandonPushRequest(epoch=epoch, lost=lost),
+            timeout_s=self._timeouts.quick,
+            phase="PUBLISH",
         )
 
     async def leave(self, member: Member, *, epoch: int) -> None:
         """Makes the learner's ranks leave the weight group."""
-        await self._while_alive(
+        await self._call(
             member,
-            call(
-                self._stub(member).LeaveWeightGroup,
-                learner_pb2.LeaveLearnerGroupRequest(epoch=epoch),
-                timeout_s=self._timeouts.join,
-                phase="FORMING",
-                peer=member.member_id,
-            ),
+            self._stub(member).LeaveWeightGroup,
+            learner_pb2.LeaveLearnerGroupRequest(epoch=epoch),
+            timeout_s=self._timeouts.join,
+            phase="FORMING",
         )
 
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
         """Makes the learner train one step."""
-        reply = await self._while_alive(
+        reply = await self._call(
             member,
-            call(
-                self._stub(member).TrainStep,
-                order_to_proto(order),
-                timeout_s=self._timeouts.command,
-                phase="LEARN",
-                peer=member.member_id,
-            ),
+            self._stub(member).TrainStep,
+            order_to_proto(order),
+            timeout_s=self._timeouts.command,
+            phase="LEARN",
         )
         return result_from_proto(reply)
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
         """Makes the learner begin to write a checkpoint; returns the seconds that this held it up."""
-        reply = await self._while_alive(
+        reply = await self._call(
             member,
-            call(
-                self._stub(member).SaveCheckpoint,
-                learner_pb2.SaveCheckpointRequest(
-                    step=step, folder=folder, controller_state=controller_state
-                ),
-                timeout_s=self._timeouts.command,
-                phase="CHECKPOINT",
-                peer=member.member_id,
-            ),
+            self._stub(member).SaveCheckpoint,
+            learner_pb2.SaveCheckpointRequest(step=step, folder=folder, controller_state=controller_state),
+            timeout_s=self._timeouts.command,
+            phase="CHECKPOINT",
         )
         return reply.seconds
 
@@ -271,46 +249,46 @@ class LearnerClient:
         Raises:
             CheckpointError: it could not be written; the learner goes on without it.
         """
-        reply = await self._while_alive(
+        reply = await self._call(
             member,
-            call(
-                self._stub(member).WaitCheckpoint,
-                learner_pb2.WaitCheckpointRequest(step=step),
-                timeout_s=self._timeouts.command,
-                phase="CHECKPOINT",
-                peer=member.member_id,
-            ),
+            self._stub(member).WaitCheckpoint,
+            learner_pb2.WaitCheckpointRequest(step=step),
+            timeout_s=self._timeouts.command,
+            phase="CHECKPOINT",
         )
         return reply.seconds
 
     async def load(self, member: Member, *, folder: str, version: int) -> float:
         """Makes the learner, at `version`, load the weights of a checkpoint; returns the seconds it took."""
-        reply = await self._while_alive(
+        reply = await self._call(
             member,
-            call(
-                self._stub(member).LoadCheckpoint,
-                learner_pb2.LoadCheckpointRequest(folder=folder, version=version),
-                timeout_s=self._timeouts.command,
-                phase="ROLLBACK",
-                peer=member.member_id,
-            ),
+            self._stub(member).LoadCheckpoint,
+            learner_pb2.LoadCheckpointRequest(folder=folder, version=version),
+            timeout_s=self._timeouts.command,
+            phase="ROLLBACK",
         )
         return reply.seconds
 
     async def restart(self, member: Member, *, reason: str) -> None:
         """Makes the learner end, so that it is started again and loads its newest checkpoint."""
-        await self._while_alive(
+        await self._call(
             member,
-            call(
-                self._stub(member).Restart,
-                learner_pb2.RestartRequest(reason=reason),
-                timeout_s=self._timeouts.quick,
-                phase="FORMING",
-                peer=member.member_id,
-            ),
+            self._stub(member).Restart,
+            learner_pb2.RestartRequest(reason=reason),
+            timeout_s=self._timeouts.quick,
+            phase="FORMING",
         )
 
-    async def _while_alive(self, member: Member, calling: Coroutine[Any, Any, T]) -> T:
+    async def _call(
+        self,
+        member: Member,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, T],
+        request: _Request,
+        *,
+        timeout_s: float,
+        phase: str,
+    ) -> T:
+        calling = call(method, request, timeout_s=timeout_s, phase=phase, peer=member.member_id)
         return await while_alive(member, calling, self._gone)
 
     def _stub(self, member: Member) -> learner_pb2_grpc.LearnerServiceStub:

@@ -15,7 +15,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what was counted and which invariants hold; returns 1 for a breach, 2 where there is no run."""
     parser = argparse.ArgumentParser(prog="python -m paceline.controller.verify", description=main.__doc__)
     parser.add_argument("run_dir", type=Path, help="holds events.jsonl and config.resolved.yaml")
-    run_dir: Path = parser.parse_args(arguments).run_dir
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write counts and breaches to this file, too"
+    )
+    options = parser.parse_args(arguments)
+    run_dir: Path = options.run_dir
     try:
         findings = verify(run_dir)
     except PacelineError as error:
@@ -24,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"paceline verify: {run_dir} holds no run: {error}; give a run directory", file=sys.stderr)
         return 2
+    if options.json is not None:
+        options.json.write_text(findings.to_json() + "\n", encoding="utf-8")
     print(*findings.lines(), sep="\n")
     print("sound" if not findings.breaches else f"{len(findings.breaches)} breach(es)")
     return 1 if findings.breaches else 0

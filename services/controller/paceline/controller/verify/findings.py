@@ -94,6 +94,11 @@ class Findings:
         shown = tuple(entry for entry in entries if entry is not None)
         self.breaches.append(Breach(invariant=invariant, sentence=sentence, entries=shown))
 
+    def to_json(self) -> str:
+        """The counts, and how many breaches each invariant has."""
+        breaches = Counter(breach.invariant.name for breach in self.breaches)
+        return json.dumps({"counts": self.counts, "breaches": {i.name: breaches[i.name] for i in Invariant}})
+
     def lines(self) -> Iterator[str]:
         """The report: counts, then per invariant whether it holds, with the first breach and its entries."""
         for name in (*COUNTS, *sorted(self.counts.keys() - set(COUNTS))):

@@ -110,14 +110,18 @@ class RemoteScorer:
 
     async def close(self) -> None:
         """Closes the connection."""
-        if self._channel is not None:
-            await self._channel.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
         """One score per item, in the order of the items, with the weight applied.
 
         Items whose call ran out of time are retried in smaller and smaller calls, so that a slow item does
         not make the others fail.
+
+        Raises:
+            RewardError: UNAVAILABLE, when the connection is closed or was not opened.
         """
         scores: dict[int, Score] = {}
         pending = list(enumerate(items))
@@ -155,7 +159,8 @@ class RemoteScorer:
         self, part: Sequence[tuple[int, ScoreItem]], run_id: str, step: int
     ) -> list[tuple[int, Score]]:
         """One call; when it fails, every item of it gets the error as its score."""
-        assert self._channel is not None, "start() comes first"
+        if self._channel is None:
+            raise RewardError(f"{self._peer}: the connection is not open", kind=RewardErrorKind.UNAVAILABLE)
         items = [item for _, item in part]
         timeout_s = self._options.timeout_s
         results: Sequence[ScoreResult | PacelineError]

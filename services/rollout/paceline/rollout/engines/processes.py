@@ -26,10 +26,15 @@ class EngineProcesses:
         self._settled = self.children()
 
     def children(self) -> list[psutil.Process]:
-        """The processes that the engine has started directly."""
+        """The processes that the engine has started, themselves or through multiprocessing's fork server."""
         if self._settled is not None:
             return self._settled
-        return [child for child in psutil.Process().children() if child not in self._others]
+        children: list[psutil.Process] = []
+        for child in psutil.Process().children():
+            if child not in self._others:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    children += child.children() if _is_fork_server(child) else [child]
+        return children
 
     def descendants(self) -> list[psutil.Process]:
         """The processes below those."""
@@ -56,6 +61,11 @@ def kill(processes: Sequence[psutil.Process]) -> None:
             if not _is_tracker(process):
                 process.kill()
     psutil.wait_procs(processes, timeout=_WAIT_S)
+
+
+def _is_fork_server(process: psutil.Process) -> bool:
+    """It outlives an engine: the next one is forked from it, too."""
+    return "multiprocessing.forkserver" in " ".join(process.cmdline())
 
 
 def _is_tracker(process: psutil.Process) -> bool:

@@ -18,10 +18,10 @@ from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
 from paceline.core.members import LocalPart
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.processes import EngineProcesses, kill
-from paceline.rollout.engines.vllm import calls, environment
+from paceline.rollout.engines.vllm import calls
 from paceline.rollout.engines.vllm.arguments import WORKER_EXTENSION
 from paceline.rollout.engines.vllm.samples import submit, to_sample
-from paceline.rollout.engines.vllm.startup import build, in_daemon
+from paceline.rollout.engines.vllm.startup import build, in_daemon, prepare
 from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
@@ -62,12 +62,12 @@ class VllmEngine(Engine):
             ConfigError: rollout.engine_kwargs or rollout.temperature cannot be used.
             ModelError: the engine does not start with this model and configuration.
         """
-        environment.prepare(config)
         started, processes = time.monotonic(), EngineProcesses()
+        context = prepare(config)
         # In a list: the thread's frame would keep a returned engine alive to the interpreter's end, when its
         # finalizer fails.
         built: list[Any] = []
-        building = in_daemon(lambda: built.append(build(config, load_format, worker_extension)))
+        building = in_daemon(lambda: built.append(build(config, load_format, worker_extension, context)))
         try:
             await asyncio.shield(building)
         except asyncio.CancelledError:

