@@ -67,6 +67,7 @@ lint: venv
 	$(BIN)/lint-imports
 	tools/generate_rpc.sh --check
 	$(BIN)/python tools/generate_config_docs.py --check
+	$(BIN)/python tools/generate_observability.py --check
 
 format: venv
 	$(BIN)/ruff format .
@@ -75,6 +76,7 @@ format: venv
 generate: venv
 	tools/generate_rpc.sh
 	$(BIN)/python tools/generate_config_docs.py
+	$(BIN)/python tools/generate_observability.py
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

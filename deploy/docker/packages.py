@@ -25,7 +25,7 @@ def main(lock: Path, words: list[str]) -> int:
         chosen = ["--no-deps", "--requirement", str(lock)]
     else:
         chosen = ["--constraint", str(lock), *_requirements(Path("pyproject.toml"), words)]
-    subprocess.run([*PIP, "install", "--no-cache-dir", "--quiet", *chosen], check=True)
+    subprocess.run([*PIP, "install", "--quiet", "--no-warn-script-location", *chosen], check=True)
     strangers = _installed() - _locked(lock) - _OF_THE_ENVIRONMENT
     if strangers:
         print(

@@ -51,8 +51,14 @@ def serving(events: Events, kind: str) -> set[str]:
 
 
 def taking_part(events: Events) -> set[str]:
-    """The servers that got the newest version."""
-    return set(next((e["servers"] for e in reversed(events) if e["event"] in ("commit", "newcomers")), ()))
+    """The servers that hold the newest version."""
+    servers: set[str] = set()
+    for event in events:
+        if event["event"] == "commit":
+            servers = set(event["servers"])
+        elif event["event"] == "newcomers":
+            servers |= set(event["servers"])
+    return servers
 
 
 def verify(stack: Stack) -> None:

@@ -57,6 +57,8 @@ class Mailbox:
 
     async def __aenter__(self) -> Self:
         await self._broker.ensure_group(self._stream, self._group)
+        for metric in (metrics.DELIVERIES, metrics.REDELIVERIES, metrics.LEASES_LOST):
+            telemetry.count(metric, 0, mailbox=mailbox(self._stream))
         self._renewing = asyncio.create_task(self._renew_leases(), name=f"leases of {self._stream}")
         return self
 

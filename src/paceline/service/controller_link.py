@@ -179,6 +179,7 @@ class ControllerLink:
             ProtocolError: the controller at the address now leads another run.
         """
         heartbeat_s = self._require().heartbeat_s
+        telemetry.count(metrics.HEARTBEATS, 0, result="failed")
         absence = _Absence(self._controller_address, self._require().config.service.recovery_timeout_s)
         while True:
             self._poked.clear()

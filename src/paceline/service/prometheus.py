@@ -84,8 +84,8 @@ class PrometheusEndpoint:
         self._thread.join(timeout=_CLOSE_S)
 
 
-def open_endpoint(configured_port: int) -> PrometheusEndpoint | None:
-    """The endpoint that environment and configuration ask for; None without one.
+def open_endpoint(configured_port: int, local_rank: int) -> PrometheusEndpoint | None:
+    """The endpoint that environment and configuration ask for, plus the rank; None without one.
 
     A port that is taken costs the endpoint and a warning, not the training.
 
@@ -95,6 +95,7 @@ def open_endpoint(configured_port: int) -> PrometheusEndpoint | None:
     port, host = wanted_port(configured_port), wanted_host()
     if port == 0:
         return None
+    port += local_rank
     try:
         endpoint = PrometheusEndpoint(host, port)
     except OSError as error:

@@ -10,16 +10,17 @@ does not take is dropped.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from paceline.core.errors import EnvironmentLackError
 from paceline.service import metrics
 from paceline.service.metrics import Metric, MetricKind, Observer
 
@@ -28,9 +29,13 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
     from opentelemetry.sdk.trace.export import SpanExporter
 
+log = logging.getLogger(__name__)
+
 AttributeValue = str | bool | int | float
 _PROPAGATOR = TraceContextTextMapPropagator()
 _TRACEPARENT = "traceparent"
+# How long the end of a process may wait for a collector to take the last spans and metrics.
+_CLOSE_S = 2.0
 
 
 class Telemetry:
@@ -68,9 +73,15 @@ class Telemetry:
         create(_name(metric), [call], description=metric.help)
 
     def close(self) -> None:
-        """Sends buffered spans and metrics, and ends."""
-        for closer in self._closers:
-            closer.shutdown()
+        """Sends buffered spans and metrics, and ends; gives up what is not taken within two seconds."""
+        deadline = time.monotonic() + _CLOSE_S
+        ending = [Thread(target=closer.shutdown, daemon=True) for closer in self._closers]
+        for thread in ending:
+            thread.start()
+        for thread in ending:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in ending):
+            log.warning("the collector does not answer: the last spans and metrics are lost")
 
     def _instrument(self, meter: Meter, metric: Metric) -> Any:
         with self._lock:
@@ -95,6 +106,7 @@ def setup(
     run_dir: str | Path | None,
     otlp_endpoint: str | None = None,
     prometheus_port: int = 0,
+    local_rank: int = 0,
     instance: str = "",
     uses_gpus: bool = False,
 ) -> None:
@@ -105,6 +117,7 @@ def setup(
         run_dir: without an OTLP endpoint spans go to RUN_DIR/spans.jsonl; None: nowhere.
         otlp_endpoint: OTLP/gRPC endpoint for spans and metrics.
         prometheus_port: of the process's own endpoint, unless the environment names one; 0: none.
+        local_rank: added to the port, for ranks of a learner that share a machine and an environment.
         instance: the member id.
         uses_gpus: whether the metrics of the visible GPUs are this service's.
 
@@ -128,11 +141,13 @@ def setup(
     readers: list[MetricReader] = []
     closers: list[Any] = []
     if otlp_endpoint:
-        spans, reader = _otlp(otlp_endpoint)
+        from paceline.service.otlp import exporters
+
+        spans, reader = exporters(otlp_endpoint)
         readers.append(reader)
     elif run_dir is not None:
         spans = SpanFileExporter(Path(run_dir) / "spans.jsonl")
-    endpoint = open_endpoint(prometheus_port)
+    endpoint = open_endpoint(prometheus_port, local_rank)
     if endpoint is not None:
         readers.append(endpoint.reader)
         closers.append(endpoint)
@@ -212,19 +227,3 @@ def record_training(step: int, values: Mapping[str, float]) -> None:
     for name, value in values.items():
         record(metrics.training(name), value)
     record(metrics.TRAINING_STEP, step)
-
-
-def _otlp(endpoint: str) -> tuple[SpanExporter, MetricReader]:
-    try:
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    except ImportError as error:
-        raise EnvironmentLackError(
-            f"telemetry.otlp_endpoint={endpoint} needs the OTLP exporter: pip install 'paceline[otlp]', "
-            "or unset it"
-        ) from error
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-
-    insecure = not endpoint.startswith("https://")
-    reader = PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=endpoint, insecure=insecure), 5000)
-    return OTLPSpanExporter(endpoint=endpoint, insecure=insecure), reader

@@ -15,20 +15,24 @@ from typing import NoReturn
 
 from paceline.broker import names
 from paceline.broker.base import Broker
+from paceline.controller.batch.barrier import Verdict
 from paceline.controller.fleet.membership import Fleet
 from paceline.controller.progress import Progress, Run
 from paceline.core.clock import Clock
 from paceline.core.errors import BrokerError, DeadlineError
+from paceline.core.guard import RULES
 from paceline.service import metrics, telemetry
 from paceline.service.metrics import Observation
 
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 5.0
+_REFUSALS = ("deadline", "engine_error", "max_deliveries", "not_finite")
 
 
 def observe_run(run: Run, progress: Progress, fleet: Fleet, clock: Clock) -> None:
     """Offers the metrics of the run and its members; call it after telemetry's `setup`."""
+    _begin_counters(run)
     _observe_progress(run, progress)
     _observe_members(fleet, clock)
 
@@ -38,6 +42,20 @@ def observe_run(run: Run, progress: Progress, fleet: Fleet, clock: Clock) -> Non
                 yield bound, {"rule": rule, "action": action.value}
 
     telemetry.observe(metrics.GUARD_BOUND, bounds)
+
+
+def _begin_counters(run: Run) -> None:
+    """Counters begin at 0: the first increase of one that begins at 1 would not be seen."""
+    for verdict in Verdict:
+        telemetry.count(metrics.VERDICTS, 0, verdict=verdict.value)
+    for reason in _REFUSALS:
+        telemetry.count(metrics.REFUSALS, 0, reason=reason)
+    for result in ("committed", "lost"):
+        telemetry.count(metrics.PUSHES, 0, result=result)
+    for rule, limits in run.config.guard.limits.items():
+        for action in limits.bounds:
+            for network in RULES[rule].networks or ("",):
+                telemetry.count(metrics.GUARD_FIRINGS, 0, rule=rule, network=network, action=action.value)
 
 
 def _observe_progress(run: Run, progress: Progress) -> None:

@@ -144,7 +144,9 @@ def run_follower(environment: RankEnvironment) -> int:
     name = f"learner-rank{environment.rank}"
     setup_logging(name)
     try:
-        telemetry.setup("learner", run_dir=None, instance=name, uses_gpus=True)
+        telemetry.setup(
+            "learner", run_dir=None, instance=name, local_rank=environment.local_rank, uses_gpus=True
+        )
         follow(environment)
     except PacelineError as error:
         log.error("fatal: %s", error)

@@ -9,6 +9,7 @@ import sys
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.service import channels
+from paceline.service.credentials import Credentials
 
 _DEADLINE_S = 5.0
 
@@ -17,13 +18,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument("address", metavar="HOST:PORT", help="where the service listens")
     parser.add_argument(
+        "--role",
+        default="",
+        help="with TLS: what the service is (controller, learner, rollout, reward), as its certificate says",
+    )
+    parser.add_argument(
         "--timeout", type=float, default=_DEADLINE_S, metavar="SECONDS", help="default: %(default)g"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 if the service answers that it serves; otherwise says why not and returns 1."""
-    status = asyncio.run(_ask(args.address, args.timeout))
+    status = asyncio.run(_ask(args.address, args.role, args.timeout))
     if status == health_pb2.HealthCheckResponse.SERVING:
         return 0
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
@@ -31,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     return 1
 
 
-async def _ask(address: str, timeout_s: float) -> int:
-    channel = channels.connect(address)
+async def _ask(address: str, role: str, timeout_s: float) -> int:
+    channel = channels.connect(address, credentials=Credentials.from_env(), role=role)
     try:
         answer = await channels.call(
             health_pb2_grpc.HealthStub(channel).Check,

@@ -111,7 +111,8 @@ def members(
         ),
     ]
     return [
-        replace(spec, env={**spec.env, **_metrics_port(config, number)})
+        # A rank adds its number itself, as it must where torchrun gives all ranks one environment.
+        replace(spec, env={**spec.env, **_metrics_port(config, number - _local_rank(spec))})
         for number, spec in enumerate(specs, start=1)
     ]
 
@@ -121,7 +122,10 @@ def scrape_targets(specs: Sequence[ProcessSpec]) -> list[dict[str, Any]]:
     host = prometheus.wanted_host()
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     return [
-        {"targets": [f"{address}:{spec.env[prometheus.PORT]}"], "labels": {"process": spec.name}}
+        {
+            "targets": [f"{address}:{int(spec.env[prometheus.PORT]) + _local_rank(spec)}"],
+            "labels": {"process": spec.name},
+        }
         for spec in specs
         if prometheus.PORT in spec.env
     ]
@@ -234,6 +238,10 @@ def _common(config: RunConfig, *, num_threads: int | None = None) -> dict[str, s
     if config.service.insecure:
         variables[INSECURE] = "1"
     return variables
+
+
+def _local_rank(spec: ProcessSpec) -> int:
+    return int(spec.env.get("LOCAL_RANK", 0))
 
 
 def _metrics_port(config: RunConfig, number: int) -> dict[str, str]:

@@ -8,6 +8,7 @@ from paceline.core.members import READY_STATES
 from paceline.service import metrics, telemetry
 
 _LOST = (Health.DEAD.value, Health.LEFT.value)
+_CHANGES = ("registered", *(health.value for health in Health))
 
 
 class FleetMeter:
@@ -21,13 +22,15 @@ class FleetMeter:
     def note(self, change: FleetChange) -> None:
         """Takes note of a change."""
         member, kind = change.member.member_id, change.member.kind.value
+        if change.what == "registered":
+            # A counter begins at 0: the first increase of one that begins at 1 would not be seen.
+            for what in _CHANGES:
+                telemetry.count(metrics.MEMBER_CHANGES, 0, kind=kind, change=what)
+            telemetry.count(metrics.MEMBER_RESTARTS, int(member in self._known), kind=kind, member=member)
+            self._known.add(member)
         if change.state is None:
             telemetry.count(metrics.MEMBER_CHANGES, kind=kind, change=change.what)
-        if change.what == "registered":
-            if member in self._known:
-                telemetry.count(metrics.MEMBER_RESTARTS, kind=kind, member=member)
-            self._known.add(member)
-        elif change.what in _LOST:
+        if change.what in _LOST:
             self._lost_at.setdefault(member, self._clock.monotonic())
         elif change.state in READY_STATES and member in self._lost_at:
             seconds = self._clock.monotonic() - self._lost_at.pop(member)
