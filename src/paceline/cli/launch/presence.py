@@ -28,7 +28,7 @@ class Presence:
 
     Args:
         startup_s: how long a process may take to register.
-        silence_s: the silence after which the controller declares a member dead, and for how long a registered
+        silence_s: the silence after which the controller declares a member dead, and how long a registered
             member may be unknown to it.
     """
 
