@@ -59,10 +59,8 @@ async def going_back(learner: Learner, folder: Path, batch: Any) -> None:
         request = learner_pb2.LoadCheckpointRequest(folder=str(source), version=version)
         return await learner.call(learner.stub.LoadCheckpoint, request)
 
-    with pytest.raises(
-        CheckpointError, match="is at version 3, asked to load the checkpoint of step 2 as version 1"
-    ):
-        await load(folder, 1)
+    with pytest.raises(CheckpointError, match="is at version 3, asked to load a checkpoint as version 2"):
+        await load(folder, 2)
     with pytest.raises(CheckpointError, match="nowhere is no complete checkpoint"):
         await load(folder.parent / "nowhere", 3)
     assert (await load(folder, 3)).seconds > 0

@@ -199,38 +199,6 @@ async def test_a_step_whose_data_the_broker_loses_is_collected_again(
         assert [len(batch) for batch in it.services.batches] == [6, 6]
 
 
-async def test_a_trained_step_whose_data_is_lost_with_the_controller_is_trained_again(tmp_path: Path) -> None:
-    """The controller dies between training and commit of step 3, and the broker comes back empty."""
-
-    class Killed(Exception):
-        pass
-
-    async with run(tmp_path, **CALM, trainer__total_steps=4) as it:
-        it.services.writes = True
-        await it.enlist_all()
-        publish, services = it.services.learner.publish, it.services
-
-        async def dying(member: Any, *, epoch: int, version: int) -> Any:
-            if version == 3:
-                raise Killed
-            return await publish(member, epoch=epoch, version=version)
-
-        services.learner.publish = dying  # type: ignore[method-assign]
-        with pytest.raises(Killed):
-            await it.go()
-    services.learner.publish = publish  # type: ignore[method-assign]
-    before = services.batches
-    async with run_of(config(**CALM, trainer__total_steps=4), tmp_path, services, MemoryBroker()) as it:
-        await it.enlist_all()
-        await it.go()
-        assert [call for call in services.calls if call.startswith("load")] == ["load step_000002 as 2"]
-        assert [event["to_step"] for event in of(it, "rewind")] == [2]
-        assert [line["step"] for line in it.lines()] == [0, 1, 2, 3, 4]
-        assert services.batches[:3] == before
-        assert services.batches[3] == before[2], "the same prompts again"
-        assert it.breaches() == []
-
-
 async def test_blobs_that_the_learner_misses_are_collected_again_but_not_for_ever(tmp_path: Path) -> None:
     async with run(tmp_path, **CALM) as it:
         await it.enlist_all()

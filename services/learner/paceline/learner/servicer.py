@@ -212,13 +212,10 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def LoadCheckpoint(
         self, request: learner_pb2.LoadCheckpointRequest, context: Any
     ) -> learner_pb2.LoadCheckpointResponse:
-        """Rolls back to a checkpoint of this run, as the learner's version or as the checkpoint's."""
+        """Rolls back to a checkpoint of this run."""
         began = time.monotonic()
         arguments = {"folder": request.folder, "version": request.version}
         await self._run(commands.LOAD, arguments, LearnerState.ROLLING_BACK)
-        if self._policy is not None and self._policy.version != request.version:
-            # The steps after it are trained anew, on other batches maybe.
-            self._policy, self._training = PolicyTag(version=request.version, digest=""), None
         return learner_pb2.LoadCheckpointResponse(seconds=time.monotonic() - began)
 
     async def _train(self, order: TrainOrder) -> TrainResult:

@@ -517,7 +517,7 @@ class LoadCheckpointRequest(_message.Message):
     folder: _builtins.str
     """absolute, as written by SaveCheckpoint"""
     version: _builtins.int
-    """which the loaded weights get: the learner's, or the checkpoint's own"""
+    """the learner's version, which the loaded weights get"""
     def __init__(
         self,
         *,

@@ -144,7 +144,8 @@ class LearnerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Loads weights, optimizer and other training state from a checkpoint of this run.
+        """Loads weights, optimizer and other training state from a checkpoint of this run. The learner's version
+        does not change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

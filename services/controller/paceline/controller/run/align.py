@@ -90,10 +90,8 @@ class Alignment:
         self._restore()
         if not is_new:
             self._note_resume()
-        if not await self._recall(version):
-            await self._go_back(learner)
-            await self.align()
-        elif version == standing.finished:
+        await self._recall(version)
+        if version == standing.finished:
             await self._serve(version)
         elif standing.finished >= 0:
             self._progress.policy = self._committed(standing.finished)
@@ -174,38 +172,22 @@ class Alignment:
 
     # --- the broker's side
 
-    async def _recall(self, version: int) -> bool:
-        """Reads the log of the step again; whether the learner's version can be gone on from."""
+    async def _recall(self, version: int) -> None:
         journal, step = self._run.journal, self._run.journal.standing.finished + 1
         is_there = await self._collector.recall(journal.standing.log_position, max(0, step - 1))
         self.saved = self._saved(version)
         if is_there:
-            return True
+            return
         current = journal.standing.current
         if current is None or not current.prompts or self.saved is not None:
             journal.record("log", step=step, position=self._collector.position)
         elif version == step:
-            return False
+            raise CheckpointError(
+                f"step {step} is trained but not finished, and the broker has lost its trajectories; start "
+                "the learner again, so that it loads the newest checkpoint"
+            )
         else:
             journal.record("recollect", step=step, reason="the broker lost the run's data")
-        return True
-
-    async def _go_back(self, learner: Member) -> None:
-        """Makes the learner load its newest checkpoint: of a trained step the trajectories are lost."""
-        step, root = self._run.journal.standing.finished + 1, self._run.checkpoints
-        states = (state for _, state in checkpoints.complete(root) if state.run_id == self._run.id)
-        newest = next((state.step for state in states if state.step < step), None)
-        if newest is None:
-            raise CheckpointError(
-                f"step {step} is trained but not finished, the broker has lost its trajectories, and there "
-                "is no checkpoint to go back to; start the learner again"
-            )
-        folder = str(checkpoints.folder_of(root, newest))
-        self._run.events.notice(
-            f"step {step} is trained but not finished, and the broker has lost its trajectories: the learner "
-            f"goes back to the checkpoint of step {newest}"
-        )
-        await self._learner.load(learner, folder=folder, version=newest)
 
     def _saved(self, version: int) -> ControllerState | None:
         if version != self._run.journal.standing.finished + 1:
