@@ -131,7 +131,6 @@ class PaperLearner(learner_pb2_grpc.LearnerServiceServicer):
             store_host="127.0.0.1",
             store_port=1,
             version=self.policy.version,
-            device="cpu",
         )
 
     async def JoinWeightGroup(self, request: Any, context: Any) -> Any:

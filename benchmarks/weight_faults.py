@@ -68,7 +68,7 @@ class Member:
         size, layers = options.width, 1 if kind == "plain" else options.layers
         made = {"device": self._device, "dtype": torch.bfloat16}
         model = torch.nn.Sequential(*(torch.nn.Linear(size, size, bias=False, **made) for _ in range(layers)))
-        self._publisher = WeightPublisher(model, self._device, options.backend)
+        self._publisher = WeightPublisher(model, self._device)
         self._receiver = RankReceiver(model, self._device, lambda _: self._publisher.layout(), refuse)
 
     def layout(self) -> bytes:

@@ -82,7 +82,7 @@ class Learner:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         self.rank = rank
-        self.publisher = WeightPublisher(model, CPU, "gloo")
+        self.publisher = WeightPublisher(model, CPU)
 
     def layout(self) -> bytes:
         """Its shards."""

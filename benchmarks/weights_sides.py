@@ -78,7 +78,7 @@ class Learner:
             for part in self.locals:
                 part.normal_(std=0.02)
         self.rank = rank
-        self.publisher = WeightPublisher(model, self.device, "nccl" if case.device == "cuda" else "gloo")
+        self.publisher = WeightPublisher(model, self.device)
 
     def layout(self) -> tuple[bytes, tuple[str, int] | None]:
         """Its layout and, from rank 0, the rendezvous address."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import psutil
@@ -165,6 +166,23 @@ def test_everything_ends_in_order(tmp_path: Path) -> None:
     assert order.read_text().split() == [*names]
     calls = run.run_dir / "controller.calls"
     assert calls.stat().st_mtime_ns > order.stat().st_mtime_ns, "the controller is the last"
+
+
+def test_services_share_a_temporary_folder_that_goes_with_the_run(tmp_path: Path) -> None:
+    """Killed engines leave sockets in it, whose paths may have 107 characters."""
+    leaves = (
+        "import os, pathlib, tempfile; folder = pathlib.Path(tempfile.gettempdir()); "
+        "(folder / str(os.getpid())).touch(); "
+        f"pathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.told').write_text(str(folder)); "
+    )
+    run = Run(tmp_path, "wait", {"rollout-0": leaves + WELL, "learner-0": leaves + WELL})
+    run.wait_for_pids(2, suffix=".told", folder=tmp_path)
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+    (folder,) = {Path(told.read_text()) for told in tmp_path.glob("*.told")}
+    assert folder.name.startswith("paceline-")
+    assert len(str(folder)) < 107 - len(str(uuid.uuid4()))
+    assert not folder.exists()
 
 
 def test_success(tmp_path: Path) -> None:

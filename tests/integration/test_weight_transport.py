@@ -74,7 +74,7 @@ class Fleet:
         self, model: DenseModel, size: int, *, engines: int = 1, moe: bool = False, load: Any = None
     ) -> None:
         self.source = FlatModel(model.shapes(), seed=0)
-        self.publisher = WeightPublisher(self.source, CPU, "gloo")
+        self.publisher = WeightPublisher(self.source, CPU)
         self.size = size
         self.models = [fake_qwen2(model, rank, size, moe=moe) for _ in range(engines) for rank in range(size)]
         self.receivers = [RankReceiver(m, CPU, describe_model, load or refuse_full) for m in self.models]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from paceline.weights.digest.agreement import (
     model_digest,
 )
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice
 from paceline.weights.plan.plan import RELAY_MODES, MessageKey, TransferPlan, build_plan
 from support.naive_plan import naive_plan
 from support.reference_digest import digest_array
@@ -184,6 +185,66 @@ def test_every_needed_element_arrives_exactly_once(
         assert sent == 4 * sum(distinct.values())
     elif relay == "never":
         assert plan.relay_pairs == ()
+
+
+def bytes_into_nodes(plan: TransferPlan, layouts: Sequence[RankLayout]) -> dict[str, int]:
+    """What enters each node over the network; `layouts` are those of all ranks."""
+    nodes = [layout.place.node for layout in layouts]
+    entering: dict[str, int] = {}
+    for key, elements in plan.message_sizes.items():
+        if nodes[key.sender] != nodes[key.receiver]:
+            node = nodes[key.receiver]
+            entering[node] = entering.get(node, 0) + plan.item_bytes * elements
+    return entering
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    case=dense_models(),
+    learner_nodes=st.lists(st.sampled_from("AB"), min_size=1, max_size=4),
+    server_nodes=st.lists(st.sampled_from("XYZ"), min_size=1, max_size=4),
+    round_bytes=st.integers(1000, 20_000),
+    relay=st.sampled_from(RELAY_MODES),
+)
+def test_a_slice_enters_a_node_once_and_arrives_once(
+    case: tuple[DenseModel, int],
+    learner_nodes: list[str],
+    server_nodes: list[str],
+    round_bytes: int,
+    relay: str,
+) -> None:
+    """Relaying stays within a node; no mode brings a node less than what it needs."""
+    model, size = case
+    shapes, tensors = model.shapes(), full_tensors(model)
+    sources = [
+        fsdp_layout(shapes, rank=rank, world_size=len(learner_nodes), dtype="float32").at(
+            RankPlace(node=node)
+        )
+        for rank, node in enumerate(learner_nodes)
+    ]
+    ranks = [tp_layout(model, rank, size) for _ in server_nodes for rank in range(size)]
+    places = [RankPlace(node=node) for node in server_nodes for _ in range(size)]
+    layouts = [layout.at(place) for (layout, _), place in zip(ranks, places, strict=True)]
+    plan = build_plan(sources, layouts, item_bytes=4, round_bytes=round_bytes, relay=relay)
+
+    params, _ = run_plan(plan, [shards_of(s, tensors) for s in sources], [p for _, p in ranks])
+    for layout, own in zip(layouts, params, strict=True):
+        for part in layout.slices:
+            wanted = np.ascontiguousarray(tensors[part.name][part.box.slices])
+            assert own[part.param][part.local_box.slices].tobytes() == wanted.tobytes()
+    entering = bytes_into_nodes(plan, [*sources, *layouts])
+    for node in set(server_nodes):
+        needed = {
+            (part.name, part.box): part.box.volume
+            for layout in layouts
+            if layout.place.node == node
+            for part in layout.slices
+        }
+        assert entering[node] >= 4 * sum(needed.values())
+        if relay == "always":
+            assert entering[node] == 4 * sum(needed.values())
+    again = build_plan(sources, layouts, item_bytes=4, round_bytes=round_bytes, relay=relay)
+    assert again.fingerprint == plan.fingerprint
 
 
 @settings(max_examples=25, deadline=None)

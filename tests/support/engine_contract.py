@@ -38,7 +38,7 @@ class ContractLearner:
 
     def __init__(self, config: Any) -> None:
         self._config, self._model = config, seeded_model(config, seed=0)
-        self._publisher = WeightPublisher(self._model, CPU, "gloo")
+        self._publisher = WeightPublisher(self._model, CPU)
         self._threads = ThreadPoolExecutor(max_workers=1)
         self._epoch = 0
         self.layout = self._publisher.layout()

@@ -92,22 +92,27 @@ class FakeLearner:
 
     def __init__(self, services: FakeServices) -> None:
         self.services = services
+        self.epoch: int | None = None
 
     async def describe(self, member: Member) -> LearnerWeights:
         self.services.calls.append(f"describe {member.member_id}")
+        # Like the learner: whoever asks has dissolved its group, or is another controller.
+        self.epoch = None
         return LearnerWeights(
             layouts=(layout(),),
             store_host="127.0.0.1",
             store_port=1,
             version=self.services.version,
-            device="cpu",
         )
 
     async def join(self, member: Member, *, epoch: int, spec: bytes) -> None:
         self.services.calls.append(f"join {member.member_id} e{epoch}")
+        self.epoch = epoch
 
     async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         self.services.calls.append(f"publish v{version} e{epoch}")
+        if epoch != self.epoch:
+            raise VersionMismatchError(f"the learner is in weight group {self.epoch}, not in {epoch}")
         return PushReceipt(
             version=version,
             reports=(report("learner", version, 7 + self.services.source),),

@@ -93,7 +93,7 @@ class _Learner:
         for layer in self._model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self._model, mesh=mesh)
-        self._publisher = WeightPublisher(self._model, self._device, "nccl" if device == "cuda" else "gloo")
+        self._publisher = WeightPublisher(self._model, self._device)
 
     def layout(self) -> bytes:
         return self._publisher.layout().to_bytes()

@@ -94,6 +94,30 @@ async def test_a_learner_lost_while_it_trains_comes_back_from_its_checkpoint(
         assert finished == [0, 1, 2, 3, *range(version + 1, 5)]
 
 
+async def test_a_learner_that_was_only_away_meets_the_servers_in_a_new_weight_group(tmp_path: Path) -> None:
+    """Its group ends when it is asked what it holds; the next push must not go to that group."""
+    async with run(tmp_path, **CALM, trainer__total_steps=3) as it:
+        await it.enlist_all()
+        learner = it.services.learner
+        lost = iter(["the line was cut", "the line is still cut"])
+
+        def cut(call: Any) -> Any:
+            async def cut_in_step_2(*args: Any) -> Any:
+                if it.sequencer.progress.step == 2 and (sentence := next(lost, None)) is not None:
+                    raise PeerLostError(sentence, peer="learner")
+                return await call(*args)
+
+            return cut_in_step_2
+
+        learner.train, learner.describe = cut(learner.train), cut(learner.describe)  # type: ignore[method-assign]
+        await it.go()
+        assert [line["step"] for line in it.lines()] == [0, 1, 2, 3]
+        assert [event["number"] for event in of(it, "epoch")] == [1, 2]
+        assert of(it, "rewind") == []
+        assert next(lost, None) is None
+        assert [text for text in it.notices if "cut" in text] == ["step 2: the line was cut"]
+
+
 async def test_a_learner_that_never_comes_back_ends_the_run_after_the_recovery_time(tmp_path: Path) -> None:
     async with run(tmp_path, **{**CALM, "service__recovery_timeout_s": 0.2}) as it:
         await it.enlist_all()

@@ -122,19 +122,6 @@ async def test_a_step_is_trained_once_however_often_it_is_asked_for() -> None:
     assert (bench.servicer.policy.version, bench.servicer.policy.digest) == (1, "")
 
 
-async def test_a_step_that_failed_may_be_asked_for_again() -> None:
-    bench = Bench()
-    attempt = asyncio.create_task(bench.train(1))
-    await until(lambda: len(bench.queue.futures) == 1)
-    bench.queue.futures[0].set_exception(LostDataError("2 blobs are missing"))
-    with pytest.raises(LostDataError, match="2 blobs are missing"):
-        await attempt
-    again = asyncio.create_task(bench.train(1))
-    await until(lambda: len(bench.queue.futures) == 2)
-    bench.queue.futures[1].set_result(TrainResult(step=1, metrics={}))
-    assert (await again).step == 1
-
-
 async def test_another_batch_for_a_step_that_trains_or_was_trained_is_refused() -> None:
     bench, other = Bench(), request(1, seed=7)
     first = asyncio.create_task(bench.train(1))
@@ -150,17 +137,20 @@ async def test_another_batch_for_a_step_that_trains_or_was_trained_is_refused() 
     assert len(bench.queue.submitted) == 1
 
 
-async def test_after_a_failure_that_trained_nothing_another_batch_may_be_trained() -> None:
+@pytest.mark.parametrize("again", [request(1), request(1, seed=7)], ids=["same batch", "another batch"])
+async def test_after_a_failure_that_trained_nothing_the_step_may_be_trained(
+    again: learner_pb2.TrainStepRequest,
+) -> None:
     bench = Bench()
     attempt = asyncio.create_task(bench.train(1))
     await until(lambda: len(bench.queue.futures) == 1)
     bench.queue.futures[0].set_exception(LostDataError("2 blobs are missing"))
     with pytest.raises(LostDataError, match="2 blobs are missing"):
         await attempt
-    again = asyncio.create_task(bench.servicer.TrainStep(request(1, seed=7), None))
+    training = asyncio.create_task(bench.servicer.TrainStep(again, None))
     await until(lambda: len(bench.queue.futures) == 2)
     bench.queue.futures[1].set_result(TrainResult(step=1, metrics={}))
-    assert (await again).step == 1
+    assert (await training).step == 1
 
 
 async def test_a_step_that_outlasts_its_callers_deadline_is_not_lost() -> None:
@@ -270,9 +260,7 @@ def test_a_closed_queue_fails_what_waits_and_what_comes() -> None:
 
 async def test_who_waits_in_a_group_of_a_dead_controller_is_freed_when_another_describes() -> None:
     bench, store = Bench(), open_store("127.0.0.1", 10.0)
-    there = commands.Description(
-        rank_layouts=[], store_host="127.0.0.1", store_port=store.port, version=0, device="cpu"
-    )
+    there = commands.Description(rank_layouts=[], store_host="127.0.0.1", store_port=store.port, version=0)
 
     async def answered(call: Coroutine[Any, Any, Any], answer: Any) -> None:
         asked, calling = len(bench.queue.futures), asyncio.create_task(call)

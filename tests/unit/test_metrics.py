@@ -24,6 +24,7 @@ from paceline.service import metrics, prometheus, telemetry
 from paceline.service.gpu_metrics import observe_gpus
 from paceline.service.metrics import Metric, MetricKind, Observation, Observer
 from support import cli_configs
+from support.measured import measured
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 _WHO = {"service_name", "service_instance_id"}
@@ -68,30 +69,28 @@ def test_gauges_and_counters_keep_their_values_between_scrapes(port: int) -> Non
     assert 'service_instance_id="rollout-0"' in scrape(port)
 
 
-def test_an_observed_series_that_is_gone_is_not_exported(port: int) -> None:
+def test_an_observed_series_that_is_gone_is_not_exported() -> None:
     members: dict[str, float] = {"rollout-0": 4.0, "rollout-1": 2.0}
 
     def in_flight() -> Iterator[Observation]:
         for member, number in members.items():
             yield number, {"kind": "rollout", "member": member}
 
-    telemetry.observe(metrics.MEMBER_IN_FLIGHT, in_flight)
-    assert value(series(port), metrics.MEMBER_IN_FLIGHT, kind="rollout", member="rollout-1") == 2.0
-    del members["rollout-1"]
-    seen = series(port)
-    assert value(seen, metrics.MEMBER_IN_FLIGHT, kind="rollout", member="rollout-0") == 4.0
-    assert value(seen, metrics.MEMBER_IN_FLIGHT, kind="rollout", member="rollout-1") is None
+    with measured() as read:
+        telemetry.observe(metrics.MEMBER_IN_FLIGHT, in_flight)
+        assert read(metrics.MEMBER_IN_FLIGHT) == {"rollout rollout-0": 4.0, "rollout rollout-1": 2.0}
+        del members["rollout-1"]
+        assert read(metrics.MEMBER_IN_FLIGHT) == {"rollout rollout-0": 4.0}
 
 
-def test_a_long_run_has_one_series_per_training_metric(port: int) -> None:
-    for step in range(200):
-        telemetry.record_training(step, {"actor/grad_norm": step / 2, "reward/a-b/mean": 1.0})
-    seen = {name: number for (name, _), number in series(port).items() if "training" in name}
-    assert seen == {
-        "paceline_training_actor_grad_norm": 99.5,
-        "paceline_training_reward_a_b_mean": 1.0,
-        "paceline_training_step": 199.0,
-    }
+def test_a_long_run_has_one_series_per_training_metric() -> None:
+    with measured() as read:
+        for step in range(200):
+            telemetry.record_training(step, {"actor/grad_norm": step / 2, "reward/a-b/mean": 1.0})
+        assert metrics.training("reward/a-b/mean").name == "paceline_training_reward_a_b_mean"
+        assert read(metrics.training("actor/grad_norm")) == {"": 99.5}
+        assert read(metrics.training("reward/a-b/mean")) == {"": 1.0}
+        assert read(metrics.TRAINING_STEP) == {"": 199}
 
 
 def test_the_process_measures_itself(port: int) -> None:
@@ -103,17 +102,20 @@ def test_the_process_measures_itself(port: int) -> None:
     assert (value(seen, metrics.START_TIME) or 0) > 1.6e9
 
 
-async def test_a_mailbox_counts_what_it_takes_and_what_comes_again(port: int) -> None:
+async def test_a_mailbox_counts_what_it_takes_and_what_comes_again() -> None:
     broker, stream = MemoryBroker(), names.prompts("r", 3)
-    async with Mailbox(broker, stream, "g", "a", block_s=0.0) as box:
-        await broker.append([Outgoing(stream=stream, payload=b"1"), Outgoing(stream=stream, payload=b"2")])
-        entries = await box.take()
-        await box.give_back(entries[:1])
-        box._next_reclaim_s = 0.0
-        await box.take(block_s=0.5)
-    seen = series(port)
-    assert value(seen, metrics.DELIVERIES, mailbox="prompts") == 3
-    assert value(seen, metrics.REDELIVERIES, mailbox="prompts") == 1
+    with measured() as read:
+        async with Mailbox(broker, stream, "g", "a", block_s=0.0) as box:
+            assert read(metrics.REDELIVERIES) == read(metrics.LEASES_LOST) == {"prompts": 0}
+            await broker.append(
+                [Outgoing(stream=stream, payload=b"1"), Outgoing(stream=stream, payload=b"2")]
+            )
+            entries = await box.take()
+            await box.give_back(entries[:1])
+            box._next_reclaim_s = 0.0
+            await box.take(block_s=0.5)
+        assert read(metrics.DELIVERIES) == {"prompts": 3}
+        assert read(metrics.REDELIVERIES) == {"prompts": 1}
 
 
 def test_the_endpoint_is_on_loopback_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

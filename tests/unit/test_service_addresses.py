@@ -13,6 +13,13 @@ from paceline.service.channels import connect
 from paceline.service.grpc_server import start_server
 
 
+class Entry:
+    """What psutil says of an address."""
+
+    def __init__(self, family: int, address: str) -> None:
+        self.family, self.address = family, address
+
+
 @pytest.mark.parametrize(
     ("host", "joined"),
     [
@@ -34,10 +41,6 @@ def test_what_is_no_host_and_port_is_refused(address: str) -> None:
 
 
 def test_an_interface_stands_for_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Entry:
-        def __init__(self, family: int, address: str) -> None:
-            self.family, self.address = family, address
-
     interfaces = {
         "eth0": [Entry(socket.AF_INET6, "fe80::1%eth0"), Entry(socket.AF_INET, "10.0.0.1")],
         "ib0": [Entry(socket.AF_INET6, "fe80::2%ib0"), Entry(socket.AF_INET6, "fd00::2")],
@@ -83,3 +86,25 @@ async def test_an_interface_beyond_loopback_needs_a_token(monkeypatch: pytest.Mo
     monkeypatch.setattr("paceline.service.grpc_server.to_bind", lambda host: "192.0.2.1")
     with pytest.raises(ConfigError, match=r"refusing to listen on 192\.0\.2\.1"):
         await start_server(lambda servicer, server: None, None, host="eth7")
+
+
+def test_the_interface_of_the_chosen_address_carries_gloo_and_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces = {
+        "lo": [Entry(socket.AF_INET, "127.0.0.1")],
+        "ib0": [Entry(socket.AF_INET, "10.0.0.1"), Entry(socket.AF_INET6, "fd00::2")],
+    }
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: interfaces)
+
+    def chosen(host: str, **given: str) -> dict[str, str]:
+        environ = dict(given)
+        addresses.choose_for_gloo(host, environ)
+        addresses.choose_for_nccl(host, environ)
+        return environ
+
+    ipv4 = {"NCCL_SOCKET_IFNAME": "=ib0", "NCCL_SOCKET_FAMILY": "AF_INET", "GLOO_SOCKET_IFNAME": "ib0"}
+    assert chosen("10.0.0.1") == chosen("ib0") == ipv4
+    assert chosen("fd00::2") == ipv4 | {"NCCL_SOCKET_FAMILY": "AF_INET6"}
+    assert chosen("ib0", NCCL_SOCKET_IFNAME="eth1")["NCCL_SOCKET_IFNAME"] == "eth1"
+    # Without a choice NCCL finds its way itself; gloo stays inside the machine.
+    assert chosen("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert chosen("0.0.0.0") == chosen("10.9.9.9") == {}

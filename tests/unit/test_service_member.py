@@ -6,16 +6,18 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.fleet.clients import is_serving
-from paceline.core.errors import ModelError
+from paceline.core.errors import ModelError, PacelineError
 from paceline.core.members import MemberKind, RewardState
-from paceline.rpc.v1 import reward_pb2_grpc
+from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk import RewardClient
+from paceline.service import channels
 from paceline.service.controller_link import MemberReport
 from paceline.service.credentials import Credentials
 from paceline.service.member import MemberOptions, MemberSession
@@ -303,3 +305,79 @@ async def test_a_member_on_every_interface_says_where_the_controller_reaches_it(
         await run(address, work, host="0.0.0.0", advertise=advertise)
     hosts = [registration.address.rpartition(":")[0] for registration in fake.registrations]
     assert hosts == ["127.0.0.1", "127.0.0.1", "[fd00::7]"]
+
+
+# --- the largest message
+
+
+async def test_a_member_takes_messages_as_large_as_its_environment_says(
+    controller: tuple[FakeController, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listens before it knows the run's configuration."""
+    fake, address = controller
+    tree = CONFIG | {"service": {"max_message_mib": 1}}
+    fake.config_json = parse(RunConfig, tree).model_dump_json()
+    monkeypatch.setenv("PACELINE_MAX_MESSAGE_MIB", "1")
+
+    async def work(session: MemberSession) -> None:
+        await join(session)
+        channel = channels.connect(session.link.address, max_message_bytes=1 << 26)
+        stub = reward_pb2_grpc.RewardServiceStub(channel)
+        for size, sentence in ((1 << 19, "not served here|not implemented"), (1 << 21, "too large")):
+            request = reward_pb2.ScoreRequest(items=[reward_pb2.ScoreItem(response="x" * size)])
+            with pytest.raises(PacelineError, match=f"(?i){sentence}"):
+                await channels.call(stub.Score, request, timeout_s=10, phase="SCORE", peer="reward-0")
+        await channel.close()
+
+    await run(address, work)
+
+
+async def test_a_member_with_a_lower_limit_than_the_runs_says_what_to_set(
+    controller: tuple[FakeController, str],
+) -> None:
+    fake, address = controller
+    fake.config_json = parse(RunConfig, CONFIG | {"service": {"max_message_mib": 65}}).model_dump_json()
+    with pytest.raises(ExceptionGroup) as raised:
+        await run(address, join)
+    sentence = "of up to 64 MiB, the run has service.max_message_mib=65: set PACELINE_MAX_MESSAGE_MIB=65"
+    assert sentence in str(raised.value.exceptions[0])
+    assert [beat.is_final for beat in fake.heartbeats if beat.failure] == [True]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "64MiB"])
+async def test_a_limit_that_is_no_number_is_refused(
+    controller: tuple[FakeController, str], monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("PACELINE_MAX_MESSAGE_MIB", text)
+    with pytest.raises(ExceptionGroup) as raised:
+        await run(controller[1], join)
+    assert "must be a number of MiB" in str(raised.value.exceptions[0])
+
+
+# --- the run directory
+
+
+@pytest.mark.parametrize(("content", "is_seen"), [("run-1\n", True), ("another-run", False), (None, False)])
+async def test_spans_go_to_the_run_directory_only_where_it_is_the_runs_own(
+    controller: tuple[FakeController, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    content: str | None,
+    is_seen: bool,
+) -> None:
+    """Another host may have no such folder, or one of another run; a member must not make one."""
+    fake, address = controller
+    fake.run_dir = str(tmp_path / "run")
+    if content is not None:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "run.id").write_text(content)
+    given = list[object]()
+    monkeypatch.setattr(
+        "paceline.service.telemetry.setup", lambda *_, **options: given.append(options["run_dir"])
+    )
+
+    async def work(session: MemberSession) -> None:
+        await join(session)
+
+    await run(address, work)
+    assert given == [tmp_path / "run" if is_seen else None]

@@ -20,10 +20,10 @@ from paceline.weights.digest.definition import name_factor
 from paceline.weights.geometry import cover
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.cover import Need, assign_sources
-from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows, expand_full
+from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice, chunk_rows, expand_full
 from paceline.weights.plan import flows
 from paceline.weights.plan.flows import take_leading
-from paceline.weights.plan.plan import TransferPlan, build_plan
+from paceline.weights.plan.plan import RELAY_MODES, TransferPlan, build_plan
 from paceline.weights.plan.spec import WeightGroupSpec
 from support.reference_digest import digest_array
 from support.weight_layouts import DenseModel, fsdp_layout, tp_layout
@@ -322,6 +322,80 @@ def test_relaying_is_chosen_where_the_learners_links_bind(
         passed = [always.relayed_bytes(rank) for rank in range(len(layouts))]
         assert sum(passed) == (engines - 1) * size << 20
         assert max(passed) - min(passed) <= always.num_sources * (engines - 1) * (2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("learners", "engines", "parallel"), [(1, 2, 1), (2, 2, 1), (4, 4, 2), (2, 4, 1), (8, 2, 4)]
+)
+def test_between_two_learner_nodes_and_two_rollout_nodes_a_slice_crosses_the_network_once_per_node(
+    learners: int, engines: int, parallel: int
+) -> None:
+    """There are `engines` on each rollout node, and as many `learners` on each of theirs."""
+    size = 960
+
+    def plan(relay: str, *, nodes_known: bool = True) -> tuple[TransferPlan, int]:
+        """A plan, and what enters the two rollout nodes."""
+
+        def at(layout: RankLayout, node: str) -> RankLayout:
+            return layout.at(RankPlace(node=node)) if nodes_known else layout
+
+        sources = [at(rows(size, r, 2 * learners), f"L{r // learners}") for r in range(2 * learners)]
+        layouts = [
+            at(rows(size, rank, parallel), node)
+            for node in ("R0", "R1")
+            for _ in range(engines)
+            for rank in range(parallel)
+        ]
+        made = build_plan(sources, layouts, item_bytes=4, round_bytes=32 << 20, relay=relay)
+        first, per_node = len(sources), engines * parallel
+        nodes = [-1] * first + [0] * per_node + [1] * per_node
+        crossing = sum(
+            4 * elements
+            for key, elements in made.message_sizes.items()
+            if nodes[key.sender] != nodes[key.receiver]
+        )
+        return made, crossing
+
+    auto, crossing = plan("auto")
+    assert crossing == 2 * size << 20
+    direct, crossing_directly = plan("never")
+    assert crossing_directly == 2 * engines * size << 20
+    assert auto.cost_bytes < direct.cost_bytes
+    # Where nothing is known of nodes, all is as within one.
+    assert plan("auto", nodes_known=False)[1] >= crossing
+
+
+def test_ranks_on_one_node_are_planned_for_as_if_nothing_were_known_of_nodes() -> None:
+    sources, layouts = [rows(960, 0, 1)], [rows(960, 0, 1)] * 3
+    here = RankPlace(node="N", gpu="G")
+    for relay in RELAY_MODES:
+        options = {"item_bytes": 4, "round_bytes": 32 << 20, "relay": relay}
+        placed = build_plan([s.at(here) for s in sources], [x.at(here) for x in layouts], **options)
+        plain = build_plan(sources, layouts, **options)
+        assert placed.fingerprint == plain.fingerprint
+        assert placed.cost_bytes == plain.cost_bytes
+
+
+def test_a_place_travels_with_the_layout_and_in_the_spec() -> None:
+    shared = full("w", (4, 2))
+    places = [RankPlace(node="n1", gpu="GPU-1"), RankPlace(node="n2"), RankPlace()]
+    layouts = tuple(shared.at(place) for place in places)
+    read = [RankLayout.from_bytes(layout.to_bytes()) for layout in layouts]
+    assert read == list(layouts)
+    assert read[0].slices is read[1].slices
+    spec = WeightGroupSpec(
+        epoch=1,
+        backend="gloo",
+        store_host="h",
+        store_port=1,
+        learner_layouts=layouts[:1],
+        rollout_layouts=layouts[1:],
+        wire_dtype="float32",
+    )
+    assert WeightGroupSpec.from_bytes(spec.to_bytes()) == spec
+    for fields in (["n"], ["n", "g", 7], ["n", 1, b""]):
+        with pytest.raises(InvalidMessageError, match="node, GPU and slices"):
+            RankLayout.from_bytes(msgpack.packb(fields))
 
 
 def test_what_little_a_set_shares_is_sent_directly() -> None:

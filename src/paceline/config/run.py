@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, model_validator
 
 from paceline.config.actor import ActorConfig, CriticConfig
@@ -72,14 +70,6 @@ class RunConfig(Section):
             or algorithm.resample.method != "none"
             or isinstance(self.actor.policy_loss, CovarianceLoss)
         )
-
-    def weight_backend(self, learner_device: str) -> Literal["gloo", "nccl"]:
-        """What weights travel over; `learner_device` is "cpu" or "cuda"."""
-        if self.weights.backend != "auto":
-            return self.weights.backend
-        shared = set(self.learner.devices or ()) & set(self.rollout.devices or ())
-        # NCCL refuses two ranks on one GPU.
-        return "nccl" if learner_device == "cuda" and not shared else "gloo"
 
     @property
     def request_timeout_s(self) -> float:

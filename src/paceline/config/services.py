@@ -131,7 +131,8 @@ class WeightsConfig(Section):
     relay: Literal["auto", "never", "always"] = Field(
         "auto",
         description="Whether rollout ranks that need the same weights pass them on to each other. auto: if "
-        "the learner's links would slow the push down otherwise; always: wherever possible, for tests.",
+        "the learner's links would slow the push down otherwise, or several ranks of a node would each take "
+        "them over the network; always: wherever possible within a node, for tests.",
     )
     push_timeout_s: float = Field(30.0, gt=0, description="Longest duration of a push.")
     join_timeout_s: float = Field(60.0, gt=0, description="Longest duration of forming the weight group.")

@@ -10,10 +10,12 @@ import argparse
 import ipaddress
 import os
 import socket
+from collections.abc import MutableMapping
 
 import psutil
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.service.connection import is_loopback
 
 _HOST = "PACELINE_HOST"
 _ADVERTISE = "PACELINE_ADVERTISE"
@@ -106,6 +108,45 @@ def on_route_to(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def choose_for_gloo(host: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Has torch's gloo groups listen on the interface of `host`, unless the user chose one.
+
+    Left alone, gloo takes the interface of the machine's name.
+    """
+    interface = _interface_of(to_bind(host))
+    if interface is not None:
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def choose_for_nccl(host: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Has NCCL use the interface of `host` if that is not loopback; what the user has set stays.
+
+    Left alone, NCCL takes the first interface that is not loopback.
+    """
+    address = to_bind(host)
+    interface = _interface_of(address)
+    if interface is not None and not is_loopback(address):
+        # "=": exactly this name, not every one that begins with it.
+        environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+        environ.setdefault("NCCL_SOCKET_FAMILY", "AF_INET6" if ":" in address else "AF_INET")
+
+
+def _interface_of(host: str) -> str | None:
+    """The interface of this machine that has the address; None if none has."""
+    try:
+        address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return None
+    return next(
+        (
+            name
+            for name, entries in psutil.net_if_addrs().items()
+            if any(entry.address == address for entry in entries)
+        ),
+        None,
+    )
 
 
 def add_address_arguments(parser: argparse.ArgumentParser) -> None:

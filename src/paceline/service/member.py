@@ -18,10 +18,11 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from paceline.core.errors import PacelineError, PeerLostError, exit_code
+from paceline.core.errors import ConfigError, PacelineError, PeerLostError, exit_code
 from paceline.core.members import MemberKind
 from paceline.service import telemetry
 from paceline.service.addresses import add_address_arguments, from_environment, to_advertise, to_bind
+from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
 from paceline.service.controller_link import PEER, ControllerLink, MemberReport, Registration
 from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import RunningServer, start_server
@@ -31,6 +32,9 @@ from paceline.service.runtime import ServiceContext, run_service
 from paceline.service.terms import Terms
 
 log = logging.getLogger(__name__)
+
+MAX_MESSAGE_MIB = "PACELINE_MAX_MESSAGE_MIB"
+"""The largest message that a member takes: it listens before it knows service.max_message_mib."""
 
 _CONTROLLER = "PACELINE_CONTROLLER"
 _MEMBER_ID = "PACELINE_MEMBER_ID"
@@ -139,6 +143,7 @@ class MemberSession:
             port=options.port,
             advertise=to_advertise(host, options.advertise, towards=options.controller),
             credentials=credentials,
+            max_message_bytes=_max_message_mib() << 20,
             terms=terms,
         )
         context.defer("gRPC server", server.stop)
@@ -156,6 +161,7 @@ class MemberSession:
         await server.answer_as(link.incarnation)
         registration = await self._register(link, report())
         self._link = link
+        _check_limit(registration)
         settings = registration.config.telemetry
         set_level(settings.log_level)
         telemetry.setup(
@@ -270,6 +276,23 @@ def run_member(
         await session.reporting(serve(session))
 
     return run_service(main, name=options.member_id)
+
+
+def _max_message_mib() -> int:
+    text = from_environment(MAX_MESSAGE_MIB, str(DEFAULT_MAX_MESSAGE_BYTES >> 20))
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"{MAX_MESSAGE_MIB}={text!r} must be a number of MiB, as service.max_message_mib")
+    return int(text)
+
+
+def _check_limit(registration: Registration) -> None:
+    """Raises ConfigError: this process takes smaller messages than the run sends."""
+    wanted, limit = registration.config.service.max_message_mib, _max_message_mib()
+    if limit < wanted:
+        raise ConfigError(
+            f"this process takes messages of up to {limit} MiB, the run has service.max_message_mib={wanted}"
+            f": set {MAX_MESSAGE_MIB}={wanted}"
+        )
 
 
 def _visible(registration: Registration) -> Path | None:

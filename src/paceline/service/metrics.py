@@ -171,7 +171,7 @@ MEMBER_CHANGES = Metric(
 )
 MEMBER_RESTARTS = Metric(
     name="paceline_member_restarts_total",
-    help="Registrations of a member whose earlier incarnation the controller had known.",
+    help="Registrations of a new incarnation of a member that the controller had known.",
     kind=MetricKind.COUNTER,
     labels=("kind", "member"),
 )

@@ -22,6 +22,7 @@ from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2_grpc
 from paceline.service import telemetry
+from paceline.service.addresses import split, to_bind
 from paceline.service.controller_link import MemberReport
 from paceline.service.logs import setup_logging
 from paceline.service.member import MemberSession
@@ -80,6 +81,7 @@ class LearnerApp:
         Raises:
             PacelineError: the group failed, or has to start again.
         """
+        self._environment.use_interface(self._session.options.host)
         registration = await self._session.join(
             learner_pb2_grpc.add_LearnerServiceServicer_to_server, self._servicer, self._report
         )
@@ -89,7 +91,8 @@ class LearnerApp:
             checkpoints=registration.checkpoints,
             checkpoint_root=registration.checkpoint_root,
             checkpoint_marker=registration.checkpoint_marker,
-            publish_host=self._session.link.address.rpartition(":")[0],
+            host=to_bind(self._session.options.host),
+            advertise=split(self._session.link.address)[0],
         )
         training = self._start_training(assignment)
         sent_back = self._session.context.spawn("restart wanted", self._servicer.restart_wanted())
@@ -138,7 +141,7 @@ class LearnerApp:
         return MemberReport(state=servicer.state, policy=servicer.policy, notice=servicer.take_notice())
 
 
-def run_follower(environment: RankEnvironment) -> int:
+def run_follower(environment: RankEnvironment, host: str) -> int:
     """The main function of every rank but 0; returns the exit code."""
     die_with_parent()
     name = f"learner-rank{environment.rank}"
@@ -147,6 +150,7 @@ def run_follower(environment: RankEnvironment) -> int:
         telemetry.setup(
             "learner", run_dir=None, instance=name, local_rank=environment.local_rank, uses_gpus=True
         )
+        environment.use_interface(host)
         follow(environment)
     except PacelineError as error:
         log.error("fatal: %s", error)

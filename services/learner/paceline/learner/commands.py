@@ -38,7 +38,6 @@ class Description:
     store_host: str
     store_port: int
     version: int
-    device: str
 
 
 class Commands:
@@ -115,7 +114,6 @@ class Commands:
             store_host=host,
             store_port=port,
             version=self._learner.version,
-            device=ranks.device.type,
         )
 
     def _join(self, arguments: Arguments) -> None:

@@ -51,14 +51,20 @@ _LOCAL_KEY = "paceline/local"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """The part of the registration that every rank needs; `checkpoints` may be loaded, newest first."""
+    """The part of the registration that every rank needs, and where rank 0 listens.
+
+    Attributes:
+        checkpoints: may be loaded, newest first.
+        host, advertise: of rank 0: what it listens on, and where others reach it.
+    """
 
     config: RunConfig
     broker_url: str
     checkpoints: tuple[str, ...]
     checkpoint_root: str
     checkpoint_marker: str
-    publish_host: str
+    host: str
+    advertise: str
 
     def to_bytes(self) -> bytes:
         """Bytes for the other ranks; with the broker's password, so for the group and not for its store."""
@@ -234,8 +240,8 @@ def _load(assignment: Assignment, ranks: Ranks, head: Head | None, stack: contex
     publisher = WeightPublisher(
         learner.actor.network.lm,
         ranks.device,
-        config.weight_backend(ranks.device.type),
-        host=assignment.publish_host,
+        host=assignment.host,
+        advertise=assignment.advertise,
     )
     blobs = stack.enter_context(
         BlobReader(assignment.broker_url, outage_timeout_s=config.broker.outage_timeout_s)

@@ -124,7 +124,6 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
             store_host=description.store_host,
             store_port=description.store_port,
             version=description.version,
-            device=description.device,
         )
 
     async def JoinWeightGroup(

@@ -202,6 +202,7 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
         NumericsError: training diverged.
     """
     settings = config.learner
+    environment.use_interface(environment.master_host)
     use_threads(settings.threads, environment)
     device = choose_device(settings.device, environment, settings.devices)
     store = open_store(environment, settings.collective_timeout_s)

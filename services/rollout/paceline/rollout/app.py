@@ -18,6 +18,7 @@ from paceline.rollout.sampler import Sampler
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.rollout.servicer import RolloutServicer
 from paceline.rpc.v1 import rollout_pb2_grpc
+from paceline.service.addresses import choose_for_nccl
 from paceline.service.controller_link import MemberReport, Registration
 from paceline.service.member import MemberSession
 from paceline.storage.models import local_model
@@ -43,6 +44,7 @@ class RolloutApp:
             self._report,
             on_reregistered=self._reregistered,
         )
+        choose_for_nccl(self._session.options.host)
         engine = await self._load(registration.config)
         if engine is not None:
             await self._serve(engine, registration)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.controller_client import ControllerClient
-from paceline.cli.launch import plan
+from paceline.cli.launch import joining, plan
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.launch.liveness import Liveness
 from paceline.cli.launch.machine import Machine, free_port
@@ -30,6 +30,7 @@ from paceline.cli.launch.plan import ProcessSpec, Role
 from paceline.cli.launch.presence import Presence
 from paceline.cli.launch.process_tree import ProcessTree
 from paceline.cli.launch.restarts import RestartHistory, RestartRule
+from paceline.cli.launch.scratch import Scratch
 from paceline.cli.launch.services import Services, Unit
 from paceline.cli.live.follow import follow
 from paceline.cli.live.view import View
@@ -67,23 +68,43 @@ class Planner:
     broker_url: Callable[[str], str] = str
 
 
-async def launch(config: RunConfig, run_dir: Path, view: View, *, planner: Planner | None = None) -> Outcome:
+async def launch(
+    config: RunConfig,
+    run_dir: Path,
+    view: View,
+    *,
+    planner: Planner | None = None,
+    is_open: bool = False,
+) -> Outcome:
     """Starts a run, follows it to its end and stops it; returns expected failures as an outcome.
 
     Must be called in the main thread of a process that has no other children.
+
+    Args:
+        config: of the run.
+        run_dir: as `run_dirs.prepare` made it.
+        view: shows the run.
+        planner: makes the processes' specs.
+        is_open: keep the token in the run directory and say how further members join.
     """
     adopt_orphans()
-    launcher = _Launcher(config, run_dir, view, planner or Planner())
+    launcher = _Launcher(config, run_dir, view, planner or Planner(), is_open=is_open)
     with launcher.signals():
         return await launcher.run()
 
 
 class _Launcher:
-    def __init__(self, config: RunConfig, run_dir: Path, view: View, planner: Planner) -> None:
+    def __init__(
+        self, config: RunConfig, run_dir: Path, view: View, planner: Planner, *, is_open: bool
+    ) -> None:
         self._config, self._run_dir, self._view, self._planner = config, run_dir, view, planner
-        self._credentials = Credentials.from_env().with_token(secrets.token_urlsafe(24))
+        self._is_open, token = is_open, secrets.token_urlsafe(24)
+        self._credentials = Credentials.from_env().with_token(
+            joining.keep_token(run_dir, token) if is_open else token
+        )
         self._note = run_dirs.new_note(run_dir, self._credentials.token)
-        self._tree = ProcessTree(run_dir / "logs")
+        self._scratch = Scratch()
+        self._tree = ProcessTree(run_dir / "logs", env=self._scratch.env)
         rule = RestartRule(max_restarts=config.service.max_restarts, window_s=config.service.restart_window_s)
         self._services = Services(self._tree, rule, say=view.notice, changed=self._write_note)
         self._redis: OwnRedis | None = None
@@ -164,6 +185,8 @@ class _Launcher:
         self._write_note()
         names = ", ".join(p.name for u in self._services.units for p in u.processes if u.member_id)
         self._view.milestone(f"started {names}; logs in {self._run_dir / 'logs'}")
+        if self._is_open:
+            self._view.notice(joining.how_to_join(self._config, self._run_dir, self._address))
         patience_s = self._config.service.recovery_timeout_s
         self._following = asyncio.create_task(
             follow(self._address, self._credentials, self._view, patience_s=patience_s), name="follow"
@@ -341,6 +364,7 @@ class _Launcher:
                 self._redis.server.stop()
             for process in self._tree.sweep():
                 log.warning("killed a process that was left behind: %s", process)
+            self._scratch.remove()
             run_dirs.end_note(self._run_dir, self._note, outcome.message)
 
     async def _ask_to_stop(self, outcome: Outcome) -> None:

@@ -14,6 +14,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.service import prometheus
 from paceline.service.credentials import INSECURE
+from paceline.service.member import MAX_MESSAGE_MIB
 
 # --dry-run shows this in place of an address that is known only after the start.
 CONTROLLER_PLACE = "CONTROLLER_HOST:PORT"
@@ -47,6 +48,8 @@ class ProcessSpec:
     """One process to start. `env` is added to the launcher's own environment.
 
     `member_id` is what the controller calls it; several processes with the same one start and end together.
+    `shell` is the command line of a remote shell, if the process runs on another host: `launch.remote` there
+    gets command and environment through its input.
     """
 
     name: str
@@ -54,6 +57,7 @@ class ProcessSpec:
     command: tuple[str, ...]
     member_id: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
+    shell: tuple[str, ...] = ()
 
 
 def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessSpec:
@@ -235,6 +239,7 @@ def _common(config: RunConfig, *, num_threads: int | None = None) -> dict[str, s
     }
     if num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(num_threads)
+    variables[MAX_MESSAGE_MIB] = str(config.service.max_message_mib)
     if config.service.insecure:
         variables[INSECURE] = "1"
     return variables

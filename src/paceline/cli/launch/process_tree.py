@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from paceline.cli.launch import processes
@@ -17,10 +18,10 @@ STOP_ORDER = (Role.ROLLOUT, Role.LEARNER, Role.REWARD, Role.CONTROLLER)
 
 
 class ProcessTree:
-    """The processes of one run. Processes that were below this one before it are left alone."""
+    """The processes of one run, all with `env`. Processes that were below this one before are left alone."""
 
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
+    def __init__(self, log_dir: Path, *, env: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._log_dir, self._env = log_dir, env
         self._before = processes.descendants()
         self._processes: list[ManagedProcess] = []
         self._ended: asyncio.Queue[ManagedProcess] = asyncio.Queue()
@@ -54,7 +55,7 @@ class ProcessTree:
         return process
 
     async def _start(self, spec: ProcessSpec, secrets: Mapping[str, str]) -> ManagedProcess:
-        process = await processes.start(spec, self._log_dir / f"{spec.name}.log", secrets)
+        process = await processes.start(spec, self._log_dir / f"{spec.name}.log", {**self._env, **secrets})
         self._processes.append(process)
         return process
 

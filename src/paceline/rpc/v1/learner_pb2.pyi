@@ -42,16 +42,13 @@ class DescribeLearnerWeightsResponse(_message.Message):
     STORE_HOST_FIELD_NUMBER: _builtins.int
     STORE_PORT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    DEVICE_FIELD_NUMBER: _builtins.int
     store_host: _builtins.str
     store_port: _builtins.int
     version: _builtins.int
     """policy version that the learner holds (steps trained)"""
-    device: _builtins.str
-    """"cpu" or "cuda"; decides the transport of the weights"""
     @_builtins.property
     def rank_layouts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """msgpack, one per learner rank"""
+        """msgpack, one per learner rank, with its node and GPU"""
 
     def __init__(
         self,
@@ -60,11 +57,10 @@ class DescribeLearnerWeightsResponse(_message.Message):
         store_host: _builtins.str = ...,
         store_port: _builtins.int = ...,
         version: _builtins.int = ...,
-        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "rank_layouts", b"rank_layouts", "store_host", b"store_host", "store_port", b"store_port", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank_layouts", b"rank_layouts", "store_host", b"store_host", "store_port", b"store_port", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

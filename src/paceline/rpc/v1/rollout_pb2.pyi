@@ -41,7 +41,7 @@ class DescribeRolloutWeightsResponse(_message.Message):
     RANK_LAYOUTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rank_layouts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """msgpack, one per tensor parallel rank"""
+        """msgpack, one per tensor parallel rank, with its node and GPU"""
 
     def __init__(
         self,

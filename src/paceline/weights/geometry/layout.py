@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import gt
 from typing import Any, Final
@@ -14,7 +14,7 @@ import msgpack
 from paceline.core.errors import InvalidMessageError, WeightSyncError
 from paceline.weights.geometry.boxes import Box
 
-LAYOUT_SCHEMA: Final = 2
+LAYOUT_SCHEMA: Final = 3
 ITEM_SIZES: Final[dict[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the types that can be sent, by the name that torch uses after `torch.`"""
 
@@ -63,8 +63,25 @@ class TensorSlice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Where a rank runs.
+
+    Attributes:
+        node: id of its machine; ranks of equal ids reach each other without the network. "": unknown.
+        gpu: id of its GPU, unique over all machines; "" without one.
+    """
+
+    node: str = ""
+    gpu: str = ""
+
+
+NOWHERE: Final = RankPlace()
+"""A place of which nothing is known"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """All slices that one rank holds or needs.
+    """All slices that one rank holds or needs, and where it runs.
 
     Attributes:
         dtype: element type of the rank's parameters, as torch names it ("float32").
@@ -76,9 +93,14 @@ class RankLayout:
     dtype: str
     slices: tuple[TensorSlice, ...]
     full_tensors: bool = False
+    place: RankPlace = NOWHERE
+
+    def at(self, place: RankPlace) -> RankLayout:
+        """The same slices in another place; the tuple of slices is shared."""
+        return self if place == self.place else replace(self, place=place)
 
     def to_dict(self) -> dict[str, Any]:
-        """The layout as plain lists, numbers and strings, for msgpack."""
+        """The layout without its place, as plain lists, numbers and strings, for msgpack."""
         return {
             "schema": LAYOUT_SCHEMA,
             "dtype": self.dtype,
@@ -97,23 +119,42 @@ class RankLayout:
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidMessageError(f"weight layout: {error}", reason="bad_layout") from error
 
-    def to_bytes(self) -> bytes:
-        """The layout as one msgpack message."""
+    def slices_to_bytes(self) -> bytes:
+        """The layout without its place, as one msgpack message."""
         packed: bytes = msgpack.packb(self.to_dict())
+        return packed
+
+    def to_bytes(self) -> bytes:
+        """The layout with its place, as one msgpack message."""
+        packed: bytes = msgpack.packb([self.place.node, self.place.gpu, self.slices_to_bytes()])
         return packed
 
     @staticmethod
     @lru_cache(maxsize=64)
-    def from_bytes(data: bytes) -> RankLayout:
-        """Reads what `to_bytes` wrote; raises InvalidMessageError if anything is malformed.
+    def slices_from_bytes(data: bytes) -> RankLayout:
+        """Reads what `slices_to_bytes` wrote; raises InvalidMessageError if anything is malformed.
 
-        The same bytes give the same object: servers that are alike have their layouts in common.
+        The same bytes give the same object: servers that are alike have their slices in common.
         """
-        try:
-            plain = msgpack.unpackb(data)
-        except (ValueError, msgpack.UnpackException) as error:
-            raise InvalidMessageError(f"weight layout: not msgpack: {error}", reason="bad_layout") from error
-        return RankLayout.from_dict(plain)
+        return RankLayout.from_dict(_unpack(data))
+
+    @staticmethod
+    def from_bytes(data: bytes) -> RankLayout:
+        """Reads what `to_bytes` wrote; raises InvalidMessageError if anything is malformed."""
+        fields = _unpack(data)
+        if not isinstance(fields, list) or [type(field) for field in fields] != [str, str, bytes]:
+            raise InvalidMessageError(
+                f"weight layout: need node, GPU and slices, got {type(fields).__name__}", reason="bad_layout"
+            )
+        node, gpu, slices = fields
+        return RankLayout.slices_from_bytes(slices).at(RankPlace(node=node, gpu=gpu))
+
+
+def _unpack(data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise InvalidMessageError(f"weight layout: not msgpack: {error}", reason="bad_layout") from error
 
 
 def chunk_rows(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -150,7 +191,7 @@ def expand_full(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> Ra
 def expand_all(
     layouts: Iterable[RankLayout], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[RankLayout, ...]:
-    """`expand_full` of each; equal results are one object."""
+    """`expand_full` of each, without places; equal results are one object."""
     full: dict[str, RankLayout] = {}
     expanded: list[RankLayout] = []
     for layout in layouts:

@@ -90,7 +90,7 @@ def gather_flows(
     destinations: Sequence[RankLayout],
     order: dict[str, int],
     *,
-    shared: bool,
+    together: Sequence[int],
     smallest_share: float = 0.0,
 ) -> Flows:
     """Splits what rollout ranks need into flows, ordered by (source, members).
@@ -98,14 +98,15 @@ def gather_flows(
     Args:
         destinations: what each rollout rank needs; layouts of the general path must have been expanded.
         order: number of each tensor.
-        shared: put ranks that need the same box into one set; otherwise each rank is a set of its own.
+        together: a number for each rollout rank; ranks that need the same box and have the same number form
+            one set.
         smallest_share: sets that have less than this share of all bytes in common are split into single
             ranks.
 
     Raises:
         WeightSyncError: no source holds a needed part.
     """
-    groups = _split_small(_group_needs(destinations, shared=shared), smallest_share)
+    groups = _split_small(_group_needs(destinations, together), smallest_share)
     needs = [
         Need(
             name=part.name,
@@ -226,15 +227,15 @@ def take_leading(box: Box, room: int, *, can_wait: bool) -> tuple[Box | None, li
     raise AssertionError("a box of one element is larger than a round, which build_plan refuses")
 
 
-def _group_needs(destinations: Sequence[RankLayout], *, shared: bool) -> list[Group]:
-    """Every needed box with the ranks that need it; if not `shared`, a group per rank."""
+def _group_needs(destinations: Sequence[RankLayout], together: Sequence[int]) -> list[Group]:
+    """Every needed box with the ranks that need it and have the same number."""
     groups: dict[tuple[object, ...], Group] = {}
     for rank, layout in enumerate(destinations):
         times: dict[tuple[str, Box], int] = {}
         for part in layout.slices:
             # A rank may need the same box in two places.
             number = times[part.name, part.box] = times.get((part.name, part.box), 0) + 1
-            key = (part.name, part.global_shape, part.box, number, -1 if shared else rank)
+            key = (part.name, part.global_shape, part.box, number, together[rank])
             groups.setdefault(key, []).append((rank, part))
     return list(groups.values())
 

@@ -27,6 +27,9 @@ RELAY_MODES: Final = ("auto", "never", "always")
 _ROUND_COST_BYTES: Final = 64 << 20
 """Bytes that a link carries in the time it takes to start and end a round (0.2 ms at 350 GB/s)"""
 
+_NETWORK_COST: Final = 8
+"""How much longer a byte takes over a node's network (50 GB/s) than over a rank's link in it (400 GB/s)"""
+
 
 class MessageKey(NamedTuple):
     """One message between two ranks of the group (learners come first).
@@ -87,6 +90,7 @@ class TransferPlan:
         first: the rollout rank that receives it first.
         offset, relay_offset: its first element in that message, and in those that relay it.
         layouts: a digest of all layouts, to which the columns refer by number.
+        nodes: a number for each rank of the group; equal for ranks of one node.
     """
 
     num_sources: int
@@ -105,6 +109,7 @@ class TransferPlan:
     offset: IntArray
     relay_offset: IntArray
     layouts: bytes
+    nodes: tuple[int, ...]
 
     @cached_property
     def message_sizes(self) -> dict[MessageKey, int]:
@@ -223,16 +228,22 @@ class TransferPlan:
 
     @cached_property
     def cost_bytes(self) -> int:
-        """How long a push takes, in bytes over one link.
+        """How long a push takes, in bytes over the link of one rank.
 
-        A round lasts as long as its busiest rank sends or receives.
+        A round lasts as long as its busiest rank sends or receives, or its busiest node over the network.
         """
-        loads: dict[tuple[int, int, bool], int] = {}
+        loads: dict[tuple[int, str, int, bool], int] = {}
         for key, size in self.message_sizes.items():
-            for end in ((key.round, key.sender, True), (key.round, key.receiver, False)):
-                loads[end] = loads.get(end, 0) + size * self.item_bytes
+            ends = [("rank", key.sender, True), ("rank", key.receiver, False)]
+            origin, target = self.nodes[key.sender], self.nodes[key.receiver]
+            if origin != target:
+                ends += [("node", origin, True), ("node", target, False)]
+            for kind, number, sends in ends:
+                cost = size * self.item_bytes * (_NETWORK_COST if kind == "node" else 1)
+                end = (key.round, kind, number, sends)
+                loads[end] = loads.get(end, 0) + cost
         busiest = [0] * self.num_rounds
-        for (number, _, _), load in loads.items():
+        for (number, *_), load in loads.items():
             busiest[number] = max(busiest[number], load)
         return sum(busiest) + _ROUND_COST_BYTES * self.num_rounds
 
@@ -256,7 +267,7 @@ def build_plan(
         item_bytes: bytes per element on the wire.
         round_bytes: most bytes that any rank packs in one round, or receives in one from learners and relays.
         relay: whether rollout ranks that need the same box relay it to each other. "auto": if that is faster,
-            by `cost_bytes`; "always": whenever two need the same box, for tests.
+            by `cost_bytes`; "always": whenever two on one node need the same box, for tests.
 
     Raises:
         WeightSyncError: no source holds a needed part, no destination needs a tensor, two slices are written
@@ -268,27 +279,32 @@ def build_plan(
     if capacity < 1:
         raise WeightSyncError(f"round_bytes is {round_bytes}; it must hold at least one element")
     shapes = tensor_shapes([*sources, *destinations])
+    nodes = _number_nodes([*sources, *destinations])
     learner_shapes = tensor_shapes(sources)
     destinations = expand_all(destinations, learner_shapes)
     _check_all_used(learner_shapes, destinations)
-    different = {id(layout): (rank, layout) for rank, layout in reversed([*enumerate(destinations)])}
+    # Layouts that differ only in their place share their slices.
+    different = {id(layout.slices): (rank, layout) for rank, layout in reversed([*enumerate(destinations)])}
     for rank, layout in different.values():
         _check_disjoint(rank, layout)
     digest = _digest_of(sources, [layout for _, layout in different.values()])
     order = {name: index for index, name in enumerate(shapes)}
 
-    def plan(*, shared: bool, smallest_share: float = 0.0) -> TransferPlan:
-        flows = gather_flows(sources, destinations, order, shared=shared, smallest_share=smallest_share)
-        ends = (len(sources), len(destinations))
-        return _plan_flows(flows, ends, item_bytes, capacity, digest)
+    def plan(together: Sequence[int], smallest_share: float = 0.0) -> TransferPlan:
+        flows = gather_flows(sources, destinations, order, together=together, smallest_share=smallest_share)
+        return _plan_flows(flows, nodes, len(sources), item_bytes, capacity, digest)
 
+    by_node = nodes[len(sources) :]
     if relay == "always":
-        return plan(shared=True)
-    direct = plan(shared=False)
-    if relay == "never" or not _egress_binds(direct):
-        return direct
-    relayed = plan(shared=True, smallest_share=SMALLEST_SHARE)
-    return relayed if relayed.cost_bytes < direct.cost_bytes else direct
+        return plan(by_node)
+    direct = plan(range(len(destinations)))
+    candidates = [direct]
+    if relay == "auto" and _egress_binds(direct):
+        candidates.append(plan([0] * len(destinations), SMALLEST_SHARE))
+    # Over the network a slice that several ranks of a node need should come once.
+    if relay == "auto" and len(set(nodes)) > 1 and len(set(by_node)) < len(by_node):
+        candidates.append(plan(by_node, SMALLEST_SHARE))
+    return min(candidates, key=lambda candidate: candidate.cost_bytes)
 
 
 def _egress_binds(plan: TransferPlan) -> bool:
@@ -297,8 +313,19 @@ def _egress_binds(plan: TransferPlan) -> bool:
     return sent > max((plan.received_bytes(rank) for rank in range(plan.num_destinations)), default=0)
 
 
+def _number_nodes(layouts: Sequence[RankLayout]) -> tuple[int, ...]:
+    """A number for each rank, equal for ranks of one node."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(layout.place.node, len(numbers)) for layout in layouts)
+
+
 def _plan_flows(
-    flows: Flows, ends: tuple[int, int], item_bytes: int, capacity: int, layouts: bytes
+    flows: Flows,
+    nodes: tuple[int, ...],
+    num_sources: int,
+    item_bytes: int,
+    capacity: int,
+    layouts: bytes,
 ) -> TransferPlan:
     """Assigns its message to every chunk, and to chunks of larger sets also the messages that relay them."""
     sets = sorted({flow.members for flow in flows.flows if len(flow.members) > 1})
@@ -332,8 +359,8 @@ def _plan_flows(
     )
     relayed = np.array([len(flow.members) > 1 for flow in flows.flows], dtype=bool)
     return TransferPlan(
-        num_sources=ends[0],
-        num_destinations=ends[1],
+        num_sources=num_sources,
+        num_destinations=len(nodes) - num_sources,
         num_rounds=int((at + 1 + relayed[of_flow]).max()) if len(at) else 0,
         num_channels=1 + len(sets),
         item_bytes=item_bytes,
@@ -348,6 +375,7 @@ def _plan_flows(
         offset=offset,
         relay_offset=relay_offset,
         layouts=layouts,
+        nodes=nodes,
     )
 
 
@@ -373,7 +401,7 @@ def _digest_of(sources: Sequence[RankLayout], destinations: Sequence[RankLayout]
     """A digest of all layouts: tensors, parameters and places."""
     hasher = hashlib.sha256()
     for layout in (*sources, *destinations):
-        hasher.update(layout.to_bytes())
+        hasher.update(layout.slices_to_bytes())
     return hasher.digest()
 
 

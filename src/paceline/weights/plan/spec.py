@@ -10,10 +10,10 @@ import msgpack
 
 from paceline.core.errors import InvalidMessageError
 from paceline.core.members import MemberKind, RankRef
-from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout, expand_all, tensor_shapes
+from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout, RankPlace, expand_all, tensor_shapes
 from paceline.weights.plan.plan import RELAY_MODES, TransferPlan, build_plan
 
-SPEC_SCHEMA: Final = 2
+SPEC_SCHEMA: Final = 3
 _FAST: Final = 1
 _MOST_BYTES: Final = 1 << 30
 BACKENDS: Final = ("gloo", "nccl")
@@ -70,6 +70,11 @@ class WeightGroupSpec:
                 )
 
     @property
+    def layouts(self) -> tuple[RankLayout, ...]:
+        """All ranks' layouts, by group rank."""
+        return (*self.learner_layouts, *self.rollout_layouts)
+
+    @property
     def num_learners(self) -> int:
         """Learner ranks; also the group rank of the first rollout rank."""
         return len(self.learner_layouts)
@@ -112,6 +117,7 @@ class WeightGroupSpec:
             "learner_layouts": [layouts.number(layout) for layout in self.learner_layouts],
             "rollout_layouts": [layouts.number(layout) for layout in self.rollout_layouts],
             "layouts": layouts.packed,
+            "places": [[layout.place.node, layout.place.gpu] for layout in self.layouts],
             "wire_dtype": self.wire_dtype,
             "round_bytes": self.round_bytes,
             "relay": self.relay,
@@ -130,9 +136,14 @@ class WeightGroupSpec:
             for key, kind in _KINDS.items():
                 if type(plain[key]) is not kind:
                     raise TypeError(f"{key} must be {kind.__name__}, got {plain[key]!r}")
-            layouts = tuple(map(RankLayout.from_bytes, plain.pop("layouts")))
-            for side in ("learner_layouts", "rollout_layouts"):
-                plain[side] = tuple(layouts[_index(number, len(layouts))] for number in plain[side])
+            layouts = tuple(map(RankLayout.slices_from_bytes, plain.pop("layouts")))
+            numbers = [*plain["learner_layouts"], *plain["rollout_layouts"]]
+            every = tuple(
+                layouts[_index(number, len(layouts))].at(_read_place(place))
+                for number, place in zip(numbers, plain.pop("places"), strict=True)
+            )
+            first = len(plain["learner_layouts"])
+            plain |= {"learner_layouts": every[:first], "rollout_layouts": every[first:]}
             return cls(**plain)
         except (KeyError, TypeError, ValueError, zlib.error, msgpack.UnpackException) as error:
             raise InvalidMessageError(f"weight group spec: {error}", reason="bad_weight_group") from error
@@ -147,14 +158,14 @@ class _Numbered:
         self._by_content: dict[bytes, int] = {}
 
     def number(self, layout: RankLayout) -> int:
-        """The number of a layout; equal layouts have the same."""
-        known = self._by_identity.get(id(layout))
+        """The number of a layout; layouts of equal slices have the same."""
+        known = self._by_identity.get(id(layout.slices)) if layout.slices else None
         if known is None:
-            packed = layout.to_bytes()
+            packed = layout.slices_to_bytes()
             known = self._by_content.setdefault(packed, len(self.packed))
             if known == len(self.packed):
                 self.packed.append(packed)
-            self._by_identity[id(layout)] = known
+            self._by_identity[id(layout.slices)] = known
         return known
 
 
@@ -165,6 +176,12 @@ def _decompress(data: bytes) -> bytes:
     if not inflater.eof:
         raise ValueError(f"the spec is cut off or larger than {_MOST_BYTES >> 20} MiB")
     return message
+
+
+def _read_place(fields: object) -> RankPlace:
+    if not isinstance(fields, list) or [type(field) for field in fields] != [str, str]:
+        raise TypeError(f"a place is two strings, got {fields!r}")
+    return RankPlace(node=fields[0], gpu=fields[1])
 
 
 def _index(number: object, count: int) -> int:
@@ -181,6 +198,7 @@ _KINDS: Final[dict[str, type]] = {
     "learner_layouts": list,
     "rollout_layouts": list,
     "layouts": list,
+    "places": list,
     "wire_dtype": str,
     "round_bytes": int,
     "relay": str,

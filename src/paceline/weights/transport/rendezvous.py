@@ -22,12 +22,15 @@ from paceline.core.members import (
     peer_from_plain,
     peer_to_plain,
 )
+from paceline.service.addresses import is_wildcard, on_route_to
 from paceline.weights.plan.spec import WeightGroupSpec
 
 _ABANDONED = "abandoned"
 _HERE = "here/{rank}"
+_NUM_HERE = "here"
+_ALL_HERE = "all here"
 _ASK_EVERY_S = 0.1
-_LOOK_EVERY_S = 0.005
+_LOOK_EVERY_S = 0.005, 0.05
 _STORE = RankRef(MemberKind.LEARNER, 0)
 _OWN_FAILURES: Final = ("out of memory", "can't allocate memory", "cuda error")
 """What torch's errors say where the process itself, not a peer, has failed"""
@@ -40,6 +43,11 @@ class Deadline:
     def __init__(self, phase: str, seconds: float) -> None:
         self.phase, self.seconds = phase, seconds
         self._end = time.monotonic() + seconds
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether there is no time left."""
+        return self._end <= time.monotonic()
 
     def remaining(self, peer: Peer) -> timedelta:
         """The time left; raises DeadlineError naming `peer` if there is none."""
@@ -60,15 +68,23 @@ class Deadline:
         """
         if any(words in str(error).lower() for words in _OWN_FAILURES):
             return WeightSyncError(f"{self.phase}: {LocalPart.DEVICE} failed: {str(error).splitlines()[0]}")
-        if self._end <= time.monotonic() or "timed out" in str(error).lower():
+        if self.has_passed or "timed out" in str(error).lower():
             return self.error(peer)
         text = str(error).splitlines()[0]
         return PeerLostError(f"{self.phase}: lost the connection to {peer}: {text}", peer=peer)
 
 
-def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Opens a rendezvous store that listens on `host` only, on a free port (`store.port`)."""
-    with socket.create_server((host, 0), backlog=1024) as listener:
+def open_store(host: str, timeout_s: float, *, port: int = 0) -> TCPStore:
+    """Opens a store that listens on `host` only; on `port`, or for 0 on a free one (`store.port`).
+
+    Raises:
+        OSError: the port is taken, or `host` is not this machine's.
+    """
+    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+        0
+    ]
+    both = is_wildcard(host) and family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    with socket.create_server(place[:2], family=family, backlog=1024, dualstack_ipv6=both) as listener:
         port = listener.getsockname()[1]
         # Given only a host name, the store would listen on every interface.
         return TCPStore(
@@ -159,18 +175,25 @@ def await_all(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline
         PeerLostError: the join was called off, since a member went away.
     """
     here, called_off = _epoch_store(store, spec.epoch), Abandonment(store, spec.epoch)
+    pause_s, longest_s = _LOOK_EVERY_S
     try:
         here.set(_HERE.format(rank=rank), "1")
-        missing = [other for other in range(spec.world_size) if other != rank]
-        while True:
-            missing = [other for other in missing if not here.check([_HERE.format(rank=other)])]
-            if not missing:
-                return
-            deadline.remaining(spec.rank_ref(missing[0]))
+        # The last rank to come sets one key for all: each look is one small question, however many ranks.
+        if here.add(_NUM_HERE, 1) == spec.world_size:
+            here.set(_ALL_HERE, "1")
+        while not here.check([_ALL_HERE]):
+            if deadline.has_passed:
+                raise deadline.error(spec.rank_ref(_first_missing(here, spec.world_size)))
             called_off.check(deadline.phase)
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(pause_s)
+            pause_s = min(longest_s, 1.2 * pause_s)
     except RuntimeError as error:
         raise deadline.translate(error, _STORE) from error
+
+
+def _first_missing(here: Store, world_size: int) -> int:
+    """The lowest rank that has not come; 0 if all have come meanwhile."""
+    return next((rank for rank in range(world_size) if not here.check([_HERE.format(rank=rank)])), 0)
 
 
 def make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> Any:
@@ -185,7 +208,7 @@ def make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._timeout = deadline.remaining(SOME_MEMBER)
-    options._devices = [gloo.create_device(hostname=_own_address(spec.store_host, spec.store_port))]
+    options._devices = [gloo.create_device(hostname=on_route_to(spec.store_host, spec.store_port))]
     return gloo(store, rank, spec.world_size, options)
 
 
@@ -210,10 +233,3 @@ def _nccl_group(spec: WeightGroupSpec, rank: int, store: Store) -> Any:
             del os.environ[_WATCHDOG]
         else:
             os.environ[_WATCHDOG] = before
-
-
-def _own_address(host: str, port: int) -> str:
-    """This machine's address on the route to `host`; a datagram socket finds it without sending anything."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])

@@ -78,13 +78,12 @@ async def is_serving(address: str, incarnation: str, *, role: str, credentials: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerWeights:
-    """The learner's weights: a layout per rank, the rendezvous, the version that it holds, its device."""
+    """The learner's weights: a layout per rank, the rendezvous, the version that it holds."""
 
     layouts: tuple[RankLayout, ...]
     store_host: str
     store_port: int
     version: int
-    device: str
 
 
 class Channels:
@@ -171,7 +170,6 @@ class LearnerClient:
             store_host=reply.store_host,
             store_port=reply.store_port,
             version=reply.version,
-            device=reply.device,
         )
 
     async def join(self, member: Member, *, epoch: int, spec: bytes) -> None:

@@ -16,7 +16,7 @@ class FleetMeter:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._known: set[str] = set()
+        self._incarnations: dict[str, str] = {}
         self._lost_at: dict[str, float] = {}
 
     def note(self, change: FleetChange) -> None:
@@ -26,8 +26,11 @@ class FleetMeter:
             # A counter begins at 0: the first increase of one that begins at 1 would not be seen.
             for what in _CHANGES:
                 telemetry.count(metrics.MEMBER_CHANGES, 0, kind=kind, change=what)
-            telemetry.count(metrics.MEMBER_RESTARTS, int(member in self._known), kind=kind, member=member)
-            self._known.add(member)
+            now, before = change.member.incarnation, self._incarnations.get(member)
+            # The same one registers again where it had been taken for dead.
+            is_restart = before not in (None, now)
+            telemetry.count(metrics.MEMBER_RESTARTS, int(is_restart), kind=kind, member=member)
+            self._incarnations[member] = now
         if change.state is None:
             telemetry.count(metrics.MEMBER_CHANGES, kind=kind, change=change.what)
         if change.what in _LOST:

@@ -144,6 +144,8 @@ class Alignment:
         # While it trains, the learner answers no question; it still holds the version that it reported.
         if learner.state is LearnerState.TRAINING and learner.policy is not None:
             return learner.policy.version
+        # A learner that is asked takes the group for one of a controller that has died.
+        await self._publication.end_group()
         return (await self._learner.describe(learner)).version
 
     # --- the journal's side

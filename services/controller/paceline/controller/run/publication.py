@@ -93,6 +93,10 @@ class Publication:
 
     # --- weight group
 
+    async def end_group(self) -> None:
+        """Makes all members leave the weight group, if there is one; the next push forms another."""
+        await self._push.epochs.dissolve()
+
     async def _ensure_epoch(self, version: int) -> None:
         learner = self._supervisor.learner
         rollouts = self._supervisor.rollouts

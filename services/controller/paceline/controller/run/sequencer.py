@@ -114,9 +114,10 @@ class Sequencer:
             pause_s = self._losses.next_pause(finished, time.monotonic()) if self._is_loss(error) else None
             if pause_s is None:
                 raise
-            if (sentence := f"step {self.progress.step}: {error}") != self._last_loss:
-                self._last_loss = sentence
-                self._run.events.notice(sentence)
+            # What a lost member leads to until it is back is told in other words each time.
+            if (loss := f"{error.peer} in step {finished + 1}") != self._last_loss:
+                self._last_loss = loss
+                self._run.events.notice(f"step {self.progress.step}: {error}")
             await asyncio.sleep(pause_s)
             return False
         return True

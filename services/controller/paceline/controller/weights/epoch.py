@@ -19,6 +19,7 @@ from paceline.controller.fleet.membership import Member
 from paceline.controller.weights import blame
 from paceline.core.errors import PacelineError, PeerLostError
 from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.plan.backend import choose_backend
 from paceline.weights.plan.fit import misfit
 from paceline.weights.plan.spec import WeightGroupSpec
 
@@ -172,7 +173,7 @@ class Epochs:
     ) -> WeightGroupSpec:
         return WeightGroupSpec(
             epoch=epoch.number,
-            backend=self._config.weight_backend(weights.device),
+            backend=choose_backend(self._config.weights.backend, [*weights.layouts, *rollout_layouts]),
             store_host=weights.store_host,
             store_port=weights.store_port,
             learner_layouts=weights.layouts,

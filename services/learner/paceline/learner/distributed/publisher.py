@@ -22,6 +22,7 @@ from paceline.weights.geometry.parameters import AddressCache, ParameterIndex
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.group import DTYPES, WeightGroup
+from paceline.weights.transport.place import place_of
 from paceline.weights.transport.rendezvous import Deadline, open_store
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -34,8 +35,8 @@ class WeightPublisher:
     Args:
         model: a Hugging Face model under `fully_shard` (or not sharded at all), the same on every rank.
         device: the device of its shards.
-        backend: "gloo" or "nccl".
-        host: address on which learner rank 0 listens for the rendezvous, as the rollout ranks reach it.
+        host: address on which learner rank 0 listens for the rendezvous.
+        advertise: where the rollout ranks reach it, if that is not `host`.
         exclude: names of parameters that are not part of the policy (a value head); they are not sent.
     """
 
@@ -43,12 +44,13 @@ class WeightPublisher:
         self,
         model: nn.Module,
         device: torch.device,
-        backend: str,
         *,
         host: str = "127.0.0.1",
+        advertise: str = "",
         exclude: Collection[str] = (),
     ) -> None:
-        self._device, self._backend, self._host = device, backend, host
+        self._device, self._host = device, host
+        self._advertise = advertise or host
         self._exclude = frozenset(exclude) | _tied_names(model)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -82,7 +84,8 @@ class WeightPublisher:
             raise ModelError(
                 f"the policy's parameters must share one dtype, got {dtypes} (dtype: an example)"
             )
-        return RankLayout(dtype=str(next(iter(dtypes))).removeprefix("torch."), slices=tuple(slices))
+        dtype = str(next(iter(dtypes))).removeprefix("torch.")
+        return RankLayout(dtype=dtype, slices=tuple(slices), place=place_of(self._device))
 
     def open_store(self) -> tuple[str, int]:
         """Opens the rendezvous store on learner rank 0, once; returns its address for the group spec."""
@@ -90,7 +93,7 @@ class WeightPublisher:
             raise WeightSyncError(f"only learner rank 0 has a store, this is rank {self._rank}")
         if self._store is None:
             self._store = open_store(self._host, _STORE_TIMEOUT_S)
-        return self._host, self._store.port
+        return self._advertise, self._store.port
 
     def join(self, spec: WeightGroupSpec) -> None:
         """Leaves its current group, if any, and joins the group that `spec` describes, with all others.
@@ -100,10 +103,6 @@ class WeightPublisher:
             DeadlineError, PeerLostError: a member did not join within `spec.timeout_s`, or went away.
         """
         self.leave()
-        if spec.backend != self._backend:
-            raise WeightSyncError(
-                f"this learner publishes over {self._backend}, the group spec says {spec.backend}"
-            )
         if self._rank == 0 and self._store is None:
             raise WeightSyncError(
                 "learner rank 0 has no store; call open_store() for the address in the spec"

@@ -14,6 +14,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.service.addresses import choose_for_gloo, choose_for_nccl, join
+from paceline.service.connection import is_loopback
+from paceline.weights.transport import rendezvous
 
 WRITE_TIMEOUT_S = 3600.0
 """A rank that has written its shards of a checkpoint waits for the slowest one."""
@@ -21,11 +24,15 @@ WRITE_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnvironment:
-    """A process's place in the group, as torchrun or `paceline train` sets it."""
+    """A process's place in the group, as torchrun or `paceline train` sets it.
+
+    `num_local_ranks` are on this host, this one included.
+    """
 
     rank: int
     world_size: int
     local_rank: int
+    num_local_ranks: int
     master_host: str
     master_port: int
 
@@ -33,12 +40,21 @@ class RankEnvironment:
     def read(cls, environ: Mapping[str, str] = os.environ) -> RankEnvironment:
         """Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; with none set, a group of one.
 
+        Without LOCAL_WORLD_SIZE all ranks are on this host.
+
         Raises:
             ConfigError: only some are set, or one is not a number.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         if not any(name in environ for name in names):
-            return cls(rank=0, world_size=1, local_rank=0, master_host="127.0.0.1", master_port=0)
+            return cls(
+                rank=0,
+                world_size=1,
+                local_rank=0,
+                num_local_ranks=1,
+                master_host="127.0.0.1",
+                master_port=0,
+            )
         missing = [name for name in names if name not in environ]
         if missing:
             raise ConfigError(
@@ -47,9 +63,10 @@ class RankEnvironment:
         try:
             rank, world_size, local_rank = (int(environ[name]) for name in names[:3])
             port = int(environ["MASTER_PORT"])
+            num_local_ranks = int(environ.get("LOCAL_WORLD_SIZE", world_size))
         except ValueError as error:
             raise ConfigError(
-                f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be numbers: {error}"
+                f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT must be numbers: {error}"
             ) from None
         if not 0 <= rank < world_size:
             raise ConfigError(f"RANK={rank} must be in 0..{world_size - 1} (WORLD_SIZE={world_size})")
@@ -57,9 +74,25 @@ class RankEnvironment:
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
-            master_host=environ["MASTER_ADDR"],
+            num_local_ranks=num_local_ranks,
+            master_host=environ["MASTER_ADDR"].strip("[]"),
             master_port=port,
         )
+
+    def use_interface(self, host: str) -> None:
+        """Has gloo and NCCL connect this rank to the others over the interface of `host`.
+
+        Raises:
+            ConfigError: ranks are on several hosts, and this one would be reached only from its own.
+        """
+        if self.num_local_ranks < self.world_size and is_loopback(host):
+            raise ConfigError(
+                f"{self.world_size - self.num_local_ranks} of the learner's {self.world_size} ranks are on "
+                f"other hosts and cannot reach this one on {host}; start it with --host ADDRESS or INTERFACE "
+                "(or PACELINE_HOST)"
+            )
+        choose_for_gloo(host)
+        choose_for_nccl(host)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,8 +137,7 @@ def use_threads(wanted: int | None, environment: RankEnvironment) -> None:
     """Sets torch's threads: `wanted`, else OMP_NUM_THREADS, else this host's cores divided by its ranks."""
     if wanted is None and "OMP_NUM_THREADS" in os.environ:
         return
-    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", environment.world_size))
-    torch.set_num_threads(wanted or max(1, (os.cpu_count() or 1) // num_local_ranks))
+    torch.set_num_threads(wanted or max(1, (os.cpu_count() or 1) // environment.num_local_ranks))
 
 
 def choose_device(wanted: str, environment: RankEnvironment, devices: tuple[int, ...] | None) -> torch.device:
@@ -141,21 +173,27 @@ def choose_device(wanted: str, environment: RankEnvironment, devices: tuple[int,
 def open_store(environment: RankEnvironment, timeout_s: float) -> Store:
     """Opens the key-value store where the ranks meet; rank 0 serves it, unless torchrun's agent does.
 
+    Rank 0 listens on MASTER_ADDR only. torchrun's agent listens on every interface.
+
     Raises:
+        EnvironmentLackError: MASTER_ADDR is not an address of rank 0's machine, or MASTER_PORT is taken.
         RuntimeError: rank 0 does not answer within `timeout_s`.
     """
     if environment.world_size == 1:
         return HashStore()
     # torchrun's agent serves a store at MASTER_PORT by default.
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return TCPStore(
-        environment.master_host,
-        environment.master_port,
-        environment.world_size,
-        is_master=environment.rank == 0 and not served_by_agent,
-        timeout=datetime.timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
+    host, port = environment.master_host, environment.master_port
+    if environment.rank != 0 or served_by_agent:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    try:
+        return rendezvous.open_store(host, timeout_s, port=port)
+    except OSError as error:
+        raise EnvironmentLackError(
+            f"learner rank 0 cannot listen on {join(host, port)} ({error.strerror or error}): MASTER_ADDR "
+            "must be an address of the machine of rank 0, and MASTER_PORT a free port there"
+        ) from error
 
 
 def form_group(environment: RankEnvironment, store: Store, device: torch.device, timeout_s: float) -> Ranks:

@@ -24,6 +24,7 @@ from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.copies import CopyJob
 from paceline.weights.transport.group import DTYPES, WeightGroup
+from paceline.weights.transport.place import place_of
 from paceline.weights.transport.rendezvous import Deadline
 
 Describe = Callable[[nn.Module], RankLayout]
@@ -58,9 +59,9 @@ class RankReceiver:
         self._index = ParameterIndex(model)
 
     def describe(self) -> RankLayout:
-        """The slices that this rank needs."""
+        """The slices that this rank needs, and where it runs."""
         if self._layout is None:
-            self._layout = self._describe(self._model)
+            self._layout = self._describe(self._model).at(place_of(self._device))
         return self._layout
 
     def join(self, spec: WeightGroupSpec, rank: int, timeout_s: float) -> None:

@@ -19,6 +19,9 @@ _ALWAYS = {
     "TOKENIZERS_PARALLELISM": "false",
     # The flashinfer sampler cannot return the log-probabilities that were sampled from.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # The ranks of an engine are on one host, and talk on loopback alone.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
     # NVLink multicast memory is scarce, and a learner on the same host may need it.
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     # Without it, asking torch about GPUs creates a CUDA context in this process, which nothing uses.

@@ -13,6 +13,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import EnvironmentLackError, ModelError
 from paceline.rollout.engines.vllm import environment, prefork
 from paceline.rollout.engines.vllm.arguments import engine_arguments
+from paceline.rollout.engines.vllm.cause import ErrorOutput
 
 
 def prepare(config: RunConfig) -> BaseContext | None:
@@ -50,12 +51,12 @@ def build(
     arguments = engine_arguments(
         config, on_cpu=on_cpu, load_format=load_format, worker_extension=worker_extension
     )
+    output = ErrorOutput()
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, RuntimeError, OSError, TypeError) as error:
-        raise ModelError(
-            f"the engine does not start with {config.model.path}: {error}; its own lines above say more"
-        ) from error
+        cause = output.root_cause() or f"{error}; its own lines above say more"
+        raise ModelError(f"the engine does not start with {config.model.path}: {cause}") from error
 
 
 def in_daemon(work: Callable[[], None]) -> asyncio.Future[None]:

@@ -1,0 +1,38 @@
+"""The root cause of a failed start, from what the engine's processes have logged: vLLM's error has none."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from typing import Final
+
+_MOST_BYTES: Final = 1_000_000
+_MOST_CHARACTERS: Final = 400
+_PROCESS: Final = r"^\((?:EngineCore|[A-Za-z]*Worker)\S* pid=\d+\) ERROR [^\]]*\] "
+_LINE: Final = re.compile(_PROCESS + r"(?P<text>[A-Za-z_.]*(?:Error|Exception): .+)$", re.MULTILINE)
+
+
+class ErrorOutput:
+    """What goes to standard error from now on, if that is a file, as under `paceline train`."""
+
+    def __init__(self) -> None:
+        self._start = os.fstat(sys.stderr.fileno()).st_size if self._is_file() else 0
+
+    def root_cause(self) -> str:
+        """The first exception that a process of the engine has logged, or "" where it cannot be known."""
+        if not self._is_file():
+            return ""
+        with open(f"/proc/self/fd/{sys.stderr.fileno()}", "rb") as file:
+            file.seek(self._start)
+            return first_exception(file.read(_MOST_BYTES).decode("utf-8", errors="replace"))
+
+    def _is_file(self) -> bool:
+        return stat.S_ISREG(os.fstat(sys.stderr.fileno()).st_mode)
+
+
+def first_exception(text: str) -> str:
+    """The first exception in log lines of the engine's processes; a worker's comes before the core's."""
+    match = _LINE.search(text)
+    return match["text"][:_MOST_CHARACTERS] if match else ""

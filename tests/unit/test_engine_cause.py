@@ -1,0 +1,60 @@
+"""The root cause of an engine that does not start is found in what its processes have logged."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.rollout.engines.vllm.cause import first_exception
+
+WORKER = "(Worker pid=8768) ERROR 11-22 06:10:20 [multiproc_executor.py:1063] "
+CORE = "(EngineCore pid=8763) ERROR 11-22 06:10:20 [core.py:1510] "
+LOG = "\n".join(
+    [
+        "(MainProcess pid=1) WARNING 11-22 06:10:00 [cpu.py:224] RuntimeError: not the engine's",
+        f"{WORKER}Traceback (most recent call last):",
+        f"{WORKER}    raise ValueError(",
+        f"{WORKER}ValueError: 500.0 GiB are asked for, 14.69 are there",
+        f"{CORE}RuntimeError: Worker failed with error '500.0 GiB', see the root cause",
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (LOG, "ValueError: 500.0 GiB are asked for, 14.69 are there"),
+        (LOG.replace("Worker pid", "Worker_TP1 pid"), "ValueError: 500.0 GiB are asked for, 14.69 are there"),
+        (f"{CORE}torch.OutOfMemoryError: CUDA out of memory", "torch.OutOfMemoryError: CUDA out of memory"),
+        ("Traceback\nValueError: of nobody knows whom", ""),
+    ],
+)
+def test_the_first_exception_of_the_engines_processes_counts(text: str, cause: str) -> None:
+    assert first_exception(text) == cause
+
+
+@pytest.mark.parametrize("to_file", [True, False])
+def test_only_what_was_written_since_counts_and_only_a_file_can_be_read(
+    tmp_path: Path, to_file: bool
+) -> None:
+    script = (
+        "import sys\n"
+        "from paceline.rollout.engines.vllm.cause import ErrorOutput\n"
+        f"sys.stderr.write({CORE + 'ValueError: of the last start'!r} + chr(10)); sys.stderr.flush()\n"
+        "output = ErrorOutput()\n"
+        f"sys.stderr.write({CORE + 'ValueError: of this start'!r} + chr(10)); sys.stderr.flush()\n"
+        "print(output.root_cause())\n"
+    )
+    with (tmp_path / "log").open("ab") as log:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=log if to_file else subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    assert done.stdout.strip() == ("ValueError: of this start" if to_file else "")
