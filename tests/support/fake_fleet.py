@@ -15,7 +15,12 @@ from paceline.broker.base import Broker, Outgoing
 from paceline.broker.mailbox import Mailbox
 from paceline.controller.fleet.clients import LearnerWeights
 from paceline.controller.fleet.membership import Member
-from paceline.core.errors import IllegalTransitionError, LostDataError, PeerLostError
+from paceline.core.errors import (
+    IllegalTransitionError,
+    LostDataError,
+    PeerLostError,
+    VersionMismatchError,
+)
 from paceline.core.guard import Adjustments, Reading
 from paceline.core.manifest import MANIFEST, manifest_text
 from paceline.core.members import RolloutState
