@@ -75,6 +75,19 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+async def test_a_restart_is_answered_and_then_wanted_even_while_a_step_trains() -> None:
+    bench = Bench()
+    training = asyncio.create_task(bench.train(1))
+    await until(lambda: len(bench.queue.futures) == 1)
+    wanted = asyncio.create_task(bench.servicer.restart_wanted())
+    await asyncio.sleep(0)
+    assert not wanted.done()
+    await bench.servicer.Restart(learner_pb2.RestartRequest(reason="its data is gone"), None)
+    assert await asyncio.wait_for(wanted, 1) == "its data is gone"
+    training.cancel()
+    await asyncio.gather(training, return_exceptions=True)
+
+
 async def test_a_step_is_trained_once_however_often_it_is_asked_for() -> None:
     bench = Bench()
     first, second = (asyncio.create_task(bench.train(1)) for _ in range(2))
@@ -114,11 +127,11 @@ async def test_another_batch_for_a_step_that_trains_or_was_trained_is_refused() 
     first = asyncio.create_task(bench.train(1))
     await until(lambda: len(bench.queue.futures) == 1)
     both = rf"on the batch with digest {request(1).digest} .* batch with digest {other.digest}"
-    with pytest.raises(VersionMismatchError, match="step 1 is training " + both):
+    with pytest.raises(IllegalTransitionError, match="step 1 is training " + both):
         await bench.servicer.TrainStep(other, None)
     bench.queue.futures[0].set_result(TrainResult(step=1, metrics={}))
     await first
-    with pytest.raises(VersionMismatchError, match="step 1 was trained " + both):
+    with pytest.raises(IllegalTransitionError, match="step 1 was trained " + both):
         await bench.servicer.TrainStep(other, None)
     assert (await bench.train(1)).step == 1
     assert len(bench.queue.submitted) == 1
