@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.broker import open_broker
+from paceline.broker.address import check_reach, with_password
 from paceline.config.load import dump_yaml, load
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Collector
@@ -71,6 +72,8 @@ async def serve(context: ServiceContext, options: Options) -> None:
         credentials = replace(credentials, insecure=True)
     if not broker_url:
         raise ConfigError("no message broker: set broker.url, or PACELINE_BROKER_URL in the environment")
+    broker_url = with_password(broker_url, os.environ)
+    check_reach(broker_url, insecure=config.broker.insecure)
     inputs = await asyncio.to_thread(load_inputs, config)
     clock = SystemClock()
     journal, run_id = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
