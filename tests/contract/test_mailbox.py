@@ -14,7 +14,7 @@ from paceline.core.errors import BrokerError, DeadlineError
 from support.streams import Stopwatch, messages, payloads, reclaim_all, soon
 
 G = "group"
-LEASE_S = 0.3
+LEASE_S = 0.6
 
 
 def mailbox(broker: Broker, stream: str, consumer: str, **options: float) -> Mailbox:
@@ -57,7 +57,7 @@ async def test_work_that_outlasts_its_lease_is_not_given_to_another(broker: Brok
     await broker.append(messages(stream, ["long"]))
     async with mailbox(broker, stream, "a") as slow, mailbox(broker, stream, "b") as idle:
         entries = await slow.take()
-        assert await idle.take(block_s=5 * LEASE_S) == []
+        assert await idle.take(block_s=3 * LEASE_S) == []
         await slow.done(entries)
     assert await reclaim_all(broker, stream, G, "c") == []
 
@@ -244,7 +244,7 @@ async def test_leases_live_while_the_broker_takes_its_time_with_an_answer(
         async with asyncio.TaskGroup() as tasks:
             answers = messages(prefix + "answers", ["x"])
             tasks.create_task(box.finish(entries, answers, max_length=1, timeout_s=1))
-            assert await other.take(block_s=5 * LEASE_S) == []
+            assert await other.take(block_s=3 * LEASE_S) == []
     assert "have gone to another" not in caplog.text
     assert await broker.length(prefix + "answers") == 1
 

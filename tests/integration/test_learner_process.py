@@ -112,6 +112,15 @@ async def saving_beside_a_step(
     return third
 
 
+async def told_to_restart(learner: Learner) -> None:
+    """It answers, and then all ranks end in order; rank 0's exit code says that a new start can help."""
+    await learner.call(learner.stub.Restart, learner_pb2.RestartRequest(reason="the data of step 5 is gone"))
+    codes = await asyncio.wait_for(asyncio.gather(*(rank.wait() for rank in learner.ranks)), 20)
+    assert codes == [1, 0]
+    last = learner.controller.heartbeats[-1]
+    assert (last.failure, last.is_final) == ("starting again: the data of step 5 is gone", False)
+
+
 def damaged_copy(folder: Path, name: str) -> Path:
     """A checkpoint with a bit flipped in what rank 1 wrote."""
     copy = Path(shutil.copytree(folder, folder.parent / name))
@@ -167,9 +176,7 @@ async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_pa
         states = [beat.state for beat in learner.controller.heartbeats]
         assert {"loading", "ready", "training", "rolling back"} <= set(states)
 
-        learner.controller.run_over = True
-        codes = await asyncio.wait_for(asyncio.gather(*(rank.wait() for rank in learner.ranks)), 20)
-        assert codes == [0, 0]
+        await told_to_restart(learner)
 
     damaged = damaged_copy(folder, "step_000003")
     async with running(model, redis_server.url, tmp_path, checkpoints=[damaged, folder]) as learner:

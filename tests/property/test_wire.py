@@ -130,7 +130,7 @@ def test_a_field_of_any_content_is_accepted_or_rejected_with_a_reason(
 @given(ANY_MESSAGE, st.data())
 @settings(max_examples=60)
 def test_every_field_is_needed(message: Message, data: st.DataObject) -> None:
-    optional = {"reward", "reward_error"}
+    optional = {"reward", "reward_error", "text_key"}
     names = [name for name in msgpack.unpackb(encode(message)) if name not in optional]
     name = data.draw(st.sampled_from(names))
     with pytest.raises(InvalidMessageError) as caught:

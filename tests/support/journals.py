@@ -187,12 +187,7 @@ def row(step: int, name: str) -> BatchRow:
 
 
 def sound_run() -> RecordedRun:
-    """Three steps with all that may happen to a run.
-
-    Step 1: prompt 3 replaces 1, which was set aside; 2 is dropped. Step 2: the controller is started again
-    in the collection. Step 3: the learner is lost, so the run goes back to step 2; then the broker loses its
-    data.
-    """
+    """Three steps with all that may happen to a run."""
     run = RecordedRun()
     run.start(1, 0)
     run.phases(0, "forming")
@@ -200,7 +195,16 @@ def sound_run() -> RecordedRun:
     run.phases(0, "validate")
     run.add("trajectory", **admission(1, "validate:0:9:0"))
     run.finish(0)
+    _step_with_a_replaced_and_a_dropped_prompt(run)
+    _step_in_which_the_controller_is_started_again(run)
+    _step_before_which_the_run_goes_back(run)
+    run.phases(3, "ended")
+    run.add("end", ok=True, message="3 steps done", step=3)
+    return run
 
+
+def _step_with_a_replaced_and_a_dropped_prompt(run: RecordedRun) -> None:
+    """Step 1: prompt 3 replaces 1, which was set aside; 2 is dropped."""
     run.dispatch(1, 1, 2)
     run.admit(1, 1)
     run.add("refill", step=1, reason="degenerate", set_aside=[[1, 0.0]], prompts=[3])
@@ -214,6 +218,9 @@ def sound_run() -> RecordedRun:
     run.checkpoint(1)
     run.finish(1)
 
+
+def _step_in_which_the_controller_is_started_again(run: RecordedRun) -> None:
+    """Step 2: during the collection."""
     run.dispatch(2, 4, 5)
     run.admit(2, 4)
     run.start(2, 1)
@@ -228,6 +235,9 @@ def sound_run() -> RecordedRun:
     run.checkpoint(2)
     run.finish(2)
 
+
+def _step_before_which_the_run_goes_back(run: RecordedRun) -> None:
+    """Step 3: the learner is lost, so the run goes back to step 2; then the broker loses its data."""
     run.dispatch(3, 6, 7)
     run.admit(3, 6, 7)
     run.batch(3, 6, 7)
@@ -245,6 +255,3 @@ def sound_run() -> RecordedRun:
     run.batch(3, 6, 7)
     run.push(3)
     run.finish(3)
-    run.phases(3, "ended")
-    run.add("end", ok=True, message="3 steps done", step=3)
-    return run

@@ -68,7 +68,7 @@ def prompts(num: int) -> PromptSet:
 
 
 class SequencerRun:
-    """A sequencer with all its parts; tests change `services` and `supervisor`."""
+    """A sequencer with all its parts; tests change `services`, `supervisor`, `wait_for_services`."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class SequencerRun:
                 broker=broker,
                 mailboxes=Mailboxes(broker, RUN, own_server=False),
                 dispatcher=Dispatcher(run, broker),
-                wait_for_services=self._services,
+                wait_for_services=lambda: self.wait_for_services(),
                 count=lambda *_: None,
             ),
             learner=learner,
@@ -119,7 +119,8 @@ class SequencerRun:
             guard=self.guard,
         )
 
-    async def _services(self) -> None:
+    async def wait_for_services(self) -> None:
+        """What a collection waits for before it judges its progress."""
         await self.supervisor.rollouts_ready(self.config.service.recovery_timeout_s)
 
     async def enlist(

@@ -13,12 +13,12 @@ import pytest
 
 from paceline.broker import names
 from paceline.broker.base import Outgoing
-from paceline.broker.memory import MemoryBroker
+from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.controller.run.checkpoints import ControllerState
 from paceline.core.errors import DeadlineError, LostDataError, PeerLostError, RewardError
 from paceline.core.guard import Reading
 from paceline.core.ids import Purpose, TrajectoryId, sample_seed
-from paceline.core.members import LearnerState, MemberKind
+from paceline.core.members import LearnerState, MemberKind, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import GroupRefusal, PromptGroup
 from paceline.data.cursor import PromptCursor
@@ -184,15 +184,15 @@ async def test_the_time_in_which_services_are_waited_for_does_not_count(tmp_path
         await it.enlist_all()
         answers: list[bool] = []
         it.may_answer = lambda: bool(answers)
-        waits = it._services
+        wait = it.wait_for_services
 
         async def absent() -> None:
             if not answers:
                 await asyncio.sleep(1.5)
                 answers.append(True)
-            await waits()
+            await wait()
 
-        it.sequencer._collector._wait_for_services = absent
+        it.wait_for_services = absent  # type: ignore[method-assign]
         await it.go()
         assert [step for step, _ in it.services.trained] == [1]
 
@@ -245,10 +245,11 @@ async def test_a_step_is_collected_again_a_bounded_number_of_times(tmp_path: Pat
 
 
 async def test_finished_steps_leave_nothing_in_the_broker(tmp_path: Path) -> None:
-    async with run(tmp_path, trainer__total_steps=4, trainer__test_freq=1) as it:
+    store = MemoryStore()
+    changes = {"trainer__total_steps": 4, "trainer__test_freq": 1}
+    async with run_of(config(**changes), tmp_path, broker=MemoryBroker(store=store)) as it:
         await it.enlist_all()
         await it.go()
-        store = it.broker._store
         steps = {
             (purpose, int(step))
             for purpose, step in (key.split(":")[3:5] for key in store.blobs if ":blob:" in key)
@@ -295,15 +296,15 @@ async def test_a_restarted_controller_reads_the_log_from_the_last_finished_step(
     read_log, afters = broker.read_log, list[str]()
 
     async def noting(stream: str, *, after: str, **kwargs: Any) -> Any:
-        afters.append(after)
+        if stream == names.scored(RUN) and kwargs["block_s"]:  # what a collection waits for
+            afters.append(after)
         return await read_log(stream, after=after, **kwargs)
 
     async with run_of(config(**CALM, trainer__total_steps=3), tmp_path, services, broker) as it:
-        collector = it.sequencer._collector
         broker.read_log = noting  # type: ignore[method-assign]
         await it.enlist_all()
         await it.go()
-        assert collector.position > positions[-1]
+        assert afters[0] == positions[-1]
         assert [e["log_position"] for e in of(it, "step")][:3] == positions
         assert it.breaches() == []
         admitted = [e["id"] for e in of(it, "trajectory")]
@@ -383,14 +384,14 @@ async def test_a_step_that_is_finished_from_its_checkpoint_takes_the_guards_stat
     async with run_of(config(**changes), tmp_path, broker=broker) as it:
         it.services.writes = True
         it.services.readings = {1: [Reading(rule="ppo_kl", network="actor", value=0.3)]}
-        services, finish = it.services, it.sequencer._finish_step
+        services, record = it.services, it.journal.record
 
-        def killed(metrics: Any) -> None:
-            if it.sequencer.progress.step == 1:
+        def killed(event: str, **fields: Any) -> None:
+            if (event, fields.get("step")) == ("step", 1):
                 raise RuntimeError("killed")
-            finish(metrics)
+            record(event, **fields)
 
-        it.sequencer._finish_step = killed  # type: ignore[method-assign]
+        it.journal.record = killed  # type: ignore[method-assign]
         await it.enlist_all()
         with pytest.raises(RuntimeError, match="killed"):
             await it.go()
@@ -403,27 +404,22 @@ async def test_a_step_that_is_finished_from_its_checkpoint_takes_the_guards_stat
         assert [line["step"] for line in it.lines()] == [0, 1, 2]
 
 
-async def test_newcomers_get_no_weights_but_the_committed_ones(tmp_path: Path) -> None:
+async def test_newcomers_get_no_weights_but_the_committed_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A learner whose weights have changed under the same version serves no newcomer."""
     async with run(tmp_path, **CALM, trainer__total_steps=1, barrier__stall_timeout_s=3.0) as it:
         await it.enlist_all()
-        publication = it.sequencer._publication
-        pushed: list[str] = []
-
-        async def push() -> None:
-            await collecting(it)
-            it.services.source = 17
-            servers = it.supervisor.rollouts
-            policy = it.services.policies["rollout-0"]
-            with pytest.raises(Exception, match="was committed with digest"):
-                await publication._transfer_to(servers, policy)
-            it.services.source = 0
-            pushed.append("refused")
-
-        it.may_answer = lambda: bool(pushed)
-        pushing = asyncio.create_task(push())
-        await it.go()
-        await pushing
+        it.may_answer = lambda: "was committed with digest" in caplog.text
+        running = asyncio.create_task(it.go())
+        await collecting(it)
+        it.services.source = 17
+        await it.enlist("rollout-2", MemberKind.ROLLOUT, RolloutState.STALE)
+        while not it.may_answer():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        it.services.source = 0
+        await running
+        assert "newcomers (rollout-2) did not get v0@" in caplog.text
         assert of(it, "newcomers") == []
 
 

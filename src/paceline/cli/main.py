@@ -12,9 +12,11 @@ from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, Paceline
 # Each name is also that of its module in paceline.cli.commands.
 COMMANDS: dict[str, str] = {
     "train": "train a model; starts all services on this machine",
+    "up": "train over several hosts; starts their services through ssh",
     "check": "validate configuration, data and model without starting anything",
     "doctor": "report what this machine offers and lacks",
     "chaos": "train under faults, then check what the run has written",
+    "certs": "make the certificates and tokens with which services and callers prove who they are",
     "status": "show what a run is doing",
     "rollout": "take a rollout server out of a run",
     "health": "ask a service whether it serves; for health checks of containers",

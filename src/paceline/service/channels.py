@@ -17,7 +17,8 @@ from paceline.service.connection import (
     bearer,
     common_options,
 )
-from paceline.service.credentials import Credentials, server_name
+from paceline.service.credentials import Credentials, LatestTls, server_name
+from paceline.service.rotating_channel import RotatingChannel
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -55,9 +56,11 @@ def connect(
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
     if role:
         options.append(("grpc.ssl_target_name_override", server_name(role)))
-    return grpc.aio.secure_channel(
-        address, credentials.tls.channel_credentials(), options=options, interceptors=interceptors
-    )
+
+    def open_channel(proof: grpc.ChannelCredentials) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(address, proof, options=options, interceptors=interceptors)
+
+    return RotatingChannel(LatestTls(credentials.tls), open_channel)
 
 
 async def call(
@@ -125,8 +128,15 @@ def _translate(error: grpc.aio.AioRpcError, *, timeout_s: float, phase: str, pee
         return PeerLostError(f"{phase}: {peer} cannot be reached or went away ({details})", peer=peer)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return ConfigError(
-            f"{phase}: {peer} refused the token; start every service of the run with the same PACELINE_TOKEN"
+            f"{phase}: {peer} refused the token ({details}); start every service of the run with the same "
+            "PACELINE_TOKEN"
         )
+    if code is grpc.StatusCode.PERMISSION_DENIED:
+        return ConfigError(
+            f"{phase}: {peer} refused the certificate ({details}); issue another with `paceline certs issue`"
+        )
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "Concurrent RPC limit" in details:
+        return PeerLostError(f"{phase}: {peer} has too many calls under way", peer=peer)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return ProtocolError(
             f"{phase}: message to or from {peer} is too large ({details}); raise service.max_message_mib"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
-from collections.abc import Iterable
 
 ChannelOptions = list[tuple[str, str | int]]
 
@@ -36,15 +34,6 @@ def common_options(max_message_bytes: int) -> ChannelOptions:
 def bearer(token: str) -> str:
     """The value of the authorization header."""
     return f"Bearer {token}"
-
-
-def token_matches(token: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Whether a call's metadata carry the token, in constant time. With an empty token every call matches."""
-    if not token:
-        return True
-    given = next((value for key, value in metadata or () if key == TOKEN_KEY), "")
-    raw = given.encode() if isinstance(given, str) else given
-    return hmac.compare_digest(raw, bearer(token).encode())
 
 
 def is_loopback(host: str) -> bool:

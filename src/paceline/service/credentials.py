@@ -8,6 +8,7 @@ when they change.
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ FILE_SUFFIX = "_FILE"
 
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
 _SERVER_DOMAIN = "paceline"
+# Of a machine whose services share one certificate, as under `paceline train`.
+HOST_ROLE = "host"
 
 Stamp = tuple[tuple[int, int, int], ...]
 """Says whether files have changed: inode, size and time of each."""
@@ -37,7 +40,7 @@ def server_name(role: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The TLS files of a process."""
+    """The folder with a process's TLS files."""
 
     folder: Path
 
@@ -52,65 +55,95 @@ class TlsFiles:
             try:
                 status = (self.folder / name).stat()
             except OSError as error:
-                raise self._unreadable(name, error) from error
+                raise self._unusable(name, error) from error
             stamps.append((status.st_ino, status.st_size, status.st_mtime_ns))
         return tuple(stamps)
 
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a client, from the files as they are now.
+    def read(self) -> TlsIdentity:
+        """The files as they are now.
 
         Raises:
-            EnvironmentLackError: a file cannot be read.
+            EnvironmentLackError: a file cannot be read, or the key is not that of the certificate.
         """
-        return grpc.ssl_channel_credentials(
-            self._read(CA_FILE), self._read(KEY_FILE), self._read(CERTIFICATE_FILE)
-        )
-
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server that asks every client for a certificate; each new connection gets the files of then.
-
-        Raises:
-            EnvironmentLackError: a file cannot be read.
-        """
-        return grpc.dynamic_ssl_server_credentials(
-            self._configuration(),
-            _Reload(self, self.stamp()),  # type: ignore[arg-type]  # the stub does not know None for "no change"
-            require_client_authentication=True,
-        )
-
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        pair = self._read(KEY_FILE), self._read(CERTIFICATE_FILE)
-        return grpc.ssl_server_certificate_configuration([pair], root_certificates=self._read(CA_FILE))
-
-    def _read(self, name: str) -> bytes:
+        contents = []
+        for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE):
+            try:
+                contents.append((self.folder / name).read_bytes())
+            except OSError as error:
+                raise self._unusable(name, error) from error
         try:
-            return (self.folder / name).read_bytes()
-        except OSError as error:
-            raise self._unreadable(name, error) from error
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.load_cert_chain(self.folder / CERTIFICATE_FILE, self.folder / KEY_FILE)
+        except (OSError, ValueError) as error:
+            raise self._unusable(f"{CERTIFICATE_FILE} with {KEY_FILE}", error) from error
+        return TlsIdentity(*contents)
 
-    def _unreadable(self, name: str, error: OSError) -> EnvironmentLackError:
+    def _unusable(self, name: str, error: Exception) -> EnvironmentLackError:
         return EnvironmentLackError(
-            f"{TLS_DIR}={self.folder}: {name} cannot be read ({error.strerror}); write the three files with "
+            f"{TLS_DIR}={self.folder}: {name} cannot be used ({error}); write the three files with "
             "`paceline certs issue`, readable for the user of this process"
         )
 
 
-class _Reload:
-    """Called by gRPC, in a thread of its own, before each handshake: the new files, or None for no change."""
+@dataclass(frozen=True, slots=True)
+class TlsIdentity:
+    """The contents of TLS files, in PEM: whom to trust, and what to prove."""
 
-    def __init__(self, files: TlsFiles, stamp: Stamp) -> None:
-        self._files, self._stamp = files, stamp
+    ca: bytes
+    certificate: bytes
+    key: bytes = field(repr=False)
 
-    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+    def for_channel(self) -> grpc.ChannelCredentials:
+        """For a client."""
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.certificate)
+
+    def for_server(self) -> grpc.ServerCertificateConfiguration:
+        """For a server."""
+        return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], self.ca)
+
+
+class LatestTls:
+    """Reads TLS files again when they have changed.
+
+    Raises:
+        EnvironmentLackError: the files cannot be used at first.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files, self._stamp = files, files.stamp()
+        self.identity = files.read()
+
+    def changed(self) -> bool:
+        """Whether `identity` is another now; amid a replacement the old one serves on."""
         try:
             stamp = self._files.stamp()
             if stamp == self._stamp:
-                return None
-            configuration = self._files._configuration()
+                return False
+            identity = self._files.read()
+            if self._files.stamp() != stamp:
+                return False
         except EnvironmentLackError:
-            return None  # amid a replacement: the old files serve until the new ones are complete
-        self._stamp = stamp
-        return configuration
+            return False
+        self._stamp, self.identity = stamp, identity
+        return True
+
+
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """For a server that asks every client for a certificate; each new connection gets the files of then.
+
+    Raises:
+        EnvironmentLackError: the files cannot be used.
+    """
+    latest = LatestTls(files)
+
+    def reload() -> grpc.ServerCertificateConfiguration | None:
+        return latest.identity.for_server() if latest.changed() else None
+
+    return grpc.dynamic_ssl_server_credentials(
+        latest.identity.for_server(),
+        reload,  # type: ignore[arg-type]  # the stub does not know None, which means no change
+        require_client_authentication=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

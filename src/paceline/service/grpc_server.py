@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,25 +13,26 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from paceline.core.errors import ConfigError, EnvironmentLackError, PacelineError
-from paceline.service import errors, telemetry
+from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.service.addresses import join, to_advertise, to_bind
 from paceline.service.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     KEEPALIVE_S,
-    TRACEPARENT_KEY,
     common_options,
     is_loopback,
-    token_matches,
 )
-from paceline.service.credentials import INSECURE, TLS_DIR, Credentials
+from paceline.service.credentials import INSECURE, TLS_DIR, Credentials, server_credentials
+from paceline.service.door import Door
 from paceline.service.terms import Terms
 
 log = logging.getLogger(__name__)
 
 _Servicer = TypeVar("_Servicer")
-# Orchestrators probe health without a token; the answer says only up or down.
-_OPEN_PREFIX = "/grpc.health.v1.Health/"
+_MAX_CALLS = 1024
+_MAX_CALLS_PER_CONNECTION = 128
+_HANDSHAKE_S = 10
+# So that a certificate which has expired ends a connection; calls under way are finished first.
+_CONNECTION_AGE_S = 600
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,7 +105,7 @@ async def start_server(
     _check_reach(host, credentials)
     check_port(host, port, port_key)
     server = grpc.aio.server(
-        interceptors=[_Door(credentials.token, terms or Terms())],
+        interceptors=[Door(credentials, terms or Terms())],
         options=[
             *common_options(max_message_bytes),
             # Without these the server takes the clients' keep-alive for abuse and ends healthy calls.
@@ -113,7 +113,13 @@ async def start_server(
             ("grpc.http2.max_ping_strikes", 0),
             # With port reuse two processes could share the port, and each would get some of the calls.
             ("grpc.so_reuseport", 0),
+            # It raises how much of a message arrives before anyone asks for it, from 64 KiB to megabytes.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.max_concurrent_streams", _MAX_CALLS_PER_CONNECTION),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_S * 1000),
+            *([("grpc.max_connection_age_ms", _CONNECTION_AGE_S * 1000)] if credentials.tls else []),
         ],
+        maximum_concurrent_rpcs=_MAX_CALLS,
     )
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
@@ -123,7 +129,7 @@ async def start_server(
         if credentials.tls is None:
             bound = server.add_insecure_port(where)
         else:
-            bound = server.add_secure_port(where, credentials.tls.server_credentials())
+            bound = server.add_secure_port(where, server_credentials(credentials.tls))
     except RuntimeError as error:
         raise _port_taken(host, port, port_key, str(error)) from error
     await server.start()
@@ -182,89 +188,3 @@ def _port_taken(
         f"cannot listen on {join(host, port)} ({why}); give an address of this machine and a port it may "
         f"use ({port_key}; 0 takes any free one)"
     )
-
-
-class _Door(grpc.aio.ServerInterceptor):
-    """Wraps every method but health: checks token and term, maps errors, opens a span for a traced caller."""
-
-    def __init__(self, token: str, terms: Terms) -> None:
-        self._token, self._terms = token, terms
-
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
-        """Called by gRPC once per call."""
-        handler = await continuation(details)
-        if handler is None or details.method.startswith(_OPEN_PREFIX):
-            return handler
-        name = details.method.removeprefix("/")
-        return _wrap(handler, _Guard(token=self._token, terms=self._terms, name=name))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Guard:
-    token: str
-    terms: Terms
-    name: str
-
-    async def admit(self, context: Any) -> None:
-        if not token_matches(self.token, context.invocation_metadata()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token (PACELINE_TOKEN)")
-
-    async def refuse(self, context: Any, error: Exception) -> None:
-        if isinstance(error, NotImplementedError):
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{self.name} is not served here")
-        if isinstance(error, PacelineError):
-            log.info("%s answered %s: %s", self.name, type(error).__name__, error)
-        else:
-            log.error("%s failed", self.name, exc_info=error)
-            error = PacelineError(f"{self.name} failed: {type(error).__name__}: {error}")
-        code, message = errors.status_code(error), errors.clip(str(error))
-        await context.abort(code, message, trailing_metadata=errors.to_metadata(error))
-
-
-def _wrap(handler: Any, guard: _Guard) -> Any:
-    """The handler with the guard around its method; no method of the protocol takes a stream of requests."""
-    codecs = handler.request_deserializer, handler.response_serializer
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, guard), *codecs)
-    return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, guard), *codecs)
-
-
-def _guard_unary(inner: Any, guard: _Guard) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def method(request: Any, context: Any) -> Any:
-        await guard.admit(context)
-        parent = _traceparent(context)
-        try:
-            guard.terms.check(context.invocation_metadata())
-            if not parent:
-                return await inner(request, context)
-            with telemetry.span(guard.name, traceparent=parent, attributes={"rpc.system": "grpc"}):
-                return await inner(request, context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the boundary: every error is answered, or logged too
-            await guard.refuse(context, error)
-
-    return method
-
-
-def _guard_stream(inner: Any, guard: _Guard) -> Callable[[Any, Any], AsyncIterator[Any]]:
-    async def method(request: Any, context: Any) -> AsyncIterator[Any]:
-        await guard.admit(context)
-        try:
-            guard.terms.check(context.invocation_metadata())
-            answers = inner(request, context)
-            if not inspect.isasyncgen(answers):
-                raise TypeError(f"{guard.name} must be an async generator")
-            async for answer in answers:
-                yield answer
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001 - as above
-            await guard.refuse(context, error)
-
-    return method
-
-
-def _traceparent(context: Any) -> str:
-    metadata = context.invocation_metadata() or ()
-    return next((str(value) for key, value in metadata if key == TRACEPARENT_KEY), "")

@@ -1,0 +1,201 @@
+"""A run's own certificate authority: makes it, and issues short-lived certificates to services and people.
+
+DIR/ca.pem, DIR/ca.key               the authority; the key signs, and no service needs it
+DIR/NAME/{ca,cert,key}.pem           what PACELINE_TLS_DIR of the service NAME points to
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.service.credentials import CA_FILE, CERTIFICATE_FILE, HOST_ROLE, KEY_FILE, server_name
+from paceline.service.process import write_atomically
+
+_SERVICES = ("controller", "rollout", "learner", "reward")
+ROLES = (*_SERVICES, HOST_ROLE, "client", "redis")
+CA_KEY_FILE = "ca.key"
+
+_SECRET_MODE = 0o600
+# Clocks of other machines may be behind.
+_CLOCK_SKEW = datetime.timedelta(minutes=5)
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """Signs certificates; `certificate` is what everyone trusts."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    @classmethod
+    def create(cls, folder: Path, *, days: float) -> Authority:
+        """Makes an authority and writes its two files.
+
+        Raises:
+            ConfigError: the folder has one already, or cannot be written.
+        """
+        if (folder / CA_KEY_FILE).exists():
+            raise ConfigError(
+                f"{folder} has a certificate authority already: give another folder, or delete its {CA_FILE} "
+                f"and {CA_KEY_FILE}, after which every certificate has to be issued again"
+            )
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Paceline run authority")])
+        builder = _builder(name, name, key.public_key(), days).add_extension(
+            x509.BasicConstraints(ca=True, path_length=0), critical=True
+        )
+        certificate = builder.add_extension(_usage(signs=True), critical=True).sign(key, hashes.SHA256())
+        _write(folder / CA_KEY_FILE, _key_pem(key), secret=True)
+        _write(folder / CA_FILE, _pem(certificate))
+        return cls(certificate, key)
+
+    @classmethod
+    def load(cls, folder: Path) -> Authority:
+        """Reads an authority.
+
+        Raises:
+            EnvironmentLackError: there is none in the folder, or its files are damaged.
+        """
+        try:
+            certificate = x509.load_pem_x509_certificate((folder / CA_FILE).read_bytes())
+            key = serialization.load_pem_private_key((folder / CA_KEY_FILE).read_bytes(), password=None)
+        except (OSError, ValueError) as error:
+            raise EnvironmentLackError(
+                f"{folder} has no certificate authority ({error}): run `paceline certs init {folder}` first"
+            ) from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise EnvironmentLackError(
+                f"{folder / CA_KEY_FILE} is no elliptic-curve key: make a new authority"
+            )
+        return cls(certificate, key)
+
+    def issue(
+        self, folder: Path, name: str, *, role: str, hosts: Sequence[str] = (), days: float = 7.0
+    ) -> x509.Certificate:
+        """Writes ca.pem, cert.pem and key.pem for a process into `folder`, each replaced at once.
+
+        Args:
+            folder: of the process; the key is readable for this user only.
+            name: common name of the subject.
+            role: which Paceline's clients check: a server of the role may run anywhere. A host has all roles.
+            hosts: further names and addresses, for clients that check those: Redis, say.
+            days: how long the certificate is valid, at most as long as the authority.
+
+        Raises:
+            ConfigError: a host is none, or a folder cannot be written.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name(
+            [
+                x509.NameAttribute(NameOID.COMMON_NAME, name),
+                x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, role),
+            ]
+        )
+        roles = (*_SERVICES, HOST_ROLE) if role == HOST_ROLE else (role,)
+        names = [*(x509.DNSName(server_name(each)) for each in roles), *map(_general_name, hosts)]
+        purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        if role != "client":
+            purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        builder = _builder(
+            subject, self.certificate.subject, key.public_key(), days, self.certificate.not_valid_after_utc
+        )
+        certificate = (
+            builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False
+            )
+            .sign(self.key, hashes.SHA256())
+        )
+        _write(folder / KEY_FILE, _key_pem(key), secret=True)
+        _write(folder / CERTIFICATE_FILE, _pem(certificate))
+        _write(folder / CA_FILE, _pem(self.certificate))
+        return certificate
+
+
+def role_of(name: str) -> str:
+    """The role that a name begins with: rollout-0 is a rollout server.
+
+    Raises:
+        ConfigError: the name begins with none.
+    """
+    role = name.partition("-")[0]
+    if role not in ROLES:
+        raise ConfigError(f"{name!r} does not begin with a role: say --role, one of {', '.join(ROLES)}")
+    return role
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        pass
+    if host.endswith(f".{server_name('')[1:]}"):
+        raise ConfigError(f"--host {host} is the name of a role, which only --role gives")
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise ConfigError(f"--host {host!r} is neither an address nor a name: {error}") from error
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    days: float,
+    latest: datetime.datetime | None = None,
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    end = now + datetime.timedelta(days=days)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(min(now, end) - _CLOCK_SKEW)
+        .not_valid_after(min(end, latest) if latest else end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _pem(certificate: x509.Certificate) -> str:
+    return certificate.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> str:
+    form = serialization.PrivateFormat.PKCS8
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()).decode()
+
+
+def _write(path: Path, text: str, *, secret: bool = False) -> None:
+    try:
+        write_atomically(path, text, mode=_SECRET_MODE if secret else 0o644)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): give another folder") from error

@@ -1,0 +1,98 @@
+"""`paceline certs`: the certificates of a run's services, and tokens for callers from outside."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import time
+from pathlib import Path
+
+from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.service.credentials import TLS_DIR, TOKEN, Credentials
+from paceline.service.tokens import Scope, mint
+
+_DAY_S = 86_400
+_DAYS = {"init": 365.0, "issue": 7.0, "token": 7.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument(
+        "action",
+        choices=tuple(_DAYS),
+        help="init: make a certificate authority in DIR, or keep the one that is there; issue: write a "
+        f"certificate for NAME into DIR/NAME, for {TLS_DIR}; token: print a token for a caller from outside, "
+        f"signed with {TOKEN}",
+    )
+    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="folder of the authority")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the service's name: rollout-0, say")
+    parser.add_argument("--role", help="issue: what the service is (default: what NAME begins with)")
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="issue: a further name or address of the server; for Redis and clients other than Paceline's",
+    )
+    parser.add_argument(
+        "--scope", choices=[scope.value for scope in Scope], help="token: what the caller may do"
+    )
+    parser.add_argument("--days", type=float, help="how long it is valid (default: 7, for the authority 365)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Makes what `action` says."""
+    days = _DAYS[args.action] if args.days is None else args.days
+    if importlib.util.find_spec("cryptography") is None:
+        raise EnvironmentLackError("paceline certs needs cryptography: pip install 'paceline[certs]'")
+    if days <= 0:
+        raise ConfigError(f"--days must be above 0, got {days:g}")
+    if args.action == "token":
+        print(_token(args, days))
+        return 0
+    if args.folder is None:
+        raise ConfigError(f"paceline certs {args.action} needs DIR, the folder of the authority")
+    return _init(args.folder, days) if args.action == "init" else _issue(args, days)
+
+
+def _token(args: argparse.Namespace, days: float) -> str:
+    secret = Credentials.from_env().token
+    if not secret or args.scope is None:
+        raise ConfigError(
+            f"paceline certs token needs --scope, and {TOKEN} or {TOKEN}_FILE with the token of the services "
+            "that are to take it"
+        )
+    return mint(secret, Scope(args.scope), expires_at=time.time() + days * _DAY_S)
+
+
+def _init(folder: Path, days: float) -> int:
+    from paceline.cli import certificates
+
+    if (folder / certificates.CA_KEY_FILE).exists():
+        authority = certificates.Authority.load(folder)
+        print(
+            f"{folder} keeps its authority, valid until {authority.certificate.not_valid_after_utc:%F %R} UTC"
+        )
+        return 0
+    authority = certificates.Authority.create(folder, days=days)
+    print(
+        f"{folder}: authority, valid until {authority.certificate.not_valid_after_utc:%F %R} UTC; keep "
+        f"{certificates.CA_KEY_FILE} where no service runs"
+    )
+    return 0
+
+
+def _issue(args: argparse.Namespace, days: float) -> int:
+    from paceline.cli import certificates
+
+    if not args.name or os.sep in args.name or args.name.startswith("."):
+        raise ConfigError(f"paceline certs issue DIR NAME needs a plain name, got {args.name!r}")
+    role = args.role or certificates.role_of(args.name)
+    if role not in certificates.ROLES:
+        raise ConfigError(f"--role {role} is none of {', '.join(certificates.ROLES)}")
+    authority = certificates.Authority.load(args.folder)
+    folder = args.folder / args.name
+    issued = authority.issue(folder, args.name, role=role, hosts=args.host, days=days)
+    print(f"{TLS_DIR}={folder}: {role}, valid until {issued.not_valid_after_utc:%F %R} UTC")
+    return 0

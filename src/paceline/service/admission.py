@@ -1,0 +1,51 @@
+"""Who may call what: the run's token or a scoped one, and the roles of a client's certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline.service import tokens
+from paceline.service.connection import TOKEN_KEY, bearer
+from paceline.service.credentials import HOST_ROLE, server_name
+
+# Orchestrators probe health without a token; the answer says only up or down.
+OPEN_METHOD = "/grpc.health.v1.Health/Check"
+
+_MEMBERS = frozenset({"rollout", "learner", "reward"})
+_MEMBERS_METHODS = frozenset(
+    {"ControllerService/Register", "ControllerService/Heartbeat", "ControllerService/Leave"}
+)
+_CALLERS = {
+    "ControllerService": frozenset({"client", "controller"}),
+    "RolloutService": frozenset({"controller"}),
+    "LearnerService": frozenset({"controller"}),
+    "RewardService": frozenset({"reward", "client"}),
+}
+
+
+def token_admits(secret: str, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    """Whether a call's metadata carry a token that opens the method; with an empty secret every call does."""
+    if not secret or method == OPEN_METHOD:
+        return True
+    given = next((value for key, value in metadata or () if key == TOKEN_KEY), "")
+    text = given if isinstance(given, str) else given.decode(errors="replace")
+    scheme = bearer("")
+    return text.startswith(scheme) and tokens.admits(secret, text.removeprefix(scheme), method)
+
+
+def callers(method: str) -> frozenset[str] | None:
+    """The roles whose certificates open a method; None: every certificate of the run does."""
+    if not method.startswith(tokens.PACKAGE):
+        return None
+    name = method.removeprefix(tokens.PACKAGE)
+    if name in _MEMBERS_METHODS:
+        return _MEMBERS
+    return _CALLERS.get(name.partition("/")[0], frozenset())
+
+
+def certificate_admits(method: str, names: Iterable[bytes]) -> bool:
+    """Whether a certificate with these names opens the method. A host's opens all."""
+    roles = callers(method)
+    if roles is None:
+        return True
+    return not {server_name(role).encode() for role in (*roles, HOST_ROLE)}.isdisjoint(names)

@@ -1,0 +1,170 @@
+"""Lets calls into a gRPC server, or refuses them; answers errors, and follows traces."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from paceline.core.errors import InvalidMessageError, PacelineError
+from paceline.core.text import one_line
+from paceline.service import errors, telemetry
+from paceline.service.admission import OPEN_METHOD, callers, certificate_admits, token_admits
+from paceline.service.connection import TRACEPARENT_KEY
+from paceline.service.credentials import Credentials
+from paceline.service.terms import Terms
+
+log = logging.getLogger(__name__)
+
+_HEALTH_PREFIX = "/grpc.health.v1.Health/"
+_MAX_OPEN_READS = 2
+_OPEN_READ_S = 2.0
+_CERTIFICATE_NAMES = "x509_subject_alternative_name"
+
+
+class Door(grpc.aio.ServerInterceptor):
+    """Lets calls in: token, certificate and term are checked; errors are mapped; a traced call gets a span.
+
+    gRPC reads the message of a unary call before it calls the method, that of a stream only when the method
+    asks for it. So a call without a token gets a method for streams, which ends it; its message is not read.
+    """
+
+    def __init__(self, credentials: Credentials, terms: Terms) -> None:
+        self._credentials, self._terms = credentials, terms
+        self._open_reads = asyncio.Semaphore(_MAX_OPEN_READS)
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        """Called by gRPC once per call."""
+        if not token_admits(self._credentials.token, details.method, details.invocation_metadata):
+            return grpc.stream_stream_rpc_method_handler(_refuse_token)
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        if details.method == OPEN_METHOD:
+            return _open(handler, self._open_reads)
+        if details.method.startswith(_HEALTH_PREFIX):
+            return handler
+        guard = _Guard(
+            method=details.method,
+            checks_role=self._credentials.tls is not None,
+            terms=self._terms,
+            parse=handler.request_deserializer,
+        )
+        return _wrap(handler, guard)
+
+
+async def _refuse_token(_: Any, context: Any) -> None:
+    await context.abort(
+        grpc.StatusCode.UNAUTHENTICATED,
+        "wrong, expired or missing token, or one of another scope (PACELINE_TOKEN)",
+    )
+
+
+def _open(handler: Any, reads: asyncio.Semaphore) -> Any:
+    """A unary method that everyone may call: few messages are read at a time, so a flood waits outside."""
+
+    async def method(requests: AsyncIterator[Any], context: Any) -> Any:
+        async with asyncio.timeout(_OPEN_READ_S), reads:
+            request = await anext(requests, None)
+        if request is None:  # too large, or the caller is gone: gRPC has ended the call
+            raise asyncio.CancelledError
+        return await handler.unary_unary(request, context)
+
+    return grpc.stream_unary_rpc_method_handler(
+        method, handler.request_deserializer, handler.response_serializer
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Guard:
+    method: str
+    checks_role: bool
+    terms: Terms
+    parse: Callable[[bytes], Any]
+
+    @property
+    def name(self) -> str:
+        """The method without its package's slash."""
+        return self.method.removeprefix("/")
+
+    async def admit(self, raw: bytes, context: Any) -> Any:
+        """The request, which is parsed only for a caller whose certificate opens the method."""
+        if self.checks_role and not certificate_admits(
+            self.method, context.auth_context().get(_CERTIFICATE_NAMES, ())
+        ):
+            roles = ", ".join(sorted(callers(self.method) or ()))
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED, f"{self.name} needs a certificate of role {roles}"
+            )
+        self.terms.check(context.invocation_metadata())
+        try:
+            return self.parse(raw)
+        except Exception as error:
+            raise InvalidMessageError(
+                f"{self.name}: request cannot be parsed", reason="unparsable"
+            ) from error
+
+    async def refuse(self, context: Any, error: Exception) -> None:
+        if isinstance(error, NotImplementedError):
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{self.name} is not served here")
+        if isinstance(error, PacelineError):
+            log.info("%s answered %s: %s", self.name, type(error).__name__, one_line(str(error)))
+        else:
+            log.error("%s failed", self.name, exc_info=error)
+            error = PacelineError(f"{self.name} failed: {type(error).__name__}: {error}")
+        code, message = errors.status_code(error), errors.clip(str(error))
+        await context.abort(code, message, trailing_metadata=errors.to_metadata(error))
+
+
+def _wrap(handler: Any, guard: _Guard) -> Any:
+    """The handler with the guard around its method; no method of the protocol takes a stream of requests."""
+    serialize = handler.response_serializer
+    if handler.response_streaming:
+        method = _guard_stream(handler.unary_stream, guard)
+        return grpc.unary_stream_rpc_method_handler(method, response_serializer=serialize)
+    return grpc.unary_unary_rpc_method_handler(
+        _guard_unary(handler.unary_unary, guard), response_serializer=serialize
+    )
+
+
+def _guard_unary(inner: Any, guard: _Guard) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def method(raw: bytes, context: Any) -> Any:
+        parent = _traceparent(context)
+        try:
+            request = await guard.admit(raw, context)
+            if not parent:
+                return await inner(request, context)
+            with telemetry.span(guard.name, traceparent=parent, attributes={"rpc.system": "grpc"}):
+                return await inner(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary: every error is answered, or logged too
+            await guard.refuse(context, error)
+
+    return method
+
+
+def _guard_stream(inner: Any, guard: _Guard) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def method(raw: bytes, context: Any) -> AsyncIterator[Any]:
+        try:
+            answers = inner(await guard.admit(raw, context), context)
+            if not inspect.isasyncgen(answers):
+                raise TypeError(f"{guard.name} must be an async generator")
+            async for answer in answers:
+                yield answer
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            await guard.refuse(context, error)
+
+    return method
+
+
+def _traceparent(context: Any) -> str:
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for key, value in metadata if key == TRACEPARENT_KEY), "")

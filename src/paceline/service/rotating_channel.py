@@ -1,0 +1,76 @@
+"""A channel over TLS that follows its certificate files: calls after a change use a new connection."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from paceline.service.credentials import LatestTls
+
+
+class RotatingChannel(grpc.aio.Channel):
+    """Opens a channel with the files of now, and another when they have changed.
+
+    Calls under way end on the channel that they began on, which gRPC closes after the last of them.
+
+    Args:
+        latest: the files.
+        connect: opens a channel with given credentials.
+    """
+
+    def __init__(
+        self, latest: LatestTls, connect: Callable[[grpc.ChannelCredentials], grpc.aio.Channel]
+    ) -> None:
+        self._latest, self._connect = latest, connect
+        self._channel = connect(latest.identity.for_channel())
+        self._open: weakref.WeakSet[grpc.aio.Channel] = weakref.WeakSet([self._channel])
+
+    def _now(self) -> grpc.aio.Channel:
+        if self._latest.changed():
+            self._channel = self._connect(self._latest.identity.for_channel())
+            self._open.add(self._channel)
+        return self._channel
+
+    def unary_unary(self, *method: Any, **codecs: Any) -> Any:
+        """As of any channel."""
+        return lambda *request, **options: self._now().unary_unary(*method, **codecs)(*request, **options)
+
+    def unary_stream(self, *method: Any, **codecs: Any) -> Any:
+        """As of any channel."""
+        return lambda *request, **options: self._now().unary_stream(*method, **codecs)(*request, **options)
+
+    def stream_unary(self, *method: Any, **codecs: Any) -> Any:
+        """As of any channel."""
+        return lambda *request, **options: self._now().stream_unary(*method, **codecs)(*request, **options)
+
+    def stream_stream(self, *method: Any, **codecs: Any) -> Any:
+        """As of any channel."""
+        return lambda *request, **options: self._now().stream_stream(*method, **codecs)(*request, **options)
+
+    async def close(self, grace: float | None = None) -> None:
+        """Closes every channel that is still open."""
+        for channel in list(self._open):
+            await channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """Of the newest channel."""
+        return self._now().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Of the newest channel."""
+        await self._now().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Of the newest channel."""
+        await self._now().channel_ready()
+
+    async def __aenter__(self) -> RotatingChannel:
+        """Connects at the first call."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Closes."""
+        await self.close()

@@ -1,0 +1,193 @@
+"""A real Redis server that is full, refuses, or is not the one that was there before."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import redis
+
+from paceline.broker import Ack, Outgoing, open_broker
+from paceline.broker.blobs import BlobReader
+from paceline.broker.redis_server import RedisServer
+from paceline.core.errors import BrokerError, LostDataError
+from support.redis_faults import Notices, unix_server
+from support.streams import Stopwatch, messages, payloads, reclaim_all
+
+pytestmark = pytest.mark.redis
+G = "group"
+
+
+async def test_a_full_server_makes_writers_wait_until_something_drains(server: RedisServer) -> None:
+    notices = Notices()
+    broker = notices.open(server.url)
+    await broker.append(messages("s", ["0"]))
+    with redis.Redis.from_url(server.url) as admin:
+        admin.config_set("maxmemory", int(admin.info("memory")["used_memory"]) + 4 * 2**20)
+        blob = b"x" * 2**20
+
+        async def write() -> None:
+            for number in range(12):
+                await broker.append([Outgoing(stream="s", payload=b"", blobs={f"b{number}": blob})])
+
+        writing = asyncio.create_task(write())
+        await asyncio.sleep(3.0)
+        assert len(notices) == 1
+        assert "is full: it has used its maxmemory, takes no more messages" in notices[0]
+        # Readers are served meanwhile, and see no message without its blob.
+        present = [value for value in await broker.get_blobs([f"b{number}" for number in range(12)]) if value]
+        assert await broker.length("s") - 1 == len(present)
+        assert 0 < len(present) < 12
+        assert len(notices) == 1
+        # It goes on when blobs are deleted, and when the limit is raised.
+        await broker.delete_blobs([f"b{number}" for number in range(len(present))])
+        last = (await broker.read_log("s", after="0-0", max_entries=13, block_s=0))[-1]
+        assert await broker.read_log("s", after=last.entry_id, max_entries=1, block_s=5) != []
+        admin.config_set("maxmemory", 0)
+    async with asyncio.timeout(5):
+        await writing
+    assert await broker.length("s") == 13
+    assert "is back" in notices[1]
+    await broker.close()
+
+
+async def test_a_full_server_that_never_drains_ends_in_an_error(server: RedisServer) -> None:
+    broker = open_broker(server.url, outage_timeout_s=0.5)
+    with redis.Redis.from_url(server.url) as admin:
+        admin.config_set("maxmemory", 1)
+    watch = Stopwatch()
+    with pytest.raises(BrokerError, match=r"is full.*nothing drains, for .* raise its maxmemory"):
+        await broker.append(messages("s", ["0"]))
+    assert 0.4 < watch.seconds < 2
+    await broker.close()
+
+
+async def test_a_replica_is_waited_for_until_it_is_promoted(server: RedisServer, tmp_path: Path) -> None:
+    with RedisServer.start(tmp_path / "other") as primary, redis.Redis.from_url(server.url) as admin:
+        broker = open_broker(server.url)
+        await broker.ensure_group("s", G)
+        admin.config_set("replica-read-only", "yes")
+        admin.replicaof("127.0.0.1", primary.port)
+        commands = asyncio.gather(
+            broker.append(messages("s", ["0"])),
+            broker.ensure_group("s", G),
+            broker.read("s", G, "a", max_entries=1, block_s=5),
+        )
+        await asyncio.sleep(0.5)
+        assert not commands.done()
+        admin.replicaof("NO", "ONE")
+        async with asyncio.timeout(5):
+            await commands
+        await broker.close()
+
+
+async def test_after_a_failover_the_address_is_looked_up_again(server: RedisServer, tmp_path: Path) -> None:
+    """A symbolic link takes the place of a DNS name: it leads to another server after the failover."""
+    link = tmp_path / "primary.sock"
+    with unix_server(tmp_path / "a") as first, unix_server(tmp_path / "b") as second:
+        link.symlink_to(first)
+        broker = open_broker(f"unix://{link}")
+        await broker.append(messages("s", ["old"]))
+        with redis.Redis(unix_socket_path=str(first)) as admin:
+            admin.replicaof("127.0.0.1", server.port)
+        appending = asyncio.create_task(broker.append(messages("s", ["new"])))
+        await asyncio.sleep(0.3)
+        assert not appending.done()
+        link.unlink()
+        link.symlink_to(second)
+        async with asyncio.timeout(5):
+            await appending
+        with redis.Redis(unix_socket_path=str(second)) as admin:
+            assert admin.xlen("s") == 1
+        await broker.close()
+
+
+async def test_another_server_at_the_address_is_not_waited_for(server: RedisServer, tmp_path: Path) -> None:
+    broker = open_broker(server.url)
+    await broker.append(messages("s", ["0"]))
+    server.stop()
+    with (
+        RedisServer.start(tmp_path / "other", port=server.port),
+        pytest.raises(BrokerError, match="refused the password"),
+    ):
+        await broker.append(messages("s", ["1"]))
+    await broker.close()
+
+
+async def test_a_wrong_password_is_said(server: RedisServer) -> None:
+    broker = open_broker(f"redis://:wrong@127.0.0.1:{server.port}/0")
+    with pytest.raises(BrokerError, match=r"refused the password: correct it in broker\.url") as caught:
+        await broker.ping()
+    assert "wrong" not in str(caught.value).replace("WRONGPASS", "")
+    await broker.close()
+
+
+async def test_no_password_is_said(server: RedisServer) -> None:
+    broker = open_broker(f"redis://127.0.0.1:{server.port}/0")
+    with pytest.raises(BrokerError, match="refused the password"):
+        await broker.ping()
+    await broker.close()
+
+
+async def test_a_server_that_forgot_the_scripts_is_told_again(server: RedisServer) -> None:
+    broker = open_broker(server.url)
+    await broker.append(messages("s", ["0"]))
+    with redis.Redis.from_url(server.url) as admin:
+        admin.script_flush()
+    await broker.append(messages("s", ["1"]))
+    assert await broker.length("s") == 2
+    await broker.close()
+
+
+async def test_a_name_of_another_kind_is_refused_with_the_servers_words(server: RedisServer) -> None:
+    broker = open_broker(server.url)
+    await broker.append([Outgoing(stream="s", payload=b"", blobs={"k": b"v"})])
+    with pytest.raises(BrokerError, match=r"XLEN: .* refused it: .*wrong kind of value"):
+        await broker.length("k")
+    await broker.close()
+
+
+@pytest.mark.parametrize("wrong", ["answers", "acknowledged"])
+async def test_an_answer_that_is_refused_stores_nothing(server: RedisServer, wrong: str) -> None:
+    broker = open_broker(server.url)
+    await broker.ensure_group("s", G)
+    await broker.append([Outgoing(stream="s", payload=b"0", blobs={"not-a-stream": b"v"})])
+    (entry,) = await broker.read("s", G, "a", max_entries=1, block_s=0)
+    answers = [Outgoing(stream="answers", payload=b"", blobs={"b": b"v"})]
+    if wrong == "answers":
+        answers += messages("not-a-stream", ["x"])
+    ack_stream = "not-a-stream" if wrong == "acknowledged" else "s"
+    with pytest.raises(BrokerError, match="WRONGTYPE not-a-stream is a string, not a stream"):
+        await broker.append(answers, ack=Ack(stream=ack_stream, group=G, entry_ids=[entry.entry_id]))
+    assert await broker.length("answers") == 0
+    assert await broker.get_blobs(["b"]) == [None]
+    assert payloads(await reclaim_all(broker, "s", G, "b")) == ["0"]
+    await broker.close()
+
+
+async def test_entries_are_not_acknowledged_before_the_last_of_their_answers(server: RedisServer) -> None:
+    broker = open_broker(server.url)
+    await broker.ensure_group("s", G)
+    await broker.append([Outgoing(stream="s", payload=b"0", blobs={"not-a-stream": b"v"})])
+    (entry,) = await broker.read("s", G, "a", max_entries=1, block_s=0)
+    answers = messages("answers", map(str, range(300))) + messages("not-a-stream", ["x"])
+    with pytest.raises(BrokerError, match="WRONGTYPE"):
+        await broker.append(answers, ack=Ack(stream="s", group=G, entry_ids=[entry.entry_id]))
+    assert await broker.length("answers") == 256
+    assert payloads(await reclaim_all(broker, "s", G, "b")) == ["0"]
+    await broker.close()
+
+
+async def test_a_blob_reader_names_what_is_missing(server: RedisServer) -> None:
+    broker = open_broker(server.url)
+    blobs = {f"b{number}": bytes([number]) for number in range(150)}
+    await broker.append([Outgoing(stream="s", payload=b"", blobs=blobs)])
+    with BlobReader(server.url) as reader:
+        assert reader.get([]) == []
+        assert reader.get(list(reversed(blobs))) == list(reversed(blobs.values()))
+        with pytest.raises(
+            LostDataError, match=r"7 of 9 blobs are not at .*: gone0, gone1, .*gone4 and 2 more"
+        ):
+            reader.get(["b3", *(f"gone{number}" for number in range(7)), "b4"])
+    await broker.close()

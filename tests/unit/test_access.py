@@ -1,0 +1,220 @@
+"""Every method of the protocol refuses whom docs/security.md says that it refuses, before it reads a message.
+
+A new method is covered by itself: the methods come from the generated modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc import StatusCode
+
+from paceline.cli.certificates import ROLES, Authority
+from paceline.service import tokens
+from paceline.service.admission import callers
+from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
+from paceline.service.credentials import TlsFiles, server_name
+from paceline.service.tokens import Scope
+from support.closed_server import methods, path
+
+SECRET = "a secret of the run"
+METHODS = {path(method): method for method in methods()}
+HEALTH = "/grpc.health.v1.Health/Check"
+DOCS = Path(__file__).parents[2] / "docs" / "security.md"
+BIG = b"\0" * (8 << 20)
+GROWTH_MIB = 96
+
+
+@dataclass(frozen=True)
+class Server:
+    folder: Path
+    port: int
+    pid: int
+
+    @functools.cached_property
+    def _channels(self) -> dict[str, grpc.Channel]:
+        return {}
+
+    def channel(self, certificate: str) -> grpc.Channel:
+        if certificate not in self._channels:
+            ca = TlsFiles(self.folder / "host").read().ca
+            if certificate in ("none", "plain text"):
+                proof = grpc.ssl_channel_credentials(ca)
+            else:
+                proof = TlsFiles(self.folder / certificate).read().for_channel()
+            address, options = (
+                f"127.0.0.1:{self.port}",
+                [
+                    ("grpc.ssl_target_name_override", server_name("controller")),
+                    ("grpc.max_send_message_length", DEFAULT_MAX_MESSAGE_BYTES),
+                ],
+            )
+            self._channels[certificate] = (
+                grpc.insecure_channel(address)
+                if certificate == "plain text"
+                else grpc.secure_channel(address, proof, options=options)
+            )
+        return self._channels[certificate]
+
+    def ask(self, method: str, *, certificate: str, token: str, message: bytes = b"") -> StatusCode:
+        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        channel = self.channel(certificate)
+        try:
+            if method in METHODS and METHODS[method].server_streaming:
+                list(channel.unary_stream(method)(message, metadata=metadata, timeout=10))
+            else:
+                channel.unary_unary(method)(message, metadata=metadata, timeout=10)
+        except grpc.RpcError as error:
+            return error.code()  # type: ignore[no-any-return]
+        return StatusCode.OK
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("certs")
+    authority = Authority.create(folder, days=1)
+    for role in ROLES:
+        authority.issue(folder / role, role, role=role)
+    authority.issue(folder / "expired", "expired", role="host", days=-1)
+    stranger = Authority.create(folder / "strangers", days=1)
+    stranger.issue(folder / "stranger", "stranger", role="host")
+    environment = os.environ | {
+        "PACELINE_TOKEN": SECRET,
+        "PACELINE_TLS_DIR": str(folder / "host"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-m", "support.closed_server"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield Server(folder, int(process.stdout.readline()), process.pid)
+        process.kill()
+
+
+def scoped(method: str, *, days: float = 1, right: bool = True) -> str:
+    """A token whose scope is, or is not, for the method."""
+    is_reward = "RewardService" in method
+    scope = Scope.REWARD if is_reward == right else Scope.STATUS
+    return tokens.mint(SECRET, scope, expires_at=time.time() + days * 86_400)
+
+
+def forged(method: str) -> str:
+    """A token for the method, of a later expiry than was signed."""
+    form, scope, expiry, mac = scoped(method, days=-1).split(".")
+    return ".".join((form, scope, str(int(expiry) + 10**6), mac))
+
+
+# The rows of the table in docs/security.md: certificate, token, answer.
+def refused(kind: str, method: str) -> tuple[str, str, StatusCode]:
+    openers = callers(method) or frozenset()
+    other_role = next(role for role in ("learner", "controller", "client") if role not in openers)
+    return {
+        "plain text": ("plain text", SECRET, StatusCode.UNAVAILABLE),
+        "no certificate": ("none", SECRET, StatusCode.UNAVAILABLE),
+        "expired certificate": ("expired", SECRET, StatusCode.UNAVAILABLE),
+        "certificate of another authority": ("stranger", SECRET, StatusCode.UNAVAILABLE),
+        "certificate of another role": (other_role, SECRET, StatusCode.PERMISSION_DENIED),
+        "no token": ("host", "", StatusCode.UNAUTHENTICATED),
+        "wrong token": ("host", "wrong", StatusCode.UNAUTHENTICATED),
+        "expired token": ("host", scoped(method, days=-1), StatusCode.UNAUTHENTICATED),
+        "forged token": ("host", forged(method), StatusCode.UNAUTHENTICATED),
+        "token of another scope": ("host", scoped(method, right=False), StatusCode.UNAUTHENTICATED),
+    }[kind]
+
+
+KINDS = (
+    "plain text", "no certificate", "expired certificate", "certificate of another authority",
+    "certificate of another role", "no token", "wrong token", "expired token", "forged token",
+    "token of another scope",
+)  # fmt: skip
+STATUS_METHODS = ("/paceline.rpc.v1.ControllerService/GetStatus", "/paceline.rpc.v1.ControllerService/Watch")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_caller_is_refused(server: Server, kind: str, method: str) -> None:
+    certificate, token, code = refused(kind, method)
+    if kind == "token of another scope" and method in STATUS_METHODS:
+        token = tokens.mint(SECRET, Scope.REWARD, expires_at=time.time() + 60)
+    # Bytes that are no message: an answer other than the code would mean that they were parsed.
+    assert server.ask(method, certificate=certificate, token=token, message=b"\xff") is code
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_those_who_may_get_in(server: Server, method: str) -> None:
+    roles = callers(method)
+    assert roles, f"{method}: say in service/admission.py who may call it"
+    for role in (*sorted(roles), "host"):
+        assert server.ask(method, certificate=role, token=SECRET) is StatusCode.UNIMPLEMENTED, role
+    assert (
+        server.ask(method, certificate="host", token=SECRET, message=b"\xff") is StatusCode.INVALID_ARGUMENT
+    )
+
+
+def test_a_scoped_token_opens_its_methods_alone(server: Server) -> None:
+    for scope in Scope:
+        token = tokens.mint(SECRET, scope, expires_at=time.time() + 60)
+        opened = {
+            method
+            for method in METHODS
+            if server.ask(method, certificate="host", token=token) is StatusCode.UNIMPLEMENTED
+        }
+        wanted = (
+            {m for m in METHODS if "RewardService" in m} if scope is Scope.REWARD else set(STATUS_METHODS)
+        )
+        assert opened == wanted
+
+
+def test_health_needs_a_certificate_and_no_token(server: Server) -> None:
+    assert server.ask(HEALTH, certificate="client", token="") is StatusCode.OK
+    assert server.ask(HEALTH, certificate="none", token="") is StatusCode.UNAVAILABLE
+    assert server.ask("/grpc.health.v1.Health/Watch", certificate="client", token="") is (
+        StatusCode.UNAUTHENTICATED
+    )
+
+
+def test_a_flood_without_a_token_does_not_grow_the_server(server: Server) -> None:
+    """A call of 8 MiB to every method at once, and some more to health, which asks for no token.
+
+    It grew by 420 MiB when gRPC received the messages before the token was looked at.
+    """
+    process = psutil.Process(server.pid)
+    before = most = process.memory_info().rss
+    channel = server.channel("host")
+    flood = {
+        (method, number): channel.unary_unary(method).future(BIG, timeout=20)
+        for method in (*METHODS, HEALTH)
+        for number in range(16 if method == HEALTH else 1)
+    }
+    while not all(answer.done() for answer in flood.values()):
+        most = max(most, process.memory_info().rss)
+        time.sleep(0.005)
+    codes = {answer.code() for (method, _), answer in flood.items() if method != HEALTH}
+    assert codes == {StatusCode.UNAUTHENTICATED}
+    assert (most - before) / 2**20 < GROWTH_MIB
+    assert server.ask(HEALTH, certificate="client", token="") is StatusCode.OK
+
+
+def _rows(heading: str) -> dict[str, str]:
+    section = DOCS.read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    cells = (re.split(r"\s*\|\s*", line.strip("| ")) for line in section.splitlines() if line.startswith("|"))
+    return {row[0].strip("`"): row[1] for row in list(cells)[2:]}
+
+
+def test_the_document_has_every_method_and_every_refusal() -> None:
+    rows = _rows("Who may call what")
+    assert set(rows) == {method.removeprefix("/paceline.rpc.v1.") for method in METHODS}
+    for method in METHODS:
+        named = set(rows[method.removeprefix("/paceline.rpc.v1.")].split(", "))
+        assert named == (callers(method) or set())
+    assert set(_rows("Who is refused")) == {*KINDS, "flood without a token"}

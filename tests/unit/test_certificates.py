@@ -1,0 +1,205 @@
+"""Mutual TLS between services: issued, checked by both sides, and replaced without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.certificates import Authority
+from paceline.cli.main import main
+from paceline.core.errors import ConfigError, EnvironmentLackError, PeerLostError
+from paceline.rpc.v1 import controller_pb2 as pb
+from paceline.rpc.v1 import controller_pb2_grpc
+from paceline.service import channels
+from paceline.service.credentials import Credentials, LatestTls, TlsFiles
+from paceline.service.grpc_server import RunningServer, start_server
+from support.fake_controller import FakeController, notice_event
+
+DAY_S = 86_400
+EXPIRED = -1.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    Authority.create(tmp_path, days=1)
+    return tmp_path
+
+
+def issue(folder: Path, name: str, *, role: str = "", days: float = 1.0) -> Credentials:
+    Authority.load(folder).issue(folder / name, name, role=role or name, days=days)
+    return Credentials(token="secret", tls=TlsFiles(folder / name))
+
+
+async def status(server: RunningServer, credentials: Credentials, *, role: str = "controller") -> str:
+    channel = channels.connect(server.address, credentials=credentials, role=role)
+    try:
+        stub = controller_pb2_grpc.ControllerServiceStub(channel)
+        reply = await channels.call(
+            stub.GetStatus, pb.GetStatusRequest(), timeout_s=5, phase="STATUS", peer="the controller"
+        )
+    finally:
+        await channel.close()
+    return str(reply.run_id)
+
+
+@pytest.fixture
+async def server(folder: Path) -> AsyncIterator[RunningServer]:
+    add = controller_pb2_grpc.add_ControllerServiceServicer_to_server
+    server = await start_server(add, FakeController(), credentials=issue(folder, "controller"))
+    yield server
+    await server.stop(0)
+
+
+async def test_a_client_needs_a_certificate_of_the_run_that_has_not_expired(
+    folder: Path, server: RunningServer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert await status(server, issue(folder, "client")) == "run-1"
+    other = tmp_path_factory.mktemp("other")
+    Authority.create(other, days=1)
+    for credentials in (
+        Credentials(token="secret"),
+        issue(folder, "old", role="client", days=EXPIRED),
+        issue(other, "client"),
+    ):
+        with pytest.raises(PeerLostError):
+            await status(server, credentials)
+
+
+async def test_a_server_needs_the_certificate_of_its_role(folder: Path, server: RunningServer) -> None:
+    with pytest.raises(PeerLostError, match="Hostname Verification"):
+        await status(server, issue(folder, "client"), role="rollout")
+
+
+async def test_a_host_has_every_role(folder: Path) -> None:
+    credentials = issue(folder, "host-1", role="host")
+    add = controller_pb2_grpc.add_ControllerServiceServicer_to_server
+    server = await start_server(add, FakeController(), credentials=credentials)
+    assert await status(server, credentials) == "run-1"
+    await server.stop(0)
+
+
+async def test_certificates_are_replaced_amid_calls_and_the_old_ones_expire(folder: Path) -> None:
+    """Calls of one channel go on over a rotation, a restart of the server, and a stream that began before."""
+    servicer = FakeController()
+    servicer.script = [notice_event("first")]
+    add = controller_pb2_grpc.add_ControllerServiceServicer_to_server
+    server = await start_server(add, servicer, credentials=issue(folder, "controller"))
+    channel = channels.connect(server.address, credentials=issue(folder, "client"), role="controller")
+    stub = controller_pb2_grpc.ControllerServiceStub(channel)
+
+    async def ask() -> str:
+        reply = await channels.call(
+            stub.GetStatus, pb.GetStatusRequest(), timeout_s=5, phase="STATUS", peer="c", wait_for_ready=True
+        )
+        return str(reply.run_id)
+
+    watching = channels.stream(stub.Watch, pb.WatchRequest(), phase="WATCH", peer="c", timeout_s=20)
+    assert (await anext(watching)).notice.message == "first"
+    assert await ask() == "run-1"
+    # The old pair is of no use any more: a new connection with it fails on both sides.
+    issue(folder, "controller", days=EXPIRED)
+    issue(folder, "client", days=EXPIRED)
+    with pytest.raises(PeerLostError):
+        await status(server, Credentials(token="secret", tls=TlsFiles(folder / "client")))
+    issue(folder, "controller")
+    issue(folder, "client")
+    assert await ask() == "run-1"
+    servicer.stopped.set_result("enough")
+    assert [event.end.message async for event in watching] == ["stopped: enough"]
+    await server.stop(0)
+    again = await start_server(
+        add,
+        FakeController(run_id="run-2"),
+        port=server.port,
+        credentials=Credentials(token="secret", tls=TlsFiles(folder / "controller")),
+    )
+    assert await ask() == "run-2"
+    await channel.close()
+    await again.stop(0)
+
+
+def test_half_a_replacement_is_not_used(folder: Path) -> None:
+    issue(folder, "client")
+    latest = LatestTls(TlsFiles(folder / "client"))
+    before = latest.identity
+    issue(folder, "other", role="client")
+    (folder / "other" / "key.pem").replace(folder / "client" / "key.pem")
+    assert not latest.changed()
+    assert latest.identity == before
+    (folder / "other" / "cert.pem").replace(folder / "client" / "cert.pem")
+    assert latest.changed()
+    assert latest.identity != before
+    (folder / "client" / "cert.pem").unlink()
+    assert not latest.changed()
+    with pytest.raises(EnvironmentLackError, match=r"cert\.pem cannot be used.*paceline certs issue"):
+        LatestTls(TlsFiles(folder / "client"))
+
+
+def test_the_command_writes_keys_for_their_owner_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "certs")
+    assert main(["certs", "issue", folder, "rollout-0"]) != 0
+    assert "run `paceline certs init" in capsys.readouterr().err
+    assert main(["certs", "init", folder]) == 0
+    first = (tmp_path / "certs" / "ca.pem").read_bytes()
+    assert main(["certs", "init", folder]) == 0
+    assert (tmp_path / "certs" / "ca.pem").read_bytes() == first
+    assert main(["certs", "issue", folder, "rollout-0", "--host", "10.0.0.7", "--host", "gpu7"]) == 0
+    for key in ("ca.key", "rollout-0/key.pem"):
+        assert stat.S_IMODE((tmp_path / "certs" / key).stat().st_mode) == 0o600
+    TlsFiles(tmp_path / "certs" / "rollout-0").read()
+    capsys.readouterr()
+    for words, reason in (
+        (["issue", folder, "gpu7"], "does not begin with a role"),
+        (["issue", folder, "../gpu7", "--role", "rollout"], "needs a plain name"),
+        (["issue", folder, "x", "--role", "rollout", "--host", "controller.paceline"], "name of a role"),
+        (["issue", folder, "rollout-0", "--days", "0"], "--days must be above 0"),
+        (["issue", folder, "x", "--role", "king"], "is none of controller, rollout"),
+        (["init"], "needs DIR"),
+        (["token", "--scope", "reward"], "PACELINE_TOKEN"),
+    ):
+        assert main(["certs", *words]) == 2, words
+        assert reason in capsys.readouterr().err
+
+
+def test_the_token_may_be_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    environ = {"PACELINE_TOKEN_FILE": str(path), "PACELINE_TLS_DIR": "/certs"}
+    for content in (None, "", "\n"):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(ConfigError, match="PACELINE_TOKEN_FILE="):
+            Credentials.from_env(environ=environ)
+    path.write_text("secret\n")
+    credentials = Credentials.from_env(environ=environ)
+    assert (credentials.token, credentials.tls) == ("secret", TlsFiles(Path("/certs")))
+    assert Credentials.from_env(environ=environ | {"PACELINE_TOKEN": "other"}).token == "other"
+    assert "secret" not in repr(credentials)
+
+
+async def test_calls_go_on_while_the_files_are_replaced_again_and_again(
+    folder: Path, server: RunningServer
+) -> None:
+    channel = channels.connect(server.address, credentials=issue(folder, "client"), role="controller")
+    stub = controller_pb2_grpc.ControllerServiceStub(channel)
+    done = 0
+
+    async def call() -> None:
+        nonlocal done
+        while done < 60:
+            await channels.call(stub.GetStatus, pb.GetStatusRequest(), timeout_s=5, phase="S", peer="c")
+            done += 1
+
+    async def rotate() -> None:
+        while done < 60:
+            await asyncio.to_thread(issue, folder, "client")
+            await asyncio.to_thread(issue, folder, "controller")
+
+    await asyncio.gather(call(), call(), rotate())
+    await channel.close()
+    assert done >= 60
