@@ -32,6 +32,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.cli.launch.process_tree:ProcessTree.next_exit: self._ended.get": _LIFETIME,
     "paceline.cli.launch.services:Services.tend: asyncio.wait": _LIFETIME,
     "paceline.cli.launch.processes:start: process.wait": _LIFETIME,
+    "paceline.cli.launch.remote:main: process.wait": _LIFETIME,
     "paceline.cli.launch.processes:wait_for_exit: await ended": _LIFETIME,
     "paceline.cli.launch.launcher:_Launcher._start_and_follow: await check": (
         "a check loads the model and the data once; its process is part of the run, and a signal ends both"
@@ -46,6 +47,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.reward.app:RewardApp._wind_up: asyncio.wait": _FINISHING,
     "paceline.rollout.sampler:Sampler.drain: asyncio.wait": _FINISHING,
     "paceline.service.member:MemberSession.finish: asyncio.wait": _CANCELLED,
+    "paceline.learner.servicer:LearnerServicer.restart_wanted: self._restart.wait": _TOLD,
     "paceline.service.member:MemberSession.finish: self.run_over.wait": _TOLD,
     "paceline.service.member:MemberSession.until_leaving: self._draining.wait": _TOLD,
     "paceline.service.member:MemberSession._register: asyncio.wait": _CANCELLED,

@@ -175,4 +175,5 @@ def test_the_profile_mounts_the_files_and_scrapes_what_the_services_serve() -> N
     # The network's alias of either profile's controller is `controller`.
     assert members - {"controller-gpu"} == set(scraped["names"])
     for name in members:
-        assert services[name]["environment"]["PACELINE_PROMETHEUS_PORT"] == str(scraped["port"])
+        port = services[name]["environment"]["PACELINE_PROMETHEUS_PORT"]
+        assert port == f"${{METRICS_PORT:-{scraped['port']}}}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.cli.commands import arguments
 from paceline.cli.launch import dry_run
 from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.launch.launcher import launch
+from paceline.cli.launch.launcher import Planner, launch
 from paceline.cli.launch.preflight import quick_check
 from paceline.cli.live.table import LiveView
 from paceline.cli.live.view import PlainView, View
@@ -46,15 +46,20 @@ def run(args: argparse.Namespace) -> int:
         print(dry_run.describe(config))
         return 0
     quick_check(config)
+    return train(config, plain=args.plain, is_open=args.open)
+
+
+def train(config: RunConfig, *, plain: bool, is_open: bool = False, planner: Planner | None = None) -> int:
+    """Runs a training run to its end; returns the exit code."""
     check_port(config.service.host, config.service.controller_port, "service.controller_port")
     prepared = run_dirs.prepare(config)
     config, run_dir = prepared.config, prepared.run_dir
     log_to(run_dir / "logs" / "launcher.log")
     for remark in prepared.remarks:
         print(remark)
-    view = make_view(config, run_dir, plain=args.plain)
+    view = make_view(config, run_dir, plain=plain)
     try:
-        outcome = asyncio.run(launch(config, run_dir, view, is_open=args.open))
+        outcome = asyncio.run(launch(config, run_dir, view, planner=planner, is_open=is_open))
     finally:
         view.close()
     if outcome.ok:

@@ -48,6 +48,8 @@ class ProcessSpec:
     """One process to start. `env` is added to the launcher's own environment.
 
     `member_id` is what the controller calls it; several processes with the same one start and end together.
+    `shell` is the command line of a remote shell, if the process runs on another host: `launch.remote` there
+    gets command and environment through its input.
     """
 
     name: str
@@ -55,6 +57,7 @@ class ProcessSpec:
     command: tuple[str, ...]
     member_id: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
+    shell: tuple[str, ...] = ()
 
 
 def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessSpec:

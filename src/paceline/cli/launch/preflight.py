@@ -25,8 +25,8 @@ from paceline.storage.models import local_model
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 
 
-def quick_check(config: RunConfig) -> None:
-    """Checks that files, the model folder and GPUs exist; quick, as it loads no tokenizer.
+def quick_check(config: RunConfig, *, devices: bool = True) -> None:
+    """Checks that files, the model folder and (`devices`) GPUs exist; quick, as it loads no tokenizer.
 
     Raises:
         DataError: a data file is missing.
@@ -39,7 +39,8 @@ def quick_check(config: RunConfig) -> None:
         if not Path(file).is_file():
             raise DataError(f"data file {file} does not exist; correct data.train_files or data.val_files")
     _model_config(config)
-    _require_gpus(config, Machine.here())
+    if devices:
+        _require_gpus(config, Machine.here())
 
 
 def _engine(config: RunConfig) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from paceline.cli.launch import remote
 from paceline.cli.launch.plan import ProcessSpec
 from paceline.core.errors import EnvironmentLackError
 from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
@@ -65,7 +66,9 @@ class ManagedProcess:
 
     def terminate(self) -> None:
         """Asks the process to end; it has to end its children itself."""
-        if self.running:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        elif self.running:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
 
@@ -112,7 +115,8 @@ async def start(spec: ProcessSpec, log_path: Path, secret_env: Mapping[str, str]
     Raises:
         EnvironmentLackError: the program cannot be run.
     """
-    env = os.environ | dict(spec.env) | dict(secret_env)
+    own_env = dict(spec.env) | dict(secret_env)
+    env = os.environ | ({} if spec.shell else own_env)
     mark = f"{spec.name}-{secrets.token_hex(8)}"
     env |= {DIE_WITH_PARENT: "1", PARENT_PID: str(os.getpid()), _MARK: mark}
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,9 +124,9 @@ async def start(spec: ProcessSpec, log_path: Path, secret_env: Mapping[str, str]
         start_at = log.tell()
         try:
             process = await asyncio.create_subprocess_exec(
-                *spec.command,
+                *(spec.shell or spec.command),
                 env=env,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if spec.shell else asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -131,6 +135,9 @@ async def start(spec: ProcessSpec, log_path: Path, secret_env: Mapping[str, str]
             raise EnvironmentLackError(
                 f"cannot start {spec.name} ({' '.join(spec.command)}): {error}"
             ) from error
+    if process.stdin is not None:
+        # It stays open: its end is what ends the process on the other host.
+        process.stdin.write(remote.order(spec.command, own_env))
     exited = asyncio.create_task(process.wait(), name=f"exit of {spec.name}")
     return ManagedProcess(spec, log_path, exited, process, start_at, mark)
 

@@ -1,0 +1,32 @@
+"""`paceline up`: a training run over several hosts, through ssh or another remote shell."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from pathlib import Path
+
+from paceline.cli.commands.train import train
+from paceline.cli.launch import hosts as several
+from paceline.cli.launch.launcher import Planner
+from paceline.cli.launch.preflight import quick_check
+from paceline.config.load import load
+from paceline.config.run import RunConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument("hosts", metavar="HOSTS.yaml", help="the hosts, and what runs on each")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="dotted.key=value", help="override a value of the run's configuration"
+    )
+    parser.add_argument("--plain", action="store_true", help="print plain lines even on a terminal")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; returns the exit code."""
+    hosts = load(several.Hosts, args.hosts)
+    config = load(RunConfig, Path(args.hosts).parent / hosts.config, args.overrides)
+    config = several.with_hosts(config, hosts)
+    quick_check(config, devices=False)
+    return train(config, plain=args.plain, planner=Planner(members=functools.partial(several.members, hosts)))

