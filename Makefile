@@ -8,12 +8,10 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/cpu.txt)
 # Where to find the CPU build of torch if pip's own index has none.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
-# Rooms whose tests mostly wait or use one core, and rooms that are no part of `make test`.
-FAST_TESTS := $(addprefix tests/,architecture unit property numerics contract)
-LONG_TESTS := $(addprefix tests/,chaos deploy)
-# Tests run in several processes, each file in one of them. With one core, or to debug: make test TEST_PROCESSES=0
+# What `make test` runs: first the tests without a real engine or a whole run, in several processes, each file in
+# one of them; then the others, one after the other. To debug, or with one core: make test TEST_PROCESSES=0
+TESTS := tests --ignore=tests/chaos --ignore=tests/deploy
 TEST_PROCESSES ?= 3
-PYTEST := $(BIN)/python -m pytest --dist loadfile
 
 .PHONY: help venv demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
 
@@ -22,7 +20,7 @@ help:
 	@echo "make demo       prepare data and a small model, train it with PPO through the four services (SEED=0)"
 	@echo "make demo-grpo  the same with GRPO, no critic"
 	@echo "make test       all tests but those of test-chaos; starts Redis by itself"
-	@echo "make test-fast  unit, property, numeric and contract tests"
+	@echo "make test-fast  the tests without a real engine or a whole run"
 	@echo "make test-chaos runs under faults: about half an hour"
 	@echo "make test-deploy  the deployed forms: containers; skips what lacks a program, and says which"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
@@ -49,10 +47,10 @@ demo-start: venv
 	$(BIN)/paceline sft examples/arithmetic/sft.yaml seed=$(SEED)
 
 test: test-fast
-	$(PYTEST) -n $(if $(filter 0 1,$(TEST_PROCESSES)),0,2) tests $(addprefix --ignore=,$(FAST_TESTS) $(LONG_TESTS))
+	$(BIN)/python -m pytest -m "e2e or vllm" $(TESTS)
 
 test-fast: venv
-	$(PYTEST) -n $(TEST_PROCESSES) $(FAST_TESTS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not e2e and not vllm" $(TESTS)
 
 test-chaos: venv
 	$(BIN)/python -m pytest tests/chaos

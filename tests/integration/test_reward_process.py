@@ -10,7 +10,6 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,6 @@ from paceline.broker import Broker, Mailbox, names, open_broker
 from paceline.broker.redis_server import RedisServer
 from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import ScoredHeader
-from paceline.rpc.v1 import controller_pb2
 from paceline.sdk import RewardClient
 from paceline.wire import decode_scored
 from support.fake_controller import FakeController, serve
@@ -60,28 +58,10 @@ async def broker(redis_server: RedisServer) -> AsyncIterator[Broker]:
     await broker.close()
 
 
-class Controller(FakeController):
-    """Hands out a broker and a run directory that are there."""
-
-    broker_url = run_dir = ""
-
-    async def Register(self, request: Any, context: Any) -> controller_pb2.RegisterResponse:
-        answer = await super().Register(request, context)
-        answer.broker_url, answer.run_dir = self.broker_url, self.run_dir
-        return answer
-
-    async def reported(self, state: str) -> controller_pb2.HeartbeatRequest:
-        async with asyncio.timeout(90):
-            while not any(beat.state == state for beat in self.heartbeats):
-                self.heard.clear()
-                await self.heard.wait()
-        return next(beat for beat in self.heartbeats if beat.state == state)
-
-
 @asynccontextmanager
 async def service(
     tmp_path: Path, model: Path, broker_url: str, reward: dict[str, object]
-) -> AsyncIterator[tuple[Controller, asyncio.subprocess.Process]]:
+) -> AsyncIterator[tuple[FakeController, asyncio.subprocess.Process]]:
     config = {
         "data": {"train_files": "none.jsonl"},
         "model": {"path": str(model)},
@@ -89,7 +69,7 @@ async def service(
         "trainer": {"total_steps": 1},
         "actor": {"ppo_mini_batch_size": 64},
     }
-    controller = Controller(json.dumps(config), RUN)
+    controller = FakeController(json.dumps(config), RUN)
     controller.broker_url, controller.run_dir = broker_url, str(tmp_path)
     server = await serve(controller, token=TOKEN)
     path = os.pathsep.join(entry for entry in sys.path if entry)

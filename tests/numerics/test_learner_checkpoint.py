@@ -114,7 +114,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(
     with pytest.raises(CommandError, match=sentence):
         load(learner, newest)
     with pytest.raises(CommandError, match=sentence):
-        roll_back(learner, newest, learner.version)
+        roll_back(learner, newest)
     assert same(tensors(learner), before)
     assert learner.version == 0
     assert load_newest(learner, [newest, older], notify=notices.append) == older

@@ -30,6 +30,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
 
     def __init__(self, config_json: str = "{}", run_id: str = "run-1") -> None:
         self.config_json, self.run_id = config_json, run_id
+        self.broker_url, self.run_dir = "memory://", "/nowhere"
         self.calls: list[str] = []
         self.heartbeats: list[pb.HeartbeatRequest] = []
         self.registrations: list[pb.RegisterRequest] = []
@@ -46,6 +47,14 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.end_after_stop = True
         self.members_file: Path | None = None
 
+    async def reported(self, state: str) -> pb.HeartbeatRequest:
+        """The first heartbeat that says `state`; waits for it."""
+        async with asyncio.timeout(90):
+            while not any(beat.state == state for beat in self.heartbeats):
+                self.heard.clear()
+                await self.heard.wait()
+        return next(beat for beat in self.heartbeats if beat.state == state)
+
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         self.calls.append("register")
         self.registrations.append(request)
@@ -54,7 +63,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
             run_id=self.run_id,
             run_dir=self.run_dir,
             config_json=self.config_json,
-            broker_url="memory://",
+            broker_url=self.broker_url,
             heartbeat_s=0.05,
             term=self.term,
             policy=policy_tag_to_proto(self.policy) if self.policy else None,

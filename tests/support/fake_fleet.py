@@ -15,7 +15,12 @@ from paceline.broker.base import Broker, Outgoing
 from paceline.broker.mailbox import Mailbox
 from paceline.controller.fleet.clients import LearnerWeights
 from paceline.controller.fleet.membership import Member
-from paceline.core.errors import PeerLostError, VersionMismatchError
+from paceline.core.errors import (
+    IllegalTransitionError,
+    LostDataError,
+    PeerLostError,
+    VersionMismatchError,
+)
 from paceline.core.guard import Adjustments, Reading
 from paceline.core.manifest import MANIFEST, manifest_text
 from paceline.core.members import RolloutState
@@ -53,6 +58,9 @@ class FakeServices:
         source: the step whose weights the learner holds.
         trained: the digest of the batch of each step that was trained, in order.
         policies: what each server samples from.
+        sources: the step whose weights each checkpoint has, by its step.
+        restarted: called with the reason when the learner is told to start again.
+        has_blob: whether the broker has the blob with this key.
     """
 
     def __init__(self) -> None:
@@ -67,6 +75,9 @@ class FakeServices:
         self.source = 0
         self.trained: list[tuple[int, str]] = []
         self.policies: dict[str, PolicyTag] = {}
+        self.sources: dict[int, int] = {}
+        self.restarted: Callable[[str], None] = lambda reason: None
+        self.has_blob: Callable[[str], bool] = lambda key: True
         self.learner, self.rollout = FakeLearner(self), FakeRollout(self)
 
     @property
@@ -128,9 +139,11 @@ class FakeLearner:
         if self.services.trained[-1:] == [key]:
             self.services.calls.append(f"train {order.step} again")
         elif order.step != self.services.version + 1:
-            raise VersionMismatchError(
+            raise IllegalTransitionError(
                 f"the learner holds version {self.services.version}, asked for step {order.step}"
             )
+        elif not all(self.services.has_blob(row.blob_key) for row in order.rows):
+            raise LostDataError(f"blobs of step {order.step} are gone")
         else:
             self.services.calls.append(f"train {order.step}")
             self.services.orders.append(order)
@@ -142,6 +155,7 @@ class FakeLearner:
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
         self.services.calls.append(f"save {step}")
         self.services.saved.append(controller_state)
+        self.services.sources[step] = self.services.source
         if self.services.writes:
             _write_manifest(Path(folder), controller_state)
         return 0.0
@@ -151,11 +165,13 @@ class FakeLearner:
 
     async def load(self, member: Member, *, folder: str, version: int) -> float:
         self.services.calls.append(f"load {Path(folder).name} as {version}")
-        self.services.source = int(Path(folder).name.rpartition("_")[2])
-        if version != self.services.version:
-            self.services.version = version
-            self.services.trained.clear()
+        step = int(Path(folder).name.rpartition("_")[2])
+        self.services.source = self.services.sources.get(step, step)
         return 0.0
+
+    async def restart(self, member: Member, *, reason: str) -> None:
+        self.services.calls.append("restart")
+        self.services.restarted(reason)
 
 
 class FakeRollout:
@@ -197,7 +213,10 @@ class FakeRollout:
 
 def _write_manifest(folder: Path, controller_state: bytes) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).write_text(manifest_text({"controller_state": json.loads(controller_state)}))
+    state = json.loads(controller_state)
+    (folder / MANIFEST).write_text(
+        manifest_text({"step": state["step"], "controller_state": state, "files": {}})
+    )
 
 
 Answer = Callable[[PromptGroup, int], dict[str, Any] | GroupRefusal]

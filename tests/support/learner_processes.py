@@ -15,7 +15,7 @@ import grpc
 
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, TrainOrder
-from paceline.rpc.v1 import controller_pb2, learner_pb2, learner_pb2_grpc
+from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
 from paceline.service.channels import call, connect
 from paceline.service.credentials import Credentials
 from paceline.wire.training import order_to_proto
@@ -25,28 +25,12 @@ from support.learner_fakes import run_config
 TOKEN = "a secret of the run"
 
 
-class Controller(FakeController):
-    """Hands out a broker, a run directory and a checkpoint to resume from."""
-
-    broker_url = run_dir = ""
-
-    async def Register(self, request: Any, context: Any) -> controller_pb2.RegisterResponse:
-        answer = await super().Register(request, context)
-        answer.broker_url, answer.run_dir = self.broker_url, self.run_dir
-        return answer
-
-    async def until(self, state: str) -> None:
-        """Waits for a heartbeat that says `state` (or a failure)."""
-        async with asyncio.timeout(90):
-            while not any(beat.state == state for beat in self.heartbeats):
-                self.heard.clear()
-                await self.heard.wait()
-
-
 class Learner:
     """Two running ranks and a channel to rank 0."""
 
-    def __init__(self, controller: Controller, ranks: list[asyncio.subprocess.Process], channel: Any) -> None:
+    def __init__(
+        self, controller: FakeController, ranks: list[asyncio.subprocess.Process], channel: Any
+    ) -> None:
         self.controller, self.ranks = controller, ranks
         self.stub = learner_pb2_grpc.LearnerServiceStub(channel)
 
@@ -66,7 +50,7 @@ async def running(
     model: Path, broker_url: str, folder: Path, *, checkpoints: Sequence[Path] = ()
 ) -> AsyncIterator[Learner]:
     """Starts the ranks and waits until they have loaded; prints their logs at the end."""
-    controller = Controller(run_config(model).model_dump_json())
+    controller = FakeController(run_config(model).model_dump_json())
     controller.broker_url, controller.run_dir = broker_url, str(folder)
     controller.checkpoints = [str(folder) for folder in checkpoints]
     server = await serve(controller, token=TOKEN)
@@ -95,7 +79,7 @@ async def running(
         ranks.append(process)
     channel: grpc.aio.Channel | None = None
     try:
-        await controller.until("ready")
+        await controller.reported("ready")
         channel = connect(controller.registrations[0].address, credentials=Credentials(token=TOKEN))
         yield Learner(controller, ranks, channel)
     finally:

@@ -91,7 +91,7 @@ def going_back(ranks: Ranks, model: str, folder: str) -> list[dict[str, float]]:
     train(learner, 1, 2)
     save(learner, Path(folder), step=2)
     train(learner, 3, 3)
-    roll_back(learner, Path(folder), learner.version)
+    roll_back(learner, Path(folder))
     fresh = Learner.build(config_of(model), ranks)
     load(fresh, Path(folder))
     fresh.version = learner.version

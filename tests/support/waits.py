@@ -47,6 +47,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.reward.app:RewardApp._wind_up: asyncio.wait": _FINISHING,
     "paceline.rollout.sampler:Sampler.drain: asyncio.wait": _FINISHING,
     "paceline.service.member:MemberSession.finish: asyncio.wait": _CANCELLED,
+    "paceline.learner.servicer:LearnerServicer.restart_wanted: self._restart.wait": _TOLD,
     "paceline.service.member:MemberSession.finish: self.run_over.wait": _TOLD,
     "paceline.service.member:MemberSession.until_leaving: self._draining.wait": _TOLD,
     "paceline.service.member:MemberSession._register: asyncio.wait": _CANCELLED,

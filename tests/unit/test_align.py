@@ -13,7 +13,7 @@ from paceline.broker.memory import MemoryBroker
 from paceline.controller.batch import collect
 from paceline.controller.run.align import goes_on
 from paceline.controller.standing import Standing, StepInProgress
-from paceline.core.errors import LostDataError, PeerLostError, VersionMismatchError
+from paceline.core.errors import IllegalTransitionError, LostDataError, PeerLostError
 from paceline.core.members import LearnerState, MemberKind, RewardState, RolloutState
 from support.sequencer_run import SequencerRun, config, run, run_of
 
@@ -199,38 +199,6 @@ async def test_a_step_whose_data_the_broker_loses_is_collected_again(
         assert [len(batch) for batch in it.services.batches] == [6, 6]
 
 
-async def test_a_trained_step_whose_data_is_lost_with_the_controller_is_trained_again(tmp_path: Path) -> None:
-    """The controller dies between training and commit of step 3, and the broker comes back empty."""
-
-    class Killed(Exception):
-        pass
-
-    async with run(tmp_path, **CALM, trainer__total_steps=4) as it:
-        it.services.writes = True
-        await it.enlist_all()
-        publish, services = it.services.learner.publish, it.services
-
-        async def dying(member: Any, *, epoch: int, version: int) -> Any:
-            if version == 3:
-                raise Killed
-            return await publish(member, epoch=epoch, version=version)
-
-        services.learner.publish = dying  # type: ignore[method-assign]
-        with pytest.raises(Killed):
-            await it.go()
-    services.learner.publish = publish  # type: ignore[method-assign]
-    before = services.batches
-    async with run_of(config(**CALM, trainer__total_steps=4), tmp_path, services, MemoryBroker()) as it:
-        await it.enlist_all()
-        await it.go()
-        assert [call for call in services.calls if call.startswith("load")] == ["load step_000002 as 2"]
-        assert [event["to_step"] for event in of(it, "rewind")] == [2]
-        assert [line["step"] for line in it.lines()] == [0, 1, 2, 3, 4]
-        assert services.batches[:3] == before
-        assert services.batches[3] == before[2], "the same prompts again"
-        assert it.breaches() == []
-
-
 async def test_blobs_that_the_learner_misses_are_collected_again_but_not_for_ever(tmp_path: Path) -> None:
     async with run(tmp_path, **CALM) as it:
         await it.enlist_all()
@@ -250,17 +218,37 @@ async def test_blobs_that_the_learner_misses_are_collected_again_but_not_for_eve
         assert len({order.digest for order in orders if order.step == 2}) == 1
 
 
-async def test_another_batch_for_a_trained_step_ends_the_run(tmp_path: Path) -> None:
+async def test_a_learner_that_has_trained_another_batch_is_sent_back(tmp_path: Path) -> None:
     async with run(tmp_path, **CALM) as it:
+        it.services.writes = True
         await it.enlist_all()
+        train = it.services.learner.train
+        it.services.restarted = lambda reason: restart_learner(it, 1, "b")
 
         async def refusing(member: Any, order: Any) -> Any:
-            raise VersionMismatchError("step 1 was trained on the batch with digest ab")
+            if order.step == 2 and member.incarnation == "a":
+                raise IllegalTransitionError("step 2 was trained on the batch with digest ab")
+            return await train(member, order)
 
         it.services.learner.train = refusing  # type: ignore[method-assign]
-        with pytest.raises(VersionMismatchError):
-            await it.go()
-        assert of(it, "recollect") == []
+        await it.go()
+        (lost,) = of(it, "lost")
+        assert (lost["step"], lost["reason"]) == (2, "step 2 was trained on the batch with digest ab")
+        assert it.services.calls.count("restart") == 1
+        assert [step for step, _ in it.services.trained] == [2]
+        assert [line["step"] for line in it.lines()] == [0, 1, 2]
+        assert it.breaches() == []
+
+
+async def test_a_learner_whose_version_nobody_knows_is_sent_back(tmp_path: Path) -> None:
+    async with run(tmp_path, **CALM) as it:
+        await it.enlist_all()
+        it.services.version = 7
+        it.services.restarted = lambda reason: restart_learner(it, 0, "b")
+        await it.go()
+        assert it.services.calls[:2] == ["describe learner", "restart"]
+        assert any("holds version 7, of which this run has no checkpoint" in text for text in it.notices)
+        assert [line["step"] for line in it.lines()] == [0, 1, 2]
 
 
 async def test_what_finished_steps_left_in_the_broker_goes_even_after_a_restart(tmp_path: Path) -> None:

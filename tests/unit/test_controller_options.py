@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from paceline.broker.memory import MemoryBroker
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.controller import app
 from paceline.controller.__main__ import main
+from paceline.controller.batch.mailboxes import Mailboxes
 from support import source
 
 CONFIG = source.ROOT / "examples" / "arithmetic" / "ppo.yaml"
@@ -52,3 +55,31 @@ def test_an_override_is_checked_like_the_file(
     monkeypatch.delenv("PACELINE_BROKER_URL", raising=False)
     assert main(["--config", str(CONFIG), "--run-dir", str(tmp_path), "trainer.total_stepz=3"]) == 2
     assert "did you mean 'total_steps'?" in capfd.readouterr().err
+
+
+class AbsentBroker(MemoryBroker):
+    """A broker whose server is away: its commands wait."""
+
+    async def purge(self, prefix: str) -> int:
+        """Never returns."""
+        await asyncio.Event().wait()
+        return 0
+
+
+async def test_the_end_of_a_run_does_not_wait_for_a_broker_that_is_away(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_PURGE_S", 0.05)
+    async with asyncio.timeout(2):
+        await app._forget(Mailboxes(AbsentBroker(), "r", own_server=False))
+    assert "the run's data stays in the broker: it has not answered within 0.05 s" in caplog.text
+
+
+async def test_the_end_of_a_run_removes_its_data_from_the_broker() -> None:
+    broker = MemoryBroker()
+    mailboxes = Mailboxes(broker, "r", own_server=False)
+    await mailboxes.begin_anew()
+    await broker.put_blob("another:blob", b"1")
+    await app._forget(mailboxes)
+    assert broker._store.streams == {}
+    assert broker._store.blobs == {"another:blob": b"1"}

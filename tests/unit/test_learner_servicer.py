@@ -75,6 +75,19 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+async def test_a_restart_is_answered_and_then_wanted_even_while_a_step_trains() -> None:
+    bench = Bench()
+    training = asyncio.create_task(bench.train(1))
+    await until(lambda: len(bench.queue.futures) == 1)
+    wanted = asyncio.create_task(bench.servicer.restart_wanted())
+    await asyncio.sleep(0)
+    assert not wanted.done()
+    await bench.servicer.Restart(learner_pb2.RestartRequest(reason="its data is gone"), None)
+    assert await asyncio.wait_for(wanted, 1) == "its data is gone"
+    training.cancel()
+    await asyncio.gather(training, return_exceptions=True)
+
+
 async def test_a_step_is_trained_once_however_often_it_is_asked_for() -> None:
     bench = Bench()
     first, second = (asyncio.create_task(bench.train(1)) for _ in range(2))
@@ -109,45 +122,35 @@ async def test_a_step_is_trained_once_however_often_it_is_asked_for() -> None:
     assert (bench.servicer.policy.version, bench.servicer.policy.digest) == (1, "")
 
 
-async def test_a_step_that_failed_may_be_asked_for_again() -> None:
-    bench = Bench()
-    attempt = asyncio.create_task(bench.train(1))
-    await until(lambda: len(bench.queue.futures) == 1)
-    bench.queue.futures[0].set_exception(LostDataError("2 blobs are missing"))
-    with pytest.raises(LostDataError, match="2 blobs are missing"):
-        await attempt
-    again = asyncio.create_task(bench.train(1))
-    await until(lambda: len(bench.queue.futures) == 2)
-    bench.queue.futures[1].set_result(TrainResult(step=1, metrics={}))
-    assert (await again).step == 1
-
-
 async def test_another_batch_for_a_step_that_trains_or_was_trained_is_refused() -> None:
     bench, other = Bench(), request(1, seed=7)
     first = asyncio.create_task(bench.train(1))
     await until(lambda: len(bench.queue.futures) == 1)
     both = rf"on the batch with digest {request(1).digest} .* batch with digest {other.digest}"
-    with pytest.raises(VersionMismatchError, match="step 1 is training " + both):
+    with pytest.raises(IllegalTransitionError, match="step 1 is training " + both):
         await bench.servicer.TrainStep(other, None)
     bench.queue.futures[0].set_result(TrainResult(step=1, metrics={}))
     await first
-    with pytest.raises(VersionMismatchError, match="step 1 was trained " + both):
+    with pytest.raises(IllegalTransitionError, match="step 1 was trained " + both):
         await bench.servicer.TrainStep(other, None)
     assert (await bench.train(1)).step == 1
     assert len(bench.queue.submitted) == 1
 
 
-async def test_after_a_failure_that_trained_nothing_another_batch_may_be_trained() -> None:
+@pytest.mark.parametrize("again", [request(1), request(1, seed=7)], ids=["same batch", "another batch"])
+async def test_after_a_failure_that_trained_nothing_the_step_may_be_trained(
+    again: learner_pb2.TrainStepRequest,
+) -> None:
     bench = Bench()
     attempt = asyncio.create_task(bench.train(1))
     await until(lambda: len(bench.queue.futures) == 1)
     bench.queue.futures[0].set_exception(LostDataError("2 blobs are missing"))
     with pytest.raises(LostDataError, match="2 blobs are missing"):
         await attempt
-    again = asyncio.create_task(bench.servicer.TrainStep(request(1, seed=7), None))
+    training = asyncio.create_task(bench.servicer.TrainStep(again, None))
     await until(lambda: len(bench.queue.futures) == 2)
     bench.queue.futures[1].set_result(TrainResult(step=1, metrics={}))
-    assert (await again).step == 1
+    assert (await training).step == 1
 
 
 async def test_a_step_that_outlasts_its_callers_deadline_is_not_lost() -> None:

@@ -25,7 +25,7 @@ class ReplacedBroker(MemoryBroker):
 
 async def opened(broker: MemoryBroker, *, own_server: bool) -> Mailboxes:
     mailboxes = Mailboxes(broker, RUN, own_server=own_server)
-    assert not await mailboxes.open()
+    await mailboxes.begin_anew()
     await broker.append([Outgoing(stream=PROMPTS, payload=b"p")])
     await mailboxes.check()
     return mailboxes
@@ -40,7 +40,6 @@ async def test_missing_data_is_noticed_and_begun_anew(own_server: bool) -> None:
         await mailboxes.check()
     await mailboxes.begin_anew()
     await mailboxes.check()
-    assert await mailboxes.open()
 
 
 async def test_another_server_may_lack_the_last_messages() -> None:
@@ -50,7 +49,10 @@ async def test_another_server_may_lack_the_last_messages() -> None:
     with pytest.raises(LostDataError, match="another server took over"):
         await mailboxes.check()
     # A controller that starts now does not go on with what is there.
-    assert not await Mailboxes(broker, RUN, own_server=False).open()
+    later = Mailboxes(broker, RUN, own_server=False)
+    with pytest.raises(LostDataError):
+        await later.check()
+    await later.begin_anew()
     assert await broker.length(PROMPTS) == 0
     await mailboxes.check()
 
@@ -60,13 +62,13 @@ async def test_the_runs_own_server_keeps_its_data() -> None:
     mailboxes = await opened(broker, own_server=True)
     broker.process = "second"
     await mailboxes.check()
-    assert await mailboxes.open()
     assert await broker.length(PROMPTS) == 1
 
 
-async def test_what_a_finished_step_left_cannot_be_lost() -> None:
+async def test_a_clean_up_notices_the_loss_and_removes_nothing() -> None:
     broker = ReplacedBroker()
     mailboxes = await opened(broker, own_server=False)
     broker.process = "second"
-    await mailboxes.clean_up(version=3, position="0-0", blob_keys=[])
-    await mailboxes.check()
+    with pytest.raises(LostDataError):
+        await mailboxes.clean_up(version=3, position="0-0", blob_keys=[])
+    assert await broker.length(PROMPTS) == 1

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from paceline.config.load import load
+from paceline.config.run import RunConfig
 from paceline.controller.verify.__main__ import main
-from paceline.controller.verify.check import verify
+from paceline.controller.verify.check import follow, verify
+from paceline.controller.verify.entries import read
+from paceline.controller.verify.findings import Findings
 from paceline.core.errors import DataError
 from support.journals import RecordedRun, admission, names, sound_run, weights
 
@@ -398,10 +403,54 @@ def test_an_invariant_that_does_not_hold_is_shown_with_its_first_breach_and_the_
     assert breached.startswith("BREACHED  I3")
     assert rest[0].strip() == "2 breach(es); the first: train:1:3:0 was admitted twice"
     assert [line.strip().partition(":")[0] for line in rest[1:3]] == [
-        f"line {place + 1}",
-        f"line {place + 2}",
+        f"line {place + 1} (n={place})",
+        f"line {place + 2} (n={place + 1})",
     ]
     assert [line[:9].strip() for line in rest[3:5]] == ["holds", "holds"]
+
+
+def test_long_events_are_cut_and_found_by_their_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = sound_run()
+    dispatch = run.find("dispatch")
+    dispatch["note"] = "x" * 50_000
+    run.insert_after(dispatch, dict(dispatch, prompts=[77]))
+    assert main([str(run.write(tmp_path))]) == 1
+    shown = [
+        line.strip() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("line ")
+    ]
+    place = run.events.index(dispatch)
+    assert shown[0].startswith(f'line {place + 1} (n={place}): {{"n": {place}, ')
+    assert shown[0].endswith(" more characters)")
+    assert max(map(len, shown)) < 400
+
+
+def peak_bytes(folder: Path, num_steps: int) -> int:
+    """The most memory that a journal of so many steps takes to be checked."""
+    run = RecordedRun()
+    run.start(1, 0)
+    run.push(0)
+    run.finish(0)
+    for step in range(1, num_steps + 1):
+        run.dispatch(step, *range(60))
+        run.admit(step, *range(60))
+        run.batch(step, *range(60))
+        run.push(step)
+        run.finish(step)
+    findings, config = Findings(), load(RunConfig, run.write(folder) / "config.resolved.yaml")
+    tracemalloc.start()
+    history = follow(read(folder / "events.jsonl", findings), findings, config)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (history.finished, findings.counts["rows trained"]) == (num_steps, num_steps * 120)
+    return peak
+
+
+def test_memory_does_not_grow_with_the_trajectories_of_finished_steps(tmp_path: Path) -> None:
+    few, many = peak_bytes(tmp_path / "few", 3), peak_bytes(tmp_path / "many", 24)
+    # A step more costs its dispatch and 24 bytes per row, and not its 180 events.
+    assert (many - few) / 21 < 180 * 60
 
 
 def test_a_last_line_that_was_cut_off_is_no_breach(tmp_path: Path) -> None:

@@ -45,11 +45,11 @@ class ServiceContext:
         self._spawned.append(task)
         return task
 
-    async def stopping_or(self, work: asyncio.Future[Any]) -> None:
-        """Returns when `work` is done or the service is asked to stop, whichever comes first."""
+    async def stopping_or(self, *work: asyncio.Future[Any]) -> None:
+        """Returns when one of `work` is done, or the service is asked to stop, whichever comes first."""
         asked = asyncio.create_task(self.stopping.wait(), name="stopping")
         try:
-            await asyncio.wait({asked, work}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asked, *work}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             asked.cancel()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from paceline.cli.launch.presence import Presence, Sighting
@@ -86,12 +88,33 @@ def seen(heard_s_ago: float = 0.1, *, alive: bool = True, ready: bool = True) ->
     return Sighting(heard_s_ago=heard_s_ago, alive=alive, ready=ready)
 
 
-def test_a_member_that_was_declared_dead_is_hung_after_a_grace() -> None:
+def looks_at_silence(seconds: float, first: float) -> list[str | None]:
+    """What each look says of a member that is silent from 0 on for so long, declared dead after 12 s."""
+    presence = Presence(startup_s=60, silence_s=12)
+    presence.start(-100)
+    assert presence.look(seen(), 0) is None
+    times = [first + 2 * i for i in range(20)]
+    return [presence.look(seen(now, alive=now < 12) if now < seconds else seen(), now) for now in times]
+
+
+@pytest.mark.parametrize("first", [0.0, 0.3, 0.6, 1.9])
+def test_a_member_that_was_cut_off_and_comes_back_in_time_is_not_hung(first: float) -> None:
+    """19 s without a network, and the time that the connection takes to be there again."""
+    assert looks_at_silence(19.0 + 4.0, first) == [None] * 20
+
+
+@pytest.mark.parametrize("first", [0.0, 0.3, 0.6, 1.9])
+def test_a_member_that_is_frozen_is_hung_after_a_grace(first: float) -> None:
+    hung = [first + 2 * i for i, reason in enumerate(looks_at_silence(math.inf, first)) if reason is not None]
+    assert 24 < hung[0] <= 26
+
+
+def test_a_member_that_failed_a_push_is_not_hung_before_it_is_silent() -> None:
     presence = Presence(startup_s=60, silence_s=12)
     presence.start(100)
     assert presence.look(seen(), 102) is None
-    dead = [presence.look(seen(alive=False, heard_s_ago=now - 101.9), now) for now in (104, 106, 108)]
-    assert dead == [None, None, "runs, but has been missing for 6 s"]
+    dead = [presence.look(seen(alive=False, heard_s_ago=1.0), now) for now in range(104, 160, 2)]
+    assert dead == [None] * len(dead)
 
 
 def test_a_member_that_comes_back_is_not_hung() -> None:
@@ -118,7 +141,7 @@ def test_an_absent_controller_makes_nobody_hung() -> None:
     for now in range(4, 200, 2):
         presence.skip(now)
     assert [presence.look(None, now) for now in range(200, 211, 2)] == [None] * 6
-    assert presence.look(None, 212) == "runs, but has been missing for 14 s"
+    assert presence.look(None, 212) == "runs, but has not been heard of for 14 s"
     assert presence.was_ready
 
 

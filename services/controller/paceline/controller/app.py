@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from dataclasses import dataclass, replace
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.broker import open_broker
+from paceline.broker.address import check_reach, with_password
+from paceline.broker.base import Broker
 from paceline.config.load import dump_yaml, load
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Collector
@@ -33,7 +34,7 @@ from paceline.controller.watchdog import Watchdog
 from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
-from paceline.core.errors import BrokerError, ConfigError, DeadlineError, PacelineError
+from paceline.core.errors import BrokerError, ConfigError, PacelineError
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import telemetry
 from paceline.service.credentials import Credentials
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 # How long members have to hear of the end and to leave before the server stops; a rollout server takes some
 # seconds to end its engine.
 _FAREWELL_S = 8.0
+# How long the broker has to remove the run's data; together they are less than a service has after a signal.
+_PURGE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,12 +68,7 @@ class Options:
 async def serve(context: ServiceContext, options: Options) -> None:
     """Runs one training run to its end."""
     config = load(RunConfig, options.config, options.overrides)
-    broker_url = os.environ.get("PACELINE_BROKER_URL") or config.broker.url or ""
-    credentials = Credentials.from_env()
-    if config.service.insecure:
-        credentials = replace(credentials, insecure=True)
-    if not broker_url:
-        raise ConfigError("no message broker: set broker.url, or PACELINE_BROKER_URL in the environment")
+    broker_url, credentials = _broker_url(config), _credentials(config)
     inputs = await asyncio.to_thread(load_inputs, config)
     clock = SystemClock()
     journal, run_id = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
@@ -83,21 +81,14 @@ async def serve(context: ServiceContext, options: Options) -> None:
         instance="controller",
     )
     events = EventHub()
-    broker = open_broker(
-        broker_url,
-        outage_timeout_s=config.broker.outage_timeout_s,
-        on_outage=events.notice,
-        on_recovery=events.notice,
-    )
-    context.defer("broker connection", broker.close)
-    await broker.ping()
+    broker = await _connect(context, config, broker_url, events)
     run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=events)
     progress = Progress(run, step=max(0, journal.standing.finished))
     progress.policy = journal.standing.committed
     fleet = Fleet(
         clock, suspect_after_s=config.service.suspect_after_s, dead_after_s=config.service.dead_after_s
     )
-    supervisor = Supervisor(fleet, journal, run.events, clock)
+    supervisor = Supervisor(fleet, journal, events, clock)
     observe_run(run, progress, fleet, clock)
     measuring = context.spawn("mailbox lengths", measure_mailboxes(broker, run_id, progress))
     context.defer("mailbox lengths", lambda: _cancel(measuring))
@@ -130,8 +121,44 @@ async def serve(context: ServiceContext, options: Options) -> None:
     finally:
         # The run is over, well or not: a controller that dies otherwise leaves its data to the next one.
         if journal.standing.ended:
-            with contextlib.suppress(BrokerError, DeadlineError):
-                await mailboxes.purge()
+            await _forget(mailboxes)
+
+
+def _broker_url(config: RunConfig) -> str:
+    url = os.environ.get("PACELINE_BROKER_URL") or config.broker.url
+    if not url:
+        raise ConfigError("no message broker: set broker.url, or PACELINE_BROKER_URL in the environment")
+    url = with_password(url, os.environ)
+    check_reach(url, insecure=config.broker.insecure)
+    return url
+
+
+def _credentials(config: RunConfig) -> Credentials:
+    credentials = Credentials.from_env()
+    return replace(credentials, insecure=True) if config.service.insecure else credentials
+
+
+async def _connect(context: ServiceContext, config: RunConfig, url: str, events: EventHub) -> Broker:
+    """Opens the broker; announces its outages to the run's followers."""
+    broker = open_broker(
+        url,
+        outage_timeout_s=config.broker.outage_timeout_s,
+        on_outage=events.notice,
+        on_recovery=events.notice,
+    )
+    context.defer("broker connection", broker.close)
+    await broker.ping()
+    return broker
+
+
+async def _forget(mailboxes: Mailboxes) -> None:
+    """Removes the run's data from the broker; one that is away keeps it, so that the run can end."""
+    try:
+        async with asyncio.timeout(_PURGE_S):
+            await mailboxes.purge()
+    except (BrokerError, TimeoutError) as error:
+        reason = str(error) or f"it has not answered within {_PURGE_S:g} s"
+        log.warning("the run's data stays in the broker: %s", reason)
 
 
 def _keep_settings(config: RunConfig, options: Options) -> None:

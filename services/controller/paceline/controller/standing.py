@@ -3,7 +3,7 @@
     events -> finished step (cursor, guard, log position) + step in progress (prompts, batch digest, phase)
 
 A `rewind` makes every step after its `to_step` void; a `recollect` makes the trajectories of the step in
-progress void.
+progress void. After `lost` the controller that wrote it can still finish the step, but no other can.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class StepInProgress:
         digest: that of the batch, once it is complete.
         trained: whether the learner has answered.
         num_recollects: how often its trajectories were collected anew.
+        is_lost: the broker has lost its trajectories, so it cannot be executed again without new ones.
     """
 
     step: int
@@ -36,6 +37,7 @@ class StepInProgress:
     digest: str = ""
     trained: bool = False
     num_recollects: int = 0
+    is_lost: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,11 +114,14 @@ class Standing:
         current.num_recollects += 1
         self.log_position = LOG_START
 
-    def _on_log(self, event: Mapping[str, Any]) -> None:
-        self.log_position = str(event["position"])
+    def _on_lost(self, event: Mapping[str, Any]) -> None:
+        self.log_position = LOG_START
+        if self.current is not None:
+            self.current.is_lost = bool(self.current.prompts)
 
     def _on_batch(self, event: Mapping[str, Any]) -> None:
-        self.in_progress(int(event["step"])).digest = str(event["digest"])
+        current = self.in_progress(int(event["step"]))
+        current.digest, current.is_lost = str(event["digest"]), False
 
     def _on_trained(self, event: Mapping[str, Any]) -> None:
         self.in_progress(int(event["step"])).trained = True
@@ -144,7 +149,7 @@ _HANDLERS: Mapping[str, Callable[[Standing, Mapping[str, Any]], None]] = {
     "phase": Standing._on_phase,
     "dispatch": Standing._on_dispatch,
     "recollect": Standing._on_recollect,
-    "log": Standing._on_log,
+    "lost": Standing._on_lost,
     "batch": Standing._on_batch,
     "trained": Standing._on_trained,
     "commit": Standing._on_commit,

@@ -79,7 +79,7 @@ class LearnerApp:
         """Serves until the run is over or a signal comes.
 
         Raises:
-            PacelineError: the group failed.
+            PacelineError: the group failed, or has to start again.
         """
         self._environment.use_interface(self._session.options.host)
         registration = await self._session.join(
@@ -95,11 +95,14 @@ class LearnerApp:
             advertise=split(self._session.link.address)[0],
         )
         training = self._start_training(assignment)
-        await self._session.context.stopping_or(training)
+        sent_back = self._session.context.spawn("restart wanted", self._servicer.restart_wanted())
+        await self._session.context.stopping_or(training, sent_back)
         if training.done():
             training.result()
         else:
             await self._stop(training)
+        if sent_back.done():
+            raise PeerLostError(f"starting again: {sent_back.result()}", peer=self._session.options.member_id)
 
     def _start_training(self, assignment: Assignment) -> asyncio.Future[None]:
         """Starts the only thread that uses torch; a daemon: a hanging collective must not hold it."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from paceline.core.errors import IllegalTransitionError
+from paceline.core.errors import CheckpointError, IllegalTransitionError
 from paceline.core.training import TrainResult
 from paceline.learner.batch.fetch import Blobs, fetch_rows
 from paceline.learner.batch.types import PackedRow
@@ -94,7 +94,15 @@ class Commands:
         )
 
     def _load(self, arguments: Arguments) -> None:
-        roll_back(self._learner, arguments["folder"], arguments["version"])
+        learner, version = self._learner, arguments["version"]
+        if version != learner.version:
+            raise CommandError(
+                CheckpointError(
+                    f"the learner is at version {learner.version}, asked to load a checkpoint as version "
+                    f"{version}"
+                )
+            )
+        roll_back(learner, arguments["folder"])
 
     def _describe(self, arguments: Arguments) -> Description:
         ranks = self._learner.ranks

@@ -10,7 +10,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from paceline.core.errors import CheckpointError, DeadlineError, ProtocolError, VersionMismatchError
+from paceline.core.errors import (
+    CheckpointError,
+    DeadlineError,
+    IllegalTransitionError,
+    ProtocolError,
+    VersionMismatchError,
+)
 from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
@@ -38,10 +44,10 @@ class _Training:
     task: asyncio.Task[TrainResult]
 
     def check_repeat(self, order: TrainOrder) -> None:
-        """Raises VersionMismatchError: the order wants another batch for this step."""
+        """Raises IllegalTransitionError: the order wants another batch for this step."""
         if order.digest != self.digest:
             begun = "was trained" if self.task.done() else "is training"
-            raise VersionMismatchError(
+            raise IllegalTransitionError(
                 f"step {self.step} {begun} on the batch with digest {self.digest} and cannot be trained on "
                 f"the batch with digest {order.digest}: a step is trained once"
             )
@@ -53,6 +59,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     Args:
         queue: of the command loop.
         on_change: called when the state changes.
+
     """
 
     def __init__(self, queue: CommandQueue, on_change: Callable[[], None]) -> None:
@@ -65,6 +72,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._training: _Training | None = None
         self._saved: tuple[int, Future[float]] | None = None
         self._notices: list[str] = []
+        self._restart, self._restart_reason = asyncio.Event(), ""
 
     @property
     def state(self) -> LearnerState:
@@ -81,6 +89,11 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._policy = PolicyTag(version=version, digest="")
         self._command_timeout_s = command_timeout_s
         self._enter(LearnerState.READY)
+
+    async def restart_wanted(self) -> str:
+        """Returns the reason when the controller wants this process to start again."""
+        await self._restart.wait()
+        return self._restart_reason
 
     def notify(self, message: str) -> None:
         """Keeps a message for the controller's next heartbeat."""
@@ -161,7 +174,8 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         The step continues when a caller gives up or reaches its deadline: it will ask again.
 
         Raises:
-            VersionMismatchError: the step was trained, or is training, on another batch.
+            IllegalTransitionError: the step was trained, or is training, on another batch, or it is not the
+                next one.
             ProtocolError: another step is training.
         """
         self._require_ready()
@@ -212,14 +226,17 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def LoadCheckpoint(
         self, request: learner_pb2.LoadCheckpointRequest, context: Any
     ) -> learner_pb2.LoadCheckpointResponse:
-        """Rolls back to a checkpoint of this run, as the learner's version or as the checkpoint's."""
+        """Rolls back to a checkpoint of this run."""
         began = time.monotonic()
         arguments = {"folder": request.folder, "version": request.version}
         await self._run(commands.LOAD, arguments, LearnerState.ROLLING_BACK)
-        if self._policy is not None and self._policy.version != request.version:
-            # The steps after it are trained anew, on other batches maybe.
-            self._policy, self._training = PolicyTag(version=request.version, digest=""), None
         return learner_pb2.LoadCheckpointResponse(seconds=time.monotonic() - began)
+
+    async def Restart(self, request: learner_pb2.RestartRequest, context: Any) -> learner_pb2.RestartResponse:
+        """Has the process end with an error, so that it is started again."""
+        self._restart_reason = request.reason
+        self._restart.set()
+        return learner_pb2.RestartResponse()
 
     async def _train(self, order: TrainOrder) -> TrainResult:
         with telemetry.span(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A member that the controller declared dead gets this long to end by itself, or to register again.
-_GRACE_S = 5.0
+# A member that was silent until the controller declared it dead gets this long to be heard again: it may only
+# have been cut off, and a new start costs more than the wait.
+_GRACE_S = 12.0
 # The most that one look counts for: the launcher itself may have been stopped since the last one.
 _LONGEST_LOOK_S = 6.0
 
@@ -27,7 +28,8 @@ class Presence:
 
     Args:
         startup_s: how long a process may take to register.
-        silence_s: how long a registered member may be missing.
+        silence_s: the silence after which the controller declares a member dead, and how long a registered
+            member may be unknown to it.
     """
 
     def __init__(self, *, startup_s: float, silence_s: float) -> None:
@@ -60,6 +62,10 @@ class Presence:
         if not self._heard:
             late = self._missing_s > self._startup_s
             return f"has not registered within {self._missing_s:.0f} s of its start" if late else None
-        allowed_s = self._silence_s if sighting is None else _GRACE_S
-        missed = self._missing_s > allowed_s
-        return f"runs, but has been missing for {self._missing_s:.0f} s" if missed else None
+        if sighting is None:
+            silent_s, missed = self._missing_s, self._missing_s > self._silence_s
+        else:
+            # The controller's word counts for the silence, and the looks for its word: it may have paused.
+            silent_s = sighting.heard_s_ago
+            missed = silent_s > self._silence_s + _GRACE_S and self._missing_s > _GRACE_S
+        return f"runs, but has not been heard of for {silent_s:.0f} s" if missed else None

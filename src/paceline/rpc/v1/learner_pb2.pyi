@@ -517,7 +517,7 @@ class LoadCheckpointRequest(_message.Message):
     folder: _builtins.str
     """absolute, as written by SaveCheckpoint"""
     version: _builtins.int
-    """which the loaded weights get: the learner's, or the checkpoint's own"""
+    """the learner's version, which the loaded weights get"""
     def __init__(
         self,
         *,
@@ -550,3 +550,37 @@ class LoadCheckpointResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadCheckpointResponse: _TypeAlias = LoadCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class RestartRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartRequest: _TypeAlias = RestartRequest  # noqa: Y015
+
+@_typing.final
+class RestartResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartResponse: _TypeAlias = RestartResponse  # noqa: Y015

@@ -80,6 +80,11 @@ class LearnerServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.LoadCheckpointRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.LoadCheckpointResponse.FromString,
                 _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/paceline.rpc.v1.LearnerService/Restart',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.RestartRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.RestartResponse.FromString,
+                _registered_method=True)
 
 
 class LearnerServiceServicer(object):
@@ -144,7 +149,16 @@ class LearnerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Loads weights, optimizer and other training state from a checkpoint of this run.
+        """Loads weights, optimizer and other training state from a checkpoint of this run. The learner's version
+        does not change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restart(self, request, context):
+        """Ends the group with an error, after the answer. Whoever started it starts it again, and it loads the newest
+        checkpoint: so a learner goes back to an earlier version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,6 +211,11 @@ def add_LearnerServiceServicer_to_server(servicer, server):
                     servicer.LoadCheckpoint,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.LoadCheckpointRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.LoadCheckpointResponse.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.RestartRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.RestartResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -443,6 +462,33 @@ class LearnerService(object):
             '/paceline.rpc.v1.LearnerService/LoadCheckpoint',
             paceline_dot_rpc_dot_v1_dot_learner__pb2.LoadCheckpointRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_learner__pb2.LoadCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.rpc.v1.LearnerService/Restart',
+            paceline_dot_rpc_dot_v1_dot_learner__pb2.RestartRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_learner__pb2.RestartResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,7 +37,13 @@ class LearnerServiceStub:
     WaitCheckpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.WaitCheckpointRequest, _learner_pb2.WaitCheckpointResponse]
     """Waits until the checkpoint that was saved last is complete: only then does it count. May be repeated."""
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.LoadCheckpointRequest, _learner_pb2.LoadCheckpointResponse]
-    """Loads weights, optimizer and other training state from a checkpoint of this run."""
+    """Loads weights, optimizer and other training state from a checkpoint of this run. The learner's version
+    does not change.
+    """
+    Restart: _aio.UnaryUnaryMultiCallable[_learner_pb2.RestartRequest, _learner_pb2.RestartResponse]
+    """Ends the group with an error, after the answer. Whoever started it starts it again, and it loads the newest
+    checkpoint: so a learner goes back to an earlier version.
+    """
 
 class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by rank 0 of the learner group; called by the controller."""
@@ -116,6 +122,18 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.LoadCheckpointRequest,
         context: _aio.ServicerContext[_learner_pb2.LoadCheckpointRequest, _abc.Awaitable[_learner_pb2.LoadCheckpointResponse]],
     ) -> _abc.Awaitable[_learner_pb2.LoadCheckpointResponse]:
-        """Loads weights, optimizer and other training state from a checkpoint of this run."""
+        """Loads weights, optimizer and other training state from a checkpoint of this run. The learner's version
+        does not change.
+        """
+
+    @_abc_1.abstractmethod
+    def Restart(
+        self,
+        request: _learner_pb2.RestartRequest,
+        context: _aio.ServicerContext[_learner_pb2.RestartRequest, _abc.Awaitable[_learner_pb2.RestartResponse]],
+    ) -> _abc.Awaitable[_learner_pb2.RestartResponse]:
+        """Ends the group with an error, after the answer. Whoever started it starts it again, and it loads the newest
+        checkpoint: so a learner goes back to an earlier version.
+        """
 
 def add_LearnerServiceServicer_to_server(servicer: LearnerServiceServicer, server: _aio.Server) -> None: ...

@@ -142,17 +142,16 @@ class Collector:
 
     # --- the log
 
-    async def recall(self, position: str, version: int) -> bool:
+    async def recall(self, position: str, version: int) -> None:
         """Goes to where the journal says that the log was read; learns what the broker holds of the run.
 
-        Returns:
-            False where the broker has lost the run's data; then the log begins anew.
+        Raises:
+            LostDataError: the broker has lost the run's data.
         """
-        is_there = await self._mailboxes.open()
-        self.position = position if is_there else LOG_START
-        self.blob_keys = await self._mailboxes.leftovers(self.position)
+        await self._mailboxes.check()
+        self.position = position
+        self.blob_keys = await self._mailboxes.leftovers(position)
         await self._dispatcher.recall(version)
-        return is_there
 
     async def begin_anew(self) -> None:
         """Removes the run's data from the broker: everything will be sent and collected again."""
@@ -161,7 +160,11 @@ class Collector:
         self.position, self.blob_keys = LOG_START, []
 
     async def clean_up(self, version: int) -> None:
-        """Removes what finished steps left in the broker, with the prompts of `version`."""
+        """Removes what finished steps left in the broker, with the prompts of `version`.
+
+        Raises:
+            LostDataError: the broker has lost the run's data.
+        """
         await self._mailboxes.clean_up(version=version, position=self.position, blob_keys=self.blob_keys)
         self.blob_keys = []
 

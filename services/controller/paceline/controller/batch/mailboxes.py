@@ -1,8 +1,8 @@
 """The run's data in the broker: created, missed, cleaned up, begun anew.
 
-    open -> (steps: prompts, trajectories, scored, blobs) -> clean_up after each -> purge at the end
+    check -> begin_anew where it is lost -> (steps: prompts, trajectories, scored, blobs; clean_up) -> purge
 
-A marker is stored with the first data and after each step. Where it is gone, the broker has lost the data,
+A marker is stored with the first data. Where it is gone, the broker has lost the data,
 say because a server without persistence was restarted. Where it names another process of the server, the last
 messages may be lost: an older snapshot was loaded, or a replica that lagged took over. The run's own server
 loses nothing with its process.
@@ -34,41 +34,39 @@ class Mailboxes:
     def __init__(self, broker: Broker, run_id: str, *, own_server: bool) -> None:
         self._broker, self._run_id, self._own_server = broker, run_id, own_server
 
-    async def open(self) -> bool:
-        """Creates what is missing; returns whether an earlier controller's data is still there."""
-        is_there = await self._is_there()
-        if not is_there:
-            await self.purge()
-        await self._create()
-        return is_there
-
     async def check(self) -> None:
         """Creates groups that are missing; raises LostDataError where the run's data is gone."""
-        if not await self._is_there():
+        (marker,) = await self._broker.get_blobs([names.marker(self._run_id)])
+        if marker != await self._server():
             raise LostDataError(
                 "the message broker has lost the run's data, or its last messages: it was emptied, or "
                 "started again, or another server took over"
             )
-        await self._create()
+        await self._create_groups()
 
     async def begin_anew(self) -> None:
         """Removes the run's data and creates empty mailboxes."""
         await self.purge()
-        await self._create()
+        await self._create_groups()
+        await self._broker.put_blob(names.marker(self._run_id), await self._server())
 
     async def purge(self) -> None:
         """Removes all of the run's data."""
         await self._broker.purge(names.prefix(self._run_id))
 
     async def clean_up(self, *, version: int, position: str, blob_keys: Sequence[str]) -> None:
-        """Removes what finished steps left: blobs, prompts of `version`, log entries up to `position`."""
+        """Removes what finished steps left: blobs, prompts of `version`, log entries up to `position`.
+
+        Raises:
+            LostDataError: there is nothing left to remove, because the run's data is gone.
+        """
+        await self.check()
         await self._broker.delete_blobs(blob_keys)
         await self._broker.delete_streams([names.prompts(self._run_id, version)])
         scored = names.scored(self._run_id)
         await self._broker.advance(scored, names.CONTROLLER_GROUP, position)
         for stream in (names.trajectories(self._run_id), scored):
             await self._broker.trim(stream)
-        await self._mark()
 
     async def leftovers(self, position: str) -> list[str]:
         """Keys of the blobs that log entries up to `position` name: those of finished steps."""
@@ -90,20 +88,12 @@ class Mailboxes:
         texts = [next(blobs) if header.text_key else None for header in headers]
         return ["" if text is None else text.decode(errors="replace") for text in texts]
 
-    async def _is_there(self) -> bool:
-        (marker,) = await self._broker.get_blobs([names.marker(self._run_id)])
-        return marker == await self._server()
-
-    async def _mark(self) -> None:
-        await self._broker.put_blob(names.marker(self._run_id), await self._server())
-
     async def _server(self) -> bytes:
         return (_OWN_SERVER if self._own_server else await self._broker.incarnation()).encode()
 
-    async def _create(self) -> None:
+    async def _create_groups(self) -> None:
         await self._broker.ensure_group(names.trajectories(self._run_id), names.REWARD_GROUP)
         await self._broker.ensure_group(names.scored(self._run_id), names.CONTROLLER_GROUP)
-        await self._mark()
 
 
 def blob_keys(header: ScoredHeader) -> list[str]:

@@ -267,6 +267,16 @@ class LearnerClient:
         )
         return reply.seconds
 
+    async def restart(self, member: Member, *, reason: str) -> None:
+        """Makes the learner end, so that it is started again and loads its newest checkpoint."""
+        await self._call(
+            member,
+            self._stub(member).Restart,
+            learner_pb2.RestartRequest(reason=reason),
+            timeout_s=self._timeouts.quick,
+            phase="FORMING",
+        )
+
     async def _call(
         self,
         member: Member,

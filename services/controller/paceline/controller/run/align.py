@@ -6,13 +6,16 @@ With S the last finished step of the journal and L the version that the learner 
     L = S + 1   likewise; the learner has trained it and repeats its answer
     otherwise   rewind: the steps after L are void, and the run goes on from L
 
-A learner that was restarted holds the step of the newest checkpoint that verifies, or 0.
+A learner that was restarted holds the step of the newest checkpoint that verifies, or 0. One that holds S + 1
+while the trajectories of that step are gone is sent back: it starts again, and the run rewinds.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.inputs import Inputs
@@ -27,10 +30,13 @@ from paceline.controller.run.checkpoints import ControllerState
 from paceline.controller.run.metrics import MetricsFile
 from paceline.controller.run.publication import Publication
 from paceline.controller.standing import Standing
-from paceline.core.errors import CheckpointError, PeerLostError
+from paceline.core.errors import LostDataError, PeerLostError
 from paceline.core.members import LearnerState
 from paceline.core.policy import PolicyTag
 from paceline.data.cursor import CursorState
+
+# How long a learner that is sent back may take to leave the fleet.
+_LEAVE_S = 10.0
 
 
 def goes_on(standing: Standing, version: int) -> bool:
@@ -48,6 +54,7 @@ class Alignment:
     Attributes:
         resumed: the step that an earlier controller, or this one before a loss, had begun; None otherwise.
         saved: the state in the checkpoint of the step in progress, where that is all that is left to finish.
+        version: the one that the learner held.
     """
 
     def __init__(
@@ -70,33 +77,47 @@ class Alignment:
         self._incarnation = ""
         self.resumed: int | None = None
         self.saved: ControllerState | None = None
+        self.version = 0
 
     async def align(self) -> None:
         """Waits for members and aligns; afterwards the run goes on with the step after the finished one.
 
         Raises:
-            PeerLostError: the learner was lost meanwhile, or a member's failure is final.
+            PeerLostError: the learner was lost meanwhile, or sent back, or a member's failure is final.
             DeadlineError: a member did not come in time.
-            CheckpointError: the learner's version cannot be gone on from.
         """
         standing = self._run.journal.standing
         is_new = standing.finished < 0 and standing.current is None
         self._progress.move(Phase.FORMING)
         learner = await self._members()
         self._incarnation = learner.incarnation
-        version = await self._version_of(learner)
+        self.version = version = await self._version_of(learner)
         if not goes_on(standing, version):
             await self._rewind(version)
         self._restore()
         if not is_new:
             self._note_resume()
-        if not await self._recall(version):
-            await self._go_back(learner)
-            await self.align()
-        elif version == standing.finished:
+        await self._recall(version)
+        if version == standing.finished:
             await self._serve(version)
         elif standing.finished >= 0:
             self._progress.policy = self._committed(standing.finished)
+
+    async def send_back(self, step: int, reason: str) -> NoReturn:
+        """Makes the learner start again, from its newest checkpoint: the step cannot be finished.
+
+        Raises:
+            PeerLostError: always; the run is to be aligned with the learner that comes.
+        """
+        learner = self._supervisor.learner
+        current = self._run.journal.standing.current
+        if current is not None and not current.is_lost:
+            self._run.journal.record("lost", step=step, reason=reason)
+        await self._learner.restart(learner, reason=reason)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await self._supervisor.gone(learner)
+        raise PeerLostError(f"{learner.member_id} has to start again: {reason}", peer=learner.member_id)
 
     @property
     def learner(self) -> Member:
@@ -131,7 +152,13 @@ class Alignment:
 
     async def _rewind(self, version: int) -> None:
         standing = self._run.journal.standing
-        cursor, guard = self._state_at(version)
+        state = self._state_at(version)
+        if state is None:
+            await self.send_back(
+                standing.finished + 1,
+                f"it holds version {version}, of which this run has no checkpoint in {self._run.checkpoints}",
+            )
+        cursor, guard = state
         reason = f"the learner holds version {version}, the run had finished step {standing.finished}"
         self._run.journal.record("rewind", to_step=version, reason=reason, cursor=cursor, guard=guard)
         self._run.events.notice(f"{reason}: going on from step {version}")
@@ -139,21 +166,15 @@ class Alignment:
             self._run.journal.record("checkpoint_removed", folder=str(folder))
         await self._collector.begin_anew()
 
-    def _state_at(self, version: int) -> tuple[Any, Any]:
-        """Cursor and guard at the end of a step."""
+    def _state_at(self, version: int) -> tuple[Any, Any] | None:
+        """Cursor and guard at the end of a step; None where nobody knows them."""
         standing = self._run.journal.standing
         if version == standing.finished:
             return standing.cursor, standing.guard
         state = checkpoints.of_step(self._run.checkpoints, self._run.id, version)
         if state is not None:
             return asdict(state.cursor), state.guard
-        if version == 0:
-            return asdict(self._first_cursor), {}
-        raise CheckpointError(
-            f"the learner holds version {version}, of which this run has no checkpoint in "
-            f"{self._run.checkpoints}; "
-            "start the learner again, so that it loads one"
-        )
+        return (asdict(self._first_cursor), {}) if version == 0 else None
 
     def _restore(self) -> None:
         """Sets cursor, guard, metrics and progress to the end of the finished step."""
@@ -174,38 +195,26 @@ class Alignment:
 
     # --- the broker's side
 
-    async def _recall(self, version: int) -> bool:
-        """Reads the log of the step again; whether the learner's version can be gone on from."""
-        journal, step = self._run.journal, self._run.journal.standing.finished + 1
-        is_there = await self._collector.recall(journal.standing.log_position, max(0, step - 1))
+    async def _recall(self, version: int) -> None:
+        journal = self._run.journal
+        standing, step = journal.standing, journal.standing.finished + 1
         self.saved = self._saved(version)
-        if is_there:
-            return True
-        current = journal.standing.current
-        if current is None or not current.prompts or self.saved is not None:
-            journal.record("log", step=step, position=self._collector.position)
-        elif version == step:
-            return False
-        else:
-            journal.record("recollect", step=step, reason="the broker lost the run's data")
-        return True
-
-    async def _go_back(self, learner: Member) -> None:
-        """Makes the learner load its newest checkpoint: of a trained step the trajectories are lost."""
-        step, root = self._run.journal.standing.finished + 1, self._run.checkpoints
-        states = (state for _, state in checkpoints.complete(root) if state.run_id == self._run.id)
-        newest = next((state.step for state in states if state.step < step), None)
-        if newest is None:
-            raise CheckpointError(
-                f"step {step} is trained but not finished, the broker has lost its trajectories, and there "
-                "is no checkpoint to go back to; start the learner again"
+        try:
+            await self._collector.recall(standing.log_position, max(0, step - 1))
+        except LostDataError as error:
+            if standing.finished >= 0:
+                self._note_loss(step, str(error), is_trained=version == step)
+            await self._collector.begin_anew()
+        current = standing.current
+        if current is not None and current.is_lost and version == step and self.saved is None:
+            await self.send_back(
+                step, f"step {step} is trained but not finished, and the broker has lost its trajectories"
             )
-        folder = str(checkpoints.folder_of(root, newest))
-        self._run.events.notice(
-            f"step {step} is trained but not finished, and the broker has lost its trajectories: the learner "
-            f"goes back to the checkpoint of step {newest}"
-        )
-        await self._learner.load(learner, folder=folder, version=newest)
+
+    def _note_loss(self, step: int, reason: str, *, is_trained: bool) -> None:
+        current = self._run.journal.standing.current
+        is_collected_again = current is not None and current.prompts and not is_trained
+        self._run.journal.record("recollect" if is_collected_again else "lost", step=step, reason=reason)
 
     def _saved(self, version: int) -> ControllerState | None:
         if version != self._run.journal.standing.finished + 1:

@@ -43,7 +43,7 @@ from paceline.controller.run.publication import Publication
 from paceline.controller.run.trajectories import save_trajectories
 from paceline.controller.run.validation import Validation
 from paceline.controller.weights.push import WeightPush
-from paceline.core.errors import DeadlineError, LostDataError, PeerLostError
+from paceline.core.errors import DeadlineError, IllegalTransitionError, LostDataError, PeerLostError
 from paceline.core.members import MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
@@ -173,9 +173,8 @@ class Sequencer:
     async def _train_step(self) -> tuple[dict[str, float], bool]:
         """Runs DISPATCH to COMMIT; returns the step's metrics, and whether it was rolled back."""
         began, step, policy = time.monotonic(), self.progress.step, self._policy
-        # What the last step left goes now, because that step is finished only now.
         with _timer() as cleanup:
-            await self._collector.clean_up(step - 2)
+            await self._clean_up(step)
         batch, result, learn_s = await self._collect_and_learn(step, policy)
         is_resumed = self._alignment.resumed == step
         decision, guarded = await self._judge(result, batch, None if is_resumed else time.monotonic() - began)
@@ -190,6 +189,13 @@ class Sequencer:
         )
         return metrics, decision.rollback
 
+    async def _clean_up(self, step: int) -> None:
+        """Removes what the last step left in the broker; now, because that step is finished only now."""
+        try:
+            await self._collector.clean_up(step - 2)
+        except LostDataError as error:
+            await self._recollect(step, self._inputs.cursor.state, error)
+
     async def _collect_and_learn(self, step: int, policy: PolicyTag) -> tuple[Batch, TrainResult, float]:
         """DISPATCH to LEARN; once more from the beginning where the broker has lost the trajectories."""
         while True:
@@ -202,11 +208,20 @@ class Sequencer:
                 await self._recollect(step, cursor, error)
 
     async def _recollect(self, step: int, cursor: CursorState, error: LostDataError) -> None:
+        """Forgets the step's trajectories, so that they are collected again.
+
+        Raises:
+            PeerLostError: the learner has trained the step already, and is sent back.
+            LostDataError: they were lost too often.
+        """
         current = self._run.journal.standing.in_progress(step)
-        if current.trained or current.num_recollects == _MAX_RECOLLECTS:
+        if current.num_recollects == _MAX_RECOLLECTS:
             raise error
-        self._run.events.notice(f"step {step}: its trajectories are collected again: {error}")
-        self._run.journal.record("recollect", step=step, reason=str(error))
+        if current.trained or self._alignment.version == step:
+            await self._alignment.send_back(step, str(error))
+        if current.prompts:
+            self._run.events.notice(f"step {step}: its trajectories are collected again: {error}")
+        self._run.journal.record("recollect" if current.prompts else "lost", step=step, reason=str(error))
         await self._collector.begin_anew()
         self._inputs.cursor.restore(cursor)
 
@@ -237,6 +252,9 @@ class Sequencer:
             with span("learn"), _timer() as learn:
                 result = await self._learner.train(self._alignment.learner, order)
                 await saving
+        except IllegalTransitionError as error:
+            # It was trained on trajectories that the broker has lost since, and these are others.
+            await self._alignment.send_back(step, str(error))
         finally:
             saving.cancel()
             await asyncio.wait([saving])

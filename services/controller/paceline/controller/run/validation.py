@@ -65,5 +65,5 @@ class Validation:
                 if attempt == _MAX_ATTEMPTS:
                     raise
                 self._run.events.notice(f"step {order.step}: the validation begins again: {error}")
+                self._run.journal.record("lost", step=order.step, reason=str(error))
                 await self._collector.begin_anew()
-                self._run.journal.record("log", step=order.step, position=self._collector.position)

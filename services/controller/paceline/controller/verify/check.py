@@ -23,23 +23,19 @@ def verify(run_dir: Path) -> Findings:
     """
     config = load(RunConfig, run_dir / "config.resolved.yaml")
     findings = Findings()
-    entries = read(run_dir / "events.jsonl", findings)
-    history = follow(entries, findings, config)
+    history = follow(read(run_dir / "events.jsonl", findings), findings, config)
     files.check_metrics(run_dir, history)
     if config.trainer.save_trajectories:
         files.check_trajectories(run_dir, history)
-    run_id = str(entries[0].get("run_id"))
-    files.check_checkpoints(checkpoints_of(config, run_dir, run_id), history, run_id)
+    files.check_checkpoints(checkpoints_of(config, run_dir, history.run_id), history, history.run_id)
     return findings
 
 
 def follow(entries: Iterable[Entry], findings: Findings, config: RunConfig) -> History:
-    """Checks a journal alone."""
-    entries = list(entries)
+    """Checks a journal alone, in one pass."""
     on_cpu = config.learner.device == "cpu"
     history = History(findings, num_samples=config.rollout.n, repeatable=on_cpu)
-    history.follow(entries)
-    deadlines.check(entries, config, findings)
+    history.follow(deadlines.check(entries, config, findings))
     steps = history.steps.values()
     findings.counts["steps finished"] = len(steps)
     findings.counts["rows trained"] = sum(len(step.rows) for step in steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from paceline.config.run import RunConfig
 from paceline.controller.phases import Phase
@@ -13,8 +13,8 @@ _SLACK = 1.5
 _SLACK_S = 30.0
 
 
-def check(entries: Iterable[Entry], config: RunConfig, findings: Findings) -> None:
-    """Compares the times between events with the deadlines of the phase they lie in.
+def check(entries: Iterable[Entry], config: RunConfig, findings: Findings) -> Iterator[Entry]:
+    """Compares the times between events with the deadlines of the phase they lie in; passes the events on.
 
     The time before a controller's start is nobody's: it was not there.
     """
@@ -37,6 +37,7 @@ def check(entries: Iterable[Entry], config: RunConfig, findings: Findings) -> No
         if entry.kind == "phase":
             phase = Phase(entry["to"])
         before = entry
+        yield entry
 
 
 def limits_of(config: RunConfig) -> Mapping[Phase, float]:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.controller.verify.findings import Invariant
-from paceline.controller.verify.history import History
+from paceline.controller.verify.history import History, StepHistory
 from paceline.core.errors import CheckpointError
 from paceline.core.manifest import MANIFEST, manifest_fields
-from paceline.core.training import BatchRow
 from paceline.storage.folder import Folder
 
 
@@ -63,24 +62,22 @@ def check_trajectories(run_dir: Path, history: History) -> None:
         except (OSError, pyarrow.ArrowException) as error:
             history.findings.add(Invariant.I3, f"{path.name} of a finished step cannot be read: {error}")
             continue
-        difference = _first_difference(table.to_pylist(), step.rows, number, step.wanted.tag.version)
+        difference = _first_difference(table.to_pylist(), step, step.wanted.tag.version)
         if difference:
             history.findings.add(Invariant.I3, f"{path.name} {difference}", step.batch)
         history.findings.counts["rows in parquet files"] += table.num_rows
 
 
-def _first_difference(
-    written: Sequence[dict[str, Any]], rows: Sequence[BatchRow], step: int, version: int
-) -> str:
-    if len(written) != len(rows):
-        return f"has {len(written)} rows, {len(rows)} were trained"
-    for place, (plain, row) in enumerate(zip(written, rows, strict=True)):
-        key = row.trajectory_id
+def _first_difference(written: Sequence[dict[str, Any]], step: StepHistory, version: int) -> str:
+    if len(written) != len(step.rows):
+        return f"has {len(written)} rows, {len(step.rows)} were trained"
+    for place, (plain, row) in enumerate(zip(written, step.rows, strict=True)):
+        prompt_id, sample_index, reward = row
         expected = {
-            "step": step,
-            "prompt_id": key.prompt_id,
-            "sample_index": key.sample_index,
-            "reward": row.reward,
+            "step": step.number,
+            "prompt_id": prompt_id,
+            "sample_index": sample_index,
+            "reward": reward,
             "policy_version": version,
         }
         if plain != expected:

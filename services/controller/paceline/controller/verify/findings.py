@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_LONGEST = 320
+
 
 class Invariant(enum.Enum):
     """What must hold; the value is what is printed."""
@@ -43,7 +45,7 @@ class Entry:
         return self.event.get(key, default)
 
     def __str__(self) -> str:
-        return f"line {self.line}: {json.dumps(dict(self.event))}"
+        return f"line {self.line} (n={self.get('n')}): {_cut(json.dumps(dict(self.event)))}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,13 @@ class Breach:
 
     def __str__(self) -> str:
         return f"{self.invariant.name}: {self.sentence}"
+
+
+def _cut(text: str) -> str:
+    """What fits a few lines of a terminal; a step's dispatch alone may name thousands of prompts."""
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]} ... (and {len(text) - _LONGEST:,} more characters)"
 
 
 COUNTS = (
@@ -109,5 +118,5 @@ class Findings:
                 yield f"holds     {invariant.value}"
                 continue
             yield f"BREACHED  {invariant.value}"
-            yield f"          {len(breaches)} breach(es); the first: {breaches[0].sentence}"
+            yield f"          {len(breaches)} breach(es); the first: {_cut(breaches[0].sentence)}"
             yield from (f"            {entry}" for entry in breaches[0].entries)

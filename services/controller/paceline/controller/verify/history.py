@@ -9,8 +9,9 @@ is dispatched again must ask for the same prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from paceline.controller.phases import Phase, move
 from paceline.controller.verify.collection import Collection, Wanted
@@ -32,12 +33,30 @@ _COUNTED = {
 }
 
 
+class TrainedRows:
+    """(prompt id, sample index, reward) of each row of a batch; a long run has millions."""
+
+    def __init__(self, rows: Iterable[BatchRow] = ()) -> None:
+        self._prompt_ids, self._sample_indices, self._rewards = array("q"), array("q"), array("d")
+        for row in rows:
+            self._prompt_ids.append(row.trajectory_id.prompt_id)
+            self._sample_indices.append(row.trajectory_id.sample_index)
+            self._rewards.append(row.reward)
+
+    def __len__(self) -> int:
+        return len(self._prompt_ids)
+
+    def __iter__(self) -> Iterator[tuple[int, int, float]]:
+        return zip(self._prompt_ids, self._sample_indices, self._rewards, strict=True)
+
+
 @dataclass(kw_only=True, slots=True)
 class StepHistory:
     """What the journal says of one step.
 
     Attributes:
         before: the admissions before the controller was started again, by trajectory.
+        rows: those of the last batch.
         num_dropped: prompts that the last collection dropped.
     """
 
@@ -47,7 +66,7 @@ class StepHistory:
     batch: Entry | None = None
     trained: Entry | None = None
     commit: Entry | None = None
-    rows: tuple[BatchRow, ...] = ()
+    rows: TrainedRows = field(default_factory=TrainedRows)
     num_dropped: int = 0
 
     @property
@@ -114,6 +133,11 @@ class History:
             handler = self._handlers.get(entry.kind)
             if handler is not None:
                 handler(entry)
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return str(self._run["run_id"]) if self._run is not None else ""
 
     @property
     def finished(self) -> int:
@@ -312,7 +336,7 @@ class History:
         for earlier in (step.batch, step.trained):
             if earlier is not None and earlier["digest"] != entry["digest"]:
                 self.findings.add(Invariant.I3, f"step {step.wanted.step} has two batches", earlier, entry)
-        step.batch, step.rows, step.num_dropped = entry, rows, step.collection.num_dropped
+        step.batch, step.rows, step.num_dropped = entry, TrainedRows(rows), step.collection.num_dropped
 
     def _on_trained(self, entry: Entry) -> None:
         step = self._current(entry)
@@ -377,7 +401,7 @@ class History:
                         step.wanted.entry if step.wanted else None,
                         entry,
                     )
-        # Of a finished step the rows are enough; a long run has millions of admissions.
+        # Of a finished step the rows are enough: memory stays small however long the run is.
         step.collection = step.before = None
         self.steps[number], self.in_progress = step, None
 

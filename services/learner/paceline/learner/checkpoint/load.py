@@ -74,26 +74,17 @@ def load(learner: Learner, folder: Place) -> Manifest:
     return manifest
 
 
-def roll_back(learner: Learner, folder: Place, version: int) -> Manifest:
-    """Fills a learner from an earlier checkpoint of its run; every rank calls it.
+def roll_back(learner: Learner, folder: Place) -> Manifest:
+    """Fills a learner from an earlier checkpoint of its run and keeps its version; every rank calls it.
 
-    Args:
-        version: that of the learner, which then names the weights of an earlier step; or that of the
-            checkpoint, from which the run then goes on.
+    The learner's version then names the weights of an earlier step.
 
     Raises:
-        CommandError: of CheckpointError: there is no such checkpoint, it is damaged, or `version` is neither;
-            nothing has changed.
+        CommandError: of CheckpointError: there is no such checkpoint, or it is damaged; nothing has changed.
         CheckpointError: loading failed half-way; the learner is unusable.
     """
+    version = learner.version
     manifest = _verify(folder, learner.ranks)
-    if version not in (learner.version, manifest.step):
-        raise CommandError(
-            CheckpointError(
-                f"the learner is at version {learner.version}, asked to load the checkpoint of step "
-                f"{manifest.step} as version {version}"
-            )
-        )
     networks = [learner.actor.network, *([learner.critic.network] if learner.critic is not None else [])]
     for network in networks:
         # Loading writes into the shards; gathered parameters would hide them.

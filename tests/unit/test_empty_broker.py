@@ -1,0 +1,195 @@
+"""Redis comes back empty at every event of a step, with and without the controller's death: the same run.
+
+A learner that is told to start again comes back with its newest checkpoint. Numbers of entries begin anew
+with the empty server, as they may where another server takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.broker.memory import MemoryBroker
+from paceline.controller.batch import collect
+from paceline.controller.run import losses
+from paceline.controller.verify.check import verify
+from paceline.core.guard import Reading
+from paceline.core.members import LearnerState, MemberKind
+from support.fake_fleet import FakeServices, score_all
+from support.sequencer_run import SequencerRun, config, run_of
+from support.training_run import assert_same_metrics
+
+CHANGES: dict[str, Any] = {
+    "trainer__total_steps": 2,
+    "trainer__save_freq": 1,
+    "trainer__test_freq": 2,
+    "trainer__save_trajectories": False,
+    "barrier__stall_timeout_s": 10.0,
+    "service__recovery_timeout_s": 10.0,
+}
+TRANSPORT = ("barrier/duplicates", "barrier/rejected", "weights/bytes", "weights/relayed_bytes")
+
+
+class Killed(Exception):
+    """The controller's process ends here."""
+
+
+class Fleet:
+    """The parts of a run that outlive its controller."""
+
+    def __init__(self, folder: Path, changes: dict[str, Any] | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.changes = folder, {**CHANGES, **(changes or {})}
+        self.services, self.broker, self.restarts = FakeServices(), MemoryBroker(), 0
+        self.services.writes = True
+        self.services.has_blob = lambda key: key in self.broker._store.blobs
+
+    def empty(self) -> None:
+        store = self.broker._store
+        store.streams.clear()
+        store.blobs.clear()
+        store.last_number = 0
+
+    def restart_learner(self, it: SequencerRun, reason: str) -> None:
+        steps = [int(path.parent.name[5:]) for path in self.folder.glob("checkpoints/step_*/manifest.json")]
+        services, self.restarts = self.services, self.restarts + 1
+        services.version = max(steps, default=0)
+        services.source = services.sources.get(services.version, services.version)
+        services.trained.clear()
+        changes = it.supervisor.fleet.register(
+            kind=MemberKind.LEARNER,
+            member_id="learner",
+            incarnation=f"life {self.restarts}",
+            address="learner",
+            num_ranks=1,
+            state=LearnerState.READY,
+        )
+        self.restarting = asyncio.get_running_loop().create_task(it.supervisor.apply(changes))
+
+    async def live(self, at: Callable[[SequencerRun, dict[str, Any]], None]) -> bool:
+        """One life of a controller; `at` is called after each event; returns whether it reached the end."""
+        async with run_of(config(**self.changes), self.folder, self.services, self.broker) as it:
+            self.services.restarted = lambda reason: self.restart_learner(it, reason)
+            record_all, dead = it.journal.record_all, []
+
+            def recording(events: Any) -> None:
+                for event in list(events):
+                    if dead:
+                        raise Killed
+                    record_all([event])
+                    try:
+                        at(it, dict(event))
+                    except Killed:
+                        dead.append(event)
+                        raise
+
+            it.journal.record_all = recording  # type: ignore[method-assign]
+            try:
+                await it.enlist_all()
+                await it.go(score_all)
+            except Killed:
+                return False
+            finally:
+                others = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in others:
+                    task.cancel()
+                with contextlib.suppress(Killed):
+                    await asyncio.gather(*others, return_exceptions=True)
+        return True
+
+
+def nothing(it: SequencerRun, event: dict[str, Any]) -> None:
+    """Disturbs nothing."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "_CHECK_S", 0.03)
+    monkeypatch.setattr(collect, "_BLOCK_S", 0.01)
+    monkeypatch.setattr(losses, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+def check(fleet: Fleet, calm: Fleet, what: str) -> None:
+    assert_same_metrics(lines(fleet), lines(calm), without=TRANSPORT)
+    (fleet.folder / "config.resolved.yaml").write_text(config(**fleet.changes).model_dump_json())
+    findings = verify(fleet.folder)
+    assert [str(breach) for breach in findings.breaches] == [], what
+    assert findings.counts["steps finished"] == 3, what
+
+
+def lines(fleet: Fleet) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (fleet.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def rolled_back(fleet: Fleet) -> Fleet:
+    fleet.services.readings = {2: [Reading(rule="ppo_kl", network="actor", value=0.3)]}
+    return fleet
+
+
+ROLLBACK = {"guard__ppo_kl": {"rollback": 0.1, "skip": None}}
+
+
+async def calm_run(folder: Path) -> tuple[Fleet, list[dict[str, Any]]]:
+    calm, events = rolled_back(Fleet(folder, ROLLBACK)), list[dict[str, Any]]()
+    assert await calm.live(lambda it, event: events.append(event))
+    return calm, events
+
+
+def moments(events: list[dict[str, Any]]) -> list[int]:
+    """The events of step 2, which rolls back, validates and saves, and the first of its trajectories."""
+    kinds = [event["event"] for event in events]
+    ends = [i for i, event in enumerate(events) if event["event"] == "step"]
+    return [
+        i
+        for i in range(ends[1], ends[2])
+        if kinds[i] not in ("member", "epoch", "commit") and not kinds[i - 1] == kinds[i] == "trajectory"
+    ]
+
+
+def emptying(fleet: Fleet, number: int, killed: str) -> Callable[[SequencerRun, dict[str, Any]], None]:
+    """Empties the broker after an event, and kills the controller then, later or never."""
+    seen: list[dict[str, Any]] = []
+
+    def disturb(it: SequencerRun, event: dict[str, Any]) -> None:
+        seen.append(event)
+        if len(seen) == number + 1:
+            fleet.empty()
+        if len(seen) == number + 1 and killed == "then":
+            raise Killed
+        if len(seen) > number + 1 and killed == "in the next phase" and event["event"] == "phase":
+            raise Killed
+
+    return disturb
+
+
+@pytest.mark.parametrize("killed", ["never", "then", "in the next phase"])
+async def test_redis_comes_back_empty_at_any_event(killed: str, tmp_path: Path) -> None:
+    calm, events = await calm_run(tmp_path / "calm")
+    phases = {events[i].get("to") for i in moments(events) if events[i]["event"] == "phase"}
+    assert phases >= {
+        "dispatch",
+        "collect",
+        "learn",
+        "rollback",
+        "publish",
+        "commit",
+        "validate",
+        "checkpoint",
+    }
+    num_sent_back = 0
+    for number in moments(events):
+        fleet = rolled_back(Fleet(tmp_path / f"{number}", ROLLBACK))
+        what = f"{killed}, emptied after {number}: {events[number]}"
+        assert await fleet.live(emptying(fleet, number, killed)) is (killed == "never"), what
+        assert killed == "never" or await fleet.live(nothing), what
+        check(fleet, calm, what)
+        num_sent_back += fleet.restarts
+    assert bool(num_sent_back) is (killed != "never")
