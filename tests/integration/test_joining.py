@@ -16,7 +16,7 @@ import pytest
 from paceline.controller.verify.check import verify
 from support.training_run import MARK, prepare_inputs, tiny_config, training
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def member(line: str, mark: str, log: Path) -> Iterator[subprocess.Popen[bytes]]
 
 def test_a_rollout_server_and_a_reward_service_join_and_leave(tmp_path: Path) -> None:
     inputs = prepare_inputs(tmp_path / "inputs", num_train=16 * 30, num_val=8)
-    config = tiny_config(inputs, trainer={"total_steps": 30, "save_freq": 0}, learner={"world_size": 1})
+    config = tiny_config(inputs, trainer={"total_steps": 1000, "save_freq": 0}, learner={"world_size": 1})
     with training(config, tmp_path / "run", "--open", "trainer.val_before_train=false") as run:
         run.wait_for_phase("collect", 1)
         lines = re.findall(r"^.*PACELINE_TOKEN_FILE=.*$", run.output, flags=re.MULTILINE)
@@ -50,7 +50,7 @@ def test_a_rollout_server_and_a_reward_service_join_and_leave(tmp_path: Path) ->
             member(lines[1], run.mark, tmp_path / "reward.log") as reward,
         ):
             run.wait_for(
-                lambda e: e["event"] == "trajectory" and e.get("server") == "rollout-1", timeout_s=150
+                lambda e: e["event"] == "trajectory" and e.get("server") == "rollout-1", timeout_s=250
             )
             run.wait_for_member("reward-1")
             drain = shlex.split(f"paceline rollout drain rollout-1 {run.run_dir} --timeout 60")
