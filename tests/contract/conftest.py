@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from paceline.broker import Broker, open_broker
+from paceline.broker.acl import acl_line
 from paceline.broker.redis_server import RedisServer
 
 
@@ -26,10 +28,19 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def limited_url(redis_server: RedisServer) -> str:
+    """The server's address for the user whom `paceline certs acl` describes, with the tests' keys."""
+    line = acl_line("limited", "of a user", keys="test-*").split()
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.execute_command("ACL SETUSER", *line[1:])
+    return f"redis://limited:of%20a%20user@127.0.0.1:{redis_server.port}/0"
+
+
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
 async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:
-    """A broker, empty under the test's prefix."""
-    url = "memory://" if request.param == "memory" else request.getfixturevalue("redis_server").url
+    """A broker, empty under the test's prefix; at Redis it has no more rights than a run's user."""
+    url = "memory://" if request.param == "memory" else request.getfixturevalue("limited_url")
     broker = open_broker(url)
     yield broker
     await broker.close()

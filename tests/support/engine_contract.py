@@ -173,7 +173,9 @@ async def vllm_subject(folder: Path) -> AsyncIterator[Subject]:
     def processes() -> list[psutil.Process]:
         children = [child for child in psutil.Process().children() if child not in others]
         below = [process for child in children for process in child.children(recursive=True)]
-        return [p for p in (*children, *below) if "resource_tracker" not in " ".join(p.cmdline())]
+        # multiprocessing's own, which end with this process and serve the next engine.
+        servers = ("resource_tracker", "multiprocessing.forkserver")
+        return [p for p in (*children, *below) if not any(name in " ".join(p.cmdline()) for name in servers)]
 
     def kill() -> None:
         next(process for process in processes() if "Worker" in process.name()).kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import time
 import urllib.parse
@@ -28,8 +29,8 @@ class S3Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        super().__init__((host, port), _Handler)
         self.objects: dict[str, bytes] = {}
         self.calls: list[tuple[str, str]] = []
         self.refuse = ""
@@ -209,3 +210,7 @@ def _tags(data: bytes) -> dict[str, str]:
 
 def _md5(data: bytes) -> str:
     return hashlib.md5(data).hexdigest()
+
+
+if __name__ == "__main__":
+    S3Server(sys.argv[1], int(sys.argv[2])).serve_forever(poll_interval=0.05)

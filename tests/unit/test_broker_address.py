@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+from urllib.parse import quote
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.broker import open_broker
-from paceline.broker.address import redact
+from paceline.broker.address import check_reach, redact, with_password
 from paceline.broker.blobs import BlobReader
 from paceline.broker.memory import MemoryBroker
 from paceline.broker.redis_client import RedisClient
@@ -26,6 +32,60 @@ from support.streams import drain, messages, payloads
 )
 def test_passwords_are_not_shown(url: str, shown: str) -> None:
     assert redact(url) == shown
+
+
+SECRET = st.text(st.characters(exclude_characters="\n", exclude_categories=["Cs", "Cc"]), min_size=4)
+FORMS = (
+    "redis://:{}@host:6379/0", "rediss://user:{}@host/1", "unix://:{}@/run/redis.sock?db=1",
+    "broker.url: 'redis://u:{}@host:1/0'", "Error 111 connecting to redis://:{}@host:1, is it up?",
+)  # fmt: skip
+ENCODED_FORMS = (
+    *FORMS, "redis://host:6379/0?password={}&db=1", "redis://host/0?username=u&password={}",
+    "url=redis://host?Password={} refused", "http://u:{}@proxy:80/",
+)  # fmt: skip
+
+
+@given(password=SECRET)
+def test_no_password_is_shown_in_any_form(password: str) -> None:
+    """Not encoded it may hold @, :, / and blanks; in a query it must be percent-encoded to be read at all."""
+    marked = f"Xq7{password}Xq7"
+    for form in FORMS:
+        assert "Xq7" not in redact(form.format(marked))
+    for form in ENCODED_FORMS:
+        assert "Xq7" not in redact(form.format(quote(marked, safe="")))
+
+
+@given(password=SECRET)
+def test_no_error_about_an_address_shows_its_password(password: str) -> None:
+    url = f"redis://:Xq7{password}Xq7@host:many/0"
+    for use in (open_broker, BlobReader, lambda url: check_reach(url, insecure=False)):
+        with pytest.raises(ConfigError, match="cannot be used") as caught:
+            use(url)
+        assert "Xq7" not in "".join(traceback.format_exception_only(caught.value))
+
+
+def test_the_password_comes_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("a/b@c:d\n")
+    environ = {"PACELINE_REDIS_PASSWORD_FILE": str(tmp_path / "password")}
+    assert with_password("rediss://paceline@host:1/0", environ) == "rediss://paceline:a%2Fb%40c%3Ad@host:1/0"
+    assert with_password("redis://host:1/0", environ) == "redis://:a%2Fb%40c%3Ad@host:1/0"
+    assert with_password("redis://:own@host:1/0", environ) == "redis://:own@host:1/0"
+    assert with_password("memory://", environ) == "memory://"
+    assert with_password("redis://host", {}) == "redis://host"
+
+
+def test_a_server_on_another_machine_needs_a_password(caplog: pytest.LogCaptureFixture) -> None:
+    for url in ("redis://10.0.0.5:6379/0", "rediss://redis/0", "redis://user@[fd00::1]:6379"):
+        with pytest.raises(ConfigError, match=r"has no password.*paceline certs acl.*broker\.insecure"):
+            check_reach(url, insecure=False)
+        check_reach(url, insecure=True)
+    caplog.clear()
+    local = ("redis://127.0.0.1:1", "redis://[::1]:1", "unix:///run/redis.sock", "memory://")
+    for url in (*local, "rediss://:p@redis/0", "rediss://redis/0?password=p"):
+        check_reach(url, insecure=False)
+    assert caplog.text == ""
+    check_reach("redis://:p@redis/0", insecure=False)
+    assert "redis://***@redis/0 is reached in plain text" in caplog.text
 
 
 @pytest.mark.parametrize("url", ["amqp://:secret@host", "localhost:6379", ""])

@@ -264,6 +264,75 @@ async def test_a_run_that_resumes_from_step_0_writes_its_metrics_once(tmp_path: 
         assert [line["step"] for line in it.lines()] == [0, 1]
 
 
+@pytest.mark.parametrize("num_damaged", [1, 2, 4])
+async def test_a_rollback_passes_over_damaged_checkpoints(num_damaged: int, tmp_path: Path) -> None:
+    rules = {"ppo_kl": {"rollback": 0.1, "skip": 0.05}}
+    async with run(tmp_path, **guarded(4, **rules), trainer__keep_checkpoints=9) as it:
+        await it.enlist_all()
+        it.services.writes = True
+        it.services.readings = {4: ppo_kl(0.3, 1)}
+        load, damaged = it.services.learner.load, [f"step_{step:06d}" for step in (3, 2, 1, 0)][:num_damaged]
+
+        async def checking(member: Any, *, folder: str, version: int) -> float:
+            if Path(folder).name in damaged:
+                raise CheckpointError(f"{Path(folder).name}/__0_0.distcp has changed")
+            return await load(member, folder=folder, version=version)
+
+        it.services.learner.load = checking  # type: ignore[method-assign]
+        if num_damaged == 4:
+            with pytest.raises(CheckpointError, match="there is no checkpoint to go back to"):
+                await it.go()
+        else:
+            await it.go()
+            intact = 3 - num_damaged
+            assert [c for c in it.services.calls if c.startswith("load")] == [f"load step_00000{intact} as 4"]
+            assert [event["to_step"] for event in of(it, "rollback")] == list(range(3, intact - 1, -1))
+            assert it.lines()[4]["guard/rolled_back_to"] == intact
+            assert it.breaches() == []
+        told = [text for text in it.notices if "the rollback passes over the checkpoint" in text]
+        assert len(told) == num_damaged
+        assert told[0].endswith("of step 3: step_000003/__0_0.distcp has changed")
+
+
+def with_manifest(run_dir: Path) -> list[str]:
+    return sorted(path.parent.name for path in run_dir.glob("checkpoints/*/manifest.json"))
+
+
+async def test_the_only_checkpoint_goes_when_the_next_one_is_complete(tmp_path: Path) -> None:
+    async with run(tmp_path, **guarded(2), trainer__keep_checkpoints=1, trainer__save_freq=1) as it:
+        await it.enlist_all()
+        it.services.writes = True
+        there: dict[int, list[str]] = {}
+
+        async def waiting(member: Any, *, step: int) -> float:
+            there[step] = with_manifest(tmp_path)
+            if step == 2:
+                raise CheckpointError("the disk is full")
+            return 0.0
+
+        it.services.learner.wait_checkpoint = waiting  # type: ignore[method-assign]
+        await it.go()
+        assert there[2] == ["step_000001", "step_000002"]
+        # The second was never said to be complete, so the first is still there.
+        assert "step_000001" in with_manifest(tmp_path)
+
+
+def test_pruning_counts_only_checkpoints_that_are_intact(tmp_path: Path) -> None:
+    root = Folder.at(tmp_path / "checkpoints")
+    for step in (1, 2, 3, 4):
+        state = ControllerState(run_id="r", step=step, cursor=CursorState(epoch=0, position=step), good=False)
+        folder_of(root, step).make()
+        if step != 4:
+            text = manifest_text({"controller_state": json.loads(state.to_bytes())})
+            folder_of(root, step).write("manifest.json", text)
+    torn = folder_of(root, 3).path / "manifest.json"
+    torn.write_text(torn.read_text()[:50])
+    # 3 is torn and 4 is being written: 2 is the only one that a run can go on from.
+    assert [f.name for f in checkpoints.prune(root, 1)] == ["step_000001"]
+    assert sorted(path.name for path in root.path.iterdir()) == ["step_000002", "step_000003", "step_000004"]
+    assert [f.name for f in checkpoints.prune(root, 1)] == []
+
+
 def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:
     root = Folder.at(tmp_path / "checkpoints")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -264,6 +265,49 @@ async def test_listening_beyond_loopback_needs_a_token_and_tls(caplog: pytest.Lo
         False,
         False,
     ]
+
+
+class Garbage(grpc.GenericRpcHandler):
+    """Answers every call with bytes that are no message."""
+
+    def service(self, handler_call_details: Any) -> Any:
+        async def answer(request: bytes, context: Any) -> bytes:
+            return b"\xff\xff"
+
+        async def answers(request: bytes, context: Any) -> AsyncIterator[bytes]:
+            yield b"\xff\xff"
+
+        if "Watch" in handler_call_details.method:
+            return grpc.unary_stream_rpc_method_handler(answers)
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+async def test_an_answer_that_cannot_be_parsed_is_a_protocol_error() -> None:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Garbage(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = channels.connect(f"127.0.0.1:{port}")
+    stub = controller_pb2_grpc.ControllerServiceStub(channel)
+    with pytest.raises(ProtocolError, match="STATUS: rollout-7 sent an answer that cannot be parsed"):
+        await channels.call(
+            stub.GetStatus, pb.GetStatusRequest(), timeout_s=5, phase="STATUS", peer="rollout-7"
+        )
+    with pytest.raises(ProtocolError, match="cannot be parsed"):
+        async for _ in channels.stream(stub.Watch, pb.WatchRequest(), phase="WATCH", peer="c", timeout_s=5):
+            pass
+    await channel.close()
+    await server.stop(0)
+
+
+def test_the_text_of_a_peer_is_bounded_and_does_nothing_to_a_terminal() -> None:
+    sent = {"class": "ConfigError", "message": "\x1b[2J\x07red\u202e " + "x" * 5000, "fields": {}}
+    error = from_metadata((("paceline-error-bin", json.dumps(sent).encode()),))
+    assert type(error) is ConfigError
+    assert str(error).startswith("\\x1b[2J\\x07red\\u202e xxx")
+    assert len(str(error)) <= 2000
+    for nonsense in (b"[" * 20_000, b"\xff", b"[]", b'{"class": 1, "message": 2, "fields": [3]}', b"null"):
+        assert isinstance(from_metadata((("paceline-error-bin", nonsense),)), ProtocolError)
 
 
 def test_what_is_not_an_error_of_ours_is_none_and_nonsense_a_protocol_error() -> None:

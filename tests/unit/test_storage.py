@@ -82,6 +82,14 @@ def test_a_process_that_sees_the_folder_finds_the_marker(folder: Folder) -> None
     assert len(folder.names()) == 1  # the probe of the write is gone
 
 
+def test_a_rank_that_starts_while_the_controller_is_restarted_finds_the_marker_it_was_told(
+    folder: Folder,
+) -> None:
+    told = mark(folder)
+    assert mark(folder) == told
+    require_marker(folder, told, who="learner rank 0")
+
+
 def test_a_process_with_a_folder_of_its_own_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

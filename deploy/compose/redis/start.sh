@@ -5,7 +5,7 @@ hash=$(tr -d '\n' < /run/secrets/redis_password | sha256sum | cut -d ' ' -f 1)
 umask 077
 cat > /tmp/users.acl <<ACL
 user default off
-user paceline on #$hash ~paceline:* -@all +ping +hello +auth +client|setname +client|id +info +set +mget +unlink +type +scan +eval +evalsha +script|load +xadd +xack +xlen +xread +xreadgroup +xgroup +xinfo +xpending +xclaim +xtrim
+user paceline on #$hash resetchannels ~paceline:* -@all +auth +hello +ping +select +info +set +mget +unlink +scan +type +eval +evalsha +xack +xadd +xclaim +xgroup +xinfo +xlen +xpending +xread +xreadgroup +xtrim
 ACL
 exec redis-server --aclfile /tmp/users.acl --dir /data --bind '* -::*' --port 6379 \
   --appendonly yes --appendfsync everysec --save '' \

@@ -1,14 +1,22 @@
-"""Broker addresses: their schemes, and how to show an address without its password."""
+"""Broker addresses: their schemes, passwords and TLS, and how to show one without its password."""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-from urllib.parse import urlsplit
+from collections.abc import Mapping
+from urllib.parse import SplitResult, parse_qs, quote, urlsplit, urlunsplit
 
 from paceline.core.errors import ConfigError
+from paceline.service.connection import is_loopback
+from paceline.service.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, TLS_DIR, secret
+
+log = logging.getLogger(__name__)
 
 REDIS_SCHEMES = frozenset({"redis", "rediss", "unix"})
 MEMORY_SCHEME = "memory"
+REDIS_PASSWORD = "PACELINE_REDIS_PASSWORD"
 
 
 def scheme_of(url: str) -> str:
@@ -17,7 +25,7 @@ def scheme_of(url: str) -> str:
     Raises:
         ConfigError: the scheme is unknown.
     """
-    scheme = urlsplit(url).scheme
+    scheme = url.partition(":")[0]
     if scheme not in REDIS_SCHEMES | {MEMORY_SCHEME}:
         raise ConfigError(
             f"broker.url {redact(url)!r} has the scheme {scheme!r}; write redis://[:password@]host:port/db, "
@@ -27,5 +35,71 @@ def scheme_of(url: str) -> str:
 
 
 def redact(text: str) -> str:
-    """The text with `***` in place of the user and password of every address in it."""
-    return re.sub(r"://\S*@", "://***@", text)
+    """The text with `***` in place of the user and password of every address in it.
+
+    Of a Redis address everything up to the last @ of its line goes: a password that is not percent-encoded
+    may hold any character.
+    """
+    text = re.sub(r"\b(rediss?|unix)://[^\n]*@", r"\1://***@", text)
+    text = re.sub(r"://\S*@", "://***@", text)
+    return re.sub(r"(?i)([?&](?:username|password)=)[^&#\s'\"]*", r"\1***", text)
+
+
+def with_password(url: str, environ: Mapping[str, str]) -> str:
+    """The address with the password of the file that PACELINE_REDIS_PASSWORD_FILE names, if it has none.
+
+    Raises:
+        ConfigError: the file cannot be read or is empty.
+    """
+    password = secret(REDIS_PASSWORD, environ)
+    parts = split(url)
+    user, at, host = parts.netloc.rpartition("@")
+    if not password or ":" in user or parts.scheme not in REDIS_SCHEMES:
+        return url
+    return urlunsplit(parts._replace(netloc=f"{user if at else ''}:{quote(password, safe='')}@{host}"))
+
+
+def check_reach(url: str, *, insecure: bool) -> None:
+    """Refuses a Redis server on another machine that asks for no password, unless that is wanted.
+
+    Raises:
+        ConfigError: there is no password, or the address cannot be read.
+    """
+    scheme = scheme_of(url)
+    parts = split(url)
+    if scheme in (MEMORY_SCHEME, "unix") or is_loopback(parts.hostname or "127.0.0.1"):
+        return
+    if not (parts.password or "password" in parse_qs(parts.query)) and not insecure:
+        raise ConfigError(
+            f"broker.url {redact(url)!r} is on another machine and has no password: everyone there can "
+            "change what is trained on. Give it a user (`paceline certs acl` prints the line) and set "
+            f"{REDIS_PASSWORD}_FILE; or, on a network that you trust wholly, set broker.insecure: true"
+        )
+    if scheme == "redis":
+        log.warning("%s is reached in plain text: rediss:// encrypts", redact(url))
+
+
+def split(url: str) -> SplitResult:
+    """The parts of an address.
+
+    Raises:
+        ConfigError: it cannot be read; the reason is left out, because it may hold a piece of the password.
+    """
+    try:
+        parts = urlsplit(url)
+        _ = parts.port, parts.hostname
+    except ValueError:
+        raise ConfigError(
+            f"broker.url {redact(url)!r} cannot be used: is its port a number? In a password write %40 for "
+            "@, %3A for :, %2F for /, %3F for ?, %23 for # and %25 for %"
+        ) from None
+    return parts
+
+
+def tls_options(url: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """For the client of a rediss:// address: the files of PACELINE_TLS_DIR, read anew by each connection."""
+    folder = environ.get(TLS_DIR)
+    if scheme_of(url) != "rediss" or not folder:
+        return {}
+    names = {"ssl_ca_certs": CA_FILE, "ssl_certfile": CERTIFICATE_FILE, "ssl_keyfile": KEY_FILE}
+    return {option: os.path.join(folder, name) for option, name in names.items() if option not in url}

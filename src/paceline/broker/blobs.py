@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -12,7 +13,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from paceline.broker.address import REDIS_SCHEMES, redact, scheme_of
+from paceline.broker.address import REDIS_SCHEMES, redact, scheme_of, split, tls_options
 from paceline.broker.outage import Attempts, Outage
 from paceline.broker.redis_errors import refusal, trouble_of
 from paceline.core.errors import ConfigError, LostDataError
@@ -35,6 +36,7 @@ class BlobReader:
             raise ConfigError(
                 f"blobs of {redact(url)!r} exist in one process only: set broker.url to redis://"
             )
+        split(url)
         self._url, self._timeout_s = url, timeout_s
         self._outage = Outage(redact(url), timeout_s=outage_timeout_s)
         self._client: redis.Redis = redis.Redis.from_url(
@@ -43,6 +45,7 @@ class BlobReader:
             socket_timeout=timeout_s,
             socket_connect_timeout=min(timeout_s, 5.0),
             retry=Retry(NoBackoff(), retries=0),
+            **tls_options(url, os.environ),
         )
 
     def __enter__(self) -> Self:

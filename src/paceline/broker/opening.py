@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from paceline.broker.address import MEMORY_SCHEME, redact, scheme_of
+from paceline.broker.address import MEMORY_SCHEME, scheme_of, split
 from paceline.broker.base import Broker
 from paceline.broker.memory import MemoryBroker, named_store
 from paceline.broker.outage import Say
 from paceline.broker.redis_client import RedisClient
 from paceline.broker.redis_streams import RedisStreamsBroker
-from paceline.core.errors import ConfigError
 
 
 def open_broker(
@@ -37,14 +36,12 @@ def open_broker(
     """
     if scheme_of(url) == MEMORY_SCHEME:
         return MemoryBroker(store=named_store(urlsplit(url).netloc))
-    try:
-        client = RedisClient(
-            url,
-            timeout_s=timeout_s,
-            outage_timeout_s=outage_timeout_s,
-            on_outage=on_outage,
-            on_recovery=on_recovery,
-        )
-    except ValueError as error:
-        raise ConfigError(f"broker.url {redact(url)!r} cannot be used: {error}") from error
+    split(url)
+    client = RedisClient(
+        url,
+        timeout_s=timeout_s,
+        outage_timeout_s=outage_timeout_s,
+        on_outage=on_outage,
+        on_recovery=on_recovery,
+    )
     return RedisStreamsBroker(client)

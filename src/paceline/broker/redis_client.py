@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from paceline.broker.address import redact
+from paceline.broker.address import redact, tls_options
 from paceline.broker.outage import Attempts, Outage, Say
 from paceline.broker.redis_errors import is_missing, refusal, trouble_of
 
@@ -76,6 +77,7 @@ class RedisClient:
             socket_connect_timeout=min(timeout_s, _CONNECT_TIMEOUT_S),
             socket_read_size=_READ_SIZE,
             retry=Retry(NoBackoff(), retries=0),
+            **tls_options(url, os.environ),
         )
         self._redis: Any = aioredis.Redis(connection_pool=self._pool)
         for command in _RAW_COMMANDS:

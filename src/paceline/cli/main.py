@@ -16,7 +16,7 @@ COMMANDS: dict[str, str] = {
     "check": "validate configuration, data and model without starting anything",
     "doctor": "report what this machine offers and lacks",
     "chaos": "train under faults, then check what the run has written",
-    "certs": "make the certificates and tokens with which services and callers prove who they are",
+    "certs": "make certificates, tokens and the Redis user, with which services prove who they are",
     "status": "show what a run is doing",
     "rollout": "take a rollout server out of a run",
     "health": "ask a service whether it serves; for health checks of containers",

@@ -99,6 +99,11 @@ class BrokerConfig(Section):
         description="redis://[:password@]host:port/db of a running server; "
         "null: `paceline train` starts a server for the run.",
     )
+    insecure: bool = Field(
+        False,
+        description="Allow a server on another machine that asks for no password, on a network that is "
+        "trusted wholly.",
+    )
     lease_s: float = Field(
         5.0, gt=0, description="A message whose taker has not renewed it for so long goes to another."
     )

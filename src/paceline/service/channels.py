@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import grpc
 
 from paceline.core.errors import ConfigError, DeadlineError, PacelineError, PeerLostError, ProtocolError
+from paceline.core.text import one_line
 from paceline.service import errors, telemetry
 from paceline.service.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
@@ -86,12 +87,14 @@ async def call(
         DeadlineError: no answer within `timeout_s`.
         PeerLostError: the peer cannot be reached, or went away during the call.
         ConfigError: the peer refused the token.
+        ProtocolError: the answer cannot be parsed.
         PacelineError: the class that the peer raised, with its message.
     """
     try:
-        return await method(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+        answer = await method(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
     except grpc.aio.AioRpcError as error:
         raise _translate(error, timeout_s=timeout_s, phase=phase, peer=peer) from error
+    return _parsed(answer, phase=phase, peer=peer)
 
 
 async def stream(
@@ -110,18 +113,25 @@ async def stream(
     answers = method(request, timeout=timeout_s)
     try:
         async for answer in answers:
-            yield answer
+            yield _parsed(answer, phase=phase, peer=peer)
     except grpc.aio.AioRpcError as error:
         raise _translate(error, timeout_s=timeout_s or 0.0, phase=phase, peer=peer) from error
     finally:
         answers.cancel()
 
 
+def _parsed(answer: _Reply | None, *, phase: str, peer: str) -> _Reply:
+    """The answer; gRPC gives None for one that it cannot parse, and only logs why."""
+    if answer is None:
+        raise ProtocolError(f"{phase}: {peer} sent an answer that cannot be parsed: another version?")
+    return answer
+
+
 def _translate(error: grpc.aio.AioRpcError, *, timeout_s: float, phase: str, peer: str) -> PacelineError:
     sent = errors.from_metadata(error.trailing_metadata())
     if sent is not None:
         return sent
-    code, details = error.code(), error.details() or ""
+    code, details = error.code(), one_line(error.details() or "")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(phase=phase, peer=peer, seconds=timeout_s)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):

@@ -34,7 +34,7 @@ from paceline.core.errors import (
     WeightSyncError,
 )
 from paceline.core.members import Peer, peer_from_plain, peer_to_plain
-from paceline.core.text import encodable
+from paceline.core.text import encodable, one_line, printable
 
 ERROR_KEY = "paceline-error-bin"
 # gRPC drops headers above 8 KiB, and with them the error's class.
@@ -82,14 +82,14 @@ def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Pacelin
     try:
         body = json.loads(raw)
         kind = _class_named(str(body["class"]))
-        return _make(kind, str(body["message"]), dict(body["fields"]))
-    except (ValueError, KeyError, TypeError) as error:
-        return ProtocolError(f"a peer sent an error that cannot be read: {error}")
+        return _make(kind, clip(str(body["message"])), dict(body["fields"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return ProtocolError(f"a peer sent an error that cannot be read: {one_line(str(error))}")
 
 
 def clip(message: str) -> str:
-    """Cuts a message to what fits into gRPC's headers."""
-    message = encodable(message)
+    """Cuts a message to what fits into gRPC's headers, and escapes what a terminal would act on."""
+    message = printable(encodable(message))
     return message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 4] + " ..."
 
 

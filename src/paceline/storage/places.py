@@ -32,14 +32,17 @@ def checkpoints_of(config: RunConfig, run_dir: Path, run_id: str = "") -> Folder
 
 
 def mark(folder: Folder) -> str:
-    """Leaves a new marker in a folder, which is made where it is missing; returns the marker's text.
+    """Leaves a marker in a folder, which is made where it is missing; returns the marker's text.
+
+    A marker that is there stays: a rank that looks for it may have heard of it from an earlier controller.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
-    text = secrets.token_hex(8)
     try:
         folder.make()
+        text = folder.read(_MARKER).decode(errors="replace") if folder.has(_MARKER) else ""
+        text = text or secrets.token_hex(8)
         folder.write(_MARKER, text)
     except OSError as error:
         raise ConfigError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.broker import open_broker
+from paceline.broker.address import check_reach, with_password
 from paceline.broker.base import Broker
 from paceline.config.load import dump_yaml, load
 from paceline.config.run import RunConfig
@@ -127,6 +128,8 @@ def _broker_url(config: RunConfig) -> str:
     url = os.environ.get("PACELINE_BROKER_URL") or config.broker.url
     if not url:
         raise ConfigError("no message broker: set broker.url, or PACELINE_BROKER_URL in the environment")
+    url = with_password(url, os.environ)
+    check_reach(url, insecure=config.broker.insecure)
     return url
 
 

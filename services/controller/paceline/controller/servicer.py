@@ -17,6 +17,7 @@ from paceline.controller.progress import Progress, Run
 from paceline.core.errors import ConfigError, InvalidMessageError
 from paceline.core.members import MemberKind
 from paceline.core.policy import PolicyTag
+from paceline.core.text import one_line
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service.credentials import Credentials
 from paceline.storage.folder import Folder
@@ -136,7 +137,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         if member is None:
             return controller_pb2.HeartbeatResponse(known=False, run_over=self._over.is_set())
         if request.notice:
-            self._run.events.notice(f"{request.member_id}: {request.notice}")
+            self._run.events.notice(f"{request.member_id}: {one_line(request.notice)}")
         # A member that reports why it ends need not have a state any more.
         only_failure = request.failure and not request.state
         state = None if only_failure else member_state_from_word(member.kind, request.state)

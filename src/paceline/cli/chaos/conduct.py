@@ -34,7 +34,7 @@ from paceline.core.errors import DeadlineError, PacelineError
 log = logging.getLogger(__name__)
 
 _DONE = "all faults were injected"
-_STOP_S = 30.0
+_STOP_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

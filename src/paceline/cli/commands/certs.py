@@ -8,12 +8,14 @@ import os
 import time
 from pathlib import Path
 
+from paceline.broker.acl import acl_line
+from paceline.broker.address import REDIS_PASSWORD
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.service.credentials import TLS_DIR, TOKEN, Credentials
+from paceline.service.credentials import TLS_DIR, TOKEN, Credentials, secret
 from paceline.service.tokens import Scope, mint
 
 _DAY_S = 86_400
-_DAYS = {"init": 365.0, "issue": 7.0, "token": 7.0}
+_DAYS = {"init": 365.0, "issue": 7.0, "token": 7.0, "acl": 7.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(_DAYS),
         help="init: make a certificate authority in DIR, or keep the one that is there; issue: write a "
         f"certificate for NAME into DIR/NAME, for {TLS_DIR}; token: print a token for a caller from outside, "
-        f"signed with {TOKEN}",
+        f"signed with {TOKEN}; acl: print the line of Redis' ACL file for the run's user, with the hash of "
+        f"{REDIS_PASSWORD}",
     )
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="folder of the authority")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the service's name: rollout-0, say")
@@ -48,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
         raise EnvironmentLackError("paceline certs needs cryptography: pip install 'paceline[certs]'")
     if days <= 0:
         raise ConfigError(f"--days must be above 0, got {days:g}")
+    if args.action == "acl":
+        print(_acl())
+        return 0
     if args.action == "token":
         print(_token(args, days))
         return 0
@@ -57,13 +63,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _token(args: argparse.Namespace, days: float) -> str:
-    secret = Credentials.from_env().token
-    if not secret or args.scope is None:
+    signing_key = Credentials.from_env().token
+    if not signing_key or args.scope is None:
         raise ConfigError(
             f"paceline certs token needs --scope, and {TOKEN} or {TOKEN}_FILE with the token of the services "
             "that are to take it"
         )
-    return mint(secret, Scope(args.scope), expires_at=time.time() + days * _DAY_S)
+    return mint(signing_key, Scope(args.scope), expires_at=time.time() + days * _DAY_S)
+
+
+def _acl() -> str:
+    password = secret(REDIS_PASSWORD, os.environ)
+    if not password:
+        raise ConfigError(f"paceline certs acl needs {REDIS_PASSWORD}_FILE, a file with the user's password")
+    return acl_line("paceline", password)
 
 
 def _init(folder: Path, days: float) -> int:

