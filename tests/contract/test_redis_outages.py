@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from paceline.broker import Ack, Mailbox, Outgoing, open_broker
+from paceline.broker import Ack, Entry, Mailbox, Outgoing, open_broker
 from paceline.broker.blobs import BlobReader
 from paceline.broker.redis_server import RedisServer
 from paceline.core.errors import BrokerError
@@ -165,6 +165,35 @@ async def test_a_command_waits_through_a_restart(server: RedisServer, command: s
     pending = await reclaim_all(broker, "s", G, "c")
     assert payloads(pending) == ([] if command in ("ack", "append") else ["0"])
     await broker.close()
+
+
+async def test_after_an_outage_consumers_have_a_lease_to_renew_before_others_take_over(
+    server: RedisServer,
+) -> None:
+    """`a` could not renew two leases in an outage that outlasts them; it then renews one of them."""
+    lease_s = 0.6
+    a, b = open_broker(server.url), open_broker(server.url)
+    await a.ensure_group("s", G)
+    await a.append(messages("s", ["renewed", "left"]))
+    renewed, left = [entry.entry_id for entry in await a.read("s", G, "a", max_entries=2, block_s=0)]
+    kill(server)
+    waiting = asyncio.create_task(b.length("s"))
+    await asyncio.sleep(lease_s + 0.2)
+    await asyncio.to_thread(server.restart)
+    assert await waiting == 2
+    over = asyncio.get_running_loop().time()
+    # The server counts both as idle for longer than the lease.
+    assert await b.reclaim("s", G, "b", min_idle_s=lease_s, max_entries=2) == []
+    assert await a.renew("s", G, "a", [renewed]) == [renewed]
+    entries: list[Entry] = []
+    while not entries:
+        await asyncio.sleep(lease_s / 6)
+        assert await a.renew("s", G, "a", [renewed]) == [renewed]
+        entries = await b.reclaim("s", G, "b", min_idle_s=lease_s, max_entries=2)
+    assert [entry.entry_id for entry in entries] == [left]
+    assert lease_s <= asyncio.get_running_loop().time() - over < lease_s + 5
+    await a.close()
+    await b.close()
 
 
 async def test_a_blob_reader_waits_through_a_restart(server: RedisServer) -> None:

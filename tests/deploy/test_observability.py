@@ -20,11 +20,11 @@ from support.training_run import ROOT, TrainingRun, prepare_inputs, tiny_config,
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 EXPORTED = ROOT / "deploy" / "observability" / "exported-metrics.txt"
-PROCESSES = ["controller", "rollout-0", "rollout-1", "learner-0", "learner-1", "reward"]
+PROCESSES = ["controller", "rollout-0", "learner-0", "learner-1", "reward"]
 # The guard judges the first steps against bounds that they exceed, so that its alerts have a cause.
 SECTIONS = {
     "trainer": {"name": "tiny", "total_steps": 8, "save_freq": 4, "test_freq": 4},
-    "rollout": {"n": 4, "max_num_seqs": 16, "max_groups_in_flight": 2, "replicas": 2},
+    "rollout": {"n": 4, "max_num_seqs": 16, "max_groups_in_flight": 2},
     "guard": {"reference_kl": {"warn": 0.0}},
 }
 
@@ -44,7 +44,7 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
-    """Eight steps, with a server killed in step 2."""
+    """Eight steps; in step 2 the reward service is killed, for whose return the run waits."""
     folder = tmp_path_factory.mktemp("observed")
     program("prometheus")
     inputs = prepare_inputs(folder, num_train=128, num_val=8)
@@ -63,7 +63,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
                 lambda e: e["event"] == "phase" and (e["to"], e["step"]) == ("collect", 2), timeout_s=400
             )
             server.wait_for(lambda: _up(server) == set(PROCESSES), "all targets are up")
-            run.kill_group("rollout-1")
+            run.kill_group("reward")
             assert run.finish(timeout_s=300) == 0, run.output
             yield Observed(run=run, server=server, collector=kept)
 
@@ -75,7 +75,6 @@ def test_every_process_was_scraped(observed: Observed) -> None:
     assert {(labels["service_name"], labels["service_instance_id"]) for labels, _ in memory} == {
         ("paceline.controller", "controller"),
         ("paceline.rollout", "rollout-0"),
-        ("paceline.rollout", "rollout-1"),
         ("paceline.learner", "learner-0"),
         ("paceline.learner", "learner-rank1"),
         ("paceline.reward", "reward-0"),
@@ -95,12 +94,12 @@ def test_the_numbers_are_those_of_the_run(observed: Observed) -> None:
     assert observed.largest("paceline_training_step") >= 6
 
 
-def test_the_loss_of_a_server_shows(observed: Observed) -> None:
+def test_the_loss_of_a_service_shows(observed: Observed) -> None:
     largest = observed.largest
-    assert largest('paceline_member_restarts_total{member="rollout-1"}') == 1
+    assert largest('paceline_member_restarts_total{member="reward-0"}') == 1
     assert largest('paceline_member_restarts_total{member="rollout-0"}') == 0
-    assert largest('paceline_member_changes_total{kind="rollout",change="dead"}') >= 1
-    assert 0 < largest('paceline_member_recovery_seconds{member="rollout-1"}') < 120
+    assert largest('paceline_member_changes_total{kind="reward",change="dead"}') >= 1
+    assert 0 < largest('paceline_member_recovery_seconds{member="reward-0"}') < 120
 
 
 def test_health_and_gpus_show(observed: Observed) -> None:
@@ -128,7 +127,7 @@ def test_each_step_is_one_trace_over_all_services(observed: Observed) -> None:
     }
     assert sorted(roots) == list(range(1, 9))
     assert len({root.trace_id for root in roots.values()}) == 8
-    # In steps 2 and 3 spans of the killed server may be missing, and with them parents of others.
+    # In steps 2 and 3 spans of the killed service may be missing, and with them parents of others.
     for step in (1, *range(4, 9)):
         spans = by_trace[roots[step].trace_id]
         assert {span.service for span in spans} == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +318,32 @@ async def test_the_only_checkpoint_goes_when_the_next_one_is_complete(tmp_path: 
         assert "step_000001" in with_manifest(tmp_path)
 
 
+def prune(root: Folder, keep: int) -> list[Folder]:
+    old = checkpoints.outdated(root, keep)
+    checkpoints.remove(old)
+    return old
+
+
+async def test_a_checkpoint_is_removed_when_the_journal_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that ends meanwhile leaves no checkpoint that the journal has and the disk has not."""
+    honest, unsaid = checkpoints.remove, []
+
+    async with run(tmp_path, **guarded(4), trainer__keep_checkpoints=1) as it:
+
+        def remove(folders: Sequence[Folder]) -> None:
+            said = {e["folder"] for e in of(it, "checkpoint_removed")}
+            unsaid.append({str(folder) for folder in folders} - said)
+            honest(folders)
+
+        monkeypatch.setattr(checkpoints, "remove", remove)
+        await it.enlist_all()
+        await it.go()
+    assert len(unsaid) >= 3
+    assert not set().union(*unsaid)
+
+
 def test_pruning_counts_only_checkpoints_that_are_intact(tmp_path: Path) -> None:
     root = Folder.at(tmp_path / "checkpoints")
     for step in (1, 2, 3, 4):
@@ -328,9 +355,9 @@ def test_pruning_counts_only_checkpoints_that_are_intact(tmp_path: Path) -> None
     torn = folder_of(root, 3).path / "manifest.json"
     torn.write_text(torn.read_text()[:50])
     # 3 is torn and 4 is being written: 2 is the only one that a run can go on from.
-    assert [f.name for f in checkpoints.prune(root, 1)] == ["step_000001"]
+    assert [f.name for f in prune(root, 1)] == ["step_000001"]
     assert sorted(path.name for path in root.path.iterdir()) == ["step_000002", "step_000003", "step_000004"]
-    assert [f.name for f in checkpoints.prune(root, 1)] == []
+    assert [f.name for f in prune(root, 1)] == []
 
 
 def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:
@@ -349,9 +376,9 @@ def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:
 
     for step, good in ((1, True), (2, True), (3, False), (4, False), (5, False)):
         write(step, good)
-    assert [f.name for f in checkpoints.prune(root, 2)] == ["step_000001", "step_000003"]
+    assert [f.name for f in prune(root, 2)] == ["step_000001", "step_000003"]
     write(6, True)
-    assert [f.name for f in checkpoints.prune(root, 2)] == ["step_000002", "step_000004"]
+    assert [f.name for f in prune(root, 2)] == ["step_000002", "step_000004"]
 
 
 def test_a_damaged_manifest_is_passed_over_here_and_left_to_the_learner(tmp_path: Path) -> None:
@@ -377,7 +404,7 @@ def test_in_an_object_store_old_and_void_checkpoints_go_in_the_same_way() -> Non
         state = ControllerState(run_id="r", step=step, cursor=CursorState(epoch=0, position=step))
         text = manifest_text({"controller_state": json.loads(state.to_bytes())})
         folder_of(root, step).write("manifest.json", text)
-    assert [f.name for f in checkpoints.prune(root, 2)] == ["step_000001", "step_000002"]
+    assert [f.name for f in prune(root, 2)] == ["step_000001", "step_000002"]
     assert root.folders() == ["step_000003", "step_000004"]
     assert [f.name for f in checkpoints.set_aside(root, 3)] == ["step_000004"]
     assert [f.name for f, _ in checkpoints.complete(root)] == ["step_000003"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -109,8 +109,8 @@ def _state_in(folder: Folder) -> ControllerState:
     return ControllerState.from_plain(fields.get("controller_state"))
 
 
-def prune(root: Folder, keep: int) -> list[Folder]:
-    """Removes old checkpoints and returns their folders.
+def outdated(root: Folder, keep: int) -> list[Folder]:
+    """The old checkpoints that may go.
 
     The newest `keep` complete checkpoints and the newest good one stay. Incomplete and damaged ones stay only
     if they are newer than the newest complete one; they do not count.
@@ -120,12 +120,15 @@ def prune(root: Folder, keep: int) -> list[Folder]:
         return []
     good = [folder.name for folder, state in intact if state.good]
     kept = {*(folder.name for folder, _ in intact[:keep]), *good[:1]}
-    doomed = [f for f in _steps(root) if f.name not in kept and f.name < intact[0][0].name]
-    for folder in doomed:
+    return [f for f in _steps(root) if f.name not in kept and f.name < intact[0][0].name]
+
+
+def remove(folders: Sequence[Folder]) -> None:
+    """Removes checkpoints."""
+    for folder in folders:
         # The manifest goes first: a folder that is half removed must not look complete.
         folder.remove(MANIFEST)
         folder.delete()
-    return doomed
 
 
 def set_aside(root: Folder, last_step: int) -> list[Folder]:
@@ -186,12 +189,13 @@ class Checkpoints:
         journal.record("checkpoint", step=state.step, folder=str(folder), good=state.good)
         try:
             keep = self._run.config.trainer.keep_checkpoints
-            removed = await asyncio.to_thread(prune, self._run.checkpoints, keep)
+            old = await asyncio.to_thread(outdated, self._run.checkpoints, keep)
+            # First the journal: whatever ends this task or process, no checkpoint is missing unsaid.
+            for superseded in old:
+                journal.record("checkpoint_removed", folder=str(superseded))
+            await asyncio.to_thread(remove, old)
         except (CheckpointError, OSError) as error:
             self._run.events.notice(f"step {state.step}: old checkpoints cannot be removed: {error}")
-            return
-        for old in removed:
-            journal.record("checkpoint_removed", folder=str(old))
 
     async def roll_back(self, learner: Member, *, step: int, reason: str) -> dict[str, float]:
         """Makes the learner load the last good weights as version `step`; returns metrics.
