@@ -325,7 +325,7 @@ def test_a_stopped_member_that_the_controller_declared_dead_is_killed(tmp_path: 
     stopped = run.pids["reward"]
     os.kill(stopped, signal.SIGSTOP)
     run.tell_states("reward dead\nrollout-0 serving\n")
-    assert "reward runs, but has been missing" in run.read_until("killing it")
+    assert "reward runs, but has not been heard of for" in run.read_until("killing it")
     run.read_until("starting reward again")
     run.wait_for_pids(3)
     assert not psutil.pid_exists(stopped)

@@ -18,6 +18,7 @@ from paceline.broker.redis_server import RedisServer
 from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import ScoredHeader
 from paceline.sdk import RewardClient
+from paceline.service.run_directory import write_run_id
 from paceline.wire import decode_scored
 from support.fake_controller import FakeController, serve
 from support.trajectories import finished_sample
@@ -71,6 +72,7 @@ async def service(
     }
     controller = FakeController(json.dumps(config), RUN)
     controller.broker_url, controller.run_dir = broker_url, str(tmp_path)
+    write_run_id(tmp_path, RUN)
     server = await serve(controller, token=TOKEN)
     path = os.pathsep.join(entry for entry in sys.path if entry)
     process = await asyncio.create_subprocess_exec(

@@ -18,6 +18,7 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train import update
 from paceline.learner.train.learner import Learner
+from paceline.storage.folder import Folder
 from support.fake_fleet import Answer
 from support.learner_fakes import run_config
 from support.learner_scenarios import NanGradient
@@ -239,13 +240,13 @@ async def test_a_run_that_is_started_again_goes_on_with_adjustments_medians_and_
     async with run_of(half.config, tmp_path / "half", half.services) as broken:
         with pytest.raises(ZeroDivisionError):
             await half.go(broken, rewards())
-    folder, state = next(complete(tmp_path / "half"))
+    folder, state = next(complete(Folder.at(tmp_path / "half" / "checkpoints")))
     assert state.step == 3
-    histories = json.loads((folder / "manifest.json").read_text())["learner"]["guard_histories"]
+    histories = json.loads(folder.read("manifest.json"))["learner"]["guard_histories"]
     assert len(histories["actor/grad_norm"]) == 6
 
     rest = Faulty(model, ranks, 6, **guard)
-    load(rest.learner, folder)
+    load(rest.learner, folder.path)
     rest.services = LearnerServices(rest.learner, 4, 4)
     async with run_of(rest.config, tmp_path / "half", rest.services) as second:
         await rest.go(second, rewards())

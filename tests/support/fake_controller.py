@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.script: list[pb.WatchEvent] = []
         self.end_after_stop = True
         self.members_file: Path | None = None
+        self._dead_since: dict[str, float] = {}
 
     async def reported(self, state: str) -> pb.HeartbeatRequest:
         """The first heartbeat that says `state`; waits for it."""
@@ -90,12 +92,21 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         if self.members_file is not None:
             self.members_file.with_suffix(".told").write_text(told)
         members = [
-            pb.MemberStatus(member_id=name, state=state, seconds_since_heartbeat=0.0)
+            pb.MemberStatus(
+                member_id=name, state=state, seconds_since_heartbeat=self._silence_of(name, state)
+            )
             for name, state in map(str.split, told.splitlines())
         ]
         return pb.GetStatusResponse(
             run_id=self.run_id, step=3, total_steps=9, phase="collect", members=[*members, *self.members]
         )
+
+    def _silence_of(self, name: str, state: str) -> float:
+        """Seconds since a member was first said to be dead; 0 for others."""
+        if state != "dead":
+            self._dead_since.pop(name, None)
+            return 0.0
+        return time.monotonic() - self._dead_since.setdefault(name, time.monotonic())
 
     async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
         self.calls.append(f"stop {request.reason}")

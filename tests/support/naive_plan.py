@@ -81,13 +81,14 @@ def naive_plan(
     round_bytes: int,
     relay: str = "never",
 ) -> NaivePlan:
-    """What `build_plan` makes of the same arguments."""
+    """What `build_plan` makes of the same arguments, for ranks of one node."""
     order = {name: index for index, name in enumerate(tensor_shapes([*sources, *destinations]))}
     destinations = expand_all(destinations, tensor_shapes(sources))
 
     def plan(*, shared: bool, smallest_share: float = 0.0) -> NaivePlan:
+        together = [0] * len(destinations) if shared else range(len(destinations))
         groups = gather_flows(
-            sources, destinations, order, shared=shared, smallest_share=smallest_share
+            sources, destinations, order, together=together, smallest_share=smallest_share
         ).groups
         flows = naive_flows(sources, groups, order)
         sets = sorted({flow.members for flow in flows if len(flow.members) > 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -203,3 +204,14 @@ async def test_calls_go_on_while_the_files_are_replaced_again_and_again(
     await asyncio.gather(call(), call(), rotate())
     await channel.close()
     assert done >= 60
+
+
+async def test_a_call_that_has_not_begun_keeps_its_channel(folder: Path, server: RunningServer) -> None:
+    channel = channels.connect(server.address, credentials=issue(folder, "client"), role="controller")
+    stub = controller_pb2_grpc.ControllerServiceStub(channel)
+    first = stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+    issue(folder, "client")
+    second = stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+    gc.collect()
+    await asyncio.gather(first, second)
+    await channel.close()

@@ -102,7 +102,7 @@ async def test_an_overflow_by_the_weight_is_not_finite() -> None:
 
 async def test_a_timeout_is_tried_again_in_smaller_calls_until_only_the_slow_item_fails() -> None:
     server = OddServer("hang_on_slow")
-    async with serving(server) as address, scorer(address, timeout_s=0.3, max_retries=2) as remote:
+    async with serving(server) as address, scorer(address, timeout_s=1.0, max_retries=2) as remote:
         scores = await remote.score(items(*["a"] * 20, "slow", *["b"] * 19))
     assert [index for index, kind in enumerate(kinds(scores)) if kind != "1.0"] == [20]
     assert kinds(scores)[20] == "timeout"

@@ -12,6 +12,7 @@ import pytest
 
 from paceline.service import telemetry
 from paceline.service.loop_lag import measure_loop_lag
+from paceline.service.metrics import Metric
 from paceline.service.shutdown import ShutdownStack
 
 PROGRAM = """
@@ -129,14 +130,14 @@ async def test_shutdown_steps_run_in_reverse_and_do_not_stop_at_a_failure() -> N
 async def test_a_blocked_event_loop_is_measured_and_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorded: list[tuple[str, float]] = []
-    monkeypatch.setattr(telemetry, "record", lambda name, value: recorded.append((name, value)))
+    recorded: list[tuple[Metric, float]] = []
+    monkeypatch.setattr(telemetry, "record", lambda metric, value: recorded.append((metric, value)))
     measuring = asyncio.create_task(measure_loop_lag(interval_s=0.5))
     await asyncio.sleep(0.1)
     time.sleep(1.5)  # noqa: ASYNC251 - the fault that is measured
     await asyncio.sleep(0.3)  # the interval is over
     measuring.cancel()
-    (name, worst_s), *_ = recorded
-    assert name == "service/event_loop_lag_s"
+    (metric, worst_s), *_ = recorded
+    assert metric.name == "paceline_event_loop_lag_seconds"
     assert 1.2 < worst_s < 1.6
     assert "this process did nothing for 1." in caplog.text

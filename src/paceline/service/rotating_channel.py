@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -36,19 +37,31 @@ class RotatingChannel(grpc.aio.Channel):
 
     def unary_unary(self, *method: Any, **codecs: Any) -> Any:
         """As of any channel."""
-        return lambda *request, **options: self._now().unary_unary(*method, **codecs)(*request, **options)
+        return self._calls("unary_unary", method, codecs)
 
     def unary_stream(self, *method: Any, **codecs: Any) -> Any:
         """As of any channel."""
-        return lambda *request, **options: self._now().unary_stream(*method, **codecs)(*request, **options)
+        return self._calls("unary_stream", method, codecs)
 
     def stream_unary(self, *method: Any, **codecs: Any) -> Any:
         """As of any channel."""
-        return lambda *request, **options: self._now().stream_unary(*method, **codecs)(*request, **options)
+        return self._calls("stream_unary", method, codecs)
 
     def stream_stream(self, *method: Any, **codecs: Any) -> Any:
         """As of any channel."""
-        return lambda *request, **options: self._now().stream_stream(*method, **codecs)(*request, **options)
+        return self._calls("stream_stream", method, codecs)
+
+    def _calls(self, kind: str, method: tuple[Any, ...], codecs: dict[str, Any]) -> Callable[..., Any]:
+        """What begins calls of a method, each on the channel of its time."""
+
+        def begin(*request: Any, **options: Any) -> Any:
+            channel = self._now()
+            call = getattr(channel, kind)(*method, **codecs)(*request, **options)
+            # gRPC closes a channel that nothing refers to, although a call is about to begin on it.
+            call.add_done_callback(partial(_let_go, channel))
+            return call
+
+        return begin
 
     async def close(self, grace: float | None = None) -> None:
         """Closes every channel that is still open."""
@@ -74,3 +87,7 @@ class RotatingChannel(grpc.aio.Channel):
     async def __aexit__(self, *_: object) -> None:
         """Closes."""
         await self.close()
+
+
+def _let_go(channel: grpc.aio.Channel, call: Any) -> None:
+    """The end of a call: what refers to its channel goes with the callback."""
