@@ -124,6 +124,13 @@ class Run:
         """The fake services that are up."""
         return {int(path.stem) for path in self.pids_dir.iterdir() if psutil.pid_exists(int(path.stem))}
 
+    def wait_for_another_pid(self, name: str, pid: int) -> None:
+        """Waits until run.json names another process: it is written after that one began."""
+        deadline = time.monotonic() + 15
+        while self.pids[name] == pid:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
     def wait_for_state(self, state: str) -> None:
         """Waits until run.json says so."""
         deadline = time.monotonic() + 15
@@ -253,7 +260,7 @@ def test_a_killed_service_is_started_again_without_its_children(tmp_path: Path) 
     assert note.endswith("starting rollout-0 again (1 of at most 2 within 300 s)\n")
     run.wait_for_pids(5)
     assert len(run.alive() & before) == 1, "only the reward service is the same"
-    assert run.pids["rollout-0"] != first
+    run.wait_for_another_pid("rollout-0", first)
     assert psutil.pid_exists(run.pids["rollout-0"])
     run.process.send_signal(signal.SIGTERM)
     run.finish()
@@ -290,7 +297,7 @@ def test_all_ranks_of_a_learner_start_again_with_a_new_port(tmp_path: Path) -> N
     os.kill(before["learner-1"], signal.SIGKILL)
     assert "learner-1 ended unexpectedly (killed by SIGKILL)" in run.read_until("starting the learner again")
     run.wait_for_pids(6)
-    time.sleep(0.2)
+    run.wait_for_another_pid("learner-1", before["learner-1"])
     after = run.pids
     same = {name for name in before if before[name] == after[name]}
     assert same == {"launcher", "controller", "rollout-0", "reward"}
