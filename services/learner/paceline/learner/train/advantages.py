@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.config.algorithm import KLKind
 from paceline.config.run import RunConfig
 from paceline.learner.algorithms import kl, registry
 from paceline.learner.algorithms.estimators import EstimatorInputs
@@ -68,45 +69,66 @@ def compute_advantages(
     Raises:
         NumericsError: too few tokens to whiten, or a group is too small.
     """
-    device = ranks.device
-    longest = max(part.batch.mask.shape[1] for part in scored)
-    own_rows = [row for part in scored for row in part.batch.rows]
-    index = torch.tensor(own_rows, dtype=torch.int64, device=device)
-    mask = _stack([part.batch.mask for part in scored], scored, longest)
-    ref = _stack_present([part.ref_log_probs for part in scored], scored, longest)
-    values = _stack_present([part.values for part in scored], scored, longest)
-    greedy = _if_all_present(greedy_scores, len(scores), device)
-    own_scores = torch.tensor(scores, dtype=torch.float32, device=device)[index]
-
-    penalty = None
-    if ref is not None:
-        old = _stack([part.old_log_probs.table for part in scored], scored, longest)
-        penalty = kl.kl_estimate(old, ref, config.algorithm.kl_penalty)
+    own = _OwnRows.of(scored, scores, ranks.device)
+    penalty = own.penalty(scored, config.algorithm.kl_penalty)
     in_reward = penalty if config.algorithm.use_kl_in_reward else None
-    token_rewards = kl.token_rewards(own_scores, mask, in_reward, kl_coef)
-
-    def gather(rows: Tensor) -> Tensor:
-        # Each row is on one rank, so the sum only adds zeros and is exact; every rank gets the batch's order.
-        everywhere = torch.zeros(len(scores), dtype=rows.dtype, device=device)
-        everywhere[index] = rows
-        return ranks.all_sum(everywhere)
-
+    token_rewards = kl.token_rewards(own.scores, own.mask, in_reward, kl_coef)
+    greedy = _if_all_present(greedy_scores, len(scores), ranks.device)
     estimator = registry.ADV_ESTIMATORS[config.algorithm.adv_estimator]
     inputs = EstimatorInputs(
         token_rewards=token_rewards,
-        mask=mask,
-        group_ids=torch.tensor(group_ids, dtype=torch.int64, device=device)[index],
-        values=values,
-        greedy_scores=None if greedy is None else greedy[index],
-        shard=RowShard(all_reduce=ranks.all_sum, gather=gather, rows=index),
+        mask=own.mask,
+        group_ids=torch.tensor(group_ids, dtype=torch.int64, device=ranks.device)[own.index],
+        values=own.values,
+        greedy_scores=None if greedy is None else greedy[own.index],
+        shard=_shard(own.index, len(scores), ranks),
     )
     advantages, returns = estimator(inputs, _estimator_options(config, critic_alone=critic_alone))
-    metrics = _metrics(scores, token_rewards, advantages, returns, values, mask, ranks)
-    return _split(scored, own_scores, advantages, returns), AdvantageSummary(
-        reference_kl=None if penalty is None else _mean_over_sequences(penalty, mask, len(scores), ranks),
+    return _split(scored, own.scores, advantages, returns), AdvantageSummary(
+        reference_kl=None if penalty is None else _mean_over_sequences(penalty, own.mask, len(scores), ranks),
         num_sequences=len(scores),
-        metrics=metrics,
+        metrics=_metrics(scores, token_rewards, advantages, returns, own.values, own.mask, ranks),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _OwnRows:
+    """This rank's rows, stacked: their places in the batch (B,), scores (B,), and tables (B, R)."""
+
+    index: Tensor
+    scores: Tensor
+    mask: Tensor
+    values: Tensor | None
+
+    @classmethod
+    def of(cls, scored: Sequence[ScoredBatch], scores: Sequence[float], device: torch.device) -> _OwnRows:
+        rows = [row for part in scored for row in part.batch.rows]
+        index = torch.tensor(rows, dtype=torch.int64, device=device)
+        return cls(
+            index=index,
+            scores=torch.tensor(scores, dtype=torch.float32, device=device)[index],
+            mask=_stack([part.batch.mask for part in scored], scored),
+            values=_stack_present([part.values for part in scored], scored),
+        )
+
+    def penalty(self, scored: Sequence[ScoredBatch], kind: KLKind) -> Tensor | None:
+        """Each token's KL to the reference, None without one."""
+        ref = _stack_present([part.ref_log_probs for part in scored], scored)
+        if ref is None:
+            return None
+        return kl.kl_estimate(_stack([part.old_log_probs.table for part in scored], scored), ref, kind)
+
+
+def _shard(index: Tensor, num_rows: int, ranks: Ranks) -> RowShard:
+    """The ranks' rows as one batch of `num_rows` rows."""
+
+    def gather(rows: Tensor) -> Tensor:
+        # Each row is on one rank, so the sum only adds zeros and is exact; every rank gets the batch's order.
+        everywhere = torch.zeros(num_rows, dtype=rows.dtype, device=ranks.device)
+        everywhere[index] = rows
+        return ranks.all_sum(everywhere)
+
+    return RowShard(all_reduce=ranks.all_sum, gather=gather, rows=index)
 
 
 def _estimator_options(config: RunConfig, *, critic_alone: bool) -> dict[str, Any]:
@@ -129,8 +151,9 @@ def _mean_over_sequences(table: Tensor, mask: Tensor, num_sequences: int, ranks:
     return float(total.item()) / num_sequences
 
 
-def _stack(tables: Sequence[Tensor], scored: Sequence[ScoredBatch], longest: int) -> Tensor:
+def _stack(tables: Sequence[Tensor], scored: Sequence[ScoredBatch]) -> Tensor:
     """Concatenates the rows of all tables, padded to the longest, without the fillers'."""
+    longest = max(table.shape[1] for table in tables)
     padded = [
         F.pad(table[: len(part.batch.rows)], (0, longest - table.shape[1]))
         for table, part in zip(tables, scored, strict=True)
@@ -138,11 +161,9 @@ def _stack(tables: Sequence[Tensor], scored: Sequence[ScoredBatch], longest: int
     return torch.cat(padded)
 
 
-def _stack_present(
-    tables: Sequence[Tensor | None], scored: Sequence[ScoredBatch], longest: int
-) -> Tensor | None:
+def _stack_present(tables: Sequence[Tensor | None], scored: Sequence[ScoredBatch]) -> Tensor | None:
     present = [table for table in tables if table is not None]
-    return _stack(present, scored, longest) if len(present) == len(tables) else None
+    return _stack(present, scored) if len(present) == len(tables) else None
 
 
 def _split(
