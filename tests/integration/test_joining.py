@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.controller.verify.check import verify
-from support.training_run import MARK, prepare_inputs, tiny_config, training
+from support.training_run import MARK, PACELINE, prepare_inputs, tiny_config, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -53,7 +52,7 @@ def test_a_rollout_server_and_a_reward_service_join_and_leave(tmp_path: Path) ->
                 lambda e: e["event"] == "trajectory" and e.get("server") == "rollout-1", timeout_s=250
             )
             run.wait_for_member("reward-1")
-            drain = shlex.split(f"paceline rollout drain rollout-1 {run.run_dir} --timeout 60")
+            drain = [str(PACELINE), "rollout", "drain", "rollout-1", str(run.run_dir), "--timeout", "60"]
             subprocess.run(drain, check=True, timeout=90, capture_output=True)
             assert rollout.wait(30) == 0
             reward.terminate()
