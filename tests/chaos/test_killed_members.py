@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.broker.log import LOG_START
 from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
@@ -234,7 +233,7 @@ async def collect(
         wait_for_services=lambda: asyncio.sleep(0),
         count=lambda *_: None,
     )
-    await collector.recall(LOG_START, POLICY.version)
+    await collector.begin_anew()
     order = Order(
         step=STEP,
         purpose=Purpose.TRAIN,
