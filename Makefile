@@ -21,7 +21,7 @@ help:
 	@echo "make demo-grpo  the same with GRPO, no critic"
 	@echo "make test       all tests but those of test-chaos; starts Redis by itself"
 	@echo "make test-fast  the tests without a real engine or a whole run"
-	@echo "make test-chaos runs under faults: about half an hour"
+	@echo "make test-chaos runs under faults: about a quarter of an hour"
 	@echo "make test-deploy  the deployed forms: containers; skips what lacks a program, and says which"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
 

@@ -130,6 +130,27 @@ def damaged_copy(folder: Path, name: str) -> Path:
     return copy
 
 
+async def describing_its_weights(learner: Learner) -> None:
+    """Both ranks' slices make up every tensor of the policy, and nothing of the critic."""
+    described = await learner.call(learner.stub.DescribeWeights, learner_pb2.DescribeLearnerWeightsRequest())
+    layouts = [RankLayout.from_bytes(data) for data in described.rank_layouts]
+    num_elements = sum(part.box.volume for layout in layouts for part in layout.slices)
+    shapes = tensor_shapes(layouts)
+    assert shapes["model.layers.1.mlp.down_proj.weight"] == (24, 41)
+    assert "value_head.weight" not in shapes
+    assert num_elements == sum(_volume(shape) for shape in shapes.values())
+    assert described.version == 0
+
+
+async def losing_a_rank(learner: Learner) -> None:
+    """Rank 0 names the rank that it lost, and ends."""
+    os.kill(learner.ranks[1].pid, signal.SIGKILL)
+    began = time.monotonic()
+    assert await asyncio.wait_for(learner.ranks[0].wait(), 20) == 1
+    assert time.monotonic() - began < 15
+    assert "lost rank 1 (" in learner.controller.heartbeats[-1].failure
+
+
 async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_path: Path) -> None:
     batches = {}
     for step in (1, 2, 3, 4):
@@ -140,16 +161,7 @@ async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_pa
 
     async with running(model, redis_server.url, tmp_path) as learner:
         assert learner.controller.registrations[0].num_ranks == 2
-        described = await learner.call(
-            learner.stub.DescribeWeights, learner_pb2.DescribeLearnerWeightsRequest()
-        )
-        layouts = [RankLayout.from_bytes(data) for data in described.rank_layouts]
-        num_elements = sum(part.box.volume for layout in layouts for part in layout.slices)
-        shapes = tensor_shapes(layouts)
-        assert shapes["model.layers.1.mlp.down_proj.weight"] == (24, 41)
-        assert "value_head.weight" not in shapes
-        assert num_elements == sum(_volume(shape) for shape in shapes.values())
-        assert described.version == 0
+        await describing_its_weights(learner)
 
         rows, _, policy = batches[1]
         stale = PolicyTag(version=0, digest="f" * 16)
@@ -187,12 +199,7 @@ async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_pa
         resumed = await learner.train(3, *_order(batches[3]))
         assert numbers(resumed) == numbers(third)
 
-        os.kill(learner.ranks[1].pid, signal.SIGKILL)
-        began = time.monotonic()
-        assert await asyncio.wait_for(learner.ranks[0].wait(), 20) == 1
-        assert time.monotonic() - began < 15
-        failure = learner.controller.heartbeats[-1].failure
-        assert "lost rank 1 (" in failure
+        await losing_a_rank(learner)
 
 
 def _order(

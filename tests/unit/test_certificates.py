@@ -213,5 +213,6 @@ async def test_a_call_that_has_not_begun_keeps_its_channel(folder: Path, server:
     issue(folder, "client")
     second = stub.GetStatus(pb.GetStatusRequest(), timeout=5)
     gc.collect()
-    await asyncio.gather(first, second)
+    answers = await asyncio.gather(first, second)
+    assert [type(answer) for answer in answers] == [pb.GetStatusResponse] * 2
     await channel.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,36 +91,28 @@ async def test_rates_and_coefficients_are_adjusted_from_the_next_step_on(tmp_pat
         assert [line["guard/lr_scale"] for line in it.lines()[1:]] == [1.0, 0.5, 0.25, 0.25]
 
 
-async def test_a_rollback_takes_the_last_good_weights_under_the_number_of_the_step(tmp_path: Path) -> None:
+@asynccontextmanager
+async def rolled_back_in_step_4(folder: Path) -> AsyncIterator[SequencerRun]:
+    """A run of five steps, done. Step 3 had skipped something and is no place to go back to."""
     rules = {"ppo_kl": {"rollback": 0.1, "skip": 0.05}}
-    async with run(tmp_path, **guarded(5, **rules), trainer__keep_checkpoints=1) as it:
+    async with run(folder, **guarded(5, **rules), trainer__keep_checkpoints=1) as it:
         await it.enlist_all()
         it.services.writes = True
         it.services.readings = {3: ppo_kl(0.06, 1), 4: ppo_kl(0.3, 1)}
         await it.go()
-        # Step 3 had skipped something and is no place to go back to; version 4 is sent once only, with what
-        # was gone back to.
+        yield it
+
+
+async def test_a_rollback_takes_the_last_good_weights_under_the_number_of_the_step(tmp_path: Path) -> None:
+    async with rolled_back_in_step_4(tmp_path) as it:
+        # Version 4 is sent once only, with what was gone back to.
         calls = [c for c in it.services.calls if c.startswith(("train", "load", "publish", "save"))]
         assert calls == [
-            *(
-                "publish v0 e1",
-                "save 0",
-                "train 1",
-                "publish v1 e1",
-                "save 1",
-                "train 2",
-                "publish v2 e1",
-                "save 2",
-            ),
-            *(
-                "train 3",
-                "publish v3 e1",
-                "save 3",
-                "train 4",
-                "load step_000002 as 4",
-                "publish v4 e1",
-                "save 4",
-            ),
+            *("publish v0 e1", "save 0"),
+            *("train 1", "publish v1 e1", "save 1"),
+            *("train 2", "publish v2 e1", "save 2"),
+            *("train 3", "publish v3 e1", "save 3"),
+            *("train 4", "load step_000002 as 4", "publish v4 e1", "save 4"),
             *("train 5", "publish v5 e1", "save 5"),
         ]
         (event,) = of(it, "rollback")
@@ -127,29 +120,25 @@ async def test_a_rollback_takes_the_last_good_weights_under_the_number_of_the_st
         assert "ppo_kl is 0.3, above 0.1 (guard.ppo_kl.rollback)" in event["reason"]
         phases = [e["to"] for e in of(it, "phase") if e["step"] == 4]
         assert phases == ["dispatch", "collect", "learn", "rollback", "publish", "commit", "checkpoint"]
+        digests = {e["version"]: e["digest"] for e in of(it, "commit")}
+        assert digests[4] == digests[2] != digests[3]
+        assert any("back to the weights of step 2" in text for text in it.notices)
+        assert it.breaches() == []
+
+
+async def test_a_run_goes_forward_after_a_rollback(tmp_path: Path) -> None:
+    """What differs from the first time: prompts and seeds go on, and the rates are lower."""
+    async with rolled_back_in_step_4(tmp_path) as it:
         rows = {line["step"]: line for line in it.lines()}
         assert list(rows) == [0, 1, 2, 3, 4, 5]
         assert rows[4]["guard/rolled_back_to"] == 2
         assert rows[5]["guard/rollbacks"] == 1
-        # What differs from the first time: prompts and seeds go on, and the rates are lower.
         assert [a.lr_scale for a in it.services.adjustments] == [1.0, 1.0, 1.0, 1.0, 0.5]
         states = [ControllerState.from_plain(json.loads(state)) for state in it.services.saved]
-        assert [(s.step, s.good) for s in states] == [
-            (0, True),
-            (1, True),
-            (2, True),
-            (3, False),
-            (4, True),
-            (5, True),
-        ]
-        assert [s.cursor for s in states[3:5]] == [
-            CursorState(epoch=1, position=3),
-            CursorState(epoch=1, position=6),
-        ]
-        assert it.breaches() == []
-        digests = {e["version"]: e["digest"] for e in of(it, "commit")}
-        assert digests[4] == digests[2] != digests[3]
-        assert any("back to the weights of step 2" in text for text in it.notices)
+        good = [(s.step, s.good) for s in states]
+        assert good == [(0, True), (1, True), (2, True), (3, False), (4, True), (5, True)]
+        cursors = [s.cursor for s in states[3:5]]
+        assert cursors == [CursorState(epoch=1, position=3), CursorState(epoch=1, position=6)]
         # The newest good one outlived newer ones that are not.
         removed = [Path(e["folder"]).name for e in of(it, "checkpoint_removed")]
         assert removed == ["step_000000", "step_000001", "step_000002", "step_000003", "step_000004"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -106,8 +107,10 @@ def test_a_process_with_a_folder_of_its_own_is_refused(
 def test_a_marker_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     folder = Folder.at(tmp_path / "f")
     timer = threading.Timer(0.3, lambda: folder.write(places._MARKER, "m"))
+    began = time.monotonic()
     timer.start()
     require_marker(folder, "m", who="learner rank 1")
+    assert time.monotonic() - began >= 0.3
     timer.join()
 
 

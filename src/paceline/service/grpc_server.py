@@ -106,19 +106,7 @@ async def start_server(
     check_port(host, port, port_key)
     server = grpc.aio.server(
         interceptors=[Door(credentials, terms or Terms())],
-        options=[
-            *common_options(max_message_bytes),
-            # Without these the server takes the clients' keep-alive for abuse and ends healthy calls.
-            ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_S * 500),
-            ("grpc.http2.max_ping_strikes", 0),
-            # With port reuse two processes could share the port, and each would get some of the calls.
-            ("grpc.so_reuseport", 0),
-            # It raises how much of a message arrives before anyone asks for it, from 64 KiB to megabytes.
-            ("grpc.http2.bdp_probe", 0),
-            ("grpc.max_concurrent_streams", _MAX_CALLS_PER_CONNECTION),
-            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_S * 1000),
-            *([("grpc.max_connection_age_ms", _CONNECTION_AGE_S * 1000)] if credentials.tls else []),
-        ],
+        options=_options(max_message_bytes, has_tls=credentials.tls is not None),
         maximum_concurrent_rpcs=_MAX_CALLS,
     )
     health = health_aio.HealthServicer()
@@ -134,6 +122,25 @@ async def start_server(
         raise _port_taken(host, port, port_key, str(error)) from error
     await server.start()
     return RunningServer(advertise=to_advertise(host, advertise), port=bound, _server=server, _health=health)
+
+
+def _options(max_message_bytes: int, *, has_tls: bool) -> list[tuple[str, str | int]]:
+    options = [
+        *common_options(max_message_bytes),
+        # Without these the server takes the clients' keep-alive for abuse and ends healthy calls.
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_S * 500),
+        ("grpc.http2.max_ping_strikes", 0),
+        # With port reuse two processes could share the port, and each would get some of the calls.
+        ("grpc.so_reuseport", 0),
+        # It raises how much of a message arrives before anyone asks for it, from 64 KiB to megabytes.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.max_concurrent_streams", _MAX_CALLS_PER_CONNECTION),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_S * 1000),
+    ]
+    if has_tls:
+        # A connection that began with a certificate must not outlive it for long.
+        options.append(("grpc.max_connection_age_ms", _CONNECTION_AGE_S * 1000))
+    return options
 
 
 def _check_reach(host: str, credentials: Credentials) -> None:

@@ -133,6 +133,28 @@ class MemberSession:
             DeadlineError: no controller at the address.
             PacelineError: the controller refused the member, or this process cannot listen.
         """
+        context = self.context
+        link = await self._serve(add, servicer)
+        registration = await self._register(link, report())
+        self._link = link
+        _check_limit(registration)
+        self._set_up_telemetry(registration)
+        heartbeats = self.spawn("heartbeats", self._heartbeats(link, report, on_reregistered))
+
+        async def say_goodbye() -> None:
+            # A heartbeat after the goodbye would register the member again.
+            heartbeats.cancel()
+            await asyncio.wait([heartbeats])
+            await link.leave("drained" if self._draining.is_set() else "stopped")
+
+        context.defer("goodbye to the controller", say_goodbye, budget_s=_GOODBYE_S)
+        await asyncio.sleep(0)  # lets the heartbeats begin
+        return registration
+
+    async def _serve(
+        self, add: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer
+    ) -> ControllerLink:
+        """Serves gRPC; returns the connection over which the controller is told where."""
         context, options = self.context, self.options
         credentials, terms = Credentials.from_env(), Terms()
         host = to_bind(options.host)
@@ -159,9 +181,9 @@ class MemberSession:
         )
         context.defer("connection to the controller", link.close)
         await server.answer_as(link.incarnation)
-        registration = await self._register(link, report())
-        self._link = link
-        _check_limit(registration)
+        return link
+
+    def _set_up_telemetry(self, registration: Registration) -> None:
         settings = registration.config.telemetry
         set_level(settings.log_level)
         telemetry.setup(
@@ -169,20 +191,9 @@ class MemberSession:
             run_dir=_visible(registration),
             otlp_endpoint=settings.otlp_endpoint,
             prometheus_port=settings.prometheus_port,
-            instance=options.member_id,
+            instance=self.options.member_id,
             uses_gpus=self._kind is not MemberKind.REWARD,
         )
-        heartbeats = self.spawn("heartbeats", self._heartbeats(link, report, on_reregistered))
-
-        async def say_goodbye() -> None:
-            # A heartbeat after the goodbye would register the member again.
-            heartbeats.cancel()
-            await asyncio.wait([heartbeats])
-            await link.leave("drained" if self._draining.is_set() else "stopped")
-
-        context.defer("goodbye to the controller", say_goodbye, budget_s=_GOODBYE_S)
-        await asyncio.sleep(0)  # lets the heartbeats begin
-        return registration
 
     async def until_leaving(self) -> None:
         """Returns when the run is over, a signal has come, or the controller drains this member."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock, Thread
@@ -27,6 +27,7 @@ from paceline.service.metrics import Metric, MetricKind, Observer
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
     from opentelemetry.sdk.metrics.export import MetricReader
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace.export import SpanExporter
 
 log = logging.getLogger(__name__)
@@ -126,13 +127,11 @@ def setup(
         ConfigError: the environment names no possible port.
     """
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     from paceline.service.gpu_metrics import observe_gpus
     from paceline.service.process_metrics import observe_process
     from paceline.service.prometheus import open_endpoint
-    from paceline.service.spans import SpanFileExporter, SystemIdGenerator
+    from paceline.service.spans import SpanFileExporter
 
     global _current
     shutdown()
@@ -151,21 +150,34 @@ def setup(
     if endpoint is not None:
         readers.append(endpoint.reader)
         closers.append(endpoint)
+    tracer = _open_tracer(resource, spans, closers)
+    _current = Telemetry(tracer, closers, _open_meter(resource, readers, closers) if readers else None)
+    observe_process(_current.observe)
+    if uses_gpus:
+        observe_gpus(_current.observe)
+
+
+def _open_tracer(resource: Resource, spans: SpanExporter | None, closers: list[Any]) -> trace.Tracer:
+    """A tracer; what must be shut down at the end is added to `closers`."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    from paceline.service.spans import SystemIdGenerator
+
     provider = TracerProvider(resource=resource, id_generator=SystemIdGenerator(), shutdown_on_exit=False)
     if spans is not None:
         provider.add_span_processor(BatchSpanProcessor(spans, schedule_delay_millis=1000))
     closers.append(provider)
-    meter: Meter | None = None
-    if readers:
-        from opentelemetry.sdk.metrics import MeterProvider
+    return provider.get_tracer("paceline")
 
-        meters = MeterProvider(readers, resource=resource, shutdown_on_exit=False)
-        closers.append(meters)
-        meter = meters.get_meter("paceline")
-    _current = Telemetry(provider.get_tracer("paceline"), closers, meter)
-    observe_process(_current.observe)
-    if uses_gpus:
-        observe_gpus(_current.observe)
+
+def _open_meter(resource: Resource, readers: Sequence[MetricReader], closers: list[Any]) -> Meter:
+    """Likewise, a meter that the readers read."""
+    from opentelemetry.sdk.metrics import MeterProvider
+
+    meters = MeterProvider(readers, resource=resource, shutdown_on_exit=False)
+    closers.append(meters)
+    return meters.get_meter("paceline")
 
 
 def shutdown() -> None:
