@@ -255,3 +255,8 @@ def _step_before_which_the_run_goes_back(run: RecordedRun) -> None:
     run.batch(3, 6, 7)
     run.push(3)
     run.finish(3)
+
+
+def admit_twice(run: RecordedRun, name: str, **changes: object) -> None:
+    event = run.trajectory(name)
+    run.insert_after(event, {**event, **changes})

@@ -205,6 +205,7 @@ async def test_another_run_at_the_address_is_not_joined(controller: tuple[FakeCo
 async def test_a_controller_that_is_away_longer_than_the_dead_is_waited_for(
     controller: tuple[FakeController, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "paceline")
     fake, server = controller
     link = link_to(server.address)
     await link.register(5, STALE)
@@ -221,6 +222,7 @@ async def test_a_controller_that_is_away_longer_than_the_dead_is_waited_for(
     assert [text.partition(" (")[0] for text in said] == [
         f"the controller at {server.address} is away",
         said[1],
+        "the controller says that the run is over",
     ]
     assert "going on without it for up to 2 s" in said[0]
     assert said[1].startswith("the controller is back after ")
