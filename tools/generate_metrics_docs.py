@@ -14,9 +14,9 @@ HEAD = """# Metrics
 *Generated from `src/paceline/core/step_metrics.py` by `tools/generate_metrics_docs.py`; do not edit.*
 
 `metrics.jsonl` in the run directory has one line per finished step, step 0 being the starting model. Each is
-an object with `step`, `time` (when the line was written, in Unix seconds) and the numbers below, as far as the
-step has them: a step without a validation has none of `val/`. A number that is not finite is `null`. Prometheus
-gets the same numbers ([observability](observability.md)).
+an object with `step`, `time` (when the line was written, in Unix seconds) and the numbers below, as far as
+the step has them: a step without a validation has none of `val/`. A number that is not finite is `null`.
+Prometheus gets the same numbers ([observability](observability.md)).
 """
 
 TITLES = {
