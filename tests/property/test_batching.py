@@ -25,7 +25,7 @@ def rows_of(groups: list[list[tuple[int, int]]]) -> list[RowLength]:
     ]
 
 
-def plan_of(
+def cut(
     rows: list[RowLength],
     sizes: list[int],
     world_size: int,
@@ -64,8 +64,8 @@ models = st.builds(
 def test_every_row_is_in_exactly_one_micro_batch_of_its_mini_batch(
     rows: list[RowLength], world_size: int, sizes: list[int], arithmetic: Arithmetic
 ) -> None:
-    plan = plan_of(rows, sizes, world_size, arithmetic=arithmetic)
-    assert plan == plan_of(rows, sizes, world_size, arithmetic=arithmetic)
+    plan = cut(rows, sizes, world_size, arithmetic=arithmetic)
+    assert plan == cut(rows, sizes, world_size, arithmetic=arithmetic)
     everything = sorted(row for rank in range(world_size) for row in plan.rows_of(rank))
     assert everything == list(range(len(rows)))
     for size in sizes:
@@ -82,7 +82,7 @@ def test_every_row_is_in_exactly_one_micro_batch_of_its_mini_batch(
 def test_micro_batches_keep_the_budget_and_are_as_many_on_every_rank(
     rows: list[RowLength], world_size: int, arithmetic: Arithmetic
 ) -> None:
-    plan = plan_of(rows, [3], world_size, arithmetic=arithmetic)
+    plan = cut(rows, [3], world_size, arithmetic=arithmetic)
     for chunk in plan.chunks:
         assert {len(batches) for batches in chunk.micro_batches} == {chunk.num_micro_batches}
         for indices in (indices for batches in chunk.micro_batches for indices in batches):
@@ -108,7 +108,7 @@ def test_micro_batches_that_run_together_differ_by_a_row_at_most(
     rows: list[RowLength], world_size: int, arithmetic: Arithmetic
 ) -> None:
     # Without a budget there is one micro-batch per rank.
-    plan = plan_of(rows, [3], world_size, budget=10_000, arithmetic=arithmetic)
+    plan = cut(rows, [3], world_size, budget=10_000, arithmetic=arithmetic)
     costliest = max(map(arithmetic.of_row, rows))
     for chunk in plan.chunks:
         costs = [arithmetic.of_rows(rows[row] for row in indices) for (indices,) in chunk.micro_batches]
@@ -120,7 +120,7 @@ def test_micro_batches_that_run_together_differ_by_a_row_at_most(
 def test_the_imbalance_is_the_wait_for_the_costliest_micro_batches(
     rows: list[RowLength], world_size: int, arithmetic: Arithmetic
 ) -> None:
-    plan = plan_of(rows, [3], world_size, arithmetic=arithmetic)
+    plan = cut(rows, [3], world_size, arithmetic=arithmetic)
     waited = 0
     for chunk in plan.chunks:
         for together in zip_longest(*chunk.micro_batches, fillvalue=None):
@@ -132,7 +132,7 @@ def test_the_imbalance_is_the_wait_for_the_costliest_micro_batches(
 def test_a_plan_by_hand() -> None:
     # Tokens: 9 7 | 5 3. A budget of 10 tokens makes four micro-batches; 9 runs beside 7, 5 beside 3.
     rows = rows_of([[(4, 5), (4, 3)], [(2, 3), (2, 1)]])
-    plan = plan_of(rows, [2], 2, budget=10)
+    plan = cut(rows, [2], 2, budget=10)
     assert plan.chunks[0].micro_batches == (((0,), (3,)), ((1,), (2,)))
     assert plan.rows_of(1) == [1, 2]
     assert plan.imbalance == pytest.approx(2 * (9 + 5) / 24 - 1)
@@ -142,9 +142,9 @@ def test_rows_are_dealt_by_arithmetic_and_not_by_tokens() -> None:
     # A row of 8 tokens does 64 pairs, one of 4 does 16: with 4 x 4 tokens the long row waits for nobody.
     rows = rows_of([[(4, 4), (2, 2), (2, 2), (2, 2), (2, 2)]])
     by_pairs = Arithmetic(per_token=0, per_response_token=0, per_pair=1)
-    assert plan_of(rows, [1], 2).chunks[0].micro_batches == (((3, 0),), ((1, 2, 4),))
-    assert plan_of(rows, [1], 2, arithmetic=by_pairs).chunks[0].micro_batches == (((0,),), ((1, 2, 3, 4),))
-    assert plan_of(rows, [1], 2, arithmetic=by_pairs).imbalance == 0
+    assert cut(rows, [1], 2).chunks[0].micro_batches == (((3, 0),), ((1, 2, 4),))
+    assert cut(rows, [1], 2, arithmetic=by_pairs).chunks[0].micro_batches == (((0,),), ((1, 2, 3, 4),))
+    assert cut(rows, [1], 2, arithmetic=by_pairs).imbalance == 0
 
 
 def test_a_row_by_hand() -> None:
@@ -156,7 +156,7 @@ def test_a_row_by_hand() -> None:
 
 
 def test_a_rank_without_rows_gets_empty_micro_batches() -> None:
-    plan = plan_of(rows_of([[(4, 4)]]), [1], 3, budget=10)
+    plan = cut(rows_of([[(4, 4)]]), [1], 3, budget=10)
     assert plan.chunks[0].micro_batches == (((0,),), ((),), ((),))
 
 
@@ -174,12 +174,12 @@ def test_bins_that_would_overflow_when_even_are_filled_first_fit() -> None:
 
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ConfigError, match="a sequence of 41 tokens is over the token budget of 40"):
-        plan_of(rows_of([[(21, 20)]]), [1], 1)
+        cut(rows_of([[(21, 20)]]), [1], 1)
     with pytest.raises(DataError, match="no rows"):
-        plan_of([], [1], 1)
+        cut([], [1], 1)
     torn = [RowLength(prompt_id=p, num_prompt_tokens=1, num_response_tokens=1) for p in (0, 1, 0)]
     with pytest.raises(DataError, match="next to each other"):
-        plan_of(torn, [1], 1)
+        cut(torn, [1], 1)
     with pytest.raises(ConfigError, match="3 prompts is no multiple of the chunk of 2"):
         BatchPlan(chunks=(), prompts_per_chunk=2).mini_batches(3)
 
