@@ -39,8 +39,9 @@ class Bench:
         progress: Progress,
         stub: controller_pb2_grpc.ControllerServiceStub,
     ) -> None:
-        self.progress, self.supervisor = progress, supervisor
+        self.run, self.progress, self.supervisor = run, progress, supervisor
         self.fleet, self.events, self._stub = supervisor.fleet, run.events, stub
+        self.stops: list[str] = []
 
     async def register(
         self, kind: common_pb2.MemberKind.ValueType, member_id: str, **fields: Any
@@ -52,6 +53,14 @@ class Bench:
     async def beat(self, member_id: str, state: str, **fields: object) -> pb.HeartbeatResponse:
         request = pb.HeartbeatRequest(member_id=member_id, incarnation="a", state=state, **fields)  # type: ignore[arg-type]
         return await channels.call(self._stub.Heartbeat, request, timeout_s=5, phase="H", peer="controller")
+
+    async def leave(self, member_id: str, reason: str) -> None:
+        request = pb.LeaveRequest(member_id=member_id, incarnation="a", reason=reason)
+        await channels.call(self._stub.Leave, request, timeout_s=5, phase="L", peer="controller")
+
+    async def stop(self, reason: str) -> None:
+        request = pb.StopRunRequest(reason=reason)
+        await channels.call(self._stub.StopRun, request, timeout_s=5, phase="S", peer="controller")
 
     async def drain(self, member_id: str) -> None:
         request = pb.DrainRequest(member_id=member_id)
@@ -73,7 +82,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     journal = Journal(tmp_path / "events.jsonl", clock)
     supervisor = Supervisor(Fleet(clock, suspect_after_s=5, dead_after_s=12), journal, events, clock)
     run = Run(config=config(), id="run-1", dir=tmp_path, journal=journal, events=events)
-    progress = Progress(run)
+    progress, stops = Progress(run), list[str]()
     servicer = ControllerServicer(
         run,
         progress,
@@ -82,12 +91,14 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         credentials=Credentials(),
         checkpoints=lambda: [Folder.at(tmp_path / "step_000002")],
         checkpoint_marker="m",
-        stop=lambda _: None,
+        stop=stops.append,
     )
     add = controller_pb2_grpc.add_ControllerServiceServicer_to_server
     server = await start_server(add, servicer)
     channel = channels.connect(server.address)
-    yield Bench(run, supervisor, progress, controller_pb2_grpc.ControllerServiceStub(channel))
+    bench = Bench(run, supervisor, progress, controller_pb2_grpc.ControllerServiceStub(channel))
+    bench.stops = stops
+    yield bench
     await channel.close()
     await server.stop(0)
     journal.close()
@@ -159,6 +170,35 @@ async def test_a_failure_needs_no_state(bench: Bench) -> None:
     assert (member.health, member.failure) == (Health.DEAD, "out of memory")
     assert await bench.status() == {"learner-0": "dead"}
     assert not (await bench.beat("learner-0", "ready")).known
+
+
+LONG = "x\x1b[2J" * 100_000
+
+
+async def test_texts_of_a_peer_are_cut_and_printable(bench: Bench) -> None:
+    """They are kept in memory, in the journal and in the launcher's last words."""
+    for member_id in ("learner-0", "learner-1"):
+        await bench.register(common_pb2.MEMBER_KIND_LEARNER, member_id)
+    await bench.beat("learner-0", "", failure=LONG)
+    await bench.leave("learner-1", LONG)
+    await bench.stop(LONG)
+    texts = [member.failure for member in bench.fleet.members()] + bench.stops
+    assert len(texts) == 3
+    for text in texts:
+        assert len(text) <= 2000
+        assert text.startswith(r"x\x1b[2Jx")
+        assert text.endswith(" ...")
+    journal = (bench.run.dir / "events.jsonl").read_text()
+    assert len(journal) < 20_000
+
+
+@pytest.mark.parametrize("field", ["member_id", "incarnation", "address"])
+@pytest.mark.parametrize("name", ["r" * 201, "a\x1b[2Jb"])
+async def test_a_name_that_nobody_can_print_is_refused(bench: Bench, field: str, name: str) -> None:
+    with pytest.raises(InvalidMessageError, match=f"{field} must be at most 200 printable") as caught:
+        await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, **{"member_id": "r-0", field: name})
+    assert caught.value.reason == "unusable_name"
+    assert bench.fleet.members() == []
 
 
 async def test_a_final_failure_is_noted_as_such(bench: Bench) -> None:

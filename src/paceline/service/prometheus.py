@@ -1,19 +1,20 @@
 """A process's own Prometheus endpoint: http://HOST:PORT/metrics, without a collector in between.
 
 PACELINE_PROMETHEUS_PORT overrides telemetry.prometheus_port; 0 is off. The endpoint listens on loopback
-unless PACELINE_PROMETHEUS_HOST names another address. It needs no credentials and answers with numbers and
-names of members only.
+unless PACELINE_PROMETHEUS_HOST names another address, where it serves those who have a certificate of the
+run. It answers with numbers and names of members only.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from threading import Thread
 from typing import TYPE_CHECKING
-from wsgiref.simple_server import WSGIServer
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.service.addresses import to_bind
+from paceline.service.credentials import Credentials
+from paceline.service.metrics_server import MetricsServer, tls_for
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
@@ -23,7 +24,6 @@ log = logging.getLogger(__name__)
 PORT = "PACELINE_PROMETHEUS_PORT"
 HOST = "PACELINE_PROMETHEUS_HOST"
 _LABELS = ("service.name", "service.instance.id")
-_CLOSE_S = 2.0
 
 
 def wanted_port(configured: int) -> int:
@@ -52,14 +52,17 @@ class PrometheusEndpoint:
         reader: for the meter provider.
 
     Raises:
-        EnvironmentLackError: the exporter is not installed.
+        ConfigError: other machines reach the address, and this process has no TLS files.
+        EnvironmentLackError: the exporter is not installed, or the TLS files cannot be used.
         OSError: the port is taken, or the address is not this machine's.
     """
 
     def __init__(self, host: str, port: int) -> None:
+        host = to_bind(host)
+        tls = tls_for(host, Credentials.from_env())
         try:
             from opentelemetry.exporter.prometheus import PrometheusMetricReader
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry, make_wsgi_app
         except ImportError as error:
             raise EnvironmentLackError(
                 f"a Prometheus endpoint on port {port} needs its exporter: pip install "
@@ -73,15 +76,11 @@ class PrometheusEndpoint:
             resource_attribute_filter=lambda name: name in _LABELS,
             registry=registry,
         )
-        self._server: WSGIServer
-        self._thread: Thread
-        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        self._server = MetricsServer(host, port, make_wsgi_app(registry), tls)
 
     def shutdown(self) -> None:
         """Stops listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=_CLOSE_S)
+        self._server.close()
 
 
 def open_endpoint(configured_port: int, local_rank: int) -> PrometheusEndpoint | None:

@@ -20,11 +20,13 @@ from paceline.core.policy import PolicyTag
 from paceline.core.text import one_line
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service.credentials import Credentials
+from paceline.service.errors import clip
 from paceline.storage.folder import Folder
 from paceline.wire.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
 from paceline.wire.run_events import run_event_to_proto
 
+_MAX_NAME_CHARS = 200
 # A server that leaves in the middle of a push fails it, so it is told later.
 _PUSHING = (Phase.FORMING, Phase.PUBLISH, Phase.COMMIT)
 
@@ -73,6 +75,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
                 f"incarnation {request.incarnation!r}",
                 reason="incomplete_registration",
             )
+        _check_names(request)
         await self._refuse_second_holder(request)
         await self._supervisor.apply(
             self._supervisor.fleet.register(
@@ -147,7 +150,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             state=state,
             policy=_policy_of(request),
             in_flight=request.in_flight,
-            failure=request.failure,
+            failure=clip(request.failure),
             is_final=request.is_final,
         )
         await self._supervisor.apply(changes)
@@ -169,7 +172,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     ) -> controller_pb2.LeaveResponse:
         """Notes that a member leaves."""
         await self._supervisor.apply(
-            self._supervisor.fleet.leave(request.member_id, request.incarnation, request.reason)
+            self._supervisor.fleet.leave(request.member_id, request.incarnation, clip(request.reason))
         )
         return controller_pb2.LeaveResponse()
 
@@ -215,8 +218,20 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         self, request: controller_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.StopRunResponse:
         """Requests an orderly end of the run."""
-        self._stop(request.reason or "asked to stop")
+        self._stop(clip(request.reason) or "asked to stop")
         return controller_pb2.StopRunResponse()
+
+
+def _check_names(request: controller_pb2.RegisterRequest) -> None:
+    """Refuses names that the journal, the status and the log could not show."""
+    for field in ("member_id", "incarnation", "address"):
+        name = getattr(request, field)
+        if len(name) > _MAX_NAME_CHARS or not name.isprintable():
+            raise InvalidMessageError(
+                f"a member's {field} must be at most {_MAX_NAME_CHARS} printable characters; got {len(name)} "
+                f"that begin {name[:40]!r}",
+                reason="unusable_name",
+            )
 
 
 def _policy_of(request: controller_pb2.RegisterRequest | controller_pb2.HeartbeatRequest) -> PolicyTag | None:

@@ -1,0 +1,137 @@
+"""The HTTP server behind a Prometheus endpoint: in plain text on loopback, over mutual TLS beyond it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import socketserver
+import ssl
+import threading
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from paceline.core.errors import ConfigError
+from paceline.service.connection import is_loopback
+from paceline.service.credentials import (
+    CA_FILE,
+    CERTIFICATE_FILE,
+    INSECURE,
+    KEY_FILE,
+    TLS_DIR,
+    Credentials,
+    LatestTls,
+    TlsFiles,
+)
+
+log = logging.getLogger(__name__)
+
+_MAX_REQUESTS = 16
+_REQUEST_S = 10.0
+_CLOSE_S = 2.0
+_POLL_S = 0.1
+
+
+def tls_for(host: str, credentials: Credentials) -> TlsFiles | None:
+    """The files with which metrics are served on an address; None: in plain text.
+
+    Raises:
+        ConfigError: other machines reach the address, and plain text is not wanted.
+    """
+    if is_loopback(host):
+        return None
+    if credentials.tls is None and not credentials.insecure:
+        raise ConfigError(
+            f"refusing to serve metrics on {host} in plain text: set {TLS_DIR} to what `paceline certs "
+            f"issue` writes, or listen on 127.0.0.1, or, on a network that you trust wholly, set {INSECURE}=1"
+        )
+    return credentials.tls
+
+
+class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
+    """Answers from threads, a few at a time, until it is closed.
+
+    Args:
+        host: an address of this machine.
+        port: to listen on.
+        app: the WSGI application.
+        tls: the files; every caller needs a certificate of the same authority. None: plain text.
+
+    Raises:
+        OSError: the port is taken, or the address is not this machine's.
+        EnvironmentLackError: the files cannot be used.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, app: Any, tls: TlsFiles | None) -> None:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self.address_family = family
+        self._files, self._latest = tls, LatestTls(tls) if tls else None
+        self._context = _context(tls) if tls else None
+        self._slots = threading.BoundedSemaphore(_MAX_REQUESTS)
+        super().__init__(address, _Handler)  # type: ignore[arg-type]  # an IPv6 address has four parts
+        self.set_app(app)
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(_POLL_S,), name="metrics", daemon=True
+        )
+        self._thread.start()
+
+    def server_bind(self) -> None:
+        """Binds, without asking a name server for the machine's name."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts a thread for a connection, unless there are too many."""
+        if not self._slots.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Runs in the thread of a connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answers, after the handshake where there is one."""
+        context = self._now()
+        if context is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(_REQUEST_S)
+        with context.wrap_socket(request, server_side=True) as secured:
+            super().finish_request(secured, client_address)
+
+    def _now(self) -> ssl.SSLContext | None:
+        """With the files as they are now."""
+        if self._files is not None and self._latest is not None and self._latest.changed():
+            self._context = _context(self._files)
+        return self._context
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller who is refused, or goes away, is no error of this process."""
+        log.debug("metrics: a call from %s failed", client_address, exc_info=True)
+
+    def close(self) -> None:
+        """Stops listening."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join(timeout=_CLOSE_S)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _REQUEST_S
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(files.folder / CA_FILE))
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(files.folder / CERTIFICATE_FILE, files.folder / KEY_FILE)
+    return context
