@@ -234,7 +234,8 @@ class Sequencer:
         self.progress.move(Phase.COLLECT)
         with span("collect"):
             async with self._publication.to_newcomers(policy):
-                batch = await self._collector.collect(order, refill)
+                is_trained = self._alignment.version == step
+                batch = await self._collector.collect(order, refill, is_trained=is_trained)
         self._batches.check(step, batch, refill)
         return batch
 
