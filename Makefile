@@ -65,6 +65,7 @@ lint: venv
 	$(BIN)/lint-imports
 	tools/generate_rpc.sh --check
 	$(BIN)/python tools/generate_config_docs.py --check
+	$(BIN)/python tools/generate_metrics_docs.py --check
 	$(BIN)/python tools/generate_observability.py --check
 
 format: venv
@@ -74,6 +75,7 @@ format: venv
 generate: venv
 	tools/generate_rpc.sh
 	$(BIN)/python tools/generate_config_docs.py
+	$(BIN)/python tools/generate_metrics_docs.py
 	$(BIN)/python tools/generate_observability.py
 
 clean:

@@ -344,6 +344,36 @@ class TestLengthAndTrim:
         assert await broker.trim(stream) == 0
 
 
+class TestAllDone:
+    async def test_an_entry_is_done_when_it_is_acknowledged_not_when_it_is_taken(
+        self, broker: Broker, stream: str
+    ) -> None:
+        ids = await fill(broker, stream, 2, G, "other")
+        assert not await broker.all_done(stream, G)
+        await broker.read(stream, G, "a", max_entries=2, block_s=0)
+        assert not await broker.all_done(stream, G)
+        await broker.ack(stream, G, ids[1:])
+        assert not await broker.all_done(stream, G)
+        await broker.ack(stream, G, ids[:1])
+        assert await broker.all_done(stream, G)
+        assert not await broker.all_done(stream, "other")
+        await broker.append(messages(stream, ["next"]))
+        assert not await broker.all_done(stream, G)
+
+    async def test_what_was_given_back_is_not_done(self, broker: Broker, stream: str) -> None:
+        ids = await fill(broker, stream, 1)
+        await broker.read(stream, G, "a", max_entries=1, block_s=0)
+        await broker.release(stream, G, "a", ids)
+        assert not await broker.all_done(stream, G)
+
+    async def test_nothing_is_left_to_do_where_nothing_is(self, broker: Broker, stream: str) -> None:
+        assert await broker.all_done(stream, G)
+        await broker.ensure_group(stream, "other")
+        assert await broker.all_done(stream, G)
+        await broker.append(messages(stream, ["0"]))
+        assert not await broker.all_done(stream, G)
+
+
 class TestMissingStreams:
     async def test_a_reader_whose_stream_is_deleted_runs_dry(self, broker: Broker, stream: str) -> None:
         ids = await fill(broker, stream, 1)

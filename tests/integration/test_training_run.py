@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.step_metrics import meaning
 from support.training_run import (
     Row,
     TrainingRun,
@@ -68,6 +69,10 @@ def test_an_undisturbed_run(undisturbed: TrainingRun) -> None:
         assert row["barrier/admitted"] == NUM_PROMPTS * NUM_SAMPLES
         assert row["actor/grad_norm"] > 0
         assert row["barrier/rejected"] == row["barrier/duplicates"] == row["barrier/groups_dropped"] == 0
+    assert [
+        name for row in run.metrics for name in row if name not in ("step", "time") and not meaning(name)
+    ] == []
+    assert [row["time"] for row in run.metrics] == sorted(row["time"] for row in run.metrics)
     # The critic learns the mean reward within the steps; the policy has moved away from the reference.
     assert run.metrics[-1]["critic/vf_loss"] < run.metrics[1]["critic/vf_loss"] / 2
     assert run.metrics[-1]["algorithm/reference_kl"] > run.metrics[1]["algorithm/reference_kl"] == 0

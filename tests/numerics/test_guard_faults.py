@@ -214,7 +214,7 @@ async def test_a_run_that_is_started_again_goes_on_with_adjustments_medians_and_
     guard = {"reward_jump": {"skip": None, "lower_lr": 0.0, "patience": 2}, "grad_norm": {"warn": 0.5}}
 
     def numbers(it: SequencerRun) -> dict[int, dict[str, Any]]:
-        varying = ("timing_s/", "weights/", "perf/", "barrier/")
+        varying = ("time", "timing_s/", "weights/", "perf/", "barrier/")
         return {
             row["step"]: {k: v for k, v in row.items() if not k.startswith(varying)} for row in it.lines()
         }

@@ -33,6 +33,8 @@ NEEDLESS: dict[str, str] = {
     "paceline.cli.launch.services:Services.tend: asyncio.wait": _LIFETIME,
     "paceline.cli.launch.processes:start: process.wait": _LIFETIME,
     "paceline.cli.launch.remote:main: process.wait": _LIFETIME,
+    "paceline.cli.launch.container:_run: asyncio.wait": _LIFETIME,
+    "paceline.cli.launch.container:_run: process.wait": _LIFETIME,
     "paceline.cli.launch.processes:wait_for_exit: await ended": _LIFETIME,
     "paceline.cli.launch.launcher:_Launcher._start_and_follow: await check": (
         "a check loads the model and the data once; its process is part of the run, and a signal ends both"

@@ -1,4 +1,5 @@
-"""Redis comes back empty at every event of a step, with and without the controller's death: the same run.
+"""Redis loses all or some of its messages at every event of a step, with and without the controller's death:
+the same run.
 
 A learner that is told to start again comes back with its newest checkpoint. Numbers of entries begin anew
 with the empty server, as they may where another server takes over.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -56,6 +58,14 @@ class Fleet:
         store.streams.clear()
         store.blobs.clear()
         store.last_number = 0
+
+    def lose_messages(self, share: str) -> None:
+        """Only the marker, the groups and the blobs stay, and every other message if `share` is half."""
+        for stream in self.broker._store.streams.values():
+            for number in list(stream.entries)[:: 2 if share == "half" else 1]:
+                del stream.entries[number]
+                for group in stream.groups.values():
+                    group.pending.pop(number, None)
 
     def restart_learner(self, it: SequencerRun, reason: str) -> None:
         steps = [int(path.parent.name[5:]) for path in self.folder.glob("checkpoints/step_*/manifest.json")]
@@ -154,14 +164,16 @@ def moments(events: list[dict[str, Any]]) -> list[int]:
     ]
 
 
-def emptying(fleet: Fleet, number: int, killed: str) -> Callable[[SequencerRun, dict[str, Any]], None]:
-    """Empties the broker after an event, and kills the controller then, later or never."""
+def emptying(
+    lose: Callable[[], None], number: int, killed: str
+) -> Callable[[SequencerRun, dict[str, Any]], None]:
+    """Has the broker lose data after an event, and kills the controller then, later or never."""
     seen: list[dict[str, Any]] = []
 
     def disturb(it: SequencerRun, event: dict[str, Any]) -> None:
         seen.append(event)
         if len(seen) == number + 1:
-            fleet.empty()
+            lose()
         if len(seen) == number + 1 and killed == "then":
             raise Killed
         if len(seen) > number + 1 and killed == "in the next phase" and event["event"] == "phase":
@@ -188,8 +200,25 @@ async def test_redis_comes_back_empty_at_any_event(killed: str, tmp_path: Path) 
     for number in moments(events):
         fleet = rolled_back(Fleet(tmp_path / f"{number}", ROLLBACK))
         what = f"{killed}, emptied after {number}: {events[number]}"
-        assert await fleet.live(emptying(fleet, number, killed)) is (killed == "never"), what
+        assert await fleet.live(emptying(fleet.empty, number, killed)) is (killed == "never"), what
         assert killed == "never" or await fleet.live(nothing), what
         check(fleet, calm, what)
         num_sent_back += fleet.restarts
     assert bool(num_sent_back) is (killed != "never")
+
+
+@pytest.mark.parametrize(
+    ("killed", "share"), [("never", "half"), ("then", "half"), ("in the next phase", "all")]
+)
+async def test_redis_loses_messages_at_any_event(killed: str, share: str, tmp_path: Path) -> None:
+    calm, events = await calm_run(tmp_path / "calm")
+    num_restarts = 0
+    for number in moments(events):
+        fleet = rolled_back(Fleet(tmp_path / f"{number}", ROLLBACK))
+        what = f"{killed}, {share} messages lost after {number}: {events[number]}"
+        lose = functools.partial(fleet.lose_messages, share)
+        assert await fleet.live(emptying(lose, number, killed)) is (killed == "never"), what
+        assert killed == "never" or await fleet.live(nothing), what
+        check(fleet, calm, what)
+        num_restarts += fleet.restarts
+    assert bool(num_restarts) is (killed != "never")

@@ -119,6 +119,13 @@ class Broker(Protocol):
         """Number of entries in the stream, read or not."""
         ...
 
+    async def all_done(self, stream: str, group: str) -> bool:
+        """Whether the group has taken and acknowledged every entry that the stream holds.
+
+        A stream that does not exist holds none. A group that does not exist has taken none.
+        """
+        ...
+
     async def trim(self, stream: str) -> int:
         """Removes entries that every group has done; never a pending one. Returns how many."""
         ...

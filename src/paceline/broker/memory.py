@@ -203,6 +203,13 @@ class MemoryBroker:
         state = self._store.streams.get(stream)
         return len(state.entries) if state else 0
 
+    async def all_done(self, stream: str, group: str) -> bool:
+        """Whether the group has taken and acknowledged every entry that the stream holds."""
+        self._check_open()
+        state = self._store.streams.get(stream, _Stream())
+        reader = state.groups.get(group, _Group())
+        return not reader.pending and max(state.entries, default=0) <= reader.last_delivered
+
     async def trim(self, stream: str) -> int:
         """Removes entries that every group has done; never a pending one. Returns how many."""
         self._check_open()

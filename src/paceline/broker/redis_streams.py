@@ -147,6 +147,13 @@ class RedisStreamsBroker:
         """Number of entries in the stream, read or not."""
         return int(await self._client.run("XLEN", stream))
 
+    async def all_done(self, stream: str, group: str) -> bool:
+        """Whether the group has taken and acknowledged every entry that the stream holds."""
+        try:
+            return bool(await self._client.run_script(scripts.ALL_DONE, [stream], [group]))
+        except StreamMissingError:
+            return True
+
     async def trim(self, stream: str) -> int:
         """Removes entries that every group has done; never a pending one. Returns how many.
 

@@ -109,3 +109,25 @@ if not floor_ms then
 end
 return redis.call('XTRIM', KEYS[1], 'MINID', '=', string.format('%.0f-%.0f', floor_ms, floor_number))
 """
+
+# KEYS: the stream. ARGV: the group. Whether the group has acknowledged every entry; 1 or 0.
+ALL_DONE = """
+local taken
+for _, row in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+  local group = {}
+  for i = 1, #row, 2 do
+    group[row[i]] = row[i + 1]
+  end
+  if group.name == ARGV[1] then
+    if group.pending > 0 then
+      return 0
+    end
+    taken = group['last-delivered-id']
+  end
+end
+local after = taken and redis.call('XREAD', 'COUNT', 1, 'STREAMS', KEYS[1], taken)
+if taken and not after then
+  return 1
+end
+return redis.call('XLEN', KEYS[1]) == 0 and 1 or 0
+"""

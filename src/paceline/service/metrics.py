@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from paceline.core import step_metrics
+
 
 class MetricKind(enum.Enum):
     """How a metric behaves; the value is Prometheus' word."""
@@ -233,5 +235,5 @@ def training(name: str) -> Metric:
     """The metric of a number of metrics.jsonl; a step that has no such number leaves the last one."""
     return Metric(
         name="paceline_training_" + re.sub(r"[^a-zA-Z0-9_]", "_", name),
-        help=f"{name} of metrics.jsonl, of the last step that has it.",
+        help=f"{name} of metrics.jsonl, of the last step that has it. {step_metrics.meaning(name)}".rstrip(),
     )

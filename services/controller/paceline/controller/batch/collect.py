@@ -26,7 +26,7 @@ from paceline.controller.batch.dispatch import Dispatcher, Order
 from paceline.controller.batch.mailboxes import Mailboxes, blob_keys
 from paceline.controller.batch.refill import DEGENERATE, Refill
 from paceline.controller.progress import Run
-from paceline.core.errors import DeadlineError, InvalidMessageError
+from paceline.core.errors import DeadlineError, InvalidMessageError, LostDataError
 from paceline.core.ids import Purpose
 from paceline.core.trajectory import GroupRefusal, ScoredHeader
 from paceline.data.prompts import Prompt
@@ -180,13 +180,16 @@ class Collector:
         if 0 < len(sent) < len(order.prompts):
             self._journal.record("redispatch", step=order.step, prompts=sent)
 
-    async def collect(self, order: Order, refill: Refill | None = None) -> Batch:
+    async def collect(self, order: Order, refill: Refill | None = None, *, is_trained: bool = False) -> Batch:
         """Waits for the barrier to close; meanwhile `refill` replaces groups that teach nothing.
+
+        With `is_trained` the learner has trained the step: all of it is in the log, and nobody generates.
 
         Raises:
             DeadlineError: the barrier made no progress for barrier.stall_timeout_s, or did not close within
                 barrier.collect_timeout_s.
-            LostDataError: the broker has lost the run's data.
+            LostDataError: the broker has lost the run's data, or messages without which the barrier does not
+                close.
         """
         collection = _Collection(order, refill)
         barrier = collection.barrier
@@ -199,6 +202,8 @@ class Collector:
                 collection.last_entry = time.monotonic()
                 await self._take(collection, entries)
                 self._count(barrier.num_admitted, barrier.num_wanted)
+            elif is_trained:
+                raise _lost(barrier)
             else:
                 await self._look_around(collection)
             self._check_deadlines(collection)
@@ -280,6 +285,15 @@ class Collector:
             await self._broker.ensure_group(
                 names.prompts(self._run_id, collection.order.policy.version), names.ROLLOUT_GROUP
             )
+            await self._check_under_way(collection)
+
+    async def _check_under_way(self, collection: _Collection) -> None:
+        """Raises LostDataError where the barrier is open and no further entry will come."""
+        if not await self._mailboxes.idle(collection.order.policy.version):
+            return
+        scored = names.scored(self._run_id)
+        if not await self._broker.read_log(scored, after=self.position, max_entries=1, block_s=0.0):
+            raise _lost(collection.barrier)
 
     def _check_deadlines(self, collection: _Collection) -> None:
         now, limits, barrier = time.monotonic(), self._config, collection.barrier
@@ -295,6 +309,14 @@ class Collector:
             hint=f"{len(missing)} prompt groups of step {barrier.step} are incomplete (the first is prompt "
             f"{missing[0]}); look into the rollout and reward logs, or raise {setting}",
         )
+
+
+def _lost(barrier: Barrier) -> LostDataError:
+    missing = barrier.missing
+    return LostDataError(
+        f"the message broker has lost some of its messages: {len(missing)} prompt groups of step "
+        f"{barrier.step} are incomplete (the first is prompt {missing[0]}), and nothing of them is under way"
+    )
 
 
 def _settle(

@@ -5,7 +5,8 @@
 A marker is stored with the first data. Where it is gone, the broker has lost the data,
 say because a server without persistence was restarted. Where it names another process of the server, the last
 messages may be lost: an older snapshot was loaded, or a replica that lagged took over. The run's own server
-loses nothing with its process.
+loses nothing with its process. Single messages are lost where the mailboxes are idle and a collection is not
+complete.
 """
 
 from __future__ import annotations
@@ -43,6 +44,20 @@ class Mailboxes:
                 "started again, or another server took over"
             )
         await self._create_groups()
+
+    async def idle(self, version: int) -> bool:
+        """Whether nobody has anything left to do for the run: what `scored` holds now is all that will come.
+
+        Asked in the order in which messages go on: one that is answered meanwhile is seen further on.
+        """
+        stages = (
+            (names.prompts(self._run_id, version), names.ROLLOUT_GROUP),
+            (names.trajectories(self._run_id), names.REWARD_GROUP),
+        )
+        for stream, group in stages:
+            if not await self._broker.all_done(stream, group):
+                return False
+        return True
 
     async def begin_anew(self) -> None:
         """Removes the run's data and creates empty mailboxes."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 
 from paceline.controller.batch.barrier import Verdict
 from paceline.controller.batch.collect import Batch, reward_components
+from paceline.core.step_metrics import TIME
 
 _REJECTED = (Verdict.WRONG_VERSION, Verdict.WRONG_DIGEST, Verdict.UNKNOWN, Verdict.ABORTED)
 
@@ -47,6 +50,7 @@ def assemble(
         "timing_s/step": step_s,
         "perf/tokens_per_s": batch.num_tokens / step_s,
         "perf/overhead_share": 1 - (batch.gen_s + batch.reward_s + learn_s) / step_s,
+        **_spread(batch),
     }
     for name, value in reward_components(batch.samples).items():
         metrics[f"reward/{name}/mean"] = value
@@ -54,6 +58,21 @@ def assemble(
         metrics |= _dynamic_sampling(batch, batch.num_extra)
     if batch.greedy:
         metrics["reward/greedy_answers/mean"] = fmean(h.reward or 0.0 for h in batch.greedy.values())
+    return metrics
+
+
+def _spread(batch: Batch) -> dict[str, float]:
+    """How much the rewards differ, over the batch and within its groups."""
+    groups: dict[int, list[float]] = defaultdict(list)
+    for header in batch.samples:
+        groups[header.trajectory_id.prompt_id].append(header.reward or 0.0)
+    rewards = [reward for group in groups.values() for reward in group]
+    if not rewards:
+        return {}
+    metrics = {"reward/std": pstdev(rewards), "reward/min": min(rewards), "reward/max": max(rewards)}
+    if max(map(len, groups.values())) > 1:
+        without = sum(min(group) == max(group) for group in groups.values())
+        metrics["groups/without_spread"] = without / len(groups)
     return metrics
 
 
@@ -104,8 +123,8 @@ class MetricsFile:
         os.replace(temporary, self._path)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one step, to the disk; a value that is not finite becomes null."""
-        row: dict[str, float | int | None] = {"step": step}
+        """Writes one step with the time, to the disk; a value that is not finite becomes null."""
+        row: dict[str, float | int | None] = {"step": step, TIME: round(time.time(), 3)}
         row |= {key: (value if math.isfinite(value) else None) for key, value in sorted(metrics.items())}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

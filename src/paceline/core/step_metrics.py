@@ -1,0 +1,155 @@
+"""The numbers of metrics.jsonl: the name of each and what it says, from which docs/metrics.md is made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+TIME = "time"
+"""When the line was written, in Unix seconds; beside `step` the only key that is no metric."""
+
+STEP_METRICS: Mapping[str, str] = {
+    # --- rewards and what becomes of them
+    "critic/score/mean": "Mean reward of the step's trajectories, with algorithm.overlong's penalty.",
+    "critic/rewards/mean": "The same with the KL penalty (algorithm.use_kl_in_reward).",
+    "reward/std": "Standard deviation of the trajectories' rewards, without penalties.",
+    "reward/min": "Smallest of them.",
+    "reward/max": "Largest of them.",
+    "critic/advantages/mean": "Mean advantage per response token.",
+    "critic/returns/mean": "Mean return per response token (with a critic).",
+    "critic/values/mean": "Mean value per response token (with a critic).",
+    "reward/NAME/mean": "Mean of one reward component, by the name of its function or service.",
+    "reward/greedy_answers/mean": "ReMax: mean reward of the greedy answers.",
+    "groups/without_spread": (
+        "Share of prompt groups whose samples all have the same reward: with a group's mean as the "
+        "baseline they teach nothing."
+    ),
+    "dynamic_sampling/extra_prompts": "Prompts drawn beyond data.train_batch_size.",
+    "dynamic_sampling/kept_share": "Share of all drawn groups that are trained on.",
+    "dynamic_sampling/reward_mean": "Mean reward of all samples, those of groups that were set aside too.",
+    "overlong/penalty_mean": "Mean penalty for overlong responses.",
+    "overlong/share": "Share of responses with such a penalty.",
+    "resample/distinct_share": "PF-PPO: share of the trajectories that were drawn at least once.",
+    "resample/largest_count": "PF-PPO: how often the most frequent trajectory was drawn.",
+    "resample/score_mean": "PF-PPO: mean reward of what was drawn.",
+    # --- responses
+    "response_length/mean": "Mean response length in tokens.",
+    "response_length/max": "Longest response in tokens.",
+    "response_length/clip_ratio": (
+        "Share of responses that reached data.max_response_length and were cut off."
+    ),
+    # --- the policy's update
+    "actor/pg_loss": "Policy loss, mean over mini-batches.",
+    "actor/kl_loss": "KL term of the loss before its coefficient; 0 without actor.use_kl_loss.",
+    "actor/ppo_kl": (
+        "KL from the policy before the step to the updated one per token, mean over mini-batches."
+    ),
+    "actor/ppo_kl_max": "The same in the worst mini-batch.",
+    "actor/pg_clipfrac": "Share of tokens that the policy's clip bounds.",
+    "actor/pg_clipfrac_lower": "Share of tokens that the dual clip bounds.",
+    "actor/cov_frac": "kl_cov, clip_cov: share of tokens that were selected.",
+    "actor/NAME": "A custom policy loss's own metric.",
+    "actor/entropy": "Entropy of the policy in nats per response token.",
+    "actor/grad_norm": "Gradient norm before clipping, mean over mini-batches.",
+    "actor/lr": "Learning rate of the step.",
+    "actor/skipped_updates": "Optimizer steps that were not taken.",
+    "actor/first_ppo_kl": (
+        "KL of the first mini-batch, in audited steps (actor.ratio_audit_freq): 0 but for rounding."
+    ),
+    "actor/first_pg_clipfrac": "Clip fraction of the first mini-batch in audited steps: 0.",
+    "algorithm/reference_kl": (
+        "KL to the reference model per token, mean over sequences; 0 without a reference."
+    ),
+    "algorithm/kl_coef": "Coefficient of the KL penalty in the reward.",
+    # --- the critic's update
+    "critic/vf_loss": "Value loss, mean over mini-batches.",
+    "critic/vf_clipfrac": "Share of tokens that the value clip bounds.",
+    "critic/vf_explained_var": "Share of the returns' variance that the values explain; 1 is perfect.",
+    "critic/grad_norm": "Gradient norm before clipping, mean over mini-batches.",
+    "critic/lr": "Learning rate of the step.",
+    "critic/skipped_updates": "Optimizer steps that were not taken.",
+    # --- engine and learner
+    "rollout/mismatch_kl": (
+        "Estimated KL per token from the engine's log-probs to the learner's of the same weights."
+    ),
+    "rollout/logprob_diff_max": (
+        "Largest difference between the engine's and the learner's log-prob of a token."
+    ),
+    "rollout/effective_sample_size": (
+        "Effective share of samples under the importance weights from engine to learner."
+    ),
+    "rollout/largest_weight": "Largest of these weights.",
+    "rollout/corrected_share": "Share of tokens that algorithm.rollout_correction changes or masks.",
+    # --- held-out prompts
+    "val/reward/mean": "Mean reward on held-out prompts.",
+    "val/NAME/mean": "Mean of one reward component on held-out prompts.",
+    "val/response_length/mean": "Mean response length on held-out prompts.",
+    "val/num_prompts": "Held-out prompts that were answered and scored.",
+    "val/groups_dropped": "Held-out prompts that were dropped after errors.",
+    # --- the barrier
+    "barrier/admitted": "Trajectories in the batch.",
+    "barrier/duplicates": "Trajectories that came a second time and were not admitted again.",
+    "barrier/rejected": "Trajectories of another version or digest, or that nobody asked for.",
+    "barrier/groups_dropped": "Prompt groups that were dropped after errors.",
+    "barrier/wait_s": "Seconds between the first and the last trajectory.",
+    # --- the guard
+    "guard/fired": "Rules that fired.",
+    "guard/skipped": "Optimizer steps that its rules skipped.",
+    "guard/lr_scale": "Factor that the guard puts on the learning rates.",
+    "guard/kl_scale": "Factor that the guard puts on the KL coefficient.",
+    "guard/rollbacks": "Rollbacks so far.",
+    "guard/rolled_back_to": "Step whose weights a rollback loaded.",
+    # --- seconds
+    "timing_s/step": "The step, from dispatch to commit.",
+    "timing_s/gen": "Until the last response was generated.",
+    "timing_s/reward": "What scoring took beyond that.",
+    "timing_s/learn": "The learner's step; the phases below are its parts.",
+    "timing_s/fetch": "Trajectories from the broker to the learner.",
+    "timing_s/old_log_prob": "Log-probs of the policy before the update.",
+    "timing_s/ref": "Log-probs of the reference model.",
+    "timing_s/values": "Values of the critic.",
+    "timing_s/adv": "Advantages.",
+    "timing_s/update_critic": "The critic's update.",
+    "timing_s/update_actor": "The policy's update.",
+    "timing_s/update_weights": "Pause in which no server samples, while weights are pushed.",
+    "timing_s/cleanup": "Removing what the step before left in the broker.",
+    "timing_s/other": "The rest of the step.",
+    "timing_s/validate": "The validation after the step.",
+    "timing_s/checkpoint": (
+        "How long the checkpoint held the learner up; it is written while the run goes on."
+    ),
+    "timing_s/rollback": "Loading earlier weights.",
+    # --- throughput
+    "perf/tokens_per_s": "Prompt and response tokens of the batch per second of the step.",
+    "perf/overhead_share": "Share of the step that is neither generating nor scoring nor learning.",
+    "perf/mfu": (
+        "Share of the GPUs' peak arithmetic that the policy's update uses; absent where the peak is "
+        "not known."
+    ),
+    "perf/imbalance": (
+        "How much longer the step's passes take than with even micro-batches, by arithmetic, as ranks wait "
+        "for the costliest of those that run together: 0.1 is a tenth."
+    ),
+    # --- the weight push
+    "weights/bytes": "Bytes that learner ranks sent.",
+    "weights/relayed_bytes": "Bytes that rollout ranks passed on.",
+    "weights/transfer_ms": "Milliseconds of the transfer.",
+    "weights/digest_ms": "Milliseconds of computing digests.",
+    "weights/pause_ms": "Milliseconds from the start of the push until every server samples the new version.",
+    "weights/first_open_ms": "The same until the first server does.",
+    "weights/peak_extra_bytes": "Most memory beside the parameters that the push used on a rank.",
+}
+"""Meaning by name. NAME stands for a name that the configuration gives."""
+
+_PATTERNS = {
+    re.compile(re.escape(name).replace("NAME", ".+")): text
+    for name, text in STEP_METRICS.items()
+    if "NAME" in name
+}
+
+
+def meaning(name: str) -> str:
+    """What a number of metrics.jsonl says; "" where that is written nowhere."""
+    if name in STEP_METRICS:
+        return STEP_METRICS[name]
+    return next((text for pattern, text in _PATTERNS.items() if pattern.fullmatch(name)), "")

@@ -1,0 +1,79 @@
+"""docs/metrics.md: every number that the program names in metrics.jsonl is in it, and no other."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.controller.run.metrics import MetricsFile
+from paceline.core.step_metrics import STEP_METRICS, meaning
+from support import source
+
+_KEY = re.compile(
+    r"(actor|algorithm|barrier|critic|dynamic_sampling|groups|guard|overlong|perf|resample|response_length"
+    r"|reward|rollout|timing_s|val|weights)(/[\w]+|/NAME)+"
+)
+_LOSSES = "paceline.learner.algorithms.registry"
+_OF_EACH_NETWORK = ("grad_norm", "lr", "skipped_updates")
+
+
+def _named() -> Iterator[str]:
+    for module, path in source.modules().items():
+        if not re.match(r"paceline\.(controller|learner)\b", module):
+            continue
+        for node in ast.walk(source.tree(path)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("stopwatch.phase"):
+                yield f"timing_s/{ast.literal_eval(node.args[0])}"
+            if module == _LOSSES and isinstance(node, ast.Call) and "of_tensors" in ast.unparse(node.func):
+                yield from (f"actor/{ast.literal_eval(word)}" for word in node.args[1:])
+            if isinstance(node, ast.Dict):
+                yield from (key for key in map(_text, node.keys) if key and _KEY.fullmatch(key))
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+                key = _text(node.targets[0].slice)
+                if key and _KEY.fullmatch(key):
+                    yield key
+
+
+def _text(node: ast.AST | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(p.value) if isinstance(p, ast.Constant) else "NAME" for p in node.values)
+    return ""
+
+
+def _standard_metrics() -> tuple[str, ...]:
+    """Of every policy loss; read from the source, which spares the import of torch."""
+    for node in source.tree(source.modules()["paceline.learner.train.losses"]).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "STANDARD_METRICS":
+            return tuple(ast.literal_eval(node.value))
+    raise AssertionError("no STANDARD_METRICS")
+
+
+def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
+    named = set(_named()) - {"timing_s/NAME"}
+    assert len(named) > 60
+    named |= {f"{network}/{name}" for network in ("actor", "critic") for name in _OF_EACH_NETWORK}
+    named |= {f"actor/{name}" for name in (*_standard_metrics(), "pg_loss", "kl_loss", "NAME")}
+    named |= {"critic/vf_loss", "critic/vf_clipfrac"}
+    assert named == set(STEP_METRICS)
+
+
+def test_names_of_the_configuration_are_filled_in() -> None:
+    assert meaning("reward/gsm8k/mean") == STEP_METRICS["reward/NAME/mean"]
+    assert meaning("val/reward/mean") == STEP_METRICS["val/reward/mean"]
+    assert meaning("reward/mine") == ""
+
+
+def test_a_line_says_when_it_was_written(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    before = time.time()
+    file.append(1, {"reward/std": 0.5, "actor/lr": float("nan")})
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert list(row) == ["step", "time", "actor/lr", "reward/std"]
+    assert before - 0.001 <= row["time"] <= time.time()
+    assert row["actor/lr"] is None
