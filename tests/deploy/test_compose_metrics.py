@@ -1,7 +1,8 @@
-"""Prometheus scrapes every container of the run, also those that are added while it runs."""
+"""A run in containers as Prometheus and a collector of traces see it; containers added meanwhile included."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ import yaml
 
 from support import compose_stack
 from support.compose_stack import DOCKER, Stack
+from support.otlp_collector import ReceivedSpan, collector
 from support.prometheus_server import PrometheusServer, program, prometheus_server
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
-STEPS = ("trainer.total_steps=12", "trainer.test_freq=0", "trainer.save_freq=0", "data.val_files=[]")
+STEPS = ("trainer.total_steps=20", "trainer.test_freq=0", "trainer.save_freq=0", "data.val_files=[]")
+SERVICES = {"paceline.controller", "paceline.learner", "paceline.rollout", "paceline.reward"}
 MEMBERS = {"controller": 1, "learner": 1, "rollout": 2, "reward": 1}
 
 
@@ -35,7 +38,7 @@ def stack() -> Iterator[Stack]:
     assert left == []
 
 
-def test_prometheus_scrapes_every_container_of_a_run(stack: Stack, tmp_path: Path) -> None:
+def test_prometheus_scrapes_every_container_and_each_step_is_one_trace(stack: Stack, tmp_path: Path) -> None:
     targets = tmp_path / "targets.json"
     targets.write_text("[]")
     config = tmp_path / "prometheus.yaml"
@@ -51,7 +54,12 @@ def test_prometheus_scrapes_every_container_of_a_run(stack: Stack, tmp_path: Pat
             }
         )
     )
-    with prometheus_server(config, tmp_path / "tsdb") as server, stack.up("scraped", *STEPS):
+    with contextlib.ExitStack() as resources:
+        server = resources.enter_context(prometheus_server(config, tmp_path / "tsdb"))
+        resources.enter_context(stack.settings("scraped", *STEPS))
+        stack.compose("up", "--detach", "redis")
+        kept = resources.enter_context(collector(host=stack.gateway()))
+        resources.enter_context(stack.up("scraped", *STEPS, OTLP_ENDPOINT=kept.endpoint))
         stack.wait_for(
             "step 1",
             lambda events: any(e["event"] == "step" and e["step"] >= 1 for e in events),
@@ -76,7 +84,20 @@ def test_prometheus_scrapes_every_container_of_a_run(stack: Stack, tmp_path: Pat
             "paceline.learner": 1,
             "paceline.reward": 1,
         }
-        assert stack.exit_code("controller", 500.0) == 0, stack.logs()
+        assert stack.exit_code("follow", 500.0) == 0, stack.logs()
+        last = max(event["step"] for event in stack.lines("events.jsonl") if event["event"] == "step")
+    assert steps_by_trace(kept.spans) == dict.fromkeys(range(1, last + 1), SERVICES)
+
+
+def steps_by_trace(spans: list[ReceivedSpan]) -> dict[int, set[str]]:
+    """The services of each step's one trace."""
+    roots = {span.trace_id: span.attributes["paceline.step"] for span in spans if span.name == "step"}
+    assert len(set(roots.values())) == len(roots), "a step has several traces"
+    services: dict[int, set[str]] = {step: set() for step in roots.values()}
+    for span in spans:
+        if span.trace_id in roots:
+            services[roots[span.trace_id]].add(span.service)
+    return services
 
 
 def addresses(stack: Stack) -> list[dict[str, object]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from paceline.learner.batch.plan import RowLength
-from paceline.learner.model.flops import peak_flops, update_flops
+from paceline.learner.batch.arithmetic import RowLength
+from paceline.learner.model.flops import arithmetic_of, peak_flops
 from paceline.learner.model.networks import PolicyNetwork
 
 
@@ -29,7 +28,7 @@ def test_a_layer_a_head_and_the_pairs_that_attention_looks_at() -> None:
         RowLength(prompt_id=1, num_prompt_tokens=1, num_response_tokens=4),
     ]
     expected = 6 * (2 * layer) * 10 + 6 * 80 * 6 + 2 * (6 * 8 * 2 * 25)
-    assert update_flops(network, rows) == pytest.approx(expected)
+    assert arithmetic_of(network).of_rows(rows) == expected
 
 
 def test_a_cpu_has_no_known_peak() -> None:

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from paceline.config.run import RunConfig
 from paceline.learner.algorithms.aggregation import MODES
 from paceline.learner.algorithms.registry import POLICY_LOSSES
+from paceline.learner.batch.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.minibatch import Denominators, MiniBatch, cut_mini_batches
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.plan import RowLength, plan_batch
+from paceline.learner.batch.plan import plan_batch
 from paceline.learner.batch.types import MicroBatch, OldLogProbs, PackedRow, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train import shaping
@@ -291,7 +292,10 @@ class TestResampling:
             )
             for i, row in enumerate(rows)
         ]
-        plan = plan_batch(lengths, mini_batch_sizes=[2], world_size=1, token_budget=4096)
+        arithmetic = Arithmetic(per_token=1, per_response_token=0, per_pair=0)
+        plan = plan_batch(
+            lengths, mini_batch_sizes=[2], world_size=1, token_budget=4096, arithmetic=arithmetic
+        )
         config: RunConfig = run_config(
             Path("m"), data={"train_batch_size": 4}, actor={"ppo_mini_batch_size": 2}
         )

@@ -1,22 +1,20 @@
-"""How a step's rows are cut: each row once, budgets kept, the same plan on every rank."""
+"""How a step's rows are cut: each row once, budgets kept, even arithmetic, the same plan on every rank."""
 
 from __future__ import annotations
+
+from itertools import zip_longest
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.learner.batch.plan import (
-    CPU_TOKEN_BUDGET,
-    BatchPlan,
-    RowLength,
-    deal_evenly,
-    effective_budget,
-    plan_batch,
-)
+from paceline.learner.batch.arithmetic import Arithmetic, RowLength
+from paceline.learner.batch.deal import Bundle, deal
+from paceline.learner.batch.plan import CPU_TOKEN_BUDGET, BatchPlan, Chunk, effective_budget, plan_batch
 
 BUDGET = 40
+BY_TOKENS = Arithmetic(per_token=1, per_response_token=0, per_pair=0)
 
 
 def rows_of(groups: list[list[tuple[int, int]]]) -> list[RowLength]:
@@ -27,16 +25,47 @@ def rows_of(groups: list[list[tuple[int, int]]]) -> list[RowLength]:
     ]
 
 
+def cut(
+    rows: list[RowLength],
+    sizes: list[int],
+    world_size: int,
+    budget: int = BUDGET,
+    arithmetic: Arithmetic = BY_TOKENS,
+) -> BatchPlan:
+    return plan_batch(
+        rows,
+        mini_batch_sizes=sizes,
+        world_size=world_size,
+        token_budget=budget,
+        arithmetic=arithmetic,
+    )
+
+
+def tokens_of(rows: list[RowLength], indices: tuple[int, ...]) -> int:
+    return sum(rows[row].num_tokens for row in indices)
+
+
 lengths = st.tuples(st.integers(1, 20), st.integers(1, 20))
 batches = st.lists(st.lists(lengths, min_size=1, max_size=5), min_size=1, max_size=9).map(rows_of)
+models = st.builds(
+    Arithmetic,
+    per_token=st.integers(1, 50),
+    per_response_token=st.integers(0, 50),
+    per_pair=st.integers(0, 5),
+)
 
 
-@given(rows=batches, world_size=st.integers(1, 4), sizes=st.sampled_from([[2], [4], [4, 2], [6, 4]]))
+@given(
+    rows=batches,
+    world_size=st.integers(1, 4),
+    sizes=st.sampled_from([[2], [4], [4, 2], [6, 4]]),
+    arithmetic=models,
+)
 def test_every_row_is_in_exactly_one_micro_batch_of_its_mini_batch(
-    rows: list[RowLength], world_size: int, sizes: list[int]
+    rows: list[RowLength], world_size: int, sizes: list[int], arithmetic: Arithmetic
 ) -> None:
-    plan = plan_batch(rows, mini_batch_sizes=sizes, world_size=world_size, token_budget=BUDGET)
-    assert plan == plan_batch(rows, mini_batch_sizes=sizes, world_size=world_size, token_budget=BUDGET)
+    plan = cut(rows, sizes, world_size, arithmetic=arithmetic)
+    assert plan == cut(rows, sizes, world_size, arithmetic=arithmetic)
     everything = sorted(row for rank in range(world_size) for row in plan.rows_of(rank))
     assert everything == list(range(len(rows)))
     for size in sizes:
@@ -49,51 +78,108 @@ def test_every_row_is_in_exactly_one_micro_batch_of_its_mini_batch(
         assert seen == list(range(len(rows)))
 
 
-@given(rows=batches, world_size=st.integers(1, 4))
+@given(rows=batches, world_size=st.integers(1, 4), arithmetic=models)
 def test_micro_batches_keep_the_budget_and_are_as_many_on_every_rank(
-    rows: list[RowLength], world_size: int
+    rows: list[RowLength], world_size: int, arithmetic: Arithmetic
 ) -> None:
-    plan = plan_batch(rows, mini_batch_sizes=[3], world_size=world_size, token_budget=BUDGET)
-    longest = max(row.num_tokens for row in rows)
+    plan = cut(rows, [3], world_size, arithmetic=arithmetic)
     for chunk in plan.chunks:
         assert {len(batches) for batches in chunk.micro_batches} == {chunk.num_micro_batches}
-        loads = []
-        for micro_batches in chunk.micro_batches:
-            sizes = [sum(rows[row].num_tokens for row in indices) for indices in micro_batches]
-            assert max(sizes) <= BUDGET
-            loads.append(sum(sizes))
-            for indices in micro_batches:
-                assert list(indices) == sorted(indices, key=lambda row: (rows[row].num_tokens, row))
-        assert max(loads) - min(loads) <= longest
+        for indices in (indices for batches in chunk.micro_batches for indices in batches):
+            assert tokens_of(rows, indices) <= BUDGET
+            assert list(indices) == sorted(indices, key=lambda row: (rows[row].num_tokens, row))
+        assert chunk.num_micro_batches <= fewest(rows, chunk, world_size)
+
+
+def fewest(rows: list[RowLength], chunk: Chunk, world_size: int) -> int:
+    """The micro-batches of a rank if bins are filled with the longest rows first."""
+    room: list[int] = []
+    for tokens in sorted((rows[row].num_tokens for row in chunk.rows), reverse=True):
+        place = next((number for number, free in enumerate(room) if free >= tokens), None)
+        if place is None:
+            room.append(BUDGET - tokens)
+        else:
+            room[place] -= tokens
+    return -(-len(room) // world_size)
+
+
+@given(rows=batches, world_size=st.integers(1, 4), arithmetic=models)
+def test_micro_batches_that_run_together_differ_by_a_row_at_most(
+    rows: list[RowLength], world_size: int, arithmetic: Arithmetic
+) -> None:
+    # Without a budget there is one micro-batch per rank.
+    plan = cut(rows, [3], world_size, budget=10_000, arithmetic=arithmetic)
+    costliest = max(map(arithmetic.of_row, rows))
+    for chunk in plan.chunks:
+        costs = [arithmetic.of_rows(rows[row] for row in indices) for (indices,) in chunk.micro_batches]
+        assert max(costs) - min(costs) <= costliest
+        assert (chunk.longest, chunk.cost) == (max(costs), sum(costs))
+
+
+@given(rows=batches, world_size=st.integers(2, 4), arithmetic=models)
+def test_the_imbalance_is_the_wait_for_the_costliest_micro_batches(
+    rows: list[RowLength], world_size: int, arithmetic: Arithmetic
+) -> None:
+    plan = cut(rows, [3], world_size, arithmetic=arithmetic)
+    waited = 0
+    for chunk in plan.chunks:
+        for together in zip_longest(*chunk.micro_batches, fillvalue=None):
+            waited += max(arithmetic.of_rows(rows[row] for row in indices or ()) for indices in together)
+    assert plan.imbalance == pytest.approx(waited * world_size / arithmetic.of_rows(rows) - 1)
+    assert plan.imbalance >= -1e-12
 
 
 def test_a_plan_by_hand() -> None:
-    # Tokens: 9 7 | 5 3. Two ranks, longest first: rank 0 takes 9 and 3, rank 1 takes 7 and 5.
-    # A budget of 10 tokens splits both.
+    # Tokens: 9 7 | 5 3. A budget of 10 tokens makes four micro-batches; 9 runs beside 7, 5 beside 3.
     rows = rows_of([[(4, 5), (4, 3)], [(2, 3), (2, 1)]])
-    plan = plan_batch(rows, mini_batch_sizes=[2], world_size=2, token_budget=10)
+    plan = cut(rows, [2], 2, budget=10)
     assert plan.chunks[0].micro_batches == (((0,), (3,)), ((1,), (2,)))
     assert plan.rows_of(1) == [1, 2]
+    assert plan.imbalance == pytest.approx(2 * (9 + 5) / 24 - 1)
+
+
+def test_rows_are_dealt_by_arithmetic_and_not_by_tokens() -> None:
+    # A row of 8 tokens does 64 pairs, one of 4 does 16: with 4 x 4 tokens the long row waits for nobody.
+    rows = rows_of([[(4, 4), (2, 2), (2, 2), (2, 2), (2, 2)]])
+    by_pairs = Arithmetic(per_token=0, per_response_token=0, per_pair=1)
+    assert cut(rows, [1], 2).chunks[0].micro_batches == (((3, 0),), ((1, 2, 4),))
+    assert cut(rows, [1], 2, arithmetic=by_pairs).chunks[0].micro_batches == (((0,),), ((1, 2, 3, 4),))
+    assert cut(rows, [1], 2, arithmetic=by_pairs).imbalance == 0
+
+
+def test_a_row_by_hand() -> None:
+    row = RowLength(prompt_id=0, num_prompt_tokens=3, num_response_tokens=2)
+    arithmetic = Arithmetic(per_token=100, per_response_token=10, per_pair=1)
+    assert arithmetic.of_prompt(row) == 309
+    assert arithmetic.of_response(row) == 220 + 16
+    assert arithmetic.of_rows([row, row]) == 2 * (500 + 20 + 25)
 
 
 def test_a_rank_without_rows_gets_empty_micro_batches() -> None:
-    plan = plan_batch(rows_of([[(4, 4)]]), mini_batch_sizes=[1], world_size=3, token_budget=10)
+    plan = cut(rows_of([[(4, 4)]]), [1], 3, budget=10)
     assert plan.chunks[0].micro_batches == (((0,),), ((),), ((),))
 
 
+def loose(tokens: list[int]) -> list[Bundle]:
+    return [Bundle(rows=(row,), num_tokens=number, cost=number) for row, number in enumerate(tokens)]
+
+
 def test_bins_that_would_overflow_when_even_are_filled_first_fit() -> None:
-    # 6 5 5 4 4 fit two bins of 12 only as 6+5 and 5+4 | 4: three bins; evenly dealt they are 6 | 5+4 | 5+4.
-    assert deal_evenly([0, 1, 2, 3, 4], [6, 5, 5, 4, 4], 3) == [(0,), (3, 1), (4, 2)]
+    # Evenly 6 | 5, then 5+4 and 6+4: the last 3 finds no room in 11 tokens, but in 12.
+    dealt = deal(loose([6, 5, 4, 4, 3]), multiple=1, budget=11)
+    assert [[b.num_tokens for b in bundles] for bundles in dealt] == [[6, 5], [4, 4, 3]]
+    even = deal(loose([6, 5, 4, 4, 3]), multiple=1, budget=12)
+    assert [[b.num_tokens for b in bundles] for bundles in even] == [[6, 4], [5, 4, 3]]
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ConfigError, match="a sequence of 41 tokens is over the token budget of 40"):
-        plan_batch(rows_of([[(21, 20)]]), mini_batch_sizes=[1], world_size=1, token_budget=BUDGET)
+        cut(rows_of([[(21, 20)]]), [1], 1)
     with pytest.raises(DataError, match="no rows"):
-        plan_batch([], mini_batch_sizes=[1], world_size=1, token_budget=BUDGET)
+        cut([], [1], 1)
     torn = [RowLength(prompt_id=p, num_prompt_tokens=1, num_response_tokens=1) for p in (0, 1, 0)]
     with pytest.raises(DataError, match="next to each other"):
-        plan_batch(torn, mini_batch_sizes=[1], world_size=1, token_budget=BUDGET)
+        cut(torn, [1], 1)
     with pytest.raises(ConfigError, match="3 prompts is no multiple of the chunk of 2"):
         BatchPlan(chunks=(), prompts_per_chunk=2).mini_batches(3)
 

@@ -170,7 +170,7 @@ def test_the_profile_mounts_the_files_and_scrapes_what_the_services_serve() -> N
         assert all(port.startswith("127.0.0.1:") for port in services[name].get("ports", ()))
     (scraped,) = load(FOLDER / "prometheus.yaml")["scrape_configs"][0]["dns_sd_configs"]
     members = {
-        name for name, tree in services.items() if "PACELINE_TOKEN_FILE" in tree.get("environment", {})
+        name for name, tree in services.items() if "PACELINE_PROMETHEUS_PORT" in tree.get("environment", {})
     }
     # The network's alias of either profile's controller is `controller`.
     assert members - {"controller-gpu"} == set(scraped["names"])

@@ -126,6 +126,10 @@ STEP_METRICS: Mapping[str, str] = {
         "Share of the GPUs' peak arithmetic that the policy's update uses; absent where the peak is "
         "not known."
     ),
+    "perf/imbalance": (
+        "How much longer the step's passes take than with even micro-batches, by arithmetic, as ranks wait "
+        "for the costliest of those that run together: 0.1 is a tenth."
+    ),
     # --- the weight push
     "weights/bytes": "Bytes that learner ranks sent.",
     "weights/relayed_bytes": "Bytes that rollout ranks passed on.",

@@ -25,8 +25,9 @@ from paceline.core.errors import DataError, ModelError, NumericsError, PacelineE
 from paceline.core.trajectory import Int32Array
 from paceline.data.prompts import encode_prompt, load_tokenizer
 from paceline.data.rows import read_rows
+from paceline.learner.batch.arithmetic import RowLength
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.plan import RowLength, effective_budget, plan_batch
+from paceline.learner.batch.plan import effective_budget, plan_batch
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import (
     RankEnvironment,
@@ -37,9 +38,11 @@ from paceline.learner.distributed.ranks import (
     open_store,
     use_threads,
 )
+from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.folder import gather_tensors, write_folder
 from paceline.learner.model.loading import Precision, load_policy
 from paceline.learner.model.networks import PolicyNetwork, num_parameters
+from paceline.learner.model.self_test import check_model
 from paceline.learner.train.learner import DTYPES
 from paceline.learner.train.optimizer import Optimizer, Schedule, Trainable
 from paceline.service.logs import setup_logging
@@ -167,7 +170,11 @@ class SftTrainer:
         longest = max(pair.num_tokens for pair in pairs)
         budget = effective_budget(self._config.sft.max_token_len_per_gpu, ranks.device.type, longest)
         plan = plan_batch(
-            lengths, mini_batch_sizes=[len(pairs)], world_size=ranks.world_size, token_budget=budget
+            lengths,
+            mini_batch_sizes=[len(pairs)],
+            world_size=ranks.world_size,
+            token_budget=budget,
+            arithmetic=arithmetic_of(self._network),
         )
         num_tokens = sum(len(pair.answer) for pair in pairs)
         (chunk,) = plan.chunks
@@ -208,6 +215,12 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
     store = open_store(environment, settings.collective_timeout_s)
     ranks = form_group(environment, store, device, settings.collective_timeout_s)
     model = config.model
+    outcome = check_model(
+        model.path,
+        longest=config.data.max_prompt_length + config.data.max_response_length,
+        trust_architecture=model.trust_architecture,
+    )
+    log.info("self-test: %s", outcome)
     network = load_policy(
         model.path,
         ranks,

@@ -1,12 +1,13 @@
-"""Plans a step: cuts its rows into mini-batches by prompts, over ranks and into micro-batches by tokens.
+"""Plans a step: cuts its rows into mini-batches by prompts, and these into micro-batches over the ranks.
 
-The plan follows from the rows' lengths alone, so every rank computes the same one without communication. The
-same micro-batches serve old log-probs, reference, values and the update, so on policy the first update sees a
-ratio of 1.
+The plan follows from the rows' lengths and the model's shape alone, so every rank computes the same one
+without communication. The same micro-batches serve old log-probs, reference, values and the update, so on
+policy the first update sees a ratio of 1.
 
 The unit is the chunk: a run of prompts whose size divides every mini-batch size in use (the critic's may
-differ from the actor's). A chunk is spread over the ranks and cut into the same number of micro-batches on
-each of them; some may be empty, because sharded models need every rank in every forward pass.
+differ from the actor's). A chunk is cut into the same number of micro-batches on each rank; some may be
+empty, because sharded models need every rank in every forward pass. The ranks wait for each other in every
+layer, so micro-batches that run at the same time have nearly equal arithmetic.
 """
 
 from __future__ import annotations
@@ -17,34 +18,29 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from paceline.core.errors import ConfigError, DataError
+from paceline.learner.batch.arithmetic import Arithmetic, RowLength
+from paceline.learner.batch.deal import Bin, Bundle, deal
 
 CPU_TOKEN_BUDGET = 3072
 """Larger micro-batches run slower on a CPU: their activations leave the caches (a fifth slower at 8 k)."""
 
-Bin = tuple[int, ...]
+Rows = tuple[int, ...]
 """Indices of rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowLength:
-    """What the plan needs to know of a row; rows are ordered by (prompt id, sample index)."""
-
-    prompt_id: int
-    num_prompt_tokens: int
-    num_response_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and response together."""
-        return self.num_prompt_tokens + self.num_response_tokens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Prompts in a row; `micro_batches[rank][k]` are the rows of a rank's k-th micro-batch, by length."""
+    """Prompts in a row; `micro_batches[rank][k]` are the rows of a rank's k-th micro-batch, by length.
 
-    rows: Bin
-    micro_batches: tuple[tuple[Bin, ...], ...]
+    Attributes:
+        cost: arithmetic of all micro-batches.
+        longest: arithmetic of the costliest k-th micro-batch of any rank, added up over k.
+    """
+
+    rows: Rows
+    micro_batches: tuple[tuple[Rows, ...], ...]
+    cost: int
+    longest: int
 
     @property
     def num_micro_batches(self) -> int:
@@ -58,6 +54,13 @@ class BatchPlan:
 
     chunks: tuple[Chunk, ...]
     prompts_per_chunk: int
+
+    @property
+    def imbalance(self) -> float:
+        """How much longer the step takes than one of even micro-batches, by arithmetic: 0.1 is a tenth."""
+        world_size = len(self.chunks[0].micro_batches)
+        longest = sum(chunk.longest for chunk in self.chunks)
+        return longest * world_size / sum(chunk.cost for chunk in self.chunks) - 1.0
 
     def mini_batches(self, num_prompts: int) -> list[range]:
         """Runs of chunk indices that form mini-batches of `num_prompts` prompts; the last may be smaller.
@@ -80,7 +83,12 @@ class BatchPlan:
 
 
 def plan_batch(
-    rows: Sequence[RowLength], *, mini_batch_sizes: Sequence[int], world_size: int, token_budget: int
+    rows: Sequence[RowLength],
+    *,
+    mini_batch_sizes: Sequence[int],
+    world_size: int,
+    token_budget: int,
+    arithmetic: Arithmetic,
 ) -> BatchPlan:
     """Plans a step.
 
@@ -89,17 +97,18 @@ def plan_batch(
         mini_batch_sizes: prompts per optimizer step, of every network that is updated.
         world_size: number of ranks.
         token_budget: most tokens of one micro-batch.
+        arithmetic: of the policy.
 
     Raises:
         DataError: there are no rows, or samples of one prompt are not next to each other.
         ConfigError: one row alone exceeds the token budget.
     """
-    lengths = [row.num_tokens for row in rows]
-    if not lengths:
+    if not rows:
         raise DataError("the step has no rows to train on")
-    if max(lengths) > token_budget:
+    longest = max(row.num_tokens for row in rows)
+    if longest > token_budget:
         raise ConfigError(
-            f"a sequence of {max(lengths)} tokens is over the token budget of {token_budget}; raise "
+            f"a sequence of {longest} tokens is over the token budget of {token_budget}; raise "
             "actor.ppo_max_token_len_per_gpu (or sft.max_token_len_per_gpu)"
         )
     groups = [
@@ -112,8 +121,12 @@ def plan_batch(
     width = math.gcd(*mini_batch_sizes)
     chunks = []
     for first in range(0, len(groups), width):
-        members = [index for group in groups[first : first + width] for index in group]
-        chunks.append(_cut(members, lengths, world_size, token_budget))
+        bundles = [
+            Bundle(rows=(index,), num_tokens=rows[index].num_tokens, cost=arithmetic.of_row(rows[index]))
+            for group in groups[first : first + width]
+            for index in group
+        ]
+        chunks.append(_arrange(deal(bundles, multiple=world_size, budget=token_budget), rows, world_size))
     return BatchPlan(chunks=tuple(chunks), prompts_per_chunk=width)
 
 
@@ -122,39 +135,24 @@ def effective_budget(token_budget: int, device_type: str, longest: int) -> int:
     return min(token_budget, max(longest, CPU_TOKEN_BUDGET)) if device_type == "cpu" else token_budget
 
 
-def deal_evenly(members: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[Bin]:
-    """Deals rows to bins, longest first, each to the bin with the fewest tokens; the first of equals."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [0] * num_bins
-    for index in sorted(members, key=lambda i: (-lengths[i], i)):
-        lightest = loads.index(min(loads))
-        bins[lightest].append(index)
-        loads[lightest] += lengths[index]
-    return [tuple(sorted(rows, key=lambda i: (lengths[i], i))) for rows in bins]
+def _arrange(bins: Sequence[Bin], rows: Sequence[RowLength], world_size: int) -> Chunk:
+    """Has bins of similar cost run at the same time, the costliest first; ranks have similar sums, too."""
+    ordered = sorted(bins, key=lambda bundles: (-_cost(bundles), [bundle.rows for bundle in bundles]))
+    rounds = [ordered[first : first + world_size] for first in range(0, len(ordered), world_size)]
+    by_rank = zip(*(turn[::-1] if number % 2 else turn for number, turn in enumerate(rounds)), strict=True)
+    micro_batches = tuple(tuple(_in_order(bundles, rows) for bundles in bins) for bins in by_rank)
+    return Chunk(
+        rows=tuple(sorted(index for bundles in bins for bundle in bundles for index in bundle.rows)),
+        micro_batches=micro_batches,
+        cost=sum(map(_cost, bins)),
+        longest=sum(_cost(turn[0]) for turn in rounds),
+    )
 
 
-def _cut(members: Sequence[int], lengths: Sequence[int], world_size: int, budget: int) -> Chunk:
-    shares = deal_evenly(members, lengths, world_size)
-    filled = [_first_fit(share, lengths, budget) for share in shares]
-    count = max(len(bins) for bins in filled)
-    by_rank = []
-    for share, fallback in zip(shares, filled, strict=True):
-        even = deal_evenly(share, lengths, count)
-        fits = all(sum(lengths[i] for i in rows) <= budget for rows in even)
-        by_rank.append(tuple(even) if fits else (*fallback, *[()] * (count - len(fallback))))
-    return Chunk(rows=tuple(members), micro_batches=tuple(by_rank))
+def _cost(bundles: Bin) -> int:
+    return sum(bundle.cost for bundle in bundles)
 
 
-def _first_fit(members: Sequence[int], lengths: Sequence[int], budget: int) -> list[Bin]:
-    """Fills bins of at most `budget` tokens, longest row first, each into the first bin with room."""
-    bins: list[list[int]] = [[]]
-    room = [budget]
-    for index in sorted(members, key=lambda i: (-lengths[i], i)):
-        place = next((b for b, free in enumerate(room) if free >= lengths[index]), None)
-        if place is None:
-            bins.append([])
-            room.append(budget)
-            place = len(bins) - 1
-        bins[place].append(index)
-        room[place] -= lengths[index]
-    return [tuple(sorted(rows, key=lambda i: (lengths[i], i))) for rows in bins]
+def _in_order(bundles: Bin, rows: Sequence[RowLength]) -> Rows:
+    indices = [index for bundle in bundles for index in bundle.rows]
+    return tuple(sorted(indices, key=lambda index: (rows[index].num_tokens, index)))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
-from paceline.learner.batch.plan import RowLength
+from paceline.learner.batch.arithmetic import Arithmetic
 from paceline.learner.model.networks import PolicyNetwork, body_of, decoder_layers, output_head
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bfloat16 operations per second, as the vendor publishes them."""
 
 
-def update_flops(network: PolicyNetwork, rows: Iterable[RowLength]) -> float:
-    """Operations of one forward and backward pass over the rows, without activation recomputation.
+def arithmetic_of(network: PolicyNetwork) -> Arithmetic:
+    """Operations of one forward and backward pass, without activation recomputation.
 
     Six per parameter and token in the layers, six per parameter of the head and response token, and twelve
     per layer, attention channel and pair of tokens, half of which causal attention leaves out.
@@ -23,14 +21,10 @@ def update_flops(network: PolicyNetwork, rows: Iterable[RowLength]) -> float:
     config = network.lm.config.get_text_config()  # type: ignore[union-attr, operator]
     heads = int(config.num_attention_heads)
     width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    per_token = 6.0 * sum(parameter.numel() for parameter in layers.parameters())
-    per_response_token = 6.0 * output_head(network.lm).weight.numel()
-    per_pair = 6.0 * width * len(layers)
-    return sum(
-        per_token * row.num_tokens
-        + per_response_token * row.num_response_tokens
-        + per_pair * row.num_tokens**2
-        for row in rows
+    return Arithmetic(
+        per_token=6 * sum(parameter.numel() for parameter in layers.parameters()),
+        per_response_token=6 * output_head(network.lm).weight.numel(),
+        per_pair=6 * width * len(layers),
     )
 
 

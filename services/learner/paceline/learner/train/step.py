@@ -13,12 +13,13 @@ from torch import Tensor
 
 from paceline.config.run import RunConfig
 from paceline.core.training import BatchRow, TrainOrder, TrainResult
+from paceline.learner.batch.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.minibatch import MiniBatch, cut_mini_batches
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.plan import BatchPlan, RowLength, effective_budget, plan_batch
+from paceline.learner.batch.plan import BatchPlan, effective_budget, plan_batch
 from paceline.learner.batch.types import PackedRow, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model.flops import peak_flops, update_flops
+from paceline.learner.model.flops import arithmetic_of, peak_flops
 from paceline.learner.train import shaping
 from paceline.learner.train.advantages import AdvantageSummary, compute_advantages
 from paceline.learner.train.learner import Learner
@@ -39,7 +40,8 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
         NumericsError: the numbers of the step contradict each other.
     """
     config, ranks, stopwatch = learner.config, learner.ranks, Stopwatch(learner.ranks.device)
-    plan = _plan(config, order.rows, ranks)
+    arithmetic = arithmetic_of(learner.actor.network)
+    plan = _plan(config, order.rows, arithmetic, ranks)
     with stopwatch.phase("fetch"):
         rows = fetch(plan.rows_of(ranks.rank))
         batches = [
@@ -66,7 +68,8 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
         **_length_metrics(config, order.rows),
         **guard.metrics,
         **stopwatch.seconds,
-        **_utilisation(learner, order.rows, stopwatch),
+        **_utilisation(learner, arithmetic.of_rows(_lengths(order.rows)), stopwatch),
+        "perf/imbalance": plan.imbalance,
     }
     reasons = [f"{name}: {reason}" for name, report in reports.items() for reason in report.skipped]
     return TrainResult(
@@ -74,7 +77,7 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
     )
 
 
-def _plan(config: RunConfig, rows: Sequence[BatchRow], ranks: Ranks) -> BatchPlan:
+def _plan(config: RunConfig, rows: Sequence[BatchRow], arithmetic: Arithmetic, ranks: Ranks) -> BatchPlan:
     sizes = [config.actor.ppo_mini_batch_size]
     if config.needs_critic and config.critic.ppo_mini_batch_size is not None:
         sizes.append(config.critic.ppo_mini_batch_size)
@@ -88,6 +91,7 @@ def _plan(config: RunConfig, rows: Sequence[BatchRow], ranks: Ranks) -> BatchPla
             ranks.device.type,
             max((row.num_tokens for row in lengths), default=0),
         ),
+        arithmetic=arithmetic,
     )
 
 
@@ -204,12 +208,12 @@ def _report_metrics(reports: dict[str, UpdateReport], *, is_audited: bool) -> di
     return metrics
 
 
-def _utilisation(learner: Learner, rows: Sequence[BatchRow], stopwatch: Stopwatch) -> dict[str, float]:
-    """`perf/mfu` of the policy's update, if the device's peak is known."""
+def _utilisation(learner: Learner, flops: int, stopwatch: Stopwatch) -> dict[str, float]:
+    """`perf/mfu` of the policy's update, whose passes take `flops` each, if the device's peak is known."""
     seconds, peak = stopwatch.seconds.get("timing_s/update_actor"), peak_flops(learner.ranks.device)
     if not seconds or peak is None:
         return {}
-    flops = learner.config.actor.ppo_epochs * update_flops(learner.actor.network, _lengths(rows))
+    flops *= learner.config.actor.ppo_epochs
     return {"perf/mfu": flops / (seconds * learner.ranks.world_size * peak)}
 
 
