@@ -38,6 +38,13 @@ class ActorConfig(Section):
     ppo_max_token_len_per_gpu: int = Field(
         16384, gt=0, description="Token budget of a micro-batch, prompt and response together, on one rank."
     )
+    shared_prompts: Literal["auto", "on", "off"] = Field(
+        "off",
+        description="Samples of a prompt in the same micro-batch have one copy of it, in all passes: the "
+        "same numbers up to rounding, with less arithmetic. auto: in steps where that saves a sixth of it; "
+        "the first such batch is computed both ways, and if they differ nothing is shared. on: in every "
+        "step; a difference ends the run.",
+    )
     policy_loss: PolicyLossConfig = Field(
         PPOClip(),
         description="Per-token loss: its type, which is enough by itself (`policy_loss: gspo`), and its "

@@ -4,6 +4,10 @@ A micro-batch is one row of tokens, its sequences side by side without padding. 
 they begin; it is computed once and passed through the model as the keyword argument `packed`, so no layer
 derives it from position ids and no mask is built. On CUDA in half precision `torch.nn.attention.varlen` does
 the work. Elsewhere, neighbouring sequences of equal length run as one batch of scaled dot products.
+
+Responses may share a prompt, which is then their prefix: its states, keys and values are computed once. Each
+response's queries run against the prompt's keys and its own, side by side; with fewer queries than keys, both
+ways align them at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.learner.batch.types import PackedSequences
+from paceline.learner.batch.types import PackedSequences, SequenceBlock
+from paceline.learner.model.rows import take_rows
 
 PACKED_ATTENTION = "paceline_packed"
 
@@ -90,14 +95,18 @@ def _varlen(
             grouped["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    cu_keys, max_keys = packed.cu_seqlens, packed.max_length
+    if packed.keys is not None:
+        k, v = (take_rows(x, packed.keys.tokens) for x in (k, v))
+        cu_keys, max_keys = packed.keys.cu_seqlens, packed.keys.max_length
     out = varlen_attn(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
         packed.cu_seqlens,
-        packed.cu_seqlens,
+        cu_keys,
         packed.max_length,
-        packed.max_length,
+        max_keys,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
@@ -123,8 +132,14 @@ def _blockwise(
         qb, kb, vb = (
             x[block.start : block.stop].reshape(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
         )  # (N, heads, L, D)
-        narrow = window is not None and window < block.length
-        mask = _window_mask(block.length, window, q.device) if narrow and window is not None else None
+        if block.prefix_length:
+            end = block.prefix_start + block.prefix_length
+            prefix_k, prefix_v = (
+                x[block.prefix_start : end].transpose(0, 1).expand(block.num_sequences, -1, -1, -1)
+                for x in (k, v)
+            )  # (N, heads, P, D)
+            kb, vb = torch.cat([prefix_k, kb], 2), torch.cat([prefix_v, vb], 2)
+        mask = _mask(block, window, q.device)
         out = F.scaled_dot_product_attention(
             qb,
             kb,
@@ -138,7 +153,12 @@ def _blockwise(
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    back = torch.arange(length, device=device)
-    distance = back.unsqueeze(1) - back.unsqueeze(0)
+def _mask(block: SequenceBlock, window: int | None, device: torch.device) -> Tensor | None:
+    """(L, P + L), True where a query sees a key; None if plain causality says it."""
+    num_keys = block.prefix_length + block.length
+    window = num_keys if window is None else window
+    if not block.prefix_length and window >= block.length:
+        return None
+    place = torch.arange(num_keys, device=device)
+    distance = place[block.prefix_length :].unsqueeze(1) - place
     return (distance >= 0) & (distance < window)
