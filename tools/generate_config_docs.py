@@ -26,6 +26,12 @@ A configuration is a YAML file. Unknown keys are errors. Any value can be given 
 `dotted.key=value` (`paceline train examples/arithmetic/ppo.yaml algorithm.kl_ctrl.target_kl=0.02`); members
 of a list go by number (`reward.functions.0.weight=2`). `paceline train CONFIG --dry-run` prints the values in
 force; every run keeps them as `config.resolved.yaml`.
+
+A file may begin with `extends: other.yaml`, a path relative to itself. It then holds only what differs: its
+keys go over those of the other file, section by section, and a list replaces the other's list. The other file
+may extend a third one. All other paths in a file are relative to the working directory.
+
+Required are `data.train_files`, `model.path`, `trainer.total_steps`, and a scorer in `reward`.
 """
 WIDTH = 120
 

@@ -13,13 +13,10 @@ import pytest
 import redis
 
 from paceline.broker import open_broker
-from paceline.broker.acl import rules
 from paceline.broker.blobs import BlobReader
 from paceline.broker.redis_server import RedisServer
 from paceline.cli.certificates import Authority
 from paceline.core.errors import BrokerError
-
-COMPOSE_START = Path(__file__).parents[2] / "deploy" / "compose" / "redis" / "start.sh"
 
 
 @pytest.mark.redis
@@ -44,11 +41,6 @@ def test_the_runs_user_may_do_nothing_else(limited_url: str, words: str) -> None
 def test_a_script_has_no_more_rights_than_its_user(limited_url: str) -> None:
     with redis.Redis.from_url(limited_url) as client, pytest.raises(redis.exceptions.RedisError):
         client.eval("return redis.call('SET', KEYS[1], 'x')", 1, "other:x")
-
-
-def test_the_user_of_compose_is_the_same() -> None:
-    line = next(line for line in COMPOSE_START.read_text().splitlines() if line.startswith("user paceline"))
-    assert line == f"user paceline on #$hash {rules()}"
 
 
 @pytest.fixture

@@ -68,15 +68,17 @@ def verify(stack: Stack) -> None:
 
 
 def test_the_demo_trains_and_every_container_ends(stack: Stack) -> None:
-    with stack.up("demo", *SHORT):
-        assert stack.exit_code("controller", END_S) == 0, stack.logs()
-        for service in ("learner", "rollout", "reward"):
+    with stack.settings("demo", *SHORT):
+        trained = stack.train(END_S)
+        print(trained.stdout[-3000:])
+        assert trained.returncode == 0, trained.stdout + trained.stderr + stack.logs()
+        for service in ("controller", "learner", "rollout", "reward"):
             assert stack.exit_code(service, 30.0) == 0, stack.logs()
             assert stack.starts(service) == 0
         rewards = {
-            line["step"]: line["metrics"]["val/reward"]
+            line["step"]: line["val/reward/mean"]
             for line in stack.lines("metrics.jsonl")
-            if "val" in str(line)
+            if "val/reward/mean" in line
         }
         print(rewards)
         assert rewards[8] > rewards[0] + 0.02
@@ -84,13 +86,35 @@ def test_the_demo_trains_and_every_container_ends(stack: Stack) -> None:
     assert stack.containers() == []
 
 
+def test_what_a_start_cannot_mend_is_not_started_again(stack: Stack) -> None:
+    """A configuration that cannot be used, and a run that a guard rule ends in its first step."""
+    for run, overrides in (
+        ("refused", ("trainer.total_steps=-1",)),
+        ("guarded", (*LONG, "guard.reference_kl.stop=0.0", "guard.reference_kl.patience=1")),
+    ):
+        with stack.settings(run, *overrides):
+            trained = stack.train(END_S)
+            assert trained.returncode == 1, trained.stdout + trained.stderr + stack.logs()
+            assert stack.exit_code("controller", 30.0) == 0
+            assert stack.starts("controller") == 0
+            said = stack.logs()
+            assert "paceline.controller ended with exit code" in said
+            if run == "guarded":
+                assert {stack.exit_code(name, 30.0) for name in ("learner", "rollout", "reward")} == {0}
+                ends = [event for event in stack.lines("events.jsonl") if event["event"] == "end"]
+                print(ends)
+                assert [event["ok"] for event in ends] == [False]
+
+
 def test_members_come_and_go_in_mid_run(stack: Stack) -> None:
     with stack.up("scaled", *LONG):
         stack.wait_for("step 1", lambda events: finished(events) >= 1, 240.0)
+        certificates = stack.in_volumes("cat", "tls/rollout/cert.pem").stdout
         stack.scale(rollout=3, reward=2)
         stack.wait_for("three servers hold the policy", lambda events: len(taking_part(events)) == 3, 240.0)
         stack.wait_for("two reward services", lambda events: len(serving(events, "reward")) == 2, 60.0)
-        stack.scale(rollout=1, reward=2)
+        assert stack.in_volumes("cat", "tls/rollout/cert.pem").stdout == certificates
+        stack.scale(rollout=1, reward=1)
         stack.wait_for("one server holds the policy", lambda events: len(taking_part(events)) == 1, 120.0)
         step = finished(stack.lines("events.jsonl"))
         stack.wait_for("two more steps", lambda events: finished(events) >= step + 2, 120.0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import secrets
 import shutil
 import subprocess
+import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
@@ -22,6 +24,7 @@ IMAGES: Final = (
     "paceline/rollout:cpu",
     "paceline/redis:local",
 )
+TLS_NAMES: Final = ("controller", "learner", "rollout", "reward", "client", "redis", "client-prometheus")
 DOCKER: Final = os.environ.get("DOCKER", "docker")
 
 
@@ -31,13 +34,13 @@ def lacking() -> str:
         return "there is no docker; install Debian's docker.io and docker-compose"
     if _run([DOCKER, "info"], check=False).returncode != 0:
         return "no Docker daemon answers; start dockerd"
-    if not _command():
+    if not command():
         return "there is no docker compose; install Debian's docker-compose, or Docker's plugin"
     missing = [name for name in IMAGES if _run([DOCKER, "image", "inspect", name], check=False).returncode]
     return f"no image {', '.join(missing)}; run deploy/compose/build.sh" if missing else ""
 
 
-def _command() -> list[str]:
+def command() -> list[str]:
     if _run([DOCKER, "compose", "version"], check=False).returncode == 0:
         return [DOCKER, "compose"]
     return ["docker-compose"] if shutil.which("docker-compose") else []
@@ -61,7 +64,7 @@ class Stack:
         self.run = ""
         self._env = dict(os.environ)
         self._words = [
-            *_command(), "--project-name", self.project, "--file", str(FOLDER / "compose.yaml"),
+            *command(), "--project-name", self.project, "--file", str(FOLDER / "compose.yaml"),
             "--profile", "cpu",
         ]  # fmt: skip
         subprocess.run([str(FOLDER / "secrets.sh")], check=True, timeout=30)
@@ -71,15 +74,28 @@ class Stack:
         return _run([*self._words, *words], check=check, timeout_s=timeout_s, env=self._env).stdout
 
     @contextlib.contextmanager
-    def up(self, run: str, *overrides: str, scale: dict[str, int] | None = None) -> Iterator[None]:
-        """Starts a run in the background; removes its containers at the end, whatever happens."""
+    def settings(self, run: str, *overrides: str, **env: str) -> Iterator[None]:
+        """What `.env` would say of a run; removes its containers at the end, whatever happens."""
         self.run = run
-        self._env |= {"RUN": run, "OVERRIDES": " ".join(overrides), "CONTROLLER_PORT": "0"}
+        self._env |= {"RUN": run, "OVERRIDES": " ".join(overrides), "CONTROLLER_PORT": "0", **env}
         try:
-            self.scale(**(scale or {}))
             yield
         finally:
             self.compose("down", "--timeout", "20", check=False)
+
+    @contextlib.contextmanager
+    def up(
+        self, run: str, *overrides: str, scale: dict[str, int] | None = None, **env: str
+    ) -> Iterator[None]:
+        """Starts a run in the background."""
+        with self.settings(run, *overrides, **env):
+            self.scale(**(scale or {}))
+            yield
+
+    def train(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """Runs the command of docs/deploy.md in the foreground to its end."""
+        words = [*self._words, "up", "--exit-code-from", "follow", "follow"]
+        return _run(words, check=False, timeout_s=timeout_s, env=self._env)
 
     def prepare(self, *words: str) -> None:
         """Makes data and model in the volumes."""
@@ -89,6 +105,11 @@ class Stack:
         """Has so many containers of each service, also in the middle of a run."""
         words = [word for name, number in numbers.items() for word in ("--scale", f"{name}={number}")]
         self.compose("up", "--detach", "--no-recreate", *words, timeout_s=300.0)
+
+    def gateway(self) -> str:
+        """This machine's address on the run's network, once a container is on it."""
+        form = "{{range .IPAM.Config}}{{.Gateway}}{{end}}"
+        return _run([DOCKER, "network", "inspect", "--format", form, f"{self.project}_run"]).stdout.strip()
 
     def containers(self, service: str = "") -> list[str]:
         """Ids of the project's containers, those that have ended included."""
@@ -125,18 +146,29 @@ class Stack:
         return self.compose("logs", "--no-color", "--tail", "25", check=False)
 
     def in_volumes(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Runs a command in the controller's image over the project's runs."""
-        volume = f"{self.project}_runs:/paceline/runs"
-        image = [IMAGES[0]]
+        """Runs a command in the controller's image over the project's runs and certificates."""
+        own = {f"tls-{name.removeprefix('client-')}": f"tls/{name}" for name in TLS_NAMES}
+        folders = {"runs": "runs", "tls-authority": "tls", **own}
+        volumes = [f"{self.project}_{name}:/paceline/{path}:ro" for name, path in folders.items()]
+        mounts = [word for volume in volumes for word in ("--volume", volume)]
         return _run(
-            [DOCKER, "run", "--rm", "--network", "none", "--volume", volume, "--entrypoint", words[0], *image,
+            [DOCKER, "run", "--rm", "--network", "none", *mounts, "--entrypoint", words[0], IMAGES[0],
              *words[1:]],
             check=check,
         )  # fmt: skip
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The complete lines of a JSON lines file of the run; none if it is not there yet."""
-        text = self.in_volumes("cat", f"runs/{self.run}/{name}", check=False).stdout
+        controllers = self.containers("controller")
+        if not controllers:
+            return []
+        path = f"{controllers[0]}:/paceline/runs/{self.run}/{name}"
+        copy = subprocess.run([DOCKER, "cp", path, "-"], capture_output=True, timeout=60)
+        if copy.returncode != 0:
+            return []
+        with tarfile.open(fileobj=io.BytesIO(copy.stdout)) as archive:
+            file = archive.extractfile(archive.getmembers()[0])
+            text = file.read().decode() if file is not None else ""
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
     def wait_for(

@@ -77,13 +77,13 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
 
 
 @contextlib.contextmanager
-def collector(*, hangs: bool = False) -> Iterator[Collector]:
-    """Runs a collector on a free port of loopback."""
+def collector(*, hangs: bool = False, host: str = "127.0.0.1") -> Iterator[Collector]:
+    """Runs a collector on a free port."""
     kept = Collector(hangs=hangs)
     server = grpc.server(ThreadPoolExecutor(8))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(_Traces(kept), server)
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Metrics(kept), server)
-    kept.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    kept.endpoint = f"http://{host}:{server.add_insecure_port(f'{host}:0')}"
     server.start()
     try:
         yield kept

@@ -70,6 +70,44 @@ def test_filtering_counts_and_keeps_ids(tmp_path: Path) -> None:
         PromptSet.load(config(file, max_prompt_length=1), Words())
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_dotted_key_leads_into_a_nested_column(tmp_path: Path, kind: str) -> None:
+    """verl's rows have the ground truth below reward_model."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {
+            "prompt": "a b",
+            "reward_model": {"style": "rule", "ground_truth": "7"},
+            "info": {"deep": {"level": 3}},
+        },
+        {
+            "prompt": "c",
+            "reward_model": {"style": "rule", "ground_truth": "8"},
+            "info": {"deep": {"level": 4}},
+        },
+    ]
+    file = jsonl(tmp_path, rows)
+    if kind == "parquet":
+        file = tmp_path / "rows.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    data = config(file, ground_truth_key="reward_model.ground_truth", extra_keys=("info.deep.level",))
+    contexts = [prompt.context for prompt in PromptSet.load(data, Words()).prompts.values()]
+    assert [context.ground_truth for context in contexts] == ["7", "8"]
+    assert [context.extra for context in contexts] == [{"info.deep.level": 3}, {"info.deep.level": 4}]
+    with pytest.raises(DataError, match=r"no column 'ground_truth'; it has .*reward_model\.ground_truth"):
+        PromptSet.load(config(file), Words())
+    with pytest.raises(DataError, match=r"no column 'reward_model\.truth'"):
+        PromptSet.load(config(file, ground_truth_key="reward_model.truth"), Words())
+
+
+def test_a_column_with_a_dot_in_its_own_name_comes_first(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, [{"prompt": "a", "x.y": "1", "x": {"y": "2"}}])
+    prompts = PromptSet.load(config(file, ground_truth_key="x.y"), Words())
+    assert prompts.prompts[0].context.ground_truth == "1"
+
+
 def test_chat_and_text() -> None:
     messages = [{"role": "user", "content": "hi you"}]
     assert encode_prompt(Words(), messages, "auto") == [6, 2, 3, 11]

@@ -57,6 +57,49 @@ def test_caches_in_memory_can_be_written_by_the_containers_user(service: str) ->
     assert all("uid=10001,gid=10001" in mount for mount in caches)
 
 
+# Each process of the run with its certificate's volume.
+IDENTITIES = {
+    "certs": "authority",
+    "redis": "redis",
+    "prometheus": "prometheus",
+    **{f"{role}{suffix}": role for role in ("controller", "learner", "reward") for suffix in ("", "-gpu")},
+    **dict.fromkeys(("rollout", *(f"rollout-gpu-{number}" for number in range(4))), "rollout"),
+    "follow": "client",
+    "follow-gpu": "client",
+}
+
+
+def test_only_who_issues_certificates_sees_more_than_its_own() -> None:
+    for name, settings in SERVICES.items():
+        mounts = [volume for volume in settings.get("volumes", ()) if volume.startswith("tls-")]
+        if name == "certs":
+            assert "tls-authority:/paceline/tls" in mounts
+            assert settings["network_mode"] == "none"
+        else:
+            role = IDENTITIES.get(name)
+            assert mounts == ([f"tls-{role}:/run/tls:ro"] if role else []), name
+
+
+def test_no_service_talks_in_plain_text() -> None:
+    text = (COMPOSE / "compose.yaml").read_text(encoding="utf-8")
+    assert "INSECURE" not in text
+    assert "PROMETHEUS_PLAIN" not in text
+    for name in set(IDENTITIES) - {"certs", "redis", "prometheus"}:
+        assert SERVICES[name]["environment"]["PACELINE_TLS_DIR"] == "/run/tls"
+    for name in ("controller", "controller-gpu"):
+        assert SERVICES[name]["environment"]["PACELINE_BROKER_URL"].startswith("rediss://")
+    start = (COMPOSE / "redis" / "start.sh").read_text(encoding="utf-8")
+    assert "--port 0 --tls-port 6379 --tls-auth-clients yes" in start
+
+
+@pytest.mark.parametrize(
+    "service", sorted(set(IDENTITIES) - {"certs", "redis", "prometheus", "follow", "follow-gpu"})
+)
+def test_the_engine_starts_a_service_again_where_that_can_help(service: str) -> None:
+    assert SERVICES[service]["restart"].startswith("on-failure:")
+    assert SERVICES[service]["environment"]["PACELINE_ENGINE_RESTARTS"] == "1"
+
+
 # What only observes has no one who waits for it, and its images have no program to ask it with.
 OF_THE_RUN = [name for name in SERVICES if SERVICES[name]["profiles"] != ["observability"]]
 
@@ -73,7 +116,7 @@ def test_the_environment_file_names_every_variable_with_its_default() -> None:
     example = (COMPOSE / ".env.example").read_text(encoding="utf-8")
     in_force = dict(re.findall(r"^([A-Z_]+)=(.*)$", example, flags=re.M))
     named = {*in_force, *re.findall(r"^# ([A-Z_]+)=", example, flags=re.M)}
-    of_profiles = {"RUN", "SHM_SIZE", "PACELINE_INSECURE"}
+    of_profiles = {"RUN", "SHM_SIZE"}
     assert set(used) - named - of_profiles == set()
     assert {name for name in set(used) & set(in_force) - of_profiles if used[name] != in_force[name]} == set()
 

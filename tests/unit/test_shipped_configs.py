@@ -171,3 +171,34 @@ def test_a_file_that_extends_nothing_or_itself_is_one_sentence(tmp_path: Path) -
     (tmp_path / "c.yaml").write_text("extends: [a.yaml]")
     with pytest.raises(ConfigError, match="must be the path of one YAML file"):
         load(RunConfig, tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "said"),
+    [
+        ("", "trainer.total_step=3", "the command line: unknown key trainer.total_step"),
+        ("", "actor.ppo_mini_batch_size=24", "the command line: actor.ppo_mini_batch_size=24 must divide"),
+        ("", "trainer={}", "the command line: trainer.total_steps is required"),
+        ("rollot: {n: 2}", "rollout.n=4", "c.yaml: unknown key rollot; did you mean 'rollout'?"),
+    ],
+)
+def test_a_fault_is_blamed_on_where_it_was_written(
+    tmp_path: Path, text: str, override: str, said: str
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL) + text)
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, file, [override])
+    assert said in str(caught.value)
+    assert ("the command line" in str(caught.value)) != ("c.yaml" in str(caught.value))
+
+
+def test_faults_of_the_file_and_of_the_command_line_are_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL) + "rollot: {n: 2}")
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, file, ["trainer.totl_steps=3"])
+    assert str(caught.value).splitlines() == [
+        f"{file}: unknown key rollot; did you mean 'rollout'?",
+        "the command line: unknown key trainer.totl_steps; did you mean 'total_steps'?",
+    ]

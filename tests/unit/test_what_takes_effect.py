@@ -86,6 +86,20 @@ async def test_samples_are_drawn_as_the_configuration_says(tmp_path: Path) -> No
     assert {key.prompt_id for key, _ in asked.of(Purpose.VALIDATE)} == {0}
 
 
+@pytest.mark.parametrize(("freq", "steps"), [(None, [0, 3]), (0, [0]), (2, [0, 2, 3])])
+async def test_validations_after_the_start(tmp_path: Path, freq: int | None, steps: list[int]) -> None:
+    changes = {
+        **CALM,
+        "trainer__val_before_train": True,
+        "trainer__total_steps": 3,
+        "trainer__test_freq": freq,
+    }
+    async with run(tmp_path, **changes) as it:
+        await it.enlist_all()
+        await it.go()
+        assert [line["step"] for line in it.lines() if "val/reward/mean" in line] == steps
+
+
 async def test_validations_and_checkpoints_come_as_often_as_asked_for(tmp_path: Path) -> None:
     changes = {**CALM, "trainer__total_steps": 7, "trainer__test_freq": 2, "trainer__save_freq": 3}
     async with run(tmp_path, **changes) as it:
@@ -371,7 +385,7 @@ async def test_a_rewind_takes_the_guards_state_and_the_checkpoints_back(tmp_path
         assert [a.lr_scale for a in services.adjustments][3:] == [1.0, 0.5]
         assert it.breaches() == []
     folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert folders == ["step_000001", "step_000002", "step_000003", "void_step_000002", "void_step_000003"]
+    assert folders == ["step_000001", "step_000002", "step_000003"]
 
 
 async def test_a_step_that_is_finished_from_its_checkpoint_takes_the_guards_state_from_it(
@@ -428,8 +442,9 @@ def test_lines_of_metrics_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
 
     synced: list[str] = []
     monkeypatch.setattr(metrics.os, "fsync", lambda _: synced.append((tmp_path / "m").read_text()))
+    monkeypatch.setattr(metrics.time, "time", lambda: 1763690000.1234)
     metrics.MetricsFile(tmp_path / "m").append(3, {"a": 1.0})
-    assert synced == ['{"step": 3, "a": 1.0}\n']
+    assert synced == ['{"step": 3, "time": 1763690000.123, "a": 1.0}\n']
 
 
 async def test_a_restarted_controller_goes_on_with_the_guards_adjustments(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -42,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=COMMANDS,
         metavar="COMMAND",
         help="one of the commands below; `paceline COMMAND --help` describes it",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"paceline {importlib.metadata.version('paceline')}"
     )
     name = parser.parse_args(words[:1]).command
     command = importlib.import_module(f"paceline.cli.commands.{name}")

@@ -6,20 +6,22 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.config.algorithm import KLKind
+from paceline.config.algorithm import KL_KINDS, KLKind
 from paceline.config.base import Section
 from paceline.config.policy_losses import Clip, PolicyLossConfig, PPOClip
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule; one schedule step per training step."""
+    """AdamW and its schedule; the learning rate changes once per training step."""
 
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     lr_scheduler: Literal["constant", "cosine"] = Field("constant", description="Shape after the warm-up.")
     warmup_steps_ratio: float = Field(
         0.0, ge=0, lt=1, description="Share of trainer.total_steps over which the rate rises linearly from 0."
     )
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="cosine: where it ends, as a share of lr.")
+    min_lr_ratio: float = Field(
+        0.0, ge=0, le=1, description="cosine: the last learning rate, as a share of lr."
+    )
     weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled decay.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's averages.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
@@ -53,39 +55,45 @@ class ActorConfig(Section):
     clip_ratio: float = Field(
         0.2,
         gt=0,
-        description="Clip range of the ratio, both sides, where the loss has one and does not set its "
-        "own. gspo: of the sequence's ratio, of the order of 3e-4; geo_mean: of the log-ratio, 0.4 in "
-        "the paper.",
+        description="Clip range of the ratio on both sides, for a policy loss that clips and sets no range "
+        "of its own. For gspo, which clips the sequence's ratio, of the order of 3e-4; for geo_mean, which "
+        "clips the log-ratio, 0.4 in the paper.",
     )
     clip_ratio_low: float | None = Field(
-        None, gt=0, le=1, description="Lower side, where it differs; 1 leaves it open."
+        None,
+        gt=0,
+        le=1,
+        description="Clip range below a ratio of 1; null: clip_ratio. 1: no bound below.",
     )
-    clip_ratio_high: float | None = Field(None, gt=0, description="Upper side, where it differs.")
+    clip_ratio_high: float | None = Field(None, gt=0, description="Clip range above; null: clip_ratio.")
     use_dual_clip: bool = Field(
-        True, description="ppo_clip: bound the loss where the advantage is negative by clip_ratio_c."
+        True, description="ppo_clip: also bound the ratio by clip_ratio_c where the advantage is negative."
     )
-    clip_ratio_c: float = Field(3.0, gt=1, description="Dual clip's bound on the ratio.")
+    clip_ratio_c: float = Field(3.0, gt=1, description="use_dual_clip: the bound on the ratio.")
     loss_agg_mode: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = Field(
         "token-mean",
-        description="How per-token losses become one number; denominators are of the whole mini-batch "
-        "over all ranks.",
+        description="How per-token losses become one number; sums and means are over the mini-batch of all "
+        "ranks together.",
     )
     loss_agg_constant: float | None = Field(
-        None, gt=0, description="seq-mean-token-sum-norm: the constant; null: data.max_response_length."
+        None,
+        gt=0,
+        description="seq-mean-token-sum-norm: what a sequence's sum is divided by; null: "
+        "data.max_response_length.",
     )
     entropy_coeff: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-    use_kl_loss: bool = Field(False, description="Add a KL term to the loss.")
-    kl_loss_coef: float = Field(0.001, ge=0, description="Its weight.")
-    kl_loss_type: KLKind = Field("k3", description="Its estimator.")
+    use_kl_loss: bool = Field(False, description="Add a KL to the reference to the loss.")
+    kl_loss_coef: float = Field(0.001, ge=0, description="use_kl_loss: weight of the KL.")
+    kl_loss_type: KLKind = Field("k3", description=f"use_kl_loss: estimator of the KL. {KL_KINDS}")
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
     ratio_audit_freq: int = Field(
         20,
         gt=0,
-        description="The first mini-batch takes its old log-probs from its own forward pass, where nothing "
-        "needs them earlier. Every so many steps, from step 1 on, they are computed before the update too, "
-        "and the ratio must be 1. 1: in every step.",
+        description="How often the old log-probs of the first mini-batch are computed before the update and "
+        "compared with those of its forward pass: in step 1 and after every so many steps; 1: in every step. "
+        "In the other steps the forward pass gives them, unless something needs them earlier.",
     )
     optim: OptimConfig = OptimConfig()
 
@@ -125,8 +133,8 @@ class CriticConfig(Section):
         None,
         ge=0,
         le=1,
-        description="Lambda of the critic's targets in these steps, 1 being the plain return; null: as "
-        "afterwards (vapo: lam_critic, gae: lam).",
+        description="Lambda of the critic's targets in the warm-up steps; 1 is the plain return. null: as in "
+        "later steps (vapo: lam_critic, gae: lam).",
     )
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
     optim: OptimConfig = OptimConfig(lr=1e-5)

@@ -28,6 +28,13 @@ KLKind = Literal[
 ]
 
 
+KL_KINDS = (
+    "With d the difference of the log-probs: k1 (alias kl) d, abs |d|, k2 (mse) d²/2, k3 (low_var_kl) "
+    "exp(-d) + d - 1. A + keeps the value and takes the gradient of k2."
+)
+"""What the names of KLKind mean."""
+
+
 class KLControlConfig(Section):
     """How the coefficient of the KL penalty in the reward moves."""
 
@@ -35,7 +42,9 @@ class KLControlConfig(Section):
     kl_coef: float = Field(0.001, ge=0, description="The coefficient, or where it starts.")
     target_kl: float = Field(0.1, gt=0, description="adaptive: the KL per token to hold.")
     horizon: int = Field(
-        10000, gt=0, description="adaptive: in how many sequences the coefficient may move by its own size."
+        10000,
+        gt=0,
+        description="adaptive: sequences over which the coefficient moves by at most a fifth; more: slower.",
     )
 
 
@@ -76,7 +85,7 @@ class AlgorithmConfig(Section):
         False,
         description="Subtract kl_ctrl's coefficient times the KL to the reference from each token's reward.",
     )
-    kl_penalty: KLKind = Field("k1", description="Estimator of the KL in the reward.")
+    kl_penalty: KLKind = Field("k1", description="use_kl_in_reward: estimator of the KL, as kl_loss_type.")
     kl_ctrl: KLControlConfig = KLControlConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     overlong: OverlongConfig = OverlongConfig()

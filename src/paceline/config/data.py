@@ -24,12 +24,18 @@ class DataConfig(Section):
     prompt_key: str = Field(
         "prompt", description="Column with the prompt: a string, or a list of {role, content} messages."
     )
-    ground_truth_key: str = Field("ground_truth", description="Column with what the reward compares to.")
+    ground_truth_key: str = Field(
+        "ground_truth",
+        description="Column with what the reward compares to. Here and in the other keys a dot leads into a "
+        "nested column: reward_model.ground_truth.",
+    )
     data_source_key: str | None = Field(
         "data_source", description="Column that names the row's origin; null: none."
     )
     extra_keys: tuple[str, ...] = Field(
-        (), description="Further columns that are handed to the reward functions by name."
+        (),
+        description="Further columns that are handed to the reward functions by name; one with a dot in its "
+        "name comes in **extra.",
     )
     prompt_format: Literal["auto", "chat", "text"] = Field(
         "auto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,9 +31,23 @@ def load(kind: type[S], path: str | Path, overrides: Iterable[str] = ()) -> S:
     """
     source = Path(path)
     tree = _read(source)
+    in_file = copy.deepcopy(tree)
     for override in overrides:
         _override(tree, override)
-    return parse(kind, tree, origin=str(source))
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        faults = _explain_all(kind, error)
+    # What the file has wrong by itself is its own fault; the rest came with the overrides.
+    own = [fault for fault in faults if fault in _faults(kind, in_file)]
+    added = [fault for fault in faults if fault not in own]
+    origins = {str(source): own, "the command line": added}
+    raise ConfigError("\n".join(_blame(origin, lines) for origin, lines in origins.items() if lines))
+
+
+def top_level_keys(path: str | Path) -> set[str]:
+    """The sections that a file has, or those that it extends; raises ConfigError like `load`."""
+    return set(_read(Path(path)))
 
 
 def parse(kind: type[S], tree: Mapping[str, Any], origin: str = "configuration") -> S:
@@ -40,8 +55,23 @@ def parse(kind: type[S], tree: Mapping[str, Any], origin: str = "configuration")
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(kind, dict(fault)) for fault in error.errors()]
-        raise ConfigError(f"{origin}: " + "\n  ".join(lines)) from None
+        raise ConfigError(_blame(origin, _explain_all(kind, error))) from None
+
+
+def _faults(kind: type[Section], tree: Mapping[str, Any]) -> list[str]:
+    try:
+        kind.model_validate(tree)
+    except ValidationError as error:
+        return _explain_all(kind, error)
+    return []
+
+
+def _explain_all(kind: type[BaseModel], error: ValidationError) -> list[str]:
+    return [_explain(kind, dict(fault)) for fault in error.errors()]
+
+
+def _blame(origin: str, faults: Sequence[str]) -> str:
+    return f"{origin}: " + "\n  ".join(faults)
 
 
 def dump_yaml(config: Section) -> str:

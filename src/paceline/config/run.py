@@ -158,10 +158,15 @@ class SftRunConfig(Section):
 
 
 class SftDataConfig(Section):
-    """How the pairs' prompts are read; the words of `data.*`."""
+    """How the pairs' prompts are read."""
 
     prompt_key: str = Field("prompt", description="Column with the prompt.")
-    prompt_format: str = Field("auto", pattern="^(auto|chat|text)$", description="As data.prompt_format.")
+    prompt_format: str = Field(
+        "auto",
+        pattern="^(auto|chat|text)$",
+        description="chat: through the tokenizer's chat template; text: tokenized as it is; auto: chat for "
+        "lists of messages, text for strings.",
+    )
     max_prompt_length: int = Field(512, gt=0, description="Longer prompts are left out, and counted.")
     max_response_length: int = Field(512, gt=0, description="Longer answers are left out, and counted.")
 

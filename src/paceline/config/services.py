@@ -14,7 +14,9 @@ class TrainerConfig(Section):
     """The run."""
 
     name: str = Field(
-        "run", pattern=r"^[A-Za-z0-9_.-]+$", description="First part of the run id; names the folder, too."
+        "run",
+        pattern=r"^[A-Za-z0-9_.-]+$",
+        description="Name of the run: its folder is runs/NAME, and its id begins with it.",
     )
     run_dir: str | None = Field(
         None, description="Where everything of the run is written; null: runs/NAME, with trainer.name."
@@ -23,8 +25,13 @@ class TrainerConfig(Section):
     seed: int = Field(
         0, ge=0, description="Governs prompt order, sampling, model and value-head initialisation."
     )
-    test_freq: int = Field(0, ge=0, description="Validate every so many steps; 0: only before and after.")
-    val_before_train: bool = Field(True, description="Validate the starting model.")
+    test_freq: int | None = Field(
+        None,
+        ge=0,
+        description="Validate after every so many steps and after the last; null: only after the last; "
+        "0: never after a step.",
+    )
+    val_before_train: bool = Field(True, description="Validate the starting model, before step 1.")
     save_freq: int = Field(
         10,
         ge=0,
@@ -44,6 +51,12 @@ class TrainerConfig(Section):
     save_trajectories: bool = Field(
         True, description="Write each step's trajectories to trajectories/step_NNNNNN.parquet."
     )
+
+    def validates_after(self, step: int) -> bool:
+        """Whether a validation follows a step."""
+        if step == self.total_steps:
+            return self.test_freq != 0
+        return self.test_freq is not None and self.test_freq > 0 and step % self.test_freq == 0
 
 
 class LearnerConfig(Section):
@@ -119,7 +132,9 @@ class BrokerConfig(Section):
         description="Memory bound of the server that `paceline train` starts; services wait while it is "
         "full. null: a quarter of the machine's.",
     )
-    max_stream_length: int = Field(100_000, gt=0, description="Writers wait while a mailbox is longer.")
+    max_stream_length: int = Field(
+        100_000, gt=0, description="Most entries of a mailbox; while it is full, writers wait."
+    )
 
 
 class WeightsConfig(Section):

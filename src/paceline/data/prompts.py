@@ -14,7 +14,7 @@ from paceline.config.data import DataConfig
 from paceline.core.errors import DataError, ModelError
 from paceline.core.trajectory import Int32Array, RewardContext
 from paceline.data.plain import plain_value
-from paceline.data.rows import Row, read_rows
+from paceline.data.rows import Row, read_rows, value_at
 
 
 class Decoder(Protocol):
@@ -194,7 +194,7 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, number: int, row: Row) -> 
     except DataError as error:
         raise DataError(f"row {number}: {error}") from error
     source_key = config.data_source_key
-    source = _column(number, row, source_key) if source_key and source_key in row else None
+    source = _column(number, row, source_key) if source_key else None
     text = value if isinstance(value, str) else str(value[-1]["content"])
     context = RewardContext(
         ground_truth=str(truth),
@@ -207,7 +207,7 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, number: int, row: Row) -> 
 
 def _column(number: int, row: Row, key: str) -> Any:
     try:
-        return plain_value(row[key])
+        return plain_value(value_at(row, key))
     except DataError as error:
         raise DataError(
             f"row {number}: column {key!r} {error}; change it, or leave the column out"

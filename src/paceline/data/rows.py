@@ -12,6 +12,18 @@ from paceline.core.errors import DataError
 Row = dict[str, Any]
 
 
+def value_at(row: Row, column: str) -> Any:
+    """The value of a column; `a.b` leads to the field b of column a, unless a column has that very name.
+
+    None where the row has no such value.
+    """
+    if column in row:
+        return row[column]
+    head, dot, rest = column.partition(".")
+    inner = row.get(head)
+    return value_at(inner, rest) if dot and isinstance(inner, dict) else None
+
+
 def read_rows(files: Sequence[str | Path], required: Iterable[str] = ()) -> list[Row]:
     """Reads all rows of `files`, in order; the suffix decides the format.
 
@@ -46,7 +58,7 @@ def _read_parquet(path: Path, required: tuple[str, ...]) -> list[Row]:
 
     try:
         table = pyarrow.parquet.read_table(path)
-        _require(path, required, table.column_names)
+        _require(path, required, _columns(table.schema))
         rows: list[Row] = table.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"data file {path} is not readable as parquet: {error}") from error
@@ -71,9 +83,30 @@ def _read_jsonl(path: Path, required: tuple[str, ...]) -> list[Row]:
                 raise DataError(
                     f"{path}, line {number}, holds a {type(row).__name__}; every line must be an object"
                 )
-            _require(f"{path}, line {number},", required, row)
+            _require(f"{path}, line {number},", required, _keys(row))
             rows.append(row)
     return rows
+
+
+def _columns(fields: Iterable[Any], prefix: str = "") -> list[str]:
+    """The names of pyarrow fields and, dotted, of what is nested in them."""
+    import pyarrow
+
+    names = []
+    for field in fields:
+        names.append(prefix + field.name)
+        if pyarrow.types.is_struct(field.type):
+            names += _columns(field.type, f"{prefix}{field.name}.")
+    return names
+
+
+def _keys(tree: Row, prefix: str = "") -> list[str]:
+    names = []
+    for key, value in tree.items():
+        names.append(prefix + key)
+        if isinstance(value, dict):
+            names += _keys(value, f"{prefix}{key}.")
+    return names
 
 
 def _require(where: Path | str, required: tuple[str, ...], present: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,36 @@ def test_sft_says_what_is_missing(project: Path, capsys: pytest.CaptureFixture[s
     assert "data file pairs.parquet does not exist; correct sft.train_files" in capsys.readouterr().err
     assert main(["sft", "sft.yaml", "--dry-run", "sft.steps=4"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["sft"]["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "said"),
+    [
+        ("sft", "run.yaml", "run.yaml is a configuration of `paceline train`: run `paceline train run.yaml`"),
+        ("train", "sft.yaml", "sft.yaml is a configuration of `paceline sft`: run `paceline sft sft.yaml`"),
+        (
+            "check",
+            "hosts.yaml",
+            "hosts.yaml is a configuration of `paceline up`: run `paceline up hosts.yaml`",
+        ),
+        ("up", "run.yaml", "run.yaml is a configuration of `paceline train`: run `paceline train run.yaml`"),
+    ],
+)
+def test_a_file_of_another_command_names_that_command(
+    project: Path, capsys: pytest.CaptureFixture[str], command: str, file: str, said: str
+) -> None:
+    (project / "base.yaml").write_text("sft: {train_files: pairs.parquet, output: out, steps: 3}\n")
+    (project / "sft.yaml").write_text("extends: base.yaml\nmodel: {path: model}\n")
+    (project / "hosts.yaml").write_text("config: run.yaml\nhosts: []\n")
+    assert main([command, file]) == 2
+    assert capsys.readouterr().err == f"paceline {command}: {said}\n"
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"paceline {importlib.metadata.version('paceline')}\n"
 
 
 @pytest.mark.parametrize(

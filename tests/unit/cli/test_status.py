@@ -12,7 +12,7 @@ from paceline.cli.main import main
 from paceline.core.errors import EnvironmentLackError
 from paceline.rpc.v1 import controller_pb2 as pb
 from support.cli_configs import config
-from support.fake_controller import FakeController, serve
+from support.fake_controller import FakeController, serve, step_event
 
 
 async def test_status_asks_the_controller_of_the_note(
@@ -34,6 +34,23 @@ async def test_status_asks_the_controller_of_the_note(
     assert "not running (2 steps done)" in capsys.readouterr().out
     assert await asyncio.to_thread(main, ["status", "other"]) == 2
     assert "no run other" in capsys.readouterr().err
+    await server.stop(0)
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
+async def test_status_follows_a_run_to_its_end(
+    ok: bool, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    fake = FakeController()
+    server = await serve(fake)
+    end = pb.WatchEvent(end=pb.EndEvent(ok=ok, message="that is the end"))
+    fake.script = [step_event(1, **{"val/reward/mean": 0.25}), end]
+    words = ["status", "--follow", "--controller", server.address]
+    assert await asyncio.to_thread(main, words) == code
+    said = capsys.readouterr()
+    assert said.out.startswith("step 1/9  ")
+    assert (said.out if ok else said.err).endswith("that is the end\n")
     await server.stop(0)
 
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.launch.hosts import Hosts
+from paceline.config.base import Section
+from paceline.config.load import load, top_level_keys
+from paceline.config.run import RunConfig, SftRunConfig
 from paceline.core.errors import ConfigError
 from paceline.service.credentials import Credentials
+
+S = TypeVar("S", bound=Section)
 
 
 def add_config(parser: argparse.ArgumentParser, *, description: str) -> None:
@@ -16,6 +25,27 @@ def add_config(parser: argparse.ArgumentParser, *, description: str) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="dotted.key=value", help="override a value of the file"
     )
+
+
+def load_config(kind: type[S], path: str | Path, overrides: Sequence[str]) -> S:
+    """Reads a configuration, with its overrides.
+
+    Raises:
+        ConfigError: it cannot be used; if it is the file of another command, names that.
+    """
+    fitting, sections = _COMMANDS[kind], top_level_keys(path)
+    if _MARKS[fitting] not in sections:
+        other = next((name for name, section in _MARKS.items() if section in sections), None)
+        if other is not None:
+            raise ConfigError(
+                f"{path} is a configuration of `paceline {other}`: run `paceline {other} {path}`"
+            )
+    return load(kind, path, overrides)
+
+
+_COMMANDS: Mapping[type[Section], str] = {RunConfig: "train", SftRunConfig: "sft", Hosts: "up"}
+# The section by which the file of a command is known.
+_MARKS: Mapping[str, str] = {"up": "hosts", "sft": "sft", "train": "trainer"}
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

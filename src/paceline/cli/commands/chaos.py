@@ -18,7 +18,6 @@ from paceline.cli.commands import arguments
 from paceline.cli.commands.train import log_to, make_view
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.launch.preflight import quick_check
-from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     forced = ["trainer.resume=never", f"service.max_restarts={args.faults + 5}"]
     if until_done:
         forced.append(f"trainer.total_steps={_MANY_STEPS}")
-    config = load(RunConfig, args.config, [*args.overrides, *forced])
+    config = arguments.load_config(RunConfig, args.config, [*args.overrides, *forced])
     if config.broker.url is not None:
         raise ConfigError(
             "chaos restarts, fills and empties the run's own Redis server: leave out broker.url"

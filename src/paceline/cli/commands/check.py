@@ -6,7 +6,6 @@ import argparse
 
 from paceline.cli.commands import arguments
 from paceline.cli.launch.preflight import PARTS, devices_line
-from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError, PacelineError
 
@@ -18,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line per part; returns 2 if a part has a fault."""
-    config = load(RunConfig, args.config, args.overrides)
+    config = arguments.load_config(RunConfig, args.config, args.overrides)
     print(f"ok    configuration: {args.config}")
     num_faults, model_is_bad = 0, False
     for name, check in PARTS:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.cli.commands import arguments
 from paceline.cli.launch.ranks import run_ranks
-from paceline.config.load import dump_yaml, load
+from paceline.config.load import dump_yaml
 from paceline.config.run import SftRunConfig
 from paceline.core.errors import DataError, ModelError
 from paceline.service.process import write_atomically
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains on all ranks and writes the model to sft.output."""
-    config = load(SftRunConfig, args.config, args.overrides)
+    config = arguments.load_config(SftRunConfig, args.config, args.overrides)
     if args.dry_run:
         print(dump_yaml(config), end="")
         return 0

@@ -1,30 +1,67 @@
-"""`paceline status`: asks a run's controller what the run is doing."""
+"""`paceline status`: asks a run's controller what the run is doing, once or until the run ends."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 
 from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.commands import arguments
 from paceline.cli.controller_client import ControllerClient, RunStatus
-from paceline.cli.live.view import phase_words, step_line
+from paceline.cli.live.follow import follow
+from paceline.cli.live.view import PlainView, phase_words, step_line
+from paceline.core.run_events import EndEvent
+
+_PATIENCE_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     arguments.add_controller(parser)
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="print every step until the run ends; the exit code is 0 if it ends in order, else 1",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=_PATIENCE_S,
+        metavar="SECONDS",
+        help="with --follow: how long the controller may be away (default: %(default)g)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what the controller answers; returns 1 if the run is not up."""
+    """Prints what the controller answers; returns 1 if the run is not up, or has failed meanwhile."""
     controller = arguments.find_controller(args)
     if controller is None:
         return 1
-    _show(asyncio.run(_ask(controller)))
-    return 0
+    status = asyncio.run(_ask(controller))
+    if not args.follow:
+        _show(status)
+        return 0
+    end = asyncio.run(_follow(controller, status.total_steps, args.patience))
+    print(end.message, file=sys.stdout if end.ok else sys.stderr)
+    return 0 if end.ok else 1
+
+
+async def _follow(controller: arguments.ControllerAddress, total_steps: int, patience_s: float) -> EndEvent:
+    view = PlainView(total_steps)
+    pulse = asyncio.create_task(_pulse(view), name="pulse")
+    try:
+        return await follow(controller.address, controller.credentials, view, patience_s=patience_s)
+    finally:
+        pulse.cancel()
+
+
+async def _pulse(view: PlainView) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        view.pulse()
 
 
 async def _ask(controller: arguments.ControllerAddress) -> RunStatus:

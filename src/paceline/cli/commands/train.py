@@ -16,7 +16,6 @@ from paceline.cli.launch.preflight import quick_check
 from paceline.cli.live.table import LiveView
 from paceline.cli.live.view import PlainView, View
 from paceline.cli.report.summary import closing_lines
-from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.service.grpc_server import check_port
 from paceline.service.logs import LineFormatter
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
-    config = load(RunConfig, args.config, args.overrides)
+    config = arguments.load_config(RunConfig, args.config, args.overrides)
     if args.dry_run:
         print(dry_run.describe(config))
         return 0

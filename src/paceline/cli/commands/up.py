@@ -6,6 +6,7 @@ import argparse
 import functools
 from pathlib import Path
 
+from paceline.cli.commands import arguments
 from paceline.cli.commands.train import train
 from paceline.cli.launch import hosts as several
 from paceline.cli.launch.launcher import Planner
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
-    hosts = load(several.Hosts, args.hosts)
+    hosts = arguments.load_config(several.Hosts, args.hosts, [])
     config = load(RunConfig, Path(args.hosts).parent / hosts.config, args.overrides)
     config = several.with_hosts(config, hosts)
     quick_check(config, devices=False)

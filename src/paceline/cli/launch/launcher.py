@@ -185,6 +185,7 @@ class _Launcher:
         self._write_note()
         names = ", ".join(p.name for u in self._services.units for p in u.processes if u.member_id)
         self._view.milestone(f"started {names}; logs in {self._run_dir / 'logs'}")
+        self._view.milestone("waiting until they have loaded the model")
         if self._is_open:
             self._view.notice(joining.how_to_join(self._config, self._run_dir, self._address))
         patience_s = self._config.service.recovery_timeout_s
@@ -233,6 +234,7 @@ class _Launcher:
     async def _start_controller(self, broker_url: str) -> None:
         address_file = self._run_dir / "controller.address"
         address_file.unlink(missing_ok=True)
+        self._view.milestone("starting the controller, which reads the data and the tokenizer")
         unit = self._unit(
             "controller",
             Role.CONTROLLER,
@@ -313,7 +315,7 @@ class _Launcher:
 
     async def _until_the_end(self, following: asyncio.Task[EndEvent]) -> Outcome:
         """Returns when the controller reports the end, or a service cannot be mended."""
-        liveness = Liveness(self._services, say=self._view.notice)
+        liveness = Liveness(self._services, say=self._view.notice, milestone=self._view.milestone)
         tending = [
             asyncio.create_task(self._services.tend(), name="services"),
             asyncio.create_task(liveness.run(self._address, self._credentials), name="liveness"),

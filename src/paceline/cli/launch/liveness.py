@@ -24,10 +24,17 @@ _GONE_WORDS = frozenset({"dead", "left"})
 
 
 class Liveness:
-    """Kills hung processes of `services`, which then starts them again."""
+    """Kills hung processes of `services`, which then starts them again.
 
-    def __init__(self, services: Services, *, say: Callable[[str], None]) -> None:
-        self._services, self._say = services, say
+    Args:
+        say: shows a sentence to people.
+        milestone: shows, as a part of the start-up, that a member is ready for the first time.
+    """
+
+    def __init__(
+        self, services: Services, *, say: Callable[[str], None], milestone: Callable[[str], None]
+    ) -> None:
+        self._services, self._say, self._milestone = services, say, milestone
 
     async def run(self, address: str, credentials: Credentials) -> NoReturn:
         """Asks every two seconds, until cancelled."""
@@ -51,7 +58,10 @@ class Liveness:
                 unit.presence.skip(now)
                 continue
             else:
+                was_ready = unit.presence.was_ready
                 reason = unit.presence.look(_sighting(members.get(unit.member_id)), now)
+                if unit.presence.was_ready and not was_ready:
+                    self._milestone(f"{unit.name} is ready")
             if reason is not None:
                 self._kill(unit, reason)
 

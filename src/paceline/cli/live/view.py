@@ -11,6 +11,8 @@ from paceline.cli.metrics import columns
 
 Metrics = Mapping[str, float]
 
+_QUIET_AT_START_S = 5.0
+
 
 class View(Protocol):
     """Shows what happens in a run; called in the order of the events."""
@@ -41,12 +43,15 @@ class View(Protocol):
 
 
 class PlainView:
-    """Prints a line per step and milestone, and a sign of life after `quiet_s` seconds without either."""
+    """Prints a line per step and milestone, and a sign of life after `quiet_s` seconds without either.
+
+    Before the first step it does so after 5 s.
+    """
 
     def __init__(self, total_steps: int, *, out: TextIO | None = None, quiet_s: float = 20.0) -> None:
         self._total_steps, self._out, self._quiet_s = total_steps, out or sys.stdout, quiet_s
         self._began = self._last_line_at = self._phase_began = time.monotonic()
-        self._step, self._phase, self._words = 0, "start", "start"
+        self._step, self._phase, self._words, self._has_steps = 0, "start", "start", False
 
     def milestone(self, text: str) -> None:
         """Prints the text with the seconds since the start."""
@@ -61,12 +66,14 @@ class PlainView:
     def pulse(self) -> None:
         """Prints a line after a long silence."""
         now = time.monotonic()
-        if now - self._last_line_at > self._quiet_s:
+        quiet_s = self._quiet_s if self._has_steps else min(self._quiet_s, _QUIET_AT_START_S)
+        if now - self._last_line_at > quiet_s:
             seconds = now - self._phase_began
             self._say(f"step {self._step}/{self._total_steps}: {self._words}, {seconds:.0f} s so far")
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Prints a line, unless no column has a number: starting weights that are not validated."""
+        self._has_steps = True
         if any(column.cell(metrics) for column in columns()):
             self._say(step_line(step, self._total_steps, metrics))
 

@@ -161,7 +161,7 @@ class Sequencer:
         trainer, step = self._config.trainer, self.progress.step
         metrics, rolled_back = await self._train_step()
         last = step == trainer.total_steps
-        if last or (trainer.test_freq and step % trainer.test_freq == 0):
+        if trainer.validates_after(step):
             metrics |= await self._validation.validate(self._policy)
         # A rollback is saved at once, so that a resumed run does not repeat the steps that led to it.
         if last or rolled_back or (trainer.save_freq and step % trainer.save_freq == 0):
@@ -279,7 +279,7 @@ class Sequencer:
             await self._checkpoints.written()
             self._write_metrics({**result.metrics, **metrics})
             self._guard.summarize()
-            raise self._checkpoints.stopped(step, decision.stop)
+            raise await self._checkpoints.stopped(step, decision.stop)
         if decision.rollback:
             self.progress.move(Phase.ROLLBACK)
             with span("rollback"):

@@ -3,17 +3,19 @@
 A micro-batch is one row of tokens, its sequences side by side without padding. `PackedSequences` says where
 they begin; it is computed once and passed through the model as the keyword argument `packed`, so no layer
 derives it from position ids and no mask is built. On CUDA in half precision `torch.nn.attention.varlen` does
-the work. Elsewhere, neighbouring sequences of equal length run as one batch of scaled dot products.
+the work. Elsewhere, neighbouring sequences of equal length run as one batch of scaled dot products. With a
+softcap or sinks, which neither of them has, the scores of such a batch are computed in full.
 
 Responses may share a prompt, which is then their prefix: its states, keys and values are computed once. Each
-response's queries run against the prompt's keys and its own, side by side; with fewer queries than keys, both
+response's queries run against the prompt's keys and its own, side by side; with fewer queries than keys, all
 ways align them at the end.
 """
 
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.learner.batch.types import PackedSequences, SequenceBlock
+from paceline.learner.batch.types import PackedSequences
 from paceline.learner.model.rows import take_rows
 
 PACKED_ATTENTION = "paceline_packed"
@@ -41,10 +43,12 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed: PackedSequences,
+    packed: PackedSequences | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence.
@@ -59,7 +63,9 @@ def packed_attention(
         scaling: of the scores; None is D ** -0.5.
         dropout: must be 0; otherwise old and new log-probs could not be compared.
         sliding_window: number of tokens that a token sees, itself included.
-        others: further arguments of the layer; those that change the result are refused.
+        softcap: c, of scores that become c tanh(scores / c) (Gemma 2).
+        s_aux: (H,), a score per head of a token without a value, the sink (GPT-OSS).
+        others: further arguments of the layer, which change nothing here.
 
     Returns:
         (1, T, H, D), and None in place of attention weights.
@@ -67,20 +73,25 @@ def packed_attention(
     Raises:
         ModelError: the layer asks for more than plain causal attention.
     """
-    refused = [name for name in ("softcap", "s_aux") if others.get(name) is not None]
-    if refused or dropout or attention_mask is not None:
-        what = ", ".join(
-            [*refused, *(["dropout"] if dropout else []), *(["mask"] * (attention_mask is not None))]
+    if packed is None:
+        raise ModelError(
+            f"{type(module).__name__}'s model does not hand on to its layers where sequences begin; use one "
+            "of the architectures of docs/models.md"
         )
+    if dropout or attention_mask is not None:
+        what = "dropout" if dropout else "a mask"
         raise ModelError(
             f"{type(module).__name__} asks for attention with {what}, which packed attention does not have; "
-            "set attention dropout to 0 in the model's config.json, or use another model"
+            "use one of the architectures of docs/models.md"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
+    if softcap is not None or s_aux is not None:
+        scores = partial(_full_scores, softcap=softcap, sinks=s_aux)
+        out = _blockwise(q, k, v, packed, scaling, sliding_window, scores)
+    elif q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
         out = _varlen(q, k, v, packed, scaling, sliding_window)
     else:
-        out = _blockwise(q, k, v, packed, scaling, sliding_window)
+        out = _blockwise(q, k, v, packed, scaling, sliding_window, F.scaled_dot_product_attention)
     return out.unsqueeze(0), None
 
 
@@ -124,7 +135,13 @@ def _has_grouped_queries() -> bool:
 
 
 def _blockwise(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSequences,
+    scaling: float | None,
+    window: int | None,
+    attend: Callable[..., Tensor],
 ) -> Tensor:
     outputs = []
     for block in packed.blocks:
@@ -139,8 +156,9 @@ def _blockwise(
                 for x in (k, v)
             )  # (N, heads, P, D)
             kb, vb = torch.cat([prefix_k, kb], 2), torch.cat([prefix_v, vb], 2)
-        mask = _mask(block, window, q.device)
-        out = F.scaled_dot_product_attention(
+        needs_mask = block.prefix_length or (window is not None and window < block.length)
+        mask = _mask(block.length, kb.shape[2], window, q.device) if needs_mask else None
+        out = attend(
             qb,
             kb,
             vb,
@@ -153,12 +171,36 @@ def _blockwise(
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _mask(block: SequenceBlock, window: int | None, device: torch.device) -> Tensor | None:
-    """(L, P + L), True where a query sees a key; None if plain causality says it."""
-    num_keys = block.prefix_length + block.length
-    window = num_keys if window is None else window
-    if not block.prefix_length and window >= block.length:
-        return None
+def _full_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As `F.scaled_dot_product_attention`, with a softcap and sinks; memory grows with queries x keys."""
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    num_keys = k.shape[-2]
+    seen = _mask(q.shape[-2], num_keys, None, q.device) if is_causal else attn_mask
+    assert seen is not None
+    scores = scores.masked_fill(~seen, -torch.inf).float()
+    if sinks is not None:
+        column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    return torch.softmax(scores, dim=-1)[..., :num_keys].to(v.dtype) @ v
+
+
+def _mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """(queries, keys), True where a query sees a key; the last of both are the same token."""
     place = torch.arange(num_keys, device=device)
-    distance = place[block.prefix_length :].unsqueeze(1) - place
-    return (distance >= 0) & (distance < window)
+    distance = place[num_keys - num_queries :].unsqueeze(1) - place
+    return (distance >= 0) & (distance < (num_keys if window is None else window))

@@ -1,0 +1,140 @@
+"""The compose file as docker compose reads it, the GPU profile too, and the script that issues certificates.
+
+Nothing here starts a container.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.config.load import load
+from paceline.config.run import RunConfig
+from support import compose_stack, source
+from support.compose_stack import FOLDER, TLS_NAMES
+
+
+def resolved(tmp_path: Path, *profiles: str) -> dict[str, Any]:
+    """The services of some profiles, with every variable filled in."""
+    command = compose_stack.command()
+    if not command:
+        pytest.skip("there is no docker compose; install Debian's docker-compose, or Docker's plugin")
+    folder = tmp_path / "deploy" / "compose"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("secrets", ".env"))
+    shutil.copy(folder / ".env.example", folder / ".env")
+    subprocess.run([str(folder / "secrets.sh")], check=True, timeout=30)
+    words = [word for profile in profiles for word in ("--profile", profile)]
+    answer = subprocess.run(
+        [*command, *words, "config"], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    tree: dict[str, dict[str, Any]] = yaml.safe_load(answer.stdout)["services"]
+    # Compose 1 prints the services of all profiles.
+    return {name: each for name, each in tree.items() if set(each["profiles"]) & set(profiles)}
+
+
+def gpus(service: dict[str, Any]) -> list[str]:
+    """The ids of the GPUs that a service reserves."""
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    ids: list[str] = device["device_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_a_profile_is_complete(profile: str, tmp_path: Path) -> None:
+    services = resolved(tmp_path, profile, "observability")
+    for name, service in services.items():
+        assert set(service.get("depends_on", ())) <= set(services), name
+        assert service["read_only"] is True
+    assert {"certs", "redis", "collector", "prometheus"} < set(services)
+
+
+def test_the_gpu_profile_gives_each_process_of_the_example_a_gpu(tmp_path: Path) -> None:
+    services = resolved(tmp_path, "gpu")
+    command = services["controller-gpu"]["command"]
+    words = command.split() if isinstance(command, str) else command
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    config = load(RunConfig, source.ROOT / words[words.index("--config") + 1], overrides)
+    assert config.learner.devices is config.rollout.devices is None
+    learner = services["learner-gpu"]
+    rollouts = [service for name, service in services.items() if name.startswith("rollout-gpu-")]
+    assert int(learner["environment"]["PET_NPROC_PER_NODE"]) == config.learner.world_size
+    assert len(gpus(learner)) == config.learner.world_size
+    assert len(rollouts) == config.rollout.replicas
+    every = gpus(learner) + [gpu for service in rollouts for gpu in gpus(service)]
+    assert sorted(every) == [str(gpu) for gpu in range(8)]
+
+
+@pytest.fixture
+def issue(tmp_path: Path) -> Any:
+    """Runs the script of the service `certs` in a folder as the container has it; returns what it printed."""
+    programs, folder, password = tmp_path / "bin", tmp_path / "tls", tmp_path / "password"
+    programs.mkdir()
+    (programs / "paceline").write_text(f'#!/bin/sh\nexec {sys.executable} -m paceline.cli.main "$@"\n')
+    (programs / "paceline").chmod(0o755)
+    for role in TLS_NAMES:
+        (folder / role).mkdir(parents=True)
+    password.write_text("of the run")
+    env = {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PACELINE_REDIS_PASSWORD_FILE": str(password),
+    }
+
+    def run() -> str:
+        script = FOLDER / "certs" / "issue.sh"
+        return subprocess.run(
+            ["sh", str(script), "7"],
+            cwd=folder,
+            env=env,
+            check=True,
+            timeout=60,
+            capture_output=True,
+            text=True,
+        ).stdout
+
+    return run
+
+
+def test_certificates_are_issued_once_and_renewed_when_half_of_their_days_are_over(
+    issue: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tls"
+    issue()
+    first = {role: (folder / role / "cert.pem").read_bytes() for role in TLS_NAMES}
+    assert len(set(first.values())) == len(TLS_NAMES)
+    modes = {
+        path.relative_to(folder).as_posix(): stat.S_IMODE(path.stat().st_mode)
+        for path in folder.rglob("*")
+        if path.suffix in (".key", ".acl") or path.name == "key.pem"
+    }
+    assert modes == {
+        "ca.key": 0o600,
+        **{f"{role}/key.pem": 0o600 for role in TLS_NAMES},
+        "redis/key.pem": 0o640,
+        "client-prometheus/key.pem": 0o640,
+        "redis/users.acl": 0o640,
+    }
+    users = (folder / "redis" / "users.acl").read_text().splitlines()
+    assert users[0] == "user default off"
+    assert users[1].startswith("user paceline on #")
+    assert len(users) == 2
+
+    # Redis' certificate is younger than half of a week, that of rollout older.
+    for role, days in (("redis", 3.4), ("rollout", 3.6)):
+        then = time.time() - days * 86400
+        os.utime(folder / role / "cert.pem", (then, then))
+    assert issue().count("keeps its certificate") == len(TLS_NAMES) - 1
+    second = {role: (folder / role / "cert.pem").read_bytes() for role in TLS_NAMES}
+    assert {role for role in TLS_NAMES if first[role] != second[role]} == {"rollout"}
+    assert stat.S_IMODE((folder / "rollout" / "key.pem").stat().st_mode) == 0o600
