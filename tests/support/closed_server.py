@@ -1,6 +1,7 @@
 """A server of every service of the protocol, as a program: `python -m support.closed_server`.
 
-Credentials come from its environment. Its methods do nothing: a call that gets in is answered UNIMPLEMENTED.
+Credentials come from its environment; with the argument `outside` it asks nobody for a certificate, as reward
+services do. Its methods do nothing: a call that gets in is answered UNIMPLEMENTED.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -46,7 +48,10 @@ def _add_all(_: None, server: Any) -> None:
 
 
 async def _main() -> None:
-    server = await start_server(_add_all, None, credentials=Credentials.from_env())
+    credentials = Credentials.from_env()
+    if "outside" in sys.argv:
+        credentials = credentials.for_outside_callers()
+    server = await start_server(_add_all, None, credentials=credentials)
     print(server.port, flush=True)
     await asyncio.sleep(300)
 

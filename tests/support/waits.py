@@ -16,7 +16,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.cli.commands.export:run: subprocess.run": _USERS,
     "paceline.cli.commands.verify:run: subprocess.run": _USERS,
     "paceline.cli.commands.chaos:_verify: subprocess.run": _USERS,
-    "paceline.cli.launch.preflight:_policy_loss: subprocess.run": _USERS,
+    "paceline.cli.launch.preflight:_learner_check: subprocess.run": _USERS,
     "paceline.cli.controller_client:ControllerClient.watch: channels.stream": (
         "follows a run for as long as it lasts; the channel's keep-alive ends it 15 s after the peer froze"
     ),
@@ -42,7 +42,11 @@ NEEDLESS: dict[str, str] = {
     "paceline.cli.launch.ranks:_run: await echo": "the process whose log it follows has ended",
     "paceline.controller.app:_run_to_the_end: asyncio.wait": _LIFETIME,
     "paceline.controller.app:_run_to_the_end: context.stopping.wait": _TOLD,
-    "paceline.controller.run.trajectories:_in_thread: asyncio.wait": "a thread writes rows to a local file",
+    "paceline.service.threads:_finished: asyncio.wait": (
+        "files, or an object store, whose client has timeouts; what may take long is told to stop"
+    ),
+    "paceline.reward.app:RewardApp._work: asyncio.wait": _CANCELLED,
+    "paceline.reward.app:RewardApp._work: await loading": "a copy of a model; the launcher bounds a start",
     "paceline.controller.events:EventHub.follow: queue.get": (
         "a client that follows the run; the end of the run is an event, a lost client cancels the call"
     ),

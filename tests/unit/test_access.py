@@ -30,6 +30,8 @@ from support.closed_server import methods, path
 
 SECRET = "a secret of the run"
 METHODS = {path(method): method for method in methods()}
+SCORE = "/paceline.rpc.v1.RewardService/Score"
+INSIDE = sorted(METHODS.keys() - {SCORE})
 HEALTH = "/grpc.health.v1.Health/Check"
 DOCS = Path(__file__).parents[2] / "docs" / "security.md"
 BIG = b"\0" * (8 << 20)
@@ -80,9 +82,7 @@ class Server:
         return StatusCode.OK
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("certs")
+def serving(folder: Path, *arguments: str) -> Iterator[Server]:
     authority = Authority.create(folder, days=1)
     for role in ROLES:
         authority.issue(folder / role, role, role=role)
@@ -94,11 +94,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "PACELINE_TLS_DIR": str(folder / "host"),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    command = [sys.executable, "-m", "support.closed_server"]
+    command = [sys.executable, "-m", "support.closed_server", *arguments]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield Server(folder, int(process.stdout.readline()), process.pid)
         process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    yield from serving(tmp_path_factory.mktemp("certs"))
+
+
+@pytest.fixture(scope="module")
+def reward_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    yield from serving(tmp_path_factory.mktemp("certs"), "outside")
 
 
 def scoped(method: str, *, days: float = 1, right: bool = True) -> str:
@@ -140,7 +150,7 @@ KINDS = (
 STATUS_METHODS = ("/paceline.rpc.v1.ControllerService/GetStatus", "/paceline.rpc.v1.ControllerService/Watch")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", INSIDE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_caller_is_refused(server: Server, kind: str, method: str) -> None:
     certificate, token, code = refused(kind, method)
@@ -150,7 +160,27 @@ def test_a_caller_is_refused(server: Server, kind: str, method: str) -> None:
     assert server.ask(method, certificate=certificate, token=token, message=b"\xff") is code
 
 
-@pytest.mark.parametrize("method", METHODS)
+TOKEN_KINDS = tuple(kind for kind in KINDS if kind.endswith(("token", "scope")))
+
+
+@pytest.mark.parametrize("kind", ["plain text", *TOKEN_KINDS])
+def test_a_reward_service_refuses_who_has_no_token(reward_server: Server, kind: str) -> None:
+    certificate, token, code = refused(kind, SCORE)
+    certificate = "plain text" if kind == "plain text" else "none"
+    assert reward_server.ask(SCORE, certificate=certificate, token=token, message=b"\xff") is code
+
+
+def test_a_reward_service_asks_for_a_token_and_no_certificate(reward_server: Server) -> None:
+    """It serves nothing else: a method of another service would still need the certificate of its role."""
+    scoped_token = tokens.mint(SECRET, Scope.REWARD, expires_at=time.time() + 60)
+    for token in (SECRET, scoped_token):
+        assert reward_server.ask(SCORE, certificate="none", token=token) is StatusCode.UNIMPLEMENTED
+    assert reward_server.ask(HEALTH, certificate="none", token="") is StatusCode.OK
+    for method in INSIDE:
+        assert reward_server.ask(method, certificate="none", token=SECRET) is StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("method", INSIDE)
 def test_those_who_may_get_in(server: Server, method: str) -> None:
     roles = callers(method)
     assert roles, f"{method}: say in service/admission.py who may call it"
@@ -214,7 +244,8 @@ def _rows(heading: str) -> dict[str, str]:
 def test_the_document_has_every_method_and_every_refusal() -> None:
     rows = _rows("Who may call what")
     assert set(rows) == {method.removeprefix("/paceline.rpc.v1.") for method in METHODS}
-    for method in METHODS:
+    assert rows.pop("RewardService/Score") == "everyone who has a token"
+    for method in INSIDE:
         named = set(rows[method.removeprefix("/paceline.rpc.v1.")].split(", "))
         assert named == (callers(method) or set())
     assert set(_rows("Who is refused")) == {*KINDS, "flood without a token"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import stat
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,11 +14,14 @@ import pytest
 from paceline.cli.certificates import Authority
 from paceline.cli.main import main
 from paceline.core.errors import ConfigError, EnvironmentLackError, PeerLostError
+from paceline.core.scoring import ScoreItem
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
+from paceline.sdk import RewardClient, RewardServer
 from paceline.service import channels
 from paceline.service.credentials import Credentials, LatestTls, TlsFiles
 from paceline.service.grpc_server import RunningServer, start_server
+from paceline.service.tokens import Scope, mint
 from support.fake_controller import FakeController, notice_event
 
 DAY_S = 86_400
@@ -216,3 +220,32 @@ async def test_a_call_that_has_not_begun_keeps_its_channel(folder: Path, server:
     answers = await asyncio.gather(first, second)
     assert [type(answer) for answer in answers] == [pb.GetStatusResponse] * 2
     await channel.close()
+
+
+async def test_a_caller_of_a_reward_server_needs_the_authority_and_a_token(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issue(folder, "reward-0", role="reward")
+    outside = folder / "outside"
+    outside.mkdir()
+    (outside / "ca.pem").write_bytes((folder / "ca.pem").read_bytes())
+    item = ScoreItem(trajectory_id="1", prompt="", response="a", ground_truth="a")
+    monkeypatch.setenv("PACELINE_TLS_DIR", str(folder / "reward-0"))
+    async with RewardServer(lambda response, truth: 1.0, token="secret") as server:
+        monkeypatch.setenv("PACELINE_TLS_DIR", str(outside))
+        token = mint("secret", Scope.REWARD, expires_at=time.time() + 60)
+        async with RewardClient(server.address, token=token) as client:
+            assert [result.reward for result in await client.score([item])] == [1.0]
+        async with RewardClient(server.address, token="wrong") as client:
+            with pytest.raises(ConfigError, match="refused the token"):
+                await client.score([item])
+        monkeypatch.delenv("PACELINE_TLS_DIR")
+        async with RewardClient(server.address, token="secret") as client:
+            with pytest.raises(PeerLostError):
+                await client.score([item])
+    monkeypatch.setenv("PACELINE_TLS_DIR", str(outside))
+    with pytest.raises(EnvironmentLackError, match=r"ca\.pem alone, which is for callers"):
+        await RewardServer(lambda response, truth: 1.0, token="secret").start()
+    (outside / "cert.pem").write_bytes(b"")
+    with pytest.raises(EnvironmentLackError, match=r"key\.pem cannot be used"):
+        TlsFiles(outside).read()

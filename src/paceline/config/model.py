@@ -47,6 +47,11 @@ class ModelConfig(Section):
     load_format: Literal["auto", "random"] = Field(
         "auto", description="random: ignore the weights on disk and draw them from the seed (benchmarks)."
     )
+    trust_architecture: bool = Field(
+        False,
+        description="Accept an architecture that is not in the table of docs/models.md, if the self-test of "
+        "`paceline check`, which the learner runs at its start, passes.",
+    )
     cache_gib: float = Field(
         500.0,
         gt=0,

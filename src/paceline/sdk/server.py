@@ -59,7 +59,7 @@ class RewardServer:
         )
         self._batch = batch
         self._host, self._port = host, port
-        credentials = Credentials.from_env(REWARD_TOKEN)
+        credentials = Credentials.from_env(REWARD_TOKEN).for_outside_callers()
         self._credentials = credentials if token is None else credentials.with_token(token)
         self._slots = asyncio.Semaphore(1 if batch else max_concurrent)
         self._threads = ThreadPoolExecutor(1 if batch else max_concurrent, thread_name_prefix="reward")

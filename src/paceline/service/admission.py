@@ -15,11 +15,12 @@ _MEMBERS = frozenset({"rollout", "learner", "reward"})
 _MEMBERS_METHODS = frozenset(
     {"ControllerService/Register", "ControllerService/Heartbeat", "ControllerService/Leave"}
 )
-_CALLERS = {
+_CALLERS: dict[str, frozenset[str] | None] = {
     "ControllerService": frozenset({"client", "controller"}),
     "RolloutService": frozenset({"controller"}),
     "LearnerService": frozenset({"controller"}),
-    "RewardService": frozenset({"reward", "client"}),
+    # Its callers come from outside, with a token: a reward service asks nobody for a certificate.
+    "RewardService": None,
 }
 
 
@@ -34,7 +35,7 @@ def token_admits(secret: str, method: str, metadata: Iterable[tuple[str, str | b
 
 
 def callers(method: str) -> frozenset[str] | None:
-    """The roles whose certificates open a method; None: every certificate of the run does."""
+    """The roles whose certificates open a method; None: they do not count."""
     if not method.startswith(tokens.PACKAGE):
         return None
     name = method.removeprefix(tokens.PACKAGE)

@@ -2,7 +2,7 @@
 
 PACELINE_TOKEN holds the token, or PACELINE_TOKEN_FILE names a file with it. PACELINE_TLS_DIR names a
 folder with `ca.pem`, `cert.pem` and `key.pem`, as `paceline certs issue` writes it; the files are read again
-when they change.
+when they change. A caller from outside that proves a token alone has `ca.pem` there and nothing else.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ INSECURE = "PACELINE_INSECURE"
 FILE_SUFFIX = "_FILE"
 
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
+_TRUST_ALONE = (CA_FILE,)
 _SERVER_DOMAIN = "paceline"
 # Of a machine whose services share one certificate, as under `paceline train`.
 HOST_ROLE = "host"
@@ -51,7 +52,7 @@ class TlsFiles:
             EnvironmentLackError: a file is missing.
         """
         stamps = []
-        for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE):
+        for name in self._names():
             try:
                 status = (self.folder / name).stat()
             except OSError as error:
@@ -65,18 +66,24 @@ class TlsFiles:
         Raises:
             EnvironmentLackError: a file cannot be read, or the key is not that of the certificate.
         """
-        contents = []
-        for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE):
+        contents, names = [], self._names()
+        for name in names:
             try:
                 contents.append((self.folder / name).read_bytes())
             except OSError as error:
                 raise self._unusable(name, error) from error
+        if names == _TRUST_ALONE:
+            return TlsIdentity(*contents)
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.load_cert_chain(self.folder / CERTIFICATE_FILE, self.folder / KEY_FILE)
         except (OSError, ValueError) as error:
             raise self._unusable(f"{CERTIFICATE_FILE} with {KEY_FILE}", error) from error
         return TlsIdentity(*contents)
+
+    def _names(self) -> tuple[str, ...]:
+        proves = any((self.folder / name).exists() for name in (CERTIFICATE_FILE, KEY_FILE))
+        return (CA_FILE, CERTIFICATE_FILE, KEY_FILE) if proves else _TRUST_ALONE
 
     def _unusable(self, name: str, error: Exception) -> EnvironmentLackError:
         return EnvironmentLackError(
@@ -87,18 +94,27 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class TlsIdentity:
-    """The contents of TLS files, in PEM: whom to trust, and what to prove."""
+    """The contents of TLS files, in PEM: whom to trust, and what to prove, if anything."""
 
     ca: bytes
-    certificate: bytes
-    key: bytes = field(repr=False)
+    certificate: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
 
     def for_channel(self) -> grpc.ChannelCredentials:
         """For a client."""
         return grpc.ssl_channel_credentials(self.ca, self.key, self.certificate)
 
     def for_server(self) -> grpc.ServerCertificateConfiguration:
-        """For a server."""
+        """For a server.
+
+        Raises:
+            EnvironmentLackError: there is no certificate.
+        """
+        if self.certificate is None or self.key is None:
+            raise EnvironmentLackError(
+                f"{TLS_DIR} has {CA_FILE} alone, which is for callers: a server needs the {CERTIFICATE_FILE} "
+                f"and {KEY_FILE} that `paceline certs issue` writes"
+            )
         return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], self.ca)
 
 
@@ -128,8 +144,10 @@ class LatestTls:
         return True
 
 
-def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """For a server that asks every client for a certificate; each new connection gets the files of then.
+def server_credentials(files: TlsFiles, *, asks_callers: bool) -> grpc.ServerCredentials:
+    """For a server; each new connection gets the files of then.
+
+    `asks_callers`: every caller must have a certificate of the same authority.
 
     Raises:
         EnvironmentLackError: the files cannot be used.
@@ -142,7 +160,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         latest.identity.for_server(),
         reload,  # type: ignore[arg-type]  # the stub does not know None, which means no change
-        require_client_authentication=True,
+        require_client_authentication=asks_callers,
     )
 
 
@@ -154,11 +172,13 @@ class Credentials:
         token: what every call carries and must carry.
         tls: the files for TLS, with which every client needs a certificate too.
         insecure: whether plain text beyond loopback is wanted, as `service.insecure` says.
+        asks_callers: whether a server over TLS asks every caller for a certificate.
     """
 
     token: str = field(default="", repr=False)
     tls: TlsFiles | None = None
     insecure: bool = False
+    asks_callers: bool = True
 
     @classmethod
     def from_env(cls, token: str = TOKEN, *, environ: Mapping[str, str] | None = None) -> Self:
@@ -174,6 +194,10 @@ class Credentials:
             tls=TlsFiles(Path(folder)) if folder else None,
             insecure=environ.get(INSECURE) == "1",
         )
+
+    def for_outside_callers(self) -> Self:
+        """Of a reward service: over TLS its callers prove a token, and no certificate."""
+        return replace(self, asks_callers=False)
 
     def with_token(self, token: str) -> Self:
         """The same with another token."""

@@ -93,7 +93,7 @@ class _Guard:
         return self.method.removeprefix("/")
 
     async def admit(self, raw: bytes, context: Any) -> Any:
-        """The request, which is parsed only for a caller whose certificate opens the method."""
+        """The request, parsed only for a caller whose certificate opens the method, where that counts."""
         if self.checks_role and not certificate_admits(
             self.method, context.auth_context().get(_CERTIFICATE_NAMES, ())
         ):

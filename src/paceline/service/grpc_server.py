@@ -117,7 +117,8 @@ async def start_server(
         if credentials.tls is None:
             bound = server.add_insecure_port(where)
         else:
-            bound = server.add_secure_port(where, server_credentials(credentials.tls))
+            proof = server_credentials(credentials.tls, asks_callers=credentials.asks_callers)
+            bound = server.add_secure_port(where, proof)
     except RuntimeError as error:
         raise _port_taken(host, port, port_key, str(error)) from error
     await server.start()

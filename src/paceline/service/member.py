@@ -157,6 +157,7 @@ class MemberSession:
         """Serves gRPC; returns the connection over which the controller is told where."""
         context, options = self.context, self.options
         credentials, terms = Credentials.from_env(), Terms()
+        is_reward = self._kind is MemberKind.REWARD
         host = to_bind(options.host)
         server = await start_server(
             add,
@@ -164,7 +165,7 @@ class MemberSession:
             host=host,
             port=options.port,
             advertise=to_advertise(host, options.advertise, towards=options.controller),
-            credentials=credentials,
+            credentials=credentials.for_outside_callers() if is_reward else credentials,
             max_message_bytes=_max_message_mib() << 20,
             terms=terms,
         )

@@ -22,8 +22,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (model / "config.json").write_text(
         json.dumps(
             {
-                "max_position_embeddings": 64,
+                "model_type": "qwen2",
+                "hidden_size": 48,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
                 "num_attention_heads": 6,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 64,
                 "architectures": ["Tiny"],
                 "eos_token_id": 1,
             }

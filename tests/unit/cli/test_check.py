@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from paceline.cli.launch import preflight
 from paceline.cli.launch.preflight import quick_check
 from paceline.cli.main import main
 from paceline.core.errors import DataError, ModelError
@@ -14,35 +16,53 @@ from support.cli_configs import config
 DATA = {"train_files": ["train.parquet"], "max_prompt_length": 32, "max_response_length": 8}
 
 
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner's check starts a process that imports torch, which takes seconds."""
+    monkeypatch.setattr(preflight, "_learner_check", lambda config, *options: "the line of the learner")
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data.val_files=gone.jsonl", "reward.functions=[{name: exact_macth}]"]
     assert main(["check", "run.yaml", *words]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "ok    configuration: run.yaml"
     assert lines[1] == "ok    model: model: Tiny, up to 64 tokens"
-    assert lines[2].startswith("FAULT tokenizer: model folder model has no tokenizer (tokenizer.json)")
-    assert lines[3] == "-     training prompts: not checked, as the model has a fault"
-    assert lines[4].startswith("FAULT validation prompts: data file gone.jsonl does not exist")
-    assert lines[5].startswith("FAULT reward functions: there is no built-in reward function 'exact_macth'")
-    assert lines[6] == "ok    policy loss: ppo_clip"
-    assert lines[7] == "ok    engine: vllm"
-    assert lines[8].startswith("ok    devices: CPU, ")
-    assert lines[9] == "ok    reward services: none"
+    assert lines[2] == "ok    self-test: the line of the learner"
+    assert lines[3].startswith("FAULT tokenizer: model folder model has no tokenizer (tokenizer.json)")
+    assert lines[4] == "-     training prompts: not checked, as the model has a fault"
+    assert lines[5].startswith("FAULT validation prompts: data file gone.jsonl does not exist")
+    assert lines[6].startswith("FAULT reward functions: there is no built-in reward function 'exact_macth'")
+    assert lines[7] == "ok    policy loss: ppo_clip"
+    assert lines[8] == "ok    engine: vllm"
+    assert lines[9].startswith("ok    devices: CPU, ")
+    assert lines[10] == "ok    reward services: none"
     assert lines[-1] == "3 fault(s); nothing was started"
 
 
-def test_what_concerns_this_machine_can_be_left_out(
+def test_check_ends_with_2_where_the_self_test_fails(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    far = "reward.services=[{name: far, address: '127.0.0.1:1'}]"
-    main(["check", "run.yaml", far])
-    assert "FAULT reward services: nobody answers at reward.services.0.address=127.0.0.1:1" in (
-        capsys.readouterr().out
+    (project / "model" / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "lfm2",
+                "num_hidden_layers": 2,
+                "layer_types": ["conv", "full_attention"],
+                "hidden_size": 32,
+                "num_attention_heads": 6,
+            }
+        )
     )
-    main(["check", "--elsewhere", "run.yaml", far])
-    assert not {"devices:", "services:"} & set(capsys.readouterr().out.split())
+    assert main(["check", "run.yaml"]) == 2
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "self-test" in line]
+    assert line.startswith(
+        "FAULT self-test: Lfm2ForCausalLM has recurrent or convolution layers (Lfm2ShortConv)"
+    )
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
@@ -69,9 +89,23 @@ def test_a_model_folder_without_weights(project: Path) -> None:
     quick_check(config(data=DATA, model={"path": "model", "load_format": "random"}))
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_an_empty_data_set(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "empty.jsonl").write_text("")
     assert main(["check", "run.yaml", "data.train_files=empty.jsonl"]) == 2
     assert "no rows in empty.jsonl" in capsys.readouterr().out
     with pytest.raises(DataError, match="does not exist"):
         quick_check(config(data={"train_files": ["gone.parquet"]}))
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_what_concerns_this_machine_can_be_left_out(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = "reward.services=[{name: far, address: '127.0.0.1:1'}]"
+    main(["check", "run.yaml", far])
+    assert "FAULT reward services: nobody answers at reward.services.0.address=127.0.0.1:1" in (
+        capsys.readouterr().out
+    )
+    main(["check", "--elsewhere", "run.yaml", far])
+    assert not {"devices:", "services:"} & set(capsys.readouterr().out.split())

@@ -1,7 +1,8 @@
-"""`python -m paceline.learner.check CONFIG` calls a custom policy loss, in a process of its own.
+"""`python -m paceline.learner.check CONFIG` checks what the learner will do, in a process of its own.
 
-Finding the function runs the user's module, which neither the launcher nor the controller may import; and a
-run should end for its faults before the learner's ranks have loaded a model.
+It calls a custom policy loss: finding the function runs the user's module, which neither the launcher nor the
+controller may import. With `--self-test` it tests the model instead. A run should end for such faults before
+the learner's ranks have loaded a model.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import PacelineError, exit_code
+from paceline.learner.model.self_test import check_models
 from paceline.learner.train.losses import loss_function
 from paceline.service.logs import setup_logging
 from paceline.service.process import die_with_parent
@@ -23,14 +25,19 @@ _log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or logs the first error and returns its exit code."""
+    """Returns 0 and prints a line of facts, or logs the first error and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m paceline.learner.check", description=__doc__)
+    parser.add_argument("--self-test", action="store_true", help="test the model, not the policy loss")
     parser.add_argument("config", type=Path, help="resolved configuration of the run (YAML)")
-    path: Path = parser.parse_args(arguments).config
+    given = parser.parse_args(arguments)
     die_with_parent()
     setup_logging("learner-check", "INFO")
     try:
-        loss_function(load(RunConfig, path))
+        config = load(RunConfig, given.config)
+        if given.self_test:
+            print("; ".join(map(str, check_models(config))))
+        else:
+            loss_function(config)
     except PacelineError as error:
         _log.error("fatal: %s", error)
         return exit_code(error)

@@ -36,6 +36,7 @@ from paceline.learner.distributed.ranks import (
     open_store,
     use_threads,
 )
+from paceline.learner.model.self_test import check_models
 from paceline.learner.train.learner import Learner
 from paceline.service.logs import set_level
 from paceline.storage.folder import Folder
@@ -232,6 +233,8 @@ def _load(assignment: Assignment, ranks: Ranks, head: Head | None, stack: contex
     """Loads this rank's part of everything; its connections are closed with `stack`."""
     config = assignment.config
     set_level(config.telemetry.log_level)
+    for outcome in check_models(config):
+        log.info("self-test: %s", outcome)
     learner = Learner.build(config, ranks)
     log.info("rank %d of %d holds its shards on %s", ranks.rank, ranks.world_size, ranks.device)
     folder = load_newest(learner, assignment.checkpoints, notify=head.notify if head else log.warning)

@@ -42,6 +42,7 @@ from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.folder import gather_tensors, write_folder
 from paceline.learner.model.loading import Precision, load_policy
 from paceline.learner.model.networks import PolicyNetwork, num_parameters
+from paceline.learner.model.self_test import check_model
 from paceline.learner.train.learner import DTYPES
 from paceline.learner.train.optimizer import Optimizer, Schedule, Trainable
 from paceline.service.logs import setup_logging
@@ -214,6 +215,12 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
     store = open_store(environment, settings.collective_timeout_s)
     ranks = form_group(environment, store, device, settings.collective_timeout_s)
     model = config.model
+    outcome = check_model(
+        model.path,
+        longest=config.data.max_prompt_length + config.data.max_response_length,
+        trust_architecture=model.trust_architecture,
+    )
+    log.info("self-test: %s", outcome)
     network = load_policy(
         model.path,
         ranks,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from paceline.cli.launch import plan
+from paceline.cli.launch.machine import Machine
 from paceline.config.run import RunConfig
-from paceline.core.members import MemberKind
 from paceline.service.connection import is_loopback
-from paceline.service.credentials import FILE_SUFFIX, INSECURE, TLS_DIR, TOKEN, Credentials
-from paceline.service.member import MAX_MESSAGE_MIB
+from paceline.service.credentials import FILE_SUFFIX, TLS_DIR, TOKEN, Credentials
 from paceline.service.process import write_atomically
 
 _FILE = "token"
@@ -35,22 +35,17 @@ def keep_token(run_dir: Path, new: str) -> str:
 
 def how_to_join(config: RunConfig, run_dir: Path, controller_address: str) -> str:
     """Commands that start one more rollout server and one more reward service, here or on another host."""
-    environment = {
-        f"{TOKEN}{FILE_SUFFIX}": str(run_dir / _FILE),
-        MAX_MESSAGE_MIB: str(config.service.max_message_mib),
-    }
-    if config.service.insecure:
-        environment[INSECURE] = "1"
+    secrets = {f"{TOKEN}{FILE_SUFFIX}": str(run_dir / _FILE)}
     tls = Credentials.from_env().tls
     if tls is not None:
-        environment[TLS_DIR] = str(tls.folder)
-    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
-    first = {MemberKind.ROLLOUT: config.rollout.replicas, MemberKind.REWARD: 1}
-    lines = ["others may join, each under a name of its own:"]
-    for kind, number in first.items():
-        words = [sys.executable, "-m", f"paceline.{kind.value}", "--controller", controller_address]
-        lines.append(f"  {variables} {shlex.join([*words, '--member-id', f'{kind.value}-{number}'])}")
-    return "\n".join([*lines, _from_elsewhere(config)])
+        secrets[TLS_DIR] = str(tls.folder.resolve())
+    specs = plan.newcomers(config, Machine.here(), controller_address=controller_address)
+    lines = [f"  {_shell_line({**secrets, **spec.env})} {shlex.join(spec.command)}" for spec in specs]
+    return "\n".join(["others may join, each under a name of its own:", *lines, _from_elsewhere(config)])
+
+
+def _shell_line(variables: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
 
 
 def _from_elsewhere(config: RunConfig) -> str:
@@ -60,4 +55,7 @@ def _from_elsewhere(config: RunConfig) -> str:
             "broker.url to a Redis server that they reach"
         )
     redis = "" if config.broker.url else "; broker.url, too, must be set to a Redis server that they reach"
-    return f"from another host: copy the token file and the TLS folder there, and add --host ADDRESS{redis}"
+    return (
+        "from another host: copy the token file there, issue TLS files for it, and give --host its own "
+        f"address{redis}"
+    )

@@ -104,20 +104,34 @@ def members(
     """
     learner_gpus, rollout_gpus = share_gpus(config, machine.gpus)
     specs = [
-        *_rollouts(config, machine, rollout_gpus, controller_address),
-        *_learners(config, machine, learner_gpus, controller_address, master_port),
-        ProcessSpec(
-            name="reward",
-            role=Role.REWARD,
-            member_id="reward-0",
-            command=(*_module("reward"), *_member(config, controller_address, "reward-0")),
-            env=_common(config, num_threads=1),
+        *(
+            _rollout(config, machine, index, gpus, controller_address)
+            for index, gpus in enumerate(rollout_gpus)
         ),
+        *_learners(config, machine, learner_gpus, controller_address, master_port),
+        _reward(config, 0, controller_address),
     ]
+    return _with_metrics_ports(config, specs, first=1)
+
+
+def newcomers(config: RunConfig, machine: Machine, *, controller_address: str) -> list[ProcessSpec]:
+    """One more rollout server and one more reward service, as they would join the members on this machine."""
+    learner_gpus, rollout_gpus = share_gpus(config, machine.gpus)
+    used = {*learner_gpus, *(gpu for gpus in rollout_gpus for gpu in gpus)}
+    free = [gpu for gpu in machine.gpus if gpu not in used][: config.rollout.tensor_model_parallel_size]
+    replicas = config.rollout.replicas
+    specs = [
+        _rollout(config, machine, replicas, free, controller_address),
+        _reward(config, 1, controller_address),
+    ]
+    return _with_metrics_ports(config, specs, first=replicas + config.learner.world_size + 2)
+
+
+def _with_metrics_ports(config: RunConfig, specs: Sequence[ProcessSpec], *, first: int) -> list[ProcessSpec]:
     return [
         # A rank adds its number itself, as it must where torchrun gives all ranks one environment.
         replace(spec, env={**spec.env, **_metrics_port(config, number - _local_rank(spec))})
-        for number, spec in enumerate(specs, start=1)
+        for number, spec in enumerate(specs, start=first)
     ]
 
 
@@ -163,23 +177,29 @@ def share_gpus(config: RunConfig, gpus: Sequence[int]) -> tuple[tuple[int, ...],
     return learner_gpus, [free[i * per_engine : (i + 1) * per_engine] for i in range(replicas)]
 
 
-def _rollouts(
-    config: RunConfig, machine: Machine, gpus: list[tuple[int, ...]], controller_address: str
-) -> list[ProcessSpec]:
-    specs = []
-    for index, server_gpus in enumerate(gpus):
-        name = f"rollout-{index}"
-        specs.append(
-            ProcessSpec(
-                name=name,
-                role=Role.ROLLOUT,
-                member_id=name,
-                command=(*_module("rollout"), *_member(config, controller_address, name)),
-                # The rollout service sets its threads and vLLM's variables itself: it can also start alone.
-                env=_common(config) | _devices(server_gpus, machine),
-            )
-        )
-    return specs
+def _rollout(
+    config: RunConfig, machine: Machine, index: int, gpus: Sequence[int], controller_address: str
+) -> ProcessSpec:
+    name = f"rollout-{index}"
+    return ProcessSpec(
+        name=name,
+        role=Role.ROLLOUT,
+        member_id=name,
+        command=(*_module("rollout"), *_member(config, controller_address, name)),
+        # The rollout service sets its threads and vLLM's variables itself: it can also start alone.
+        env=_common(config) | _devices(gpus, machine),
+    )
+
+
+def _reward(config: RunConfig, index: int, controller_address: str) -> ProcessSpec:
+    name = f"reward-{index}"
+    return ProcessSpec(
+        name="reward" if index == 0 else name,
+        role=Role.REWARD,
+        member_id=name,
+        command=(*_module("reward"), *_member(config, controller_address, name)),
+        env=_common(config, num_threads=1),
+    )
 
 
 def _learners(

@@ -157,15 +157,33 @@ def _policy_loss(config: RunConfig) -> str:
     loss = config.actor.policy_loss
     if not isinstance(loss, CustomLoss):
         return loss.type
-    # In another process, as in `paceline train`: the check imports torch and runs the user's module.
+    _learner_check(config)
+    return f"{loss.path}, called on two short sequences"
+
+
+def _self_test(config: RunConfig) -> str:
+    # Needs config.json only, which this machine has where it has the controller.
+    model = local_model(config.model, "controller")
+    return _learner_check(config.model_copy(update={"model": model}), "--self-test")
+
+
+def _learner_check(config: RunConfig, *options: str) -> str:
+    """The line that `paceline.learner.check` prints.
+
+    It runs in another process, as it imports torch and may run the user's module.
+
+    Raises:
+        ConfigError, ModelError: with its reason, if it finds a fault.
+    """
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(dump_yaml(config))
         file.flush()
-        command = [sys.executable, "-m", "paceline.learner.check", file.name]
-        process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        command = [sys.executable, "-m", "paceline.learner.check", *options, file.name]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:
-        raise ConfigError(process.stderr.rpartition("fatal: ")[2].strip())
-    return f"{loss.path}, called on two short sequences"
+        fault = ModelError if "--self-test" in options else ConfigError
+        raise fault(process.stderr.rpartition("fatal: ")[2].strip())
+    return process.stdout.strip()
 
 
 def _reward_services(config: RunConfig) -> str:
@@ -208,6 +226,7 @@ def _require_gpus(config: RunConfig, machine: Machine) -> tuple[tuple[int, ...],
 # Name and check of each part; a check returns a line of facts or raises a PacelineError.
 PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("model", _model),
+    ("self-test", _self_test),
     ("tokenizer", _tokenizer),
     ("training prompts", lambda config: _prompts(config, "train")),
     ("validation prompts", lambda config: _prompts(config, "val")),

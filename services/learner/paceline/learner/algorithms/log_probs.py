@@ -48,8 +48,11 @@ def chunked_log_probs(
     temperature: float = 1.0,
     chunk_size: int = 1024,
     with_entropy: bool = False,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`token_log_probs(hidden @ lm_head_weight.T, ...)` with at most chunk_size rows of logits in memory.
+    """`token_log_probs(hidden @ weight.T + bias, ...)` with at most chunk_size rows of logits in memory.
 
     The backward pass makes each chunk's logits again, so peak memory grows with chunk_size x V instead of N
     x V, at the price of one more product with the head.
@@ -61,6 +64,8 @@ def chunked_log_probs(
         temperature: above 0.
         chunk_size: tokens for each chunk, at least 1.
         with_entropy: as there.
+        bias: (V,) or None, added to the logits.
+        softcap: bounds the logits, see `bounded`; before the temperature.
 
     Returns:
         As `token_log_probs`, shape (...).
@@ -73,9 +78,28 @@ def chunked_log_probs(
     _check(hidden, targets, temperature)
     rows = hidden.reshape(-1, hidden.shape[-1])
     log_probs, entropy = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        rows, lm_head_weight, targets.reshape(-1), float(temperature), int(chunk_size), with_entropy
+        rows,
+        lm_head_weight,
+        bias,
+        targets.reshape(-1),
+        float(temperature),
+        int(chunk_size),
+        with_entropy,
+        softcap,
     )
     return log_probs.view(targets.shape), entropy.view(targets.shape) if with_entropy else None
+
+
+def bounded(logits: Tensor, softcap: float | None) -> Tensor:
+    """c tanh(logits / c) for a softcap c (Gemma 2, arXiv:2408.00118, section 2.2); the logits for None."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+    logits = rows @ weight.t()
+    if bias is not None:
+        logits += bias
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _check(rows: Tensor, targets: Tensor, temperature: float) -> None:
@@ -94,13 +118,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
         temperature: float,
         chunk_size: int,
         with_entropy: bool,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         parts = [
-            logits_rows.score(rows @ weight.t(), wanted, temperature, with_entropy)
+            logits_rows.score(_logits(rows, weight, bias, softcap), wanted, temperature, with_entropy)
             for rows, wanted in zip(
                 torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True
             )
@@ -109,8 +135,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         log_norms = torch.cat([part.log_norms for part in parts])
         entropies = [part.entropy for part in parts if part.entropy is not None]
         entropy = torch.cat(entropies) if entropies else log_probs.new_empty(0)
-        ctx.save_for_backward(hidden, weight, targets, log_probs, log_norms, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_probs, log_norms, entropy)
         ctx.temperature, ctx.chunk_size, ctx.with_entropy = temperature, chunk_size, with_entropy
+        ctx.softcap = softcap
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -119,16 +146,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_probs, log_norms, entropy = ctx.saved_tensors
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        hidden, weight, bias, targets, log_probs, log_norms, entropy = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         # Chunks add up in at least float32: hundreds of bf16 additions would lose the small ones.
         kind = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=kind) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=kind) if need_bias else None
         for start in range(0, targets.numel(), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
+            logits = _logits(hidden[part], weight, bias, ctx.softcap)
+            # The tanh's slope, from its value; `gradient` may write into the logits.
+            slope = None if ctx.softcap is None else 1.0 - (logits / ctx.softcap).square_()
             grad = logits_rows.gradient(
-                hidden[part] @ weight.t(),
+                logits,
                 targets[part],
                 ctx.temperature,
                 logits_rows.RowScores(
@@ -139,13 +170,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 None if grad_log_probs is None else grad_log_probs[part],
                 grad_entropy[part] if ctx.with_entropy and grad_entropy is not None else None,
             )
+            if slope is not None:
+                grad = grad.mul_(slope)
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, grad.t(), hidden[part])
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=kind)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(weight.dtype),
+            *(None,) * 5,
+        )
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

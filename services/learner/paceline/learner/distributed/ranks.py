@@ -173,7 +173,8 @@ def choose_device(wanted: str, environment: RankEnvironment, devices: tuple[int,
 def open_store(environment: RankEnvironment, timeout_s: float) -> Store:
     """Opens the key-value store where the ranks meet; rank 0 serves it, unless torchrun's agent does.
 
-    Rank 0 listens on MASTER_ADDR only. torchrun's agent listens on every interface.
+    Rank 0 listens on MASTER_ADDR only. torchrun's agent listens on every interface; with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 its store is for the agents alone, and rank 0 serves the ranks.
 
     Raises:
         EnvironmentLackError: MASTER_ADDR is not an address of rank 0's machine, or MASTER_PORT is taken.
@@ -181,12 +182,14 @@ def open_store(environment: RankEnvironment, timeout_s: float) -> Store:
     """
     if environment.world_size == 1:
         return HashStore()
-    # torchrun's agent serves a store at MASTER_PORT by default.
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = environment.master_host, environment.master_port
     if environment.rank != 0 or served_by_agent:
         timeout = datetime.timedelta(seconds=timeout_s)
-        return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        # The agent keeps its store when it starts the ranks again, with all that the lost ones left in it.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"start-{start}", store) if served_by_agent else store
     try:
         return rendezvous.open_store(host, timeout_s, port=port)
     except OSError as error:

@@ -3,13 +3,15 @@
 A micro-batch is one row of tokens, its sequences side by side without padding. `PackedSequences` says where
 they begin; it is computed once and passed through the model as the keyword argument `packed`, so no layer
 derives it from position ids and no mask is built. On CUDA in half precision `torch.nn.attention.varlen` does
-the work. Elsewhere, neighbouring sequences of equal length run as one batch of scaled dot products.
+the work. Elsewhere, neighbouring sequences of equal length run as one batch of scaled dot products. With a
+softcap or sinks, which neither of them has, the scores of such a batch are computed in full.
 """
 
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -36,10 +38,12 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed: PackedSequences,
+    packed: PackedSequences | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence.
@@ -54,7 +58,9 @@ def packed_attention(
         scaling: of the scores; None is D ** -0.5.
         dropout: must be 0; otherwise old and new log-probs could not be compared.
         sliding_window: number of tokens that a token sees, itself included.
-        others: further arguments of the layer; those that change the result are refused.
+        softcap: c, of scores that become c tanh(scores / c) (Gemma 2).
+        s_aux: (H,), a score per head of a token without a value, the sink (GPT-OSS).
+        others: further arguments of the layer, which change nothing here.
 
     Returns:
         (1, T, H, D), and None in place of attention weights.
@@ -62,20 +68,25 @@ def packed_attention(
     Raises:
         ModelError: the layer asks for more than plain causal attention.
     """
-    refused = [name for name in ("softcap", "s_aux") if others.get(name) is not None]
-    if refused or dropout or attention_mask is not None:
-        what = ", ".join(
-            [*refused, *(["dropout"] if dropout else []), *(["mask"] * (attention_mask is not None))]
+    if packed is None:
+        raise ModelError(
+            f"{type(module).__name__}'s model does not hand on to its layers where sequences begin; use one "
+            "of the architectures of docs/models.md"
         )
+    if dropout or attention_mask is not None:
+        what = "dropout" if dropout else "a mask"
         raise ModelError(
             f"{type(module).__name__} asks for attention with {what}, which packed attention does not have; "
-            "set attention dropout to 0 in the model's config.json, or use another model"
+            "use one of the architectures of docs/models.md"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
+    if softcap is not None or s_aux is not None:
+        scores = partial(_full_scores, softcap=softcap, sinks=s_aux)
+        out = _blockwise(q, k, v, packed, scaling, sliding_window, scores)
+    elif q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
         out = _varlen(q, k, v, packed, scaling, sliding_window)
     else:
-        out = _blockwise(q, k, v, packed, scaling, sliding_window)
+        out = _blockwise(q, k, v, packed, scaling, sliding_window, F.scaled_dot_product_attention)
     return out.unsqueeze(0), None
 
 
@@ -115,7 +126,13 @@ def _has_grouped_queries() -> bool:
 
 
 def _blockwise(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSequences,
+    scaling: float | None,
+    window: int | None,
+    attend: Callable[..., Tensor],
 ) -> Tensor:
     outputs = []
     for block in packed.blocks:
@@ -125,7 +142,7 @@ def _blockwise(
         )  # (N, heads, L, D)
         narrow = window is not None and window < block.length
         mask = _window_mask(block.length, window, q.device) if narrow and window is not None else None
-        out = F.scaled_dot_product_attention(
+        out = attend(
             qb,
             kb,
             vb,
@@ -136,6 +153,34 @@ def _blockwise(
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _full_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As `F.scaled_dot_product_attention`, with a softcap and sinks; its memory grows with L squared."""
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    length = q.shape[-2]
+    seen = _window_mask(length, length, q.device) if is_causal else attn_mask
+    assert seen is not None
+    scores = scores.masked_fill(~seen, -torch.inf).float()
+    if sinks is not None:
+        column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    return torch.softmax(scores, dim=-1)[..., :length].to(v.dtype) @ v
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import ModelError
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model import attention
+from paceline.learner.model import architectures, attention
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork, body_of, decoder_layers, hidden_size
 
 VALUE_HEAD_STD = 0.01
@@ -39,10 +39,10 @@ class Precision:
 
 
 def read_config(folder: str | Path) -> Any:
-    """The transformers configuration of a model folder.
+    """The transformers configuration of a model folder, every dropout at 0.
 
     Raises:
-        ModelError: config.json is missing or unreadable, or the model has dropout.
+        ModelError: config.json is missing or unreadable.
     """
     from transformers import AutoConfig
 
@@ -55,9 +55,7 @@ def read_config(folder: str | Path) -> Any:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path}/config.json does not load: {error}") from error
-    if getattr(config, "attention_dropout", 0.0):
-        raise ModelError(f"{path}/config.json: attention_dropout={config.attention_dropout}; set it to 0")
-    return config
+    return architectures.without_dropout(config)
 
 
 def load_policy(
@@ -81,7 +79,7 @@ def load_policy(
     Raises:
         ModelError: a tensor is missing or has another shape than the model's.
     """
-    lm = _empty_lm(read_config(folder), checkpointed_share)
+    lm = empty_lm(read_config(folder), checkpointed_share)
     network = PolicyNetwork(lm)
     _materialise(network, body_of(lm), lm, ranks, precision)
     _fill(network, _source(folder, random_seed, lm.config))
@@ -98,7 +96,7 @@ def load_critic(
     random_weights: bool = False,
 ) -> ValueNetwork:
     """A sharded critic; the seed draws its value head if the folder has none. Arguments as `load_policy`."""
-    lm = _empty_lm(read_config(folder), checkpointed_share)
+    lm = empty_lm(read_config(folder), checkpointed_share)
     with torch.device("meta"):
         network = ValueNetwork(lm, hidden_size(lm.config))
     _materialise(network, network.body, lm, ranks, precision)
@@ -130,15 +128,25 @@ def as_fsdp(network: nn.Module) -> FSDPModule:
     return network
 
 
-def _empty_lm(config: Any, checkpointed_share: float) -> Any:
-    """The model on the meta device: shapes without storage."""
+def empty_lm(config: Any, checkpointed_share: float = 0.0) -> Any:
+    """The model on the meta device: shapes without storage.
+
+    Raises:
+        ModelError: transformers has no causal language model of this kind, or none with attention of ours.
+    """
     from transformers import AutoModelForCausalLM
 
     attention.register()
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention.PACKED_ATTENTION, dtype=torch.float32
-        )
+    try:
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention.PACKED_ATTENTION, dtype=torch.float32
+            )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"model_type {config.model_type!r} is no causal language model with exchangeable attention "
+            f"({type(error).__name__}: {error}); use one of the architectures of docs/models.md"
+        ) from error
     if checkpointed_share:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         layers = decoder_layers(body_of(lm))
@@ -151,15 +159,16 @@ def _empty_lm(config: Any, checkpointed_share: float) -> Any:
 def _materialise(network: nn.Module, body: nn.Module, lm: Any, ranks: Ranks, precision: Precision) -> None:
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=torch.float32)
     for layer in decoder_layers(body):
-        _give_storage(layer, lm, ranks.device, precision.store)
+        give_storage(layer, lm, ranks.device, precision.store)
         fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
-    _give_storage(network, lm, ranks.device, precision.store)
+    give_storage(network, lm, ranks.device, precision.store)
     if isinstance(network, PolicyNetwork):
         lm.tie_weights()  # tied parameters got storage one by one
     fully_shard(network, mesh=ranks.mesh, mp_policy=policy)
 
 
-def _give_storage(module: nn.Module, lm: Any, device: torch.device, dtype: torch.dtype) -> None:
+def give_storage(module: nn.Module, lm: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Gives the parts of a model on the meta device memory; parameters are left as they come."""
     for part in module.modules():
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
         if not any(tensor.is_meta for tensor in own):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.errors import ModelError
-from paceline.learner.algorithms.log_probs import chunked_log_probs, token_log_probs
+from paceline.learner.algorithms.log_probs import bounded, chunked_log_probs, token_log_probs
 from paceline.learner.batch.types import MicroBatch
+from paceline.learner.model.architectures import logit_scale, logit_softcap
 
 MAX_LOGITS_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Elements of the largest table of logits, tokens by vocabulary: 256 MiB in float32, 512 MiB in bfloat16."""
@@ -32,16 +35,21 @@ class PolicyNetwork(nn.Module):
         hidden = hidden_states(body_of(self.lm), batch)
         head = output_head(self.lm)
         most = MAX_LOGITS_ELEMENTS[hidden.device.type]
-        if hidden.device.type == "cpu" and hidden.shape[0] * head.out_features <= most:
+        if hidden.device.type == "cpu" and hidden.shape[0] * head.vocab_size <= most:
             # Autograd keeps the logits, which saves a second product.
-            return token_log_probs(head(hidden), batch.targets, temperature, with_entropy)
+            logits = F.linear(hidden, head.weight, head.bias)
+            return token_log_probs(
+                bounded(logits, head.softcap), batch.targets, temperature / head.scale, with_entropy
+            )
         log_probs, entropy = chunked_log_probs(
             hidden,
             head.weight,
             batch.targets,
-            temperature,
-            max(1, most // head.out_features),
+            temperature / head.scale,
+            max(1, most // head.vocab_size),
             with_entropy,
+            bias=head.bias,
+            softcap=head.softcap,
         )
         # Copies, not views: see ValueNetwork.
         return log_probs.clone(), None if entropy is None else entropy.clone()
@@ -85,8 +93,17 @@ def hidden_states(body: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def body_of(lm: nn.Module) -> nn.Module:
-    """The model without its head."""
-    body: nn.Module = getattr(lm, str(getattr(lm, "base_model_prefix", "model")))
+    """The model without its head.
+
+    Raises:
+        ModelError: it is not where transformers puts it in a causal language model.
+    """
+    body = getattr(lm, str(getattr(lm, "base_model_prefix", "model")), None)
+    if not isinstance(body, nn.Module):
+        raise ModelError(
+            f"{type(lm).__name__} is not a causal language model of a body and a head; use one of the "
+            "architectures of docs/models.md"
+        )
     return body
 
 
@@ -99,22 +116,54 @@ def decoder_layers(body: nn.Module) -> nn.ModuleList:
     layers = getattr(body, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ModelError(
-            f"{type(body).__name__} has no list of decoder layers; use a Llama- or Qwen-like model"
+            f"{type(body).__name__} has no list of decoder layers; use one of the architectures of "
+            "docs/models.md"
         )
     return layers
 
 
-def output_head(lm: nn.Module) -> nn.Linear:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OutputHead:
+    """The logits of states h are scale c tanh((h weight^T + bias) / c), c the softcap, or without the tanh.
+
+    Attributes:
+        weight: (V, H).
+        bias: (V,) or None.
+        scale: factor of the logits, above 0.
+        softcap: c, before the factor; None for none.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the weight."""
+        return int(self.weight.shape[0])
+
+
+def output_head(lm: nn.Module) -> OutputHead:
     """The language-model head.
 
     Raises:
-        ModelError: it is not a linear layer without bias.
+        ModelError: it is not a linear layer.
     """
     find: Any = getattr(lm, "get_output_embeddings", None)
     head = None if find is None else find()
-    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
-        raise ModelError(f"{type(lm).__name__} must have a linear language-model head without bias")
-    return head
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"{type(lm).__name__} has no linear language-model head; use one of the architectures of "
+            "docs/models.md"
+        )
+    scale, softcap = logit_scale(lm.config), logit_softcap(lm.config)
+    return OutputHead(
+        weight=head.weight,
+        bias=head.bias,
+        scale=scale,
+        softcap=None if softcap is None else softcap / scale,
+    )
 
 
 def hidden_size(config: Any) -> int:

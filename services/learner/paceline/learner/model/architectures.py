@@ -1,0 +1,147 @@
+"""Which architectures the learner trains right: a table, what it changes in a model, what it refuses and why.
+
+docs/models.md shows the table; a test makes it from a tiny model of each kind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from paceline.core.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+ARCHITECTURES: Mapping[str, str] = {
+    "arcee": "Arcee",
+    "cohere": "Cohere (Command R)",
+    "cohere2": "Cohere 2 (Command R7B)",
+    "ernie4_5": "ERNIE 4.5",
+    "exaone4": "EXAONE 4",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3, text",
+    "glm": "GLM-4-9B",
+    "glm4": "GLM-4-0414",
+    "granite": "Granite",
+    "helium": "Helium",
+    "hunyuan_v1_dense": "Hunyuan, dense",
+    "llama": "Llama",
+    "ministral3": "Ministral 3",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "olmo": "OLMo",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "phi": "Phi-1, Phi-2",
+    "phi3": "Phi-3, Phi-4",
+    "qwen2": "Qwen 2, Qwen 2.5",
+    "qwen2_moe": "Qwen 2 MoE",
+    "qwen3": "Qwen 3",
+    "qwen3_moe": "Qwen 3 MoE",
+    "seed_oss": "Seed-OSS",
+    "smollm3": "SmolLM3",
+    "starcoder2": "StarCoder 2",
+}
+"""Names by `model_type` of config.json."""
+
+_ROPE_BY_LENGTH = ("longrope", "dynamic")
+"""Kinds of rotary embedding whose frequencies follow the longest sequence of a forward pass."""
+
+
+def require_known(config: Any, *, trust_architecture: bool) -> None:
+    """Refuses an architecture that is not in the table, unless it is trusted.
+
+    Raises:
+        ModelError: with what to do.
+    """
+    if config.model_type in ARCHITECTURES or trust_architecture:
+        return
+    raise ModelError(
+        f"model_type {config.model_type!r} is not among the architectures that Paceline is tested with "
+        "(docs/models.md); use one of those, or set model.trust_architecture: true: it is then accepted if "
+        "its self-test passes"
+    )
+
+
+def require_length(config: Any, longest: int) -> None:
+    """Refuses rotary embeddings whose frequencies would differ between rows of one micro-batch.
+
+    Args:
+        longest: prompt and response tokens of the longest row of the run.
+
+    Raises:
+        ModelError: a row's log-probs would depend on the rows beside it.
+    """
+    text = config.get_text_config()
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    parts: list[dict[str, Any]] = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    for parameters in parts:
+        kind = parameters.get("rope_type")
+        if kind not in _ROPE_BY_LENGTH:
+            continue
+        original: int = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
+        if longest > original:
+            raise ModelError(
+                f"{config.model_type} with {kind} rotary embeddings changes its frequencies where a row of "
+                f"the micro-batch has more than {original} tokens, so a row's log-probs depend on the rows "
+                f"beside it; lower data.max_prompt_length + data.max_response_length, now {longest}, to "
+                f"{original}, or use another model"
+            )
+
+
+def without_dropout(config: Any) -> Any:
+    """The configuration with every dropout at 0: with one, two forward passes could not be compared."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name, value in vars(part).items():
+            is_dropout = "dropout" in name or name.endswith("pdrop")
+            if is_dropout and isinstance(value, int | float) and not isinstance(value, bool) and value:
+                log.info("%s=%g of the model's config.json is set to 0", name, value)
+                setattr(part, name, 0.0)
+    return config
+
+
+def require_layers(lm: nn.Module) -> None:
+    """Refuses layers that the learner cannot train right.
+
+    Layers that carry something from token to token other than by attention ignore where a packed sequence
+    begins. Tensors of the checkpoint that are no parameters would be neither loaded nor pushed.
+
+    Raises:
+        ModelError: names the layer.
+    """
+    parameters = {name for name, _ in lm.named_parameters(remove_duplicate=False)}
+    for module in lm.modules():
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            raise ModelError(
+                f"{type(lm).__name__} has recurrent or convolution layers ({type(module).__name__}); over "
+                "packed sequences they would mix the tokens of neighbours, so such a model cannot be "
+                "trained; use a model with attention in all layers (docs/models.md)"
+            )
+    others = sorted(lm.state_dict().keys() - parameters)
+    if others:
+        raise ModelError(
+            f"{type(lm).__name__} keeps {len(others)} tensors in its checkpoint that are no parameters "
+            f"({others[0]}); the learner would neither load nor push them; use one of the architectures of "
+            "docs/models.md"
+        )
+
+
+def logit_scale(config: Any) -> float:
+    """The factor of the logits after the head; 1 for most models."""
+    text = config.get_text_config()
+    factor, divisor = getattr(text, "logit_scale", None), getattr(text, "logits_scaling", None)
+    if factor is not None:
+        return float(factor)
+    if divisor is None:
+        return 1.0
+    return float(divisor) if text.model_type == "hyperclovax" else 1.0 / float(divisor)
+
+
+def logit_softcap(config: Any) -> float | None:
+    """The bound c of logits that become c tanh(logits / c); None for most models."""
+    cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    return None if cap is None else float(cap)

@@ -1,0 +1,225 @@
+"""The self-test of a model: are its log-probs over packed sequences those of each sequence alone?
+
+config.json -> a small model of the same kind with drawn weights -> packed log-probs, twice
+            -> log-probs by transformers' own `ForCausalLM`, a sequence at a time -> the largest difference
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.config.run import RunConfig
+from paceline.core.errors import ModelError
+from paceline.learner.batch.pack import pack
+from paceline.learner.batch.types import PackedRow
+from paceline.learner.model import architectures
+from paceline.learner.model.loading import draw_normal, empty_lm, give_storage, read_config
+from paceline.learner.model.networks import PolicyNetwork
+
+TOLERANCE = 1e-4
+"""Largest difference of a log-prob in float32: rounding makes 1e-6 to 1e-5, a wrong layer 0.1 and more."""
+
+_LENGTHS = ((3, 2), (9, 4), (5, 6), (5, 6), (14, 10))
+_WINDOW = 8
+_SMALL = {
+    "vocab_size": 256,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "sliding_window": _WINDOW,
+    "attention_chunk_size": _WINDOW,
+    "first_k_dense_replace": 1,
+    "decoder_sparse_step": 1,
+}
+"""Upper bounds of sizes that no result of the test depends on, and windows that its rows exceed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfTest:
+    """The outcome of a test that passed."""
+
+    architecture: str
+    num_layers: int
+    largest_error: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.architecture}, {self.num_layers} layers: packed log-probs are those of each sequence "
+            f"alone (largest difference {self.largest_error:.1e}, at most {TOLERANCE:g}), two passes are "
+            f"equal, no dropout; {self.seconds:.1f} s"
+        )
+
+
+def check_models(config: RunConfig) -> list[SelfTest]:
+    """Tests the models that a run trains: its policy, and the critic where that has a folder of its own.
+
+    Raises:
+        ModelError: a model is refused, or its numbers are wrong.
+    """
+    folders = [config.model.path]
+    if config.needs_critic and config.critic.path:
+        folders.append(config.critic.path)
+    return [
+        check_model(folder, longest=config.max_model_len, trust_architecture=config.model.trust_architecture)
+        for folder in folders
+    ]
+
+
+def check_model(folder: str | Path, *, longest: int, trust_architecture: bool) -> SelfTest:
+    """Whether a model can be trained right; reads its config.json only.
+
+    Args:
+        folder: in the Hugging Face layout.
+        longest: prompt and response tokens of the longest row of the run.
+        trust_architecture: accept an architecture outside the table if the test passes.
+
+    Raises:
+        ModelError: the model is refused, or its numbers are wrong.
+    """
+    config = read_config(folder)
+    architectures.require_length(config, longest)
+    try:
+        architectures.require_known(config, trust_architecture=trust_architecture)
+    except ModelError:
+        # A reason says more than that the name is not in the table.
+        architectures.require_layers(empty_lm(shrink(config)))
+        raise
+    return run(config)
+
+
+def run(config: Any) -> SelfTest:
+    """Runs the test on a small model of the configuration's kind.
+
+    Raises:
+        ModelError: the model is refused, or its numbers are wrong.
+    """
+    began = time.perf_counter()
+    small = shrink(config)
+    lm = _drawn(small)
+    rows = _rows(small.get_text_config().vocab_size)
+    name = type(lm).__name__
+    with torch.no_grad():
+        first, second = (_packed(lm, rows) for _ in range(2))
+        if not torch.equal(first, second):
+            raise ModelError(
+                f"{name}: two forward passes over the same tokens differ by up to "
+                f"{float((first - second).abs().max()):.2g} nats, so no ratio could be trusted; the model "
+                "draws random numbers somewhere; use another model (docs/models.md)"
+            )
+        error = float((first - _one_by_one(_reference(lm, small), rows)).abs().max())
+    if not error <= TOLERANCE:
+        raise ModelError(
+            f"{name}: log-probs over packed sequences differ from those of each sequence alone by up to "
+            f"{error:.2g} nats (allowed {TOLERANCE:g}), so it would be trained on wrong numbers; use one of "
+            "the architectures of docs/models.md"
+        )
+    return SelfTest(
+        architecture=name,
+        num_layers=int(small.get_text_config().num_hidden_layers),
+        largest_error=error,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def shrink(config: Any) -> Any:
+    """A configuration of the same kind: a layer of each sort, at least two, small vocabulary and MLPs.
+
+    Hidden size and heads stay: many architectures tie them to each other.
+    """
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    num_layers = int(text.num_hidden_layers)
+    per_layer = {
+        name: list(value)
+        for name, value in vars(text).items()
+        if isinstance(value, list | tuple) and len(value) == num_layers and not name.endswith("token_id")
+    }
+    sorts: dict[tuple[str, ...], int] = {}
+    for layer in range(num_layers):
+        sorts.setdefault(tuple(repr(values[layer]) for values in per_layer.values()), layer)
+    chosen = sorted(sorts.values())
+    while len(chosen) < min(2, num_layers):
+        chosen.append(chosen[-1])
+    for name, values in per_layer.items():
+        setattr(text, name, [values[layer] for layer in chosen])
+    text.num_hidden_layers = len(chosen)
+    for name, most in _SMALL.items():
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > most:
+            setattr(text, name, most)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, name, None)
+    return small
+
+
+def _drawn(config: Any) -> Any:
+    """The learner's form of a model; its weights keep states and logits near 1, so every part shows."""
+    lm = empty_lm(config)
+    architectures.require_layers(lm)
+    give_storage(lm, lm, torch.device("cpu"), torch.float32)
+    lm.tie_weights()
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(draw_normal(parameter.shape, parameter.shape[-1] ** -0.5, 0, name))
+            else:
+                parameter.copy_(draw_normal(parameter.shape, 0.1, 0, name).add_(1.0))
+    return lm
+
+
+def _reference(lm: Any, config: Any) -> Any:
+    """transformers' own form of the same model, with the same weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    reference.load_state_dict(dict(lm.named_parameters()), strict=False)
+    return reference.eval()
+
+
+def _rows(vocab_size: int) -> list[PackedRow]:
+    rng = np.random.default_rng(0)
+    return [
+        PackedRow(
+            index=index,
+            prompt_token_ids=rng.integers(0, vocab_size, prompt).astype(np.int32),
+            response_token_ids=rng.integers(0, vocab_size, response).astype(np.int32),
+            response_mask=np.ones(response, np.uint8),
+            response_log_probs=np.zeros(response, np.float32),
+        )
+        for index, (prompt, response) in enumerate(_LENGTHS)
+    ]
+
+
+def _packed(lm: Any, rows: Sequence[PackedRow]) -> Tensor:
+    try:
+        log_probs: Tensor = PolicyNetwork(lm)(pack(rows, torch.device("cpu")))[0]
+    except ModelError:
+        raise
+    except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"{type(lm).__name__} does not run over packed sequences ({type(error).__name__}: {error}); use "
+            "one of the architectures of docs/models.md"
+        ) from error
+    return log_probs
+
+
+def _one_by_one(lm: Any, rows: Sequence[PackedRow]) -> Tensor:
+    """The same log-probs by the model's own forward pass, a sequence at a time."""
+    log_probs = []
+    for row in rows:
+        tokens = np.concatenate([row.prompt_token_ids, row.response_token_ids]).astype(np.int64)
+        ids, start = torch.from_numpy(tokens), len(row.prompt_token_ids)
+        logits = lm(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
+        log_probs.append(logits.float().log_softmax(-1).gather(-1, ids[start:, None]).squeeze(-1))
+    return torch.cat(log_probs)

@@ -1,0 +1,121 @@
+"""The self-test of a model, for each architecture of the table and for those that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.errors import ModelError
+from paceline.learner.model import self_test
+from paceline.learner.model.architectures import ARCHITECTURES
+from paceline.learner.model.self_test import check_model
+from support.architectures import table, tiny_config
+from support.source import ROOT
+
+pytestmark = pytest.mark.torch
+
+
+def check(folder: Path, config: Any, *, longest: int = 100, trust: bool = False) -> self_test.SelfTest:
+    config.save_pretrained(folder)
+    return check_model(folder, longest=longest, trust_architecture=trust)
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_an_architecture_of_the_table_passes(model_type: str, tmp_path: Path) -> None:
+    outcome = check(tmp_path, tiny_config(model_type))
+    assert outcome.largest_error < 2e-5
+    assert 2 <= outcome.num_layers <= 3
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("qwen3_5_text", r"recurrent or convolution layers \(Qwen3_5GatedDeltaNet\)"),
+        ("lfm2", r"recurrent or convolution layers \(Lfm2ShortConv\)"),
+        ("mamba2", r"recurrent or convolution layers \(Mamba2Mixer\)"),
+        ("falcon_h1", r"recurrent or convolution layers \(FalconH1Mixer\)"),
+    ],
+)
+@pytest.mark.parametrize("trust", [False, True])
+def test_layers_that_ignore_where_sequences_begin_are_refused_by_name(
+    model_type: str, reason: str, trust: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        check(tmp_path, tiny_config(model_type), trust=trust)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("stablelm", "StableLmAttention's model does not hand on to its layers where sequences begin"),
+        ("falcon", "'falcon' is no causal language model with exchangeable attention"),
+    ],
+)
+def test_attention_that_cannot_be_exchanged_is_refused_with_a_sentence(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        check(tmp_path, tiny_config(model_type), trust=True)
+
+
+def test_an_architecture_outside_the_table_needs_trust_and_the_self_test(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="set model.trust_architecture: true"):
+        check(tmp_path, tiny_config("persimmon"))
+    assert check(tmp_path, tiny_config("persimmon"), trust=True).architecture == "PersimmonForCausalLM"
+
+
+def test_a_model_whose_numbers_are_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale of Cohere's logits, forgotten: what was wrong in silence."""
+    monkeypatch.setattr("paceline.learner.model.networks.logit_scale", lambda config: 1.0)
+    with pytest.raises(ModelError, match=r"differ from those of each sequence alone by up to [1-9.]+ nats"):
+        check(tmp_path, tiny_config("cohere"))
+
+
+def test_a_model_that_draws_random_numbers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.learner.model.architectures.without_dropout", lambda config: config)
+    with pytest.raises(ModelError, match="two forward passes over the same tokens differ"):
+        check(tmp_path, tiny_config("phi3", attention_dropout=0.0))
+
+
+@pytest.mark.parametrize(("longest", "is_refused"), [(32, False), (33, True)])
+def test_rotary_embeddings_that_follow_the_longest_row_are_refused_beyond_their_length(
+    longest: int, is_refused: bool, tmp_path: Path
+) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = tiny_config(
+        "phi3", original_max_position_embeddings=32, max_position_embeddings=128, rope_parameters=rope
+    )
+    if not is_refused:
+        assert check(tmp_path, config, longest=longest).largest_error < 2e-5
+        return
+    with pytest.raises(ModelError, match="longrope rotary embeddings .* more than 32 tokens"):
+        check(tmp_path, config, longest=longest)
+
+
+def test_the_test_leaves_the_generator_of_the_run_alone(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    check(tmp_path, tiny_config("llama"))
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_large_model_is_tested_with_a_layer_of_each_sort() -> None:
+    sorts = (["sliding_attention"] * 5 + ["full_attention"]) * 4
+    config = tiny_config(
+        "gemma3_text", num_hidden_layers=24, layer_types=sorts, vocab_size=9000, sliding_window=512
+    )
+    small = self_test.shrink(config)
+    assert small.layer_types == ["sliding_attention", "full_attention"]
+    assert (small.num_hidden_layers, small.vocab_size, small.sliding_window) == (2, 256, 8)
+    assert config.num_hidden_layers == 24
+
+
+def test_the_page_shows_the_table() -> None:
+    """`PYTHONPATH=tests python -m support.architectures` prints it."""
+    assert table() in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")

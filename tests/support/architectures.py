@@ -1,0 +1,116 @@
+"""Tiny configurations of the architectures that the learner trains, and of some that it refuses."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,
+}
+
+_OWN: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {
+        "logit_scale": 0.25,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+    "gemma2": {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "granite": {
+        "logits_scaling": 4.0,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    },
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "phi3": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1},
+    "smollm3": {"no_rope_layers": [1, 1, 0], "layer_types": ["full_attention"] * 3},
+    "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1},
+    "qwen2": {
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "qwen2_moe": {"layer_types": ["full_attention"] * 3},
+    "qwen3": {"layer_types": ["full_attention"] * 3},
+    "exaone4": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8, "expand": 2},
+    "falcon_h1": {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 8,
+    },
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+}
+
+
+def tiny_config(model_type: str, /, **changes: Any) -> Any:
+    """A configuration of three layers, with what is special about the architecture switched on."""
+    from transformers import AutoConfig
+
+    kind = type(AutoConfig.for_model(model_type))
+    known = {*inspect.signature(kind).parameters, *kind.attribute_map}
+    sizes = {name: value for name, value in _SIZES.items() if name in known}
+    return kind(**{**sizes, **_OWN.get(model_type, {}), **changes})
+
+
+def features(model_type: str) -> str:
+    """What is special about an architecture, read from its tiny model: what the learner must not miss."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from paceline.learner.model.architectures import logit_scale, logit_softcap
+
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config)
+    windows = getattr(config, "layer_types", None) or ()
+    special = {
+        "logit scale": logit_scale(config) != 1.0,
+        "logit softcap": logit_softcap(config) is not None,
+        "attention softcap": getattr(config, "attn_logit_softcapping", None) is not None,
+        "head with bias": lm.get_output_embeddings().bias is not None,
+        "tied head": bool(config.tie_word_embeddings),
+        "sliding windows": "sliding_attention" in windows or model_type in ("mistral", "mixtral", "phi3"),
+        "fused projections": any(
+            name.endswith(("qkv_proj.weight", "mlp.gate_up_proj.weight")) for name, _ in lm.named_parameters()
+        ),
+        "experts": any(name.endswith("experts.gate_up_proj") for name, _ in lm.named_parameters()),
+        "dropout set to 0": any("drop" in name and value for name, value in vars(config).items()),
+    }
+    return ", ".join(name for name, holds in special.items() if holds)
+
+
+def table() -> str:
+    """The table of docs/models.md."""
+    from paceline.learner.model.architectures import ARCHITECTURES
+
+    rows = sorted((name, model_type, features(model_type)) for model_type, name in ARCHITECTURES.items())
+    head = "| family | `model_type` | what its own form has beyond the plain decoder |\n|---|---|---|\n"
+    return head + "".join(f"| {name} | `{kind}` | {special} |\n" for name, kind, special in rows)
+
+
+if __name__ == "__main__":
+    print(table(), end="")
