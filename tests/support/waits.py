@@ -42,7 +42,11 @@ NEEDLESS: dict[str, str] = {
     "paceline.cli.launch.ranks:_run: await echo": "the process whose log it follows has ended",
     "paceline.controller.app:_run_to_the_end: asyncio.wait": _LIFETIME,
     "paceline.controller.app:_run_to_the_end: context.stopping.wait": _TOLD,
-    "paceline.controller.run.trajectories:_in_thread: asyncio.wait": "a thread writes rows to a local file",
+    "paceline.service.threads:_finished: asyncio.wait": (
+        "files, or an object store, whose client has timeouts; what may take long is told to stop"
+    ),
+    "paceline.reward.app:RewardApp._work: asyncio.wait": _CANCELLED,
+    "paceline.reward.app:RewardApp._work: await loading": "a copy of a model; the launcher bounds a start",
     "paceline.controller.events:EventHub.follow: queue.get": (
         "a client that follows the run; the end of the run is an event, a lost client cancels the call"
     ),

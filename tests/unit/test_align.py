@@ -15,6 +15,7 @@ from paceline.controller.run.align import goes_on
 from paceline.controller.standing import Standing, StepInProgress
 from paceline.core.errors import IllegalTransitionError, LostDataError, PeerLostError
 from paceline.core.members import LearnerState, MemberKind, RewardState, RolloutState
+from paceline.core.policy import PolicyTag
 from support.sequencer_run import SequencerRun, config, run, run_of
 
 CALM = {"trainer__val_before_train": False, "service__recovery_timeout_s": 2.0}
@@ -341,3 +342,24 @@ async def test_a_push_to_newcomers_is_called_off_when_the_barrier_closes(tmp_pat
             await running
         await coming
         assert "commit rollout-9 1" in it.services.calls
+
+
+async def test_a_run_that_is_cancelled_as_a_collection_ends_does_not_go_on(tmp_path: Path) -> None:
+    async with run(tmp_path, **CALM) as it:
+        await it.enlist_all()
+        policy = PolicyTag(version=0, digest="0" * 16)
+
+        async def collect() -> None:
+            async with it.sequencer._publication.to_newcomers(policy):
+                pass
+
+        num_cancelled = 0
+        for turns in range(8):
+            task = asyncio.create_task(collect())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if task.cancel():
+                num_cancelled += 1
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+        assert num_cancelled >= 2

@@ -395,6 +395,7 @@ def test_in_an_object_store_old_and_void_checkpoints_go_in_the_same_way() -> Non
         folder_of(root, step).write("manifest.json", text)
     assert [f.name for f in prune(root, 2)] == ["step_000001", "step_000002"]
     assert root.folders() == ["step_000003", "step_000004"]
-    assert [f.name for f in checkpoints.set_aside(root, 3)] == ["step_000004"]
+    assert [f.name for f in checkpoints.later(root, 3)] == ["step_000004"]
+    checkpoints.set_aside(checkpoints.later(root, 3))
     assert [f.name for f, _ in checkpoints.complete(root)] == ["step_000003"]
     assert list(checkpoints.candidates(root, "r")) == [folder_of(root, 3)]

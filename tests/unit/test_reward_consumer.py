@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -352,4 +353,25 @@ async def test_a_scorer_that_is_beyond_repair_ends_the_service_and_acknowledges_
             async with asyncio.timeout(5):
                 await task
     assert caught.group_contains(RewardError, match="no reward processes")
+    assert await bench.pending() == 1
+
+
+async def test_a_consumer_that_is_stopped_ends_after_the_thread_that_decodes(bench: Bench) -> None:
+    began, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+    decode = bench.tokenizer.decode
+
+    def slow(token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        began.set()
+        goes_on.wait(10)
+        ended.set()
+        return decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    bench.tokenizer.decode = slow  # type: ignore[method-assign]
+    await bench.broker.append([finished_sample(RUN, 1, tokens("ab"))])
+    async with bench.working() as work:
+        assert await asyncio.to_thread(began.wait, 10)
+        asyncio.get_running_loop().call_later(0.1, goes_on.set)
+        work.cancel()
+        await asyncio.wait([work])
+        assert ended.is_set()
     assert await bench.pending() == 1

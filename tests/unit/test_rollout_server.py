@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +22,9 @@ from paceline.core.errors import (
     WeightSyncError,
 )
 from paceline.core.members import RolloutState
+from paceline.rollout import app
 from paceline.rollout.server import RolloutServer
+from paceline.service.runtime import ServiceContext
 from support.rollout_bench import LIMITS, RUN, V0, V1, bench, group, weight_group_spec
 
 
@@ -226,3 +232,27 @@ async def test_weights_that_give_no_numbers_end_the_service() -> None:
             b.engine.log_prob = float("nan")
             await b.ask(*(group(p) for p in range(8)))
             await asyncio.sleep(5)
+
+
+async def test_a_model_that_is_being_copied_when_the_process_fails_is_broken_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copy may take minutes, and the end of the process waits for its threads."""
+    began, told = threading.Event(), []
+
+    def copy(model: Any, service: str, *, stopped: Callable[[], bool]) -> None:
+        began.set()
+        deadline = time.monotonic() + 10
+        while not stopped() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        told.append(stopped())
+
+    monkeypatch.setattr(app, "local_model", copy)
+    config: Any = SimpleNamespace(model=None)
+    async with asyncio.TaskGroup() as tasks:
+        session: Any = SimpleNamespace(context=ServiceContext("rollout-0", tasks), poke=lambda: None)
+        loading = asyncio.create_task(app.RolloutApp(session)._load(config))
+        assert await asyncio.to_thread(began.wait, 10)
+        loading.cancel()
+        await asyncio.wait([loading])
+    assert told == [True]

@@ -244,6 +244,16 @@ BREACHES: dict[str, tuple[Spoil, str]] = {
         lambda r: r.manifests.pop(2),
         "I2: the checkpoint of step 2 is not on disk, or incomplete",
     ),
+    "a checkpoint that is not there, while a void one of its step was removed": (
+        lambda r: (
+            r.manifests.pop(2),
+            r.insert_after(
+                r.last("checkpoint"),
+                {"event": "checkpoint_removed", "folder": "checkpoints/void_step_000002"},
+            ),
+        ),
+        "I2: the checkpoint of step 2 is not on disk, or incomplete",
+    ),
     "a checkpoint of a version that is not committed": (
         lambda r: r.find("checkpoint").update(step=2),
         "I2: a checkpoint of step 2, but version 1 is committed",

@@ -385,7 +385,7 @@ async def test_a_rewind_takes_the_guards_state_and_the_checkpoints_back(tmp_path
         assert [a.lr_scale for a in services.adjustments][3:] == [1.0, 0.5]
         assert it.breaches() == []
     folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert folders == ["step_000001", "step_000002", "step_000003", "void_step_000002", "void_step_000003"]
+    assert folders == ["step_000001", "step_000002", "step_000003"]
 
 
 async def test_a_step_that_is_finished_from_its_checkpoint_takes_the_guards_state_from_it(

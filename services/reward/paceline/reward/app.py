@@ -7,8 +7,10 @@ what is under way is scored, as far as the time allows -> left
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import sys
+from collections.abc import Callable
 
 from paceline.broker import open_broker
 from paceline.config.model import ModelConfig
@@ -23,6 +25,7 @@ from paceline.rpc.v1 import reward_pb2_grpc
 from paceline.service.controller_link import MemberReport, Registration
 from paceline.service.credentials import REWARD_TOKEN, Credentials
 from paceline.service.member import MemberSession
+from paceline.service.threads import in_stoppable_thread
 from paceline.storage.models import local_model
 
 _log = logging.getLogger(__name__)
@@ -74,7 +77,13 @@ class RewardApp:
         )
         self._session.context.defer("scorers", scorer.close)
         # Importing the tokenizer library takes seconds, in which heartbeats must go on; so does a download.
-        tokenizer, _ = await asyncio.gather(asyncio.to_thread(self._tokenizer, config.model), scorer.start())
+        loading = asyncio.ensure_future(in_stoppable_thread(functools.partial(_tokenizer, config.model)))
+        try:
+            await scorer.start()
+            tokenizer = await loading
+        finally:
+            loading.cancel()
+            await asyncio.wait([loading])
         broker = open_broker(registration.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
         self._session.context.defer("broker", broker.close)
         self._consumer = Consumer(
@@ -100,10 +109,11 @@ class RewardApp:
         _log.info("serving")
         await self._consumer.run()
 
-    def _tokenizer(self, model: ModelConfig) -> Tokenizer:
-        model = local_model(model, "reward", stopped=self._session.context.stopping.is_set)
-        return load_tokenizer(model.tokenizer_path or model.path)
-
     def _report(self) -> MemberReport:
         in_flight = self._consumer.num_in_flight if self._consumer else 0
         return MemberReport(state=self._state, in_flight=in_flight)
+
+
+def _tokenizer(model: ModelConfig, stopped: Callable[[], bool]) -> Tokenizer:
+    model = local_model(model, "reward", stopped=stopped)
+    return load_tokenizer(model.tokenizer_path or model.path)

@@ -25,6 +25,7 @@ from paceline.data.prompts import Decoder
 from paceline.reward.scorer import Scorer
 from paceline.reward.scores import Score, failed
 from paceline.service.telemetry import current_traceparent, span
+from paceline.service.threads import in_thread
 from paceline.wire import (
     blob_digest,
     decode_scored,
@@ -144,7 +145,7 @@ class Consumer:
                 answers[entry.entry_id] = self._refusal(entry, error)
         blobs = await self._broker.get_blobs([header.blob_key for header in headers.values()])
         # In a thread: decoding a large batch takes long, and heartbeats and leases must go on.
-        texts = await asyncio.to_thread(self._read_responses, list(headers.values()), blobs)
+        texts = await in_thread(self._read_responses, list(headers.values()), blobs)
         scores = await self._score_texts(list(headers.values()), texts)
         seconds = time.monotonic() - started
         deliveries = {entry.entry_id: entry.deliveries for entry in entries}

@@ -21,6 +21,7 @@ from paceline.rpc.v1 import rollout_pb2_grpc
 from paceline.service.addresses import choose_for_nccl
 from paceline.service.controller_link import MemberReport, Registration
 from paceline.service.member import MemberSession
+from paceline.service.threads import in_stoppable_thread
 from paceline.storage.models import local_model
 
 _HEALTH_S = 1.0
@@ -60,8 +61,9 @@ class RolloutApp:
                 await asyncio.wait([loading])
 
     async def _start(self, config: RunConfig) -> Engine:
-        stopping = self._session.context.stopping
-        model = await asyncio.to_thread(local_model, config.model, "rollout", stopped=stopping.is_set)
+        model = await in_stoppable_thread(
+            lambda stopped: local_model(config.model, "rollout", stopped=stopped)
+        )
         return await start_engine(config.model_copy(update={"model": model}))
 
     async def _serve(self, engine: Engine, registration: Registration) -> None:

@@ -34,6 +34,7 @@ from paceline.core.errors import LostDataError, PeerLostError
 from paceline.core.members import LearnerState
 from paceline.core.policy import PolicyTag
 from paceline.data.cursor import CursorState
+from paceline.service.threads import in_thread
 
 # How long a learner that is sent back may take to leave the fleet.
 _LEAVE_S = 10.0
@@ -152,7 +153,7 @@ class Alignment:
 
     async def _rewind(self, version: int) -> None:
         standing = self._run.journal.standing
-        state = self._state_at(version)
+        state = await in_thread(self._state_at, version)
         if state is None:
             await self.send_back(
                 standing.finished + 1,
@@ -160,11 +161,21 @@ class Alignment:
             )
         cursor, guard = state
         reason = f"the learner holds version {version}, the run had finished step {standing.finished}"
+        await self._set_aside(version)
         self._run.journal.record("rewind", to_step=version, reason=reason, cursor=cursor, guard=guard)
         self._run.events.notice(f"{reason}: going on from step {version}")
-        for folder in checkpoints.set_aside(self._run.checkpoints, version):
-            self._run.journal.record("checkpoint_removed", folder=str(folder))
         await self._collector.begin_anew()
+
+    async def _set_aside(self, last_step: int) -> None:
+        """Makes the checkpoints of later steps void, before their steps are.
+
+        A controller that is killed meanwhile leaves a run that the next one rewinds. After the `rewind` they
+        would count as the newest of a run that does not know them.
+        """
+        void = await in_thread(checkpoints.later, self._run.checkpoints, last_step)
+        for folder in void:
+            self._run.journal.record("checkpoint_removed", folder=str(folder))
+        await in_thread(checkpoints.set_aside, void)
 
     def _state_at(self, version: int) -> tuple[Any, Any] | None:
         """Cursor and guard at the end of a step; None where nobody knows them."""
@@ -198,7 +209,7 @@ class Alignment:
     async def _recall(self, version: int) -> None:
         journal = self._run.journal
         standing, step = journal.standing, journal.standing.finished + 1
-        self.saved = self._saved(version)
+        self.saved = await in_thread(self._saved, version)
         try:
             await self._collector.recall(standing.log_position, max(0, step - 1))
         except LostDataError as error:

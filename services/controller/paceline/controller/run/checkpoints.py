@@ -15,9 +15,12 @@ from paceline.controller.progress import Run
 from paceline.core.errors import CheckpointError, DeadlineError, GuardError, PeerLostError
 from paceline.core.manifest import MANIFEST, manifest_fields
 from paceline.data.cursor import CursorState
+from paceline.service.threads import in_thread
 from paceline.storage.folder import Folder, reason
 
 log = logging.getLogger(__name__)
+
+_VOID = "void_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,12 +90,16 @@ def candidates(root: Folder, run_id: str) -> Iterator[Folder]:
             yield folder
 
 
-def _steps(root: Folder) -> list[Folder]:
+def _steps(root: Folder, prefix: str = "step_") -> list[Folder]:
     """The folders of steps, the oldest first."""
     try:
-        return [root.child(name) for name in root.folders() if name.startswith("step_")]
+        return [root.child(name) for name in root.folders() if name.startswith(prefix)]
     except OSError as error:
         raise CheckpointError(f"the checkpoints in {root} cannot be listed: {reason(error)}") from error
+
+
+def _step_of(folder: Folder) -> int:
+    return int(folder.name.rpartition("_")[2])
 
 
 def _with_manifest(root: Folder) -> list[Folder]:
@@ -113,14 +120,17 @@ def outdated(root: Folder, keep: int) -> list[Folder]:
     """The old checkpoints that may go.
 
     The newest `keep` complete checkpoints and the newest good one stay. Incomplete and damaged ones stay only
-    if they are newer than the newest complete one; they do not count.
+    if they are newer than the newest complete one; they do not count. A void one stays until there is a
+    complete one of its step or a later.
     """
     intact = list(complete(root))
     if not intact:
         return []
     good = [folder.name for folder, state in intact if state.good]
     kept = {*(folder.name for folder, _ in intact[:keep]), *good[:1]}
-    return [f for f in _steps(root) if f.name not in kept and f.name < intact[0][0].name]
+    newest = _step_of(intact[0][0])
+    old = [f for f in _steps(root) if f.name not in kept and _step_of(f) < newest]
+    return old + [f for f in _steps(root, f"{_VOID}step_") if _step_of(f) <= newest]
 
 
 def remove(folders: Sequence[Folder]) -> None:
@@ -131,18 +141,21 @@ def remove(folders: Sequence[Folder]) -> None:
         folder.delete()
 
 
-def set_aside(root: Folder, last_step: int) -> list[Folder]:
-    """Sees to it that nobody goes on from the checkpoints of later steps, which are void.
+def later(root: Folder, last_step: int) -> list[Folder]:
+    """The checkpoints of steps after `last_step`, the incomplete ones too."""
+    return [folder for folder in _steps(root) if _step_of(folder) > last_step]
+
+
+def set_aside(folders: Sequence[Folder]) -> None:
+    """Sees to it that nobody goes on from void checkpoints.
 
     They are renamed; in an object store, which has no renaming, they become incomplete.
     """
-    void = [folder for folder in _steps(root) if int(folder.name.rpartition("_")[2]) > last_step]
-    for folder in void:
+    for folder in folders:
         if folder.is_local:
-            folder.rename(f"void_{folder.name}")
+            folder.rename(f"{_VOID}{folder.name}")
         else:
             folder.remove(MANIFEST)
-    return void
 
 
 class Checkpoints:
@@ -189,11 +202,11 @@ class Checkpoints:
         journal.record("checkpoint", step=state.step, folder=str(folder), good=state.good)
         try:
             keep = self._run.config.trainer.keep_checkpoints
-            old = await asyncio.to_thread(outdated, self._run.checkpoints, keep)
+            old = await in_thread(outdated, self._run.checkpoints, keep)
             # First the journal: whatever ends this task or process, no checkpoint is missing unsaid.
             for superseded in old:
                 journal.record("checkpoint_removed", folder=str(superseded))
-            await asyncio.to_thread(remove, old)
+            await in_thread(remove, old)
         except (CheckpointError, OSError) as error:
             self._run.events.notice(f"step {state.step}: old checkpoints cannot be removed: {error}")
 
@@ -206,7 +219,7 @@ class Checkpoints:
             CheckpointError: there are none.
         """
         await self.written()
-        for folder, state in await asyncio.to_thread(lambda: list(self._good(step))):
+        for folder, state in await in_thread(lambda: list(self._good(step))):
             self._run.journal.record(
                 "rollback", step=step, to_step=state.step, folder=str(folder), reason=reason
             )
@@ -223,9 +236,9 @@ class Checkpoints:
             "or guard.RULE.rollback: null"
         )
 
-    def stopped(self, step: int, reason: str) -> GuardError:
+    async def stopped(self, step: int, reason: str) -> GuardError:
         """The error that a run ends with when the guard stops it."""
-        last_good = next(self._good(step), None)
+        last_good = await in_thread(lambda: next(self._good(step), None))
         where = f"the last good checkpoint is {last_good[0]}" if last_good else "there is no good checkpoint"
         return GuardError(
             f"step {step}: the guard ends the run: {reason}. The weights of this step were not published; "

@@ -187,7 +187,9 @@ class Publication:
     async def _call_off(self, serving: asyncio.Task[None]) -> None:
         """Ends the task; a push under way is finished within seconds or abandoned."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout=_GRACE_S)
+            # Not `wait_for`: that takes no notice of a cancellation in the moment in which the wait ends.
+            async with asyncio.timeout(_GRACE_S):
+                await self._idle.wait()
         serving.cancel()
         await asyncio.wait([serving])
         epoch = self._push.epochs.current

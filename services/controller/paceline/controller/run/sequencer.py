@@ -279,7 +279,7 @@ class Sequencer:
             await self._checkpoints.written()
             self._write_metrics({**result.metrics, **metrics})
             self._guard.summarize()
-            raise self._checkpoints.stopped(step, decision.stop)
+            raise await self._checkpoints.stopped(step, decision.stop)
         if decision.rollback:
             self.progress.move(Phase.ROLLBACK)
             with span("rollback"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from paceline.controller.batch.collect import Batch
 from paceline.controller.progress import Run
 from paceline.core.trajectory import ScoredHeader
 from paceline.data.prompts import Prompt, PromptSet
+from paceline.service.threads import in_thread
 
 ReadTexts = Callable[[Sequence[ScoredHeader]], Awaitable[Sequence[str]]]
 
@@ -43,7 +43,8 @@ class TrajectoryFile:
                 texts = await read_texts(portion)
                 rows = [self._row(header, text) for header, text in zip(portion, texts, strict=True)]
                 table = pyarrow.Table.from_pylist(rows, schema=schema)
-                await _in_thread(writer.write_table, table)
+                # pyarrow crashes the process when a writer is closed while another thread writes with it.
+                await in_thread(writer.write_table, table)
         partial.replace(self._path)
 
     def _row(self, header: ScoredHeader, text: str) -> dict[str, Any]:
@@ -63,18 +64,6 @@ class TrajectoryFile:
             "finish_reason": header.finish_reason.value,
             "server": header.server_id,
         }
-
-
-async def _in_thread(function: Callable[[Any], None], argument: Any) -> None:
-    """Like `asyncio.to_thread`, but a cancelled caller waits for the thread too.
-
-    pyarrow crashes the process when a writer is closed while another thread writes with it.
-    """
-    call = asyncio.ensure_future(asyncio.to_thread(function, argument))
-    try:
-        await asyncio.shield(call)
-    finally:
-        await asyncio.wait([call])
 
 
 def _columns() -> list[tuple[str, Any]]:

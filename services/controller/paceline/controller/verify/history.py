@@ -415,8 +415,10 @@ class History:
         self.checkpoints[number] = entry
 
     def _on_checkpoint_removed(self, entry: Entry) -> None:
-        name = str(entry["folder"]).rstrip("/").rpartition("step_")[2]
-        self.checkpoints.pop(int(name), None)
+        name = str(entry["folder"]).rstrip("/").rpartition("/")[2]
+        # Those of void steps are named void_step_N, and left this list with the rewind.
+        if name.startswith("step_"):
+            self.checkpoints.pop(int(name.removeprefix("step_")), None)
 
     def _entry_of(self, number: int) -> Entry | None:
         step = self.steps.get(number)
