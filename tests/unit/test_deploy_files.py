@@ -83,6 +83,7 @@ def test_only_who_issues_certificates_sees_more_than_its_own() -> None:
 def test_no_service_talks_in_plain_text() -> None:
     text = (COMPOSE / "compose.yaml").read_text(encoding="utf-8")
     assert "INSECURE" not in text
+    assert "PROMETHEUS_PLAIN" not in text
     for name in set(IDENTITIES) - {"certs", "redis", "prometheus"}:
         assert SERVICES[name]["environment"]["PACELINE_TLS_DIR"] == "/run/tls"
     for name in ("controller", "controller-gpu"):
