@@ -116,7 +116,9 @@ class CriticConfig(Section):
     """The value update; used where the advantage estimator needs values."""
 
     path: str | None = Field(
-        None, description="Folder to start the critic from; null: model.path (with a new value head)."
+        None,
+        description="Folder to start the critic from: a critic, a reward model with one score (its score.* "
+        "becomes the value head), or a language model; null: model.path (with a new value head).",
     )
     ppo_mini_batch_size: int | None = Field(
         None, gt=0, description="Prompts per optimizer step; null: the actor's."

@@ -53,7 +53,7 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
     if guard.refusal:
         score_rest(learner, scored)
     reports = _update(learner, order.step, mini_batches, stopwatch, guard)
-    _steer_kl(learner, order, prepared.summary)
+    _steer_kl(learner, order, prepared.summary, reports)
     learner.version = order.step
     metrics = {
         **_report_metrics(reports, is_audited=not num_unscored),
@@ -205,11 +205,13 @@ def _update(
     return reports
 
 
-def _steer_kl(learner: Learner, order: TrainOrder, summary: AdvantageSummary) -> None:
+def _steer_kl(
+    learner: Learner, order: TrainOrder, summary: AdvantageSummary, reports: dict[str, UpdateReport]
+) -> None:
     """Adapts the KL coefficient to the step's KL, unless the guard fixed it or the policy was not updated."""
-    if order.adjustments.fixed_kl_coef is not None or _critic_alone(learner, order.step):
+    actor = reports.get("actor")
+    if order.adjustments.fixed_kl_coef is not None or actor is None or not actor.metrics:
         return
-    # A KL that is not finite comes with a skipped update; then the coefficient stays, as the policy does.
     if summary.reference_kl is not None and math.isfinite(summary.reference_kl):
         learner.kl_controller.update(summary.reference_kl, summary.num_sequences)
 
