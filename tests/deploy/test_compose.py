@@ -17,14 +17,15 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
 SHORT = ("trainer.total_steps=8", "trainer.test_freq=8", "trainer.save_freq=2")
 # Small steps: a run that is long enough for its containers to come and go.
-LONG = (
-    "trainer.total_steps=50",
+_SMALL = (
     "trainer.test_freq=0",
     "trainer.save_freq=4",
     "data.val_files=[]",
     "data.train_batch_size=32",
     "rollout.n=4",
 )
+LONG = ("trainer.total_steps=50", *_SMALL)
+LONGER = ("trainer.total_steps=90", *_SMALL)
 END_S = 500.0
 
 Events = list[dict[str, Any]]
@@ -115,7 +116,7 @@ def test_what_a_start_cannot_mend_is_not_started_again(stack: Stack) -> None:
 
 
 def test_members_come_and_go_in_mid_run(stack: Stack) -> None:
-    with stack.up("scaled", *LONG):
+    with stack.up("scaled", *LONGER):
         stack.wait_for("step 1", lambda events: finished(events) >= 1, 400.0)
         certificates = stack.in_volumes("cat", "tls/rollout/cert.pem").stdout
         stack.scale(rollout=3, reward=2)
