@@ -16,7 +16,8 @@ from paceline.cli.certificates import Authority
 from paceline.cli.launch.machine import free_port
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.service import prometheus, telemetry
-from paceline.service.credentials import CA_FILE, INSECURE, TLS_DIR, TlsFiles
+from paceline.service.credentials import CA_FILE, TLS_DIR, TlsFiles
+from paceline.service.metrics_server import PLAIN
 
 pytest.importorskip("prometheus_client", reason="pip install 'paceline[prometheus]'")
 
@@ -96,7 +97,7 @@ def test_without_files_it_refuses_to_listen_and_says_what_to_run(monkeypatch: py
         ConfigError, match=f"refusing to serve metrics on {EVERYWHERE} in plain text: set {TLS_DIR}"
     ):
         telemetry.setup("controller", run_dir=None, prometheus_port=free_port())
-    monkeypatch.setenv(INSECURE, "1")
+    monkeypatch.setenv(PLAIN, "1")
     chosen = free_port()
     telemetry.setup("controller", run_dir=None, prometheus_port=chosen)
     assert "paceline_process" in scrape(chosen, None)

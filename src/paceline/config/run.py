@@ -96,6 +96,18 @@ class RunConfig(Section):
         return self.data.max_prompt_length + self.data.max_response_length
 
     @model_validator(mode="after")
+    def _steerable_kl(self) -> RunConfig:
+        control, algorithm = self.algorithm.kl_ctrl, self.algorithm
+        sequences = self.data.train_batch_size * self.rollout.n
+        if algorithm.use_kl_in_reward and control.type == "adaptive" and 5 * control.horizon <= sequences:
+            raise ValueError(
+                f"algorithm.kl_ctrl.horizon={control.horizon} would let one step of {sequences} sequences "
+                "(data.train_batch_size x rollout.n) take the coefficient to 0 or below; raise it above "
+                f"{sequences // 5}, or to {10 * sequences} for a fiftieth a step"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         batch, mini = self.data.train_batch_size, self.actor.ppo_mini_batch_size
         if batch % mini:

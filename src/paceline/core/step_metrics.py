@@ -130,6 +130,10 @@ STEP_METRICS: Mapping[str, str] = {
         "How much longer the step's passes take than with even micro-batches, by arithmetic, as ranks wait "
         "for the costliest of those that run together: 0.1 is a tenth."
     ),
+    "perf/computed_share": (
+        "Arithmetic of the passes over that of a batch without shared prompts; 1 unless "
+        "`actor.shared_prompts`."
+    ),
     # --- the weight push
     "weights/bytes": "Bytes that learner ranks sent.",
     "weights/relayed_bytes": "Bytes that rollout ranks passed on.",

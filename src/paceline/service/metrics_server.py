@@ -15,15 +15,15 @@ from paceline.service.connection import is_loopback
 from paceline.service.credentials import (
     CA_FILE,
     CERTIFICATE_FILE,
-    INSECURE,
     KEY_FILE,
     TLS_DIR,
-    Credentials,
     LatestTls,
     TlsFiles,
 )
 
 log = logging.getLogger(__name__)
+
+PLAIN = "PACELINE_PROMETHEUS_PLAIN"
 
 _MAX_REQUESTS = 16
 _REQUEST_S = 10.0
@@ -31,20 +31,20 @@ _CLOSE_S = 2.0
 _POLL_S = 0.1
 
 
-def tls_for(host: str, credentials: Credentials) -> TlsFiles | None:
-    """The files with which metrics are served on an address; None: in plain text.
+def tls_for(host: str, files: TlsFiles | None, *, plain: bool) -> TlsFiles | None:
+    """The files with which metrics are served on an address; None: in plain text, as `plain` says.
 
     Raises:
         ConfigError: other machines reach the address, and plain text is not wanted.
     """
-    if is_loopback(host):
+    if is_loopback(host) or plain:
         return None
-    if credentials.tls is None and not credentials.insecure:
+    if files is None:
         raise ConfigError(
             f"refusing to serve metrics on {host} in plain text: set {TLS_DIR} to what `paceline certs "
-            f"issue` writes, or listen on 127.0.0.1, or, on a network that you trust wholly, set {INSECURE}=1"
+            f"issue` writes, or listen on 127.0.0.1, or, on a network that may see them, set {PLAIN}=1"
         )
-    return credentials.tls
+    return files
 
 
 class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):

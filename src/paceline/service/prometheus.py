@@ -2,7 +2,7 @@
 
 PACELINE_PROMETHEUS_PORT overrides telemetry.prometheus_port; 0 is off. The endpoint listens on loopback
 unless PACELINE_PROMETHEUS_HOST names another address, where it serves those who have a certificate of the
-run. It answers with numbers and names of members only.
+run; PACELINE_PROMETHEUS_PLAIN=1 has it serve everyone. It answers with numbers and names of members only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.service.addresses import to_bind
 from paceline.service.credentials import Credentials
-from paceline.service.metrics_server import MetricsServer, tls_for
+from paceline.service.metrics_server import PLAIN, MetricsServer, tls_for
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
@@ -59,7 +59,7 @@ class PrometheusEndpoint:
 
     def __init__(self, host: str, port: int) -> None:
         host = to_bind(host)
-        tls = tls_for(host, Credentials.from_env())
+        tls = tls_for(host, Credentials.from_env().tls, plain=os.environ.get(PLAIN) == "1")
         try:
             from opentelemetry.exporter.prometheus import PrometheusMetricReader
             from prometheus_client import CollectorRegistry, make_wsgi_app

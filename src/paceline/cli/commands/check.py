@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from paceline.cli.commands import arguments
-from paceline.cli.launch.preflight import PARTS, devices_line
+from paceline.cli.launch.preflight import PARTS, PARTS_HERE
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError, PacelineError
 
@@ -13,6 +13,11 @@ from paceline.core.errors import ModelError, PacelineError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     arguments.add_config(parser, description="configuration of a run")
+    parser.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="the run will start on another machine: leave out GPUs and reward services",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -20,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     config = arguments.load_config(RunConfig, args.config, args.overrides)
     print(f"ok    configuration: {args.config}")
     num_faults, model_is_bad = 0, False
-    for name, check in PARTS:
+    for name, check in PARTS if args.elsewhere else (*PARTS, *PARTS_HERE):
         try:
             print(f"ok    {name}: {check(config)}")
         except PacelineError as error:
@@ -30,7 +35,6 @@ def run(args: argparse.Namespace) -> int:
             model_is_bad |= isinstance(error, ModelError)
             num_faults += 1
             print(f"FAULT {name}: {error}")
-    print(devices_line(config))
     if num_faults:
         print(f"{num_faults} fault(s); nothing was started")
         return 2

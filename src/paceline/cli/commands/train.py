@@ -17,6 +17,7 @@ from paceline.cli.live.table import LiveView
 from paceline.cli.live.view import PlainView, View
 from paceline.cli.report.summary import closing_lines
 from paceline.config.run import RunConfig
+from paceline.core.errors import EXIT_FAILED
 from paceline.service.grpc_server import check_port
 from paceline.service.logs import LineFormatter
 
@@ -61,6 +62,11 @@ def train(config: RunConfig, *, plain: bool, is_open: bool = False, planner: Pla
         outcome = asyncio.run(launch(config, run_dir, view, planner=planner, is_open=is_open))
     finally:
         view.close()
+    if not outcome.began and outcome.exit_code != EXIT_FAILED:
+        # It was refused or stopped before it began: the message is all that there is to say.
+        prepared.undo()
+        print(f"paceline train: {outcome.message}", file=sys.stderr)
+        return outcome.exit_code
     if outcome.ok:
         print(outcome.message)
     for line in closing_lines(run_dir):

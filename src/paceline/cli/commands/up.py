@@ -29,5 +29,5 @@ def run(args: argparse.Namespace) -> int:
     hosts = arguments.load_config(several.Hosts, args.hosts, [])
     config = load(RunConfig, Path(args.hosts).parent / hosts.config, args.overrides)
     config = several.with_hosts(config, hosts)
-    quick_check(config, devices=False)
+    quick_check(config, here=False)
     return train(config, plain=args.plain, planner=Planner(members=functools.partial(several.members, hosts)))

@@ -128,6 +128,20 @@ def as_fsdp(network: nn.Module) -> FSDPModule:
     return network
 
 
+def forget_forward_passes(network: nn.Module) -> None:
+    """Drops what FSDP keeps of forward passes for a backward pass; every pass adds to it.
+
+    A backward pass drops it by itself, but a network that is never trained has none.
+    """
+    state: Any = as_fsdp(network)._get_fsdp_state()
+    state._comm_ctx.post_forward_order.clear()
+    for part in state._state_ctx.all_states:
+        groups = getattr(part, "_fsdp_param_groups", None)
+        for group in (part._fsdp_param_group,) if groups is None else groups:  # a torch before 2.13 has one
+            if group is not None:
+                group._post_forward_indices.clear()
+
+
 def empty_lm(config: Any, checkpointed_share: float = 0.0) -> Any:
     """The model on the meta device: shapes without storage.
 
@@ -242,7 +256,7 @@ class _Seed:
 
 
 class _ValueHeadSource:
-    """Another source, with a value head from the seed if that source has none."""
+    """Another source, with a value head: its own, else a reward model's `score`, else one from the seed."""
 
     def __init__(self, inner: _Files | _Seed, seed: int) -> None:
         self.inner, self.seed = inner, seed
@@ -250,6 +264,9 @@ class _ValueHeadSource:
     def rows(self, name: str, shape: torch.Size) -> ReadRows:
         if not name.startswith("value_head.") or name in self.inner:
             return self.inner.rows(name, shape)
+        score = name.replace("value_head.", "score.")
+        if isinstance(self.inner, _Files) and score in self.inner:
+            return self.inner.rows(score, shape)
         if name.endswith("bias"):
             return lambda start, stop: torch.zeros(stop - start)
         return lambda start, stop: draw_normal(shape, VALUE_HEAD_STD, self.seed, name)[start:stop]
