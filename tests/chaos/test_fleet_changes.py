@@ -14,8 +14,9 @@ from support.training_run import PACELINE, Row, prepare_inputs, tiny_config, tra
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(580)]
 
-# The launcher kills a controller that is silent for twice as long as a member may be.
-NUM_STEPS, DEAD_AFTER_S, PAUSE_S = 4, 5.0, 7.0
+# The launcher kills a controller that is silent for twice as long as a member may be. The run must outlast
+# two commands, each a new process, so that there is still a controller to kill.
+NUM_STEPS, DEAD_AFTER_S, PAUSE_S = 16, 5.0, 7.0
 
 
 def members(events: list[Row], what: str) -> list[tuple[str, str]]:
@@ -54,7 +55,8 @@ def test_a_paused_controller_takes_nobody_for_dead_and_servers_leave_in_order(tm
         assert last.returncode == 2
         assert "rollout-0 is the last rollout member" in last.stderr
 
-        run.wait_for(lambda e: e["event"] == "trajectory" and e["id"].startswith("train:3:"))
+        killed_in = 1 + max(e["step"] for e in run.events if e["event"] == "phase")
+        run.wait_for(lambda e: e["event"] == "trajectory" and e["id"].startswith(f"train:{killed_in}:"))
         run.kill_group("controller")
 
         assert run.finish() == 0, run.output
@@ -68,11 +70,12 @@ def test_a_paused_controller_takes_nobody_for_dead_and_servers_leave_in_order(tm
             e["incarnation"] for e in events if e["event"] == "member" and e["member"] == "rollout-0"
         }
         assert (starts.count("rollout-0"), len(incarnations)) == (2, 1)
-        assert sum(e["event"] == "commit" and e["version"] == 2 for e in events) == 1
+        assert sum(e["event"] == "commit" and e["version"] == killed_in - 1 for e in events) == 1
         assert not any(e["event"] == "newcomers" for e in events)
         assert [row["step"] for row in run.metrics] == list(range(NUM_STEPS + 1))
+        last_step = f"train:{NUM_STEPS}:"
         servers = {
-            e["server"] for e in events if e["event"] == "trajectory" and e["id"].startswith("train:4:")
+            e["server"] for e in events if e["event"] == "trajectory" and e["id"].startswith(last_step)
         }
         assert servers == {"rollout-0"}
         log = (run.run_dir / "logs/controller.log").read_text()

@@ -20,7 +20,7 @@ import yaml
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from support import compose_stack, source
-from support.compose_stack import FOLDER, TLS_ROLES
+from support.compose_stack import FOLDER, TLS_NAMES
 
 
 def resolved(tmp_path: Path, *profiles: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def issue(tmp_path: Path) -> Any:
     programs.mkdir()
     (programs / "paceline").write_text(f'#!/bin/sh\nexec {sys.executable} -m paceline.cli.main "$@"\n')
     (programs / "paceline").chmod(0o755)
-    for role in TLS_ROLES:
+    for role in TLS_NAMES:
         (folder / role).mkdir(parents=True)
     password.write_text("of the run")
     env = {
@@ -111,8 +111,8 @@ def test_certificates_are_issued_once_and_renewed_when_half_of_their_days_are_ov
 ) -> None:
     folder = tmp_path / "tls"
     issue()
-    first = {role: (folder / role / "cert.pem").read_bytes() for role in TLS_ROLES}
-    assert len(set(first.values())) == len(TLS_ROLES)
+    first = {role: (folder / role / "cert.pem").read_bytes() for role in TLS_NAMES}
+    assert len(set(first.values())) == len(TLS_NAMES)
     modes = {
         path.relative_to(folder).as_posix(): stat.S_IMODE(path.stat().st_mode)
         for path in folder.rglob("*")
@@ -120,8 +120,9 @@ def test_certificates_are_issued_once_and_renewed_when_half_of_their_days_are_ov
     }
     assert modes == {
         "ca.key": 0o600,
-        **{f"{role}/key.pem": 0o600 for role in TLS_ROLES},
+        **{f"{role}/key.pem": 0o600 for role in TLS_NAMES},
         "redis/key.pem": 0o640,
+        "client-prometheus/key.pem": 0o640,
         "redis/users.acl": 0o640,
     }
     users = (folder / "redis" / "users.acl").read_text().splitlines()
@@ -133,7 +134,7 @@ def test_certificates_are_issued_once_and_renewed_when_half_of_their_days_are_ov
     for role, days in (("redis", 3.4), ("rollout", 3.6)):
         then = time.time() - days * 86400
         os.utime(folder / role / "cert.pem", (then, then))
-    assert issue().count("keeps its certificate") == len(TLS_ROLES) - 1
-    second = {role: (folder / role / "cert.pem").read_bytes() for role in TLS_ROLES}
-    assert {role for role in TLS_ROLES if first[role] != second[role]} == {"rollout"}
+    assert issue().count("keeps its certificate") == len(TLS_NAMES) - 1
+    second = {role: (folder / role / "cert.pem").read_bytes() for role in TLS_NAMES}
+    assert {role for role in TLS_NAMES if first[role] != second[role]} == {"rollout"}
     assert stat.S_IMODE((folder / "rollout" / "key.pem").stat().st_mode) == 0o600

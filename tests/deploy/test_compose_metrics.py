@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from support import compose_stack
-from support.compose_stack import DOCKER, Stack
+from support.compose_stack import DOCKER, FOLDER, Stack
 from support.otlp_collector import ReceivedSpan, collector
 from support.prometheus_server import PrometheusServer, program, prometheus_server
 
@@ -39,25 +39,11 @@ def stack() -> Iterator[Stack]:
 
 
 def test_prometheus_scrapes_every_container_and_each_step_is_one_trace(stack: Stack, tmp_path: Path) -> None:
-    targets = tmp_path / "targets.json"
-    targets.write_text("[]")
-    config = tmp_path / "prometheus.yaml"
-    scrape = {
-        "job_name": "paceline",
-        "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}],
-    }
-    config.write_text(
-        yaml.safe_dump(
-            {
-                "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-                "scrape_configs": [scrape],
-            }
-        )
-    )
     with contextlib.ExitStack() as resources:
-        server = resources.enter_context(prometheus_server(config, tmp_path / "tsdb"))
         resources.enter_context(stack.settings("scraped", *STEPS))
         stack.compose("up", "--detach", "redis")
+        config = local_config(stack, tmp_path)
+        server = resources.enter_context(prometheus_server(config, tmp_path / "tsdb"))
         kept = resources.enter_context(collector(host=stack.gateway()))
         resources.enter_context(stack.up("scraped", *STEPS, OTLP_ENDPOINT=kept.endpoint))
         stack.wait_for(
@@ -68,7 +54,8 @@ def test_prometheus_scrapes_every_container_and_each_step_is_one_trace(stack: St
         stack.scale(rollout=2)
 
         def all_are_up() -> bool:
-            targets.write_text(json.dumps(addresses(stack)))
+            for service in MEMBERS:
+                targets(tmp_path, service).write_text(json.dumps(addresses(stack, service)))
             return up(server) == MEMBERS
 
         server.wait_for(all_are_up, f"as many targets up: {MEMBERS}", timeout_s=120)
@@ -100,17 +87,39 @@ def steps_by_trace(spans: list[ReceivedSpan]) -> dict[int, set[str]]:
     return services
 
 
-def addresses(stack: Stack) -> list[dict[str, object]]:
-    """The containers' addresses on the run's network, as compose's own Prometheus would find them by DNS."""
+def targets(folder: Path, service: str) -> Path:
+    """The file with a service's addresses."""
+    return folder / f"{service}.json"
+
+
+def local_config(stack: Stack, folder: Path) -> Path:
+    """Compose's own configuration of Prometheus for this machine, which cannot ask the containers' DNS."""
+    tree = yaml.safe_load((FOLDER.parent / "observability" / "prometheus.yaml").read_text())
+    tree["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    del tree["rule_files"]
+    for file in ("ca.pem", "cert.pem", "key.pem"):
+        (folder / file).write_text(stack.in_volumes("cat", f"tls/client-prometheus/{file}").stdout)
+    for job in tree["scrape_configs"]:
+        service = job["job_name"].removeprefix("paceline-")
+        del job["dns_sd_configs"]
+        targets(folder, service).write_text("[]")
+        job["file_sd_configs"] = [{"files": [str(targets(folder, service))], "refresh_interval": "1s"}]
+        job["tls_config"] |= {f"{name}_file": str(folder / f"{name}.pem") for name in ("ca", "cert", "key")}
+    config = folder / "prometheus.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    return config
+
+
+def addresses(stack: Stack, service: str) -> list[dict[str, object]]:
+    """A service's addresses on the run's network, as compose's own Prometheus would find them by DNS."""
     form = "{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}"
-    targets: list[dict[str, object]] = []
-    for service in MEMBERS:
-        for container in stack.containers(service):
-            words = [DOCKER, "inspect", "--format", form, container]
-            ips = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout.split()
-            # The controller is on a second network, too: either address leads to it.
-            targets += [{"targets": [f"{ip}:9464"], "labels": {"service": service}} for ip in ips[:1]]
-    return targets
+    answers: list[dict[str, object]] = []
+    for container in stack.containers(service):
+        words = [DOCKER, "inspect", "--format", form, container]
+        ips = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout.split()
+        # The controller is on a second network, too: either address leads to it.
+        answers += [{"targets": [f"{ip}:9464"], "labels": {"service": service}} for ip in ips[:1]]
+    return answers
 
 
 def up(server: PrometheusServer) -> dict[str, int]:

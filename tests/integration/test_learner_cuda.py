@@ -25,4 +25,10 @@ def test_a_gpu_computes_what_the_cpu_does(tmp_path: Path) -> None:
         assert rough["actor/entropy"] == pytest.approx(host["actor/entropy"], abs=2e-2)
         assert rough["critic/vf_loss"] == pytest.approx(host["critic/vf_loss"], rel=5e-2)
         assert abs(rough["actor/first_ppo_kl"]) < 1e-3
+    for host, shared in zip(results["cpu"], results["shared"], strict=True):
+        for name in ("actor/pg_loss", "critic/vf_loss", "actor/entropy", "algorithm/reference_kl"):
+            assert shared[name] == pytest.approx(host[name], abs=1e-4), name
+    for host, rough in zip(results["cpu"], results["half_shared"], strict=True):
+        assert rough["actor/entropy"] == pytest.approx(host["actor/entropy"], abs=2e-2)
+        assert rough["critic/vf_loss"] == pytest.approx(host["critic/vf_loss"], rel=5e-2)
     assert results["resumed_equals"]

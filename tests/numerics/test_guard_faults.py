@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,8 +20,9 @@ from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train import update
 from paceline.learner.train.learner import Learner
 from paceline.storage.folder import Folder
+from support.architectures import tiny_config
 from support.fake_fleet import Answer
-from support.learner_fakes import run_config
+from support.learner_fakes import VOCAB_SIZE, run_config
 from support.learner_scenarios import NanGradient
 from support.learner_services import LearnerServices
 from support.sequencer_run import SequencerRun, run_of
@@ -67,7 +69,7 @@ class Faulty:
             rollout={"n": 4, "replicas": 2},
             trainer={"total_steps": steps, "save_freq": 1, "val_before_train": False},
             # Made-up tokens are no sample of the policy: only what a test is about may act.
-            guard={"min_history": 2, "ppo_kl": {"skip": None}, **guard},
+            guard={"min_history": 2, "ppo_kl": {"skip": None}, "mismatch_kl": False, **guard},
         )
         self.learner = Learner.build(self.config, ranks)
         self.services = LearnerServices(self.learner, 4, 4)
@@ -137,6 +139,44 @@ async def test_a_nan_gradient_is_not_taken_and_ends_the_run_where_it_lasts(
         assert same(run.seen[step], run.seen[step + 1], "actor")
         assert not same(run.seen[step], run.seen[step + 1], "critic")
     assert not same(run.seen[3], run.seen[4], "actor")
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+async def test_a_learner_that_forgets_the_scale_of_the_logits_is_stopped_in_its_first_step(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
+) -> None:
+    """Cohere's logits are scaled after the head; the engine, here transformers, does so."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    engine = AutoModelForCausalLM.from_config(tiny_config("cohere", vocab_size=VOCAB_SIZE)).eval()
+    engine.save_pretrained(tmp_path / "model")
+
+    def log_probs(prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+        with torch.no_grad():
+            scores = engine(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return scores.gather(-1, ids[len(prompt) :, None]).squeeze(-1).numpy()
+
+    if is_wrong:
+        monkeypatch.setattr("paceline.learner.model.networks.logit_scale", lambda config: 1.0)
+    run = Faulty(tmp_path / "model", ranks, 1, mismatch_kl=True)
+    run.services.sampler = log_probs
+    async with run_of(run.config, tmp_path / "run", run.services) as it:
+        if not is_wrong:
+            await run.go(it, rewards())
+            assert it.lines()[1]["rollout/mismatch_kl"] < 1e-9
+            assert of(it, "mismatch_kl") == []
+            return
+        with pytest.raises(
+            GuardError,
+            match=r"step 1: .* stop: rollout/mismatch_kl is .*, above 1e-05, 10 times what model.dtype",
+        ):
+            await run.go(it, rewards())
+    (event,) = of(it, "mismatch_kl")
+    assert (event["step"], event["action"], event["bound"], event["reference"]) == (1, "stop", 10.0, 1e-6)
+    assert event["value"] > 0.1
+    assert "publish 1" not in run.services.calls
 
 
 def raise_rate(run: Faulty, at: int) -> Any:

@@ -132,6 +132,29 @@ def test_values_are_the_head_of_the_state_before_each_token(folder: Path, ranks:
     assert not torch.equal(other, values)
 
 
+def test_a_reward_model_gives_the_critic_its_score(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(1)
+    reward_model = AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, dtype=torch.float32
+    )
+    reward_model.save_pretrained(tmp_path)
+    rows = make_rows()
+    with torch.no_grad():
+        values = load_critic(tmp_path, ranks, FLOAT32, seed=7)(pack(rows, CPU))
+        expected = []
+        for row in rows:
+            tokens = np.concatenate([row.prompt_token_ids, row.response_token_ids]).astype(np.int64)
+            states = reward_model.model(torch.from_numpy(tokens)[None]).last_hidden_state[0]
+            expected.append(reward_model.score(states)[len(row.prompt_token_ids) - 1 : -1, 0])
+    torch.testing.assert_close(values, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    two = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2, dtype=torch.float32)
+    two.save_pretrained(tmp_path / "two")
+    with pytest.raises(ModelError, match=r"'score.weight' has shape \(2, 24\), the model needs \(1, 24\)"):
+        load_critic(tmp_path / "two", ranks, FLOAT32, seed=7)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_sees_its_own_sequence_only(window: int | None) -> None:
     generator = torch.Generator().manual_seed(0)

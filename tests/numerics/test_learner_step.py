@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.config.guard import GuardConfig
 from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, ModelError, NumericsError
+from paceline.core.guard import Adjustments, Histories
 from paceline.learner.batch import plan as batching
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train import update
 from paceline.learner.train.learner import Learner
+from paceline.learner.train.update_guard import UpdateGuard
 from support.learner_fakes import make_batch, run_config
 from support.learner_scenarios import numbers, save, take_step, train
 
@@ -45,6 +48,49 @@ def test_the_first_mini_batch_is_exactly_on_policy_and_later_ones_are_not(model:
     # The coefficient of the first step's KL, 0: 0.05 (1 - 0.2 x 32 / 1000).
     assert metrics[1]["algorithm/kl_coef"] == pytest.approx(0.05 * (1 - 0.2 * 32 / 1000))
     assert metrics[0]["response_length/mean"] == pytest.approx(4.78125)
+
+
+def test_the_kl_coefficient_stays_where_the_guard_refuses_the_update(model: Path, ranks: Ranks) -> None:
+    learner = Learner.build(run_config(model, guard={"reference_kl": {"skip": 1e-5}}), ranks)
+    train(learner, 1, 1)
+    before = learner.kl_controller.value
+    (metrics,) = train(learner, 2, 2)
+    assert metrics["algorithm/reference_kl"] > 1e-4
+    assert metrics["actor/skipped_updates"] == 2
+    assert learner.kl_controller.value == before
+
+
+def test_scoring_by_the_reference_leaves_nothing_behind(model: Path, ranks: Ranks) -> None:
+    """FSDP notes every forward pass for a backward pass; a reference model has none."""
+    learner = Learner.build(run_config(model), ranks)
+    assert learner.reference is not None
+    train(learner, 1, 2)
+    state: Any = as_fsdp(learner.reference)._get_fsdp_state()
+    assert state._comm_ctx.post_forward_order == []
+    groups = [group for part in state._state_ctx.all_states for group in part._fsdp_param_groups]
+    assert len(groups) == 3
+    assert [group._post_forward_indices for group in groups] == [[], [], []]
+
+
+@pytest.mark.parametrize("kl", [0.06, -0.06])
+def test_a_kl_of_either_sign_is_judged_by_its_size(ranks: Ranks, kl: float) -> None:
+    guard = UpdateGuard(GuardConfig(), Histories(), ranks, Adjustments())
+    refusal = guard.judge_update("actor", ["ppo_kl"], torch.tensor([kl], dtype=torch.float64), 0.5, 1.0)
+    assert refusal == "actor ppo_kl is 0.06, above 0.05 (guard.ppo_kl.skip)"
+    assert guard.metrics == {"actor/ppo_kl_max": 0.06}
+
+
+@pytest.mark.parametrize(("horizon", "is_refused"), [(6, True), (7, False)])
+def test_a_horizon_that_could_turn_the_kl_coefficient_negative_is_refused(
+    model: Path, horizon: int, is_refused: bool
+) -> None:
+    control = {"type": "adaptive", "kl_coef": 0.05, "target_kl": 0.1, "horizon": horizon}
+    algorithm = {"adv_estimator": "gae", "use_kl_in_reward": True, "kl_ctrl": control}
+    if not is_refused:
+        run_config(model, algorithm=algorithm)
+        return
+    with pytest.raises(ConfigError, match="horizon=6 would let one step of 32 sequences .* above 6"):
+        run_config(model, algorithm=algorithm)
 
 
 def test_the_same_seed_gives_the_same_bits(model: Path, ranks: Ranks) -> None:

@@ -31,6 +31,7 @@ def cut(
     world_size: int,
     budget: int = BUDGET,
     arithmetic: Arithmetic = BY_TOKENS,
+    share_prompts: bool = False,
 ) -> BatchPlan:
     return plan_batch(
         rows,
@@ -38,6 +39,7 @@ def cut(
         world_size=world_size,
         token_budget=budget,
         arithmetic=arithmetic,
+        share_prompts=share_prompts,
     )
 
 
@@ -129,6 +131,49 @@ def test_the_imbalance_is_the_wait_for_the_costliest_micro_batches(
     assert plan.imbalance >= -1e-12
 
 
+grouped = st.lists(
+    st.tuples(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=1, max_size=6)),
+    min_size=1,
+    max_size=6,
+).map(lambda groups: rows_of([[(prompt, length) for length in lengths] for prompt, lengths in groups]))
+
+
+@given(rows=grouped, world_size=st.integers(1, 4), arithmetic=models, size=st.integers(1, 3))
+def test_shared_prompts_stay_within_the_budget_and_take_no_longer(
+    rows: list[RowLength], world_size: int, arithmetic: Arithmetic, size: int
+) -> None:
+    plan = cut(rows, [size], world_size, arithmetic=arithmetic, share_prompts=True)
+    everything = sorted(row for rank in range(world_size) for row in plan.rows_of(rank))
+    assert everything == list(range(len(rows)))
+    cost = 0
+    for chunk in plan.chunks:
+        for micro_batches in chunk.micro_batches:
+            assert len(micro_batches) == chunk.num_micro_batches
+            for indices in micro_batches:
+                prompts = {rows[row].prompt_id: rows[row].num_prompt_tokens for row in indices}
+                responses = sum(rows[row].num_response_tokens for row in indices)
+                assert sum(prompts.values()) + responses <= BUDGET
+                order = [rows[row].prompt_id for row in indices]
+                assert order == sorted(order)
+                cost += arithmetic.of_rows((rows[row] for row in indices), share_prompts=True)
+    plain = cut(rows, [size], world_size, arithmetic=arithmetic)
+    assert plan.cost == cost <= plain.cost
+    assert plan.longest <= plain.longest
+
+
+def test_a_group_is_cut_where_ranks_would_wait_for_it() -> None:
+    # One group of 4 + 4 x 4 tokens: whole, rank 1 has nothing to do; in halves each has 4 + 2 x 4.
+    rows = rows_of([[(4, 4)] * 4])
+    alone = cut(rows, [1], 1, share_prompts=True)
+    assert (alone.cost, alone.chunks[0].micro_batches) == (20, (((0, 1, 2, 3),),))
+    halves = cut(rows, [1], 2, share_prompts=True)
+    assert (halves.cost, halves.longest) == (24, 12)
+    assert sorted(len(batches[0]) for batches in halves.chunks[0].micro_batches) == [2, 2]
+    # A budget of 13 tokens holds a prompt and two responses.
+    tight = cut(rows, [1], 1, budget=13, share_prompts=True)
+    assert [len(indices) for indices in tight.chunks[0].micro_batches[0]] == [2, 2]
+
+
 def test_a_plan_by_hand() -> None:
     # Tokens: 9 7 | 5 3. A budget of 10 tokens makes four micro-batches; 9 runs beside 7, 5 beside 3.
     rows = rows_of([[(4, 5), (4, 3)], [(2, 3), (2, 1)]])
@@ -142,7 +187,7 @@ def test_rows_are_dealt_by_arithmetic_and_not_by_tokens() -> None:
     # A row of 8 tokens does 64 pairs, one of 4 does 16: with 4 x 4 tokens the long row waits for nobody.
     rows = rows_of([[(4, 4), (2, 2), (2, 2), (2, 2), (2, 2)]])
     by_pairs = Arithmetic(per_token=0, per_response_token=0, per_pair=1)
-    assert cut(rows, [1], 2).chunks[0].micro_batches == (((3, 0),), ((1, 2, 4),))
+    assert cut(rows, [1], 2).chunks[0].micro_batches == (((1, 2, 4),), ((3, 0),))
     assert cut(rows, [1], 2, arithmetic=by_pairs).chunks[0].micro_batches == (((0,),), ((1, 2, 3, 4),))
     assert cut(rows, [1], 2, arithmetic=by_pairs).imbalance == 0
 

@@ -24,7 +24,7 @@ IMAGES: Final = (
     "paceline/rollout:cpu",
     "paceline/redis:local",
 )
-TLS_ROLES: Final = ("controller", "learner", "rollout", "reward", "client", "redis")
+TLS_NAMES: Final = ("controller", "learner", "rollout", "reward", "client", "redis", "client-prometheus")
 DOCKER: Final = os.environ.get("DOCKER", "docker")
 
 
@@ -147,7 +147,7 @@ class Stack:
 
     def in_volumes(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Runs a command in the controller's image over the project's runs and certificates."""
-        own = {f"tls-{role}": f"tls/{role}" for role in TLS_ROLES}
+        own = {f"tls-{name.removeprefix('client-')}": f"tls/{name}" for name in TLS_NAMES}
         folders = {"runs": "runs", "tls-authority": "tls", **own}
         volumes = [f"{self.project}_{name}:/paceline/{path}:ro" for name, path in folders.items()]
         mounts = [word for volume in volumes for word in ("--volume", volume)]

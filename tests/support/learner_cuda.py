@@ -37,6 +37,11 @@ def steps_on(device: str, config: RunConfig) -> list[dict[str, float]]:
         return train(Learner.build(config, ranks), 1, 3)
 
 
+def sharing(config: RunConfig) -> RunConfig:
+    """The run with shared prompts; it ends if the learner's own check finds a difference."""
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"shared_prompts": "on"})})
+
+
 def findings(folder: Path) -> dict[str, Any]:
     """Losses on both devices and in both precisions, those of a repeat, and a resumed run."""
     # Heads of 8: what the variable-length kernels take.
@@ -49,6 +54,8 @@ def findings(folder: Path) -> dict[str, Any]:
         "cuda": steps_on("cuda", exact),
         "again": steps_on("cuda", exact),
         "half": steps_on("cuda", half),
+        "shared": steps_on("cuda", sharing(exact)),
+        "half_shared": steps_on("cuda", sharing(half)),
     }
     with group_on("cuda") as ranks:
         learner = Learner.build(half, ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from paceline.core.trajectory import FinishReason, SamplingSpec, Trajectory
 from paceline.wire import blob_digest, encode_trajectory
 
 VOCAB_SIZE = 48
+Sampler = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Log-probs of a response, from the tokens of prompt and response."""
 POLICY = PolicyTag(version=0, digest="0123456789abcdef")
 
 
@@ -97,19 +100,25 @@ def make_batch(
     num_samples: int = 4,
     seed: int = 0,
     with_greedy: bool = False,
+    sampler: Sampler | None = None,
 ) -> tuple[tuple[BatchRow, ...], dict[str, bytes]]:
-    """Rows in batch order and their blobs by key, drawn from the seed; greedy scores from the prompt id."""
+    """Rows in batch order and their blobs by key, drawn from the seed; greedy scores from the prompt id.
+
+    `sampler` gives the response's log-probs; without it they are drawn, too.
+    """
     rng = np.random.default_rng([seed, step])
     rows, blobs = [], {}
     for prompt_id in range(num_prompts):
         prompt = rng.integers(2, VOCAB_SIZE, int(rng.integers(3, 16))).astype(np.int32)
         for sample in range(num_samples):
             length = int(rng.integers(1, 9))
+            response = rng.integers(2, VOCAB_SIZE, length).astype(np.int32)
+            log_probs = rng.uniform(-5, -2, length).astype(np.float32)
             trajectory = make_trajectory(
                 TrajectoryId(step=step, purpose="train", prompt_id=prompt_id, sample_index=sample),
                 prompt,
-                rng.integers(2, VOCAB_SIZE, length).astype(np.int32),
-                log_probs=rng.uniform(-5, -2, length).astype(np.float32),
+                response,
+                log_probs=log_probs if sampler is None else sampler(prompt, response),
                 policy=policy,
             )
             key = f"blob:{trajectory.trajectory_id}"

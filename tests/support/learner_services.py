@@ -18,7 +18,7 @@ from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire.training import order_to_proto, result_from_proto
 from support.fake_fleet import FakeLearner, FakeServices
-from support.learner_fakes import DictBlobs, make_batch
+from support.learner_fakes import DictBlobs, Sampler, make_batch
 
 
 class _AtOnce(CommandQueue):
@@ -42,13 +42,15 @@ class _AtOnce(CommandQueue):
 class LearnerServices(FakeServices):
     """Trains for real on made-up tokens, with the rewards that the loop sends.
 
-    `before` is called with the step before each training step.
+    `before` is called with the step before each training step. `sampler` gives the tokens' log-probs; without
+    it they are made up, too.
     """
 
     def __init__(self, learner: Learner, num_prompts: int, num_samples: int) -> None:
         super().__init__()
         self.learner = _RealLearner(self, learner, {"num_prompts": num_prompts, "num_samples": num_samples})
         self.before: Callable[[int], None] = lambda step: None
+        self.sampler: Sampler | None = None
         self.version = self.source = learner.version
 
 
@@ -67,7 +69,9 @@ class _RealLearner(FakeLearner):
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
         self.services.calls.append(f"train {order.step}")
         self.services.before(order.step)
-        made, self._blobs.blobs = make_batch(step=order.step, policy=order.policy, seed=1, **self._shape)
+        made, self._blobs.blobs = make_batch(
+            step=order.step, policy=order.policy, seed=1, sampler=self.services.sampler, **self._shape
+        )
         rows = [
             dataclasses.replace(row, reward=wanted.reward)
             for row, wanted in zip(made, order.rows, strict=True)

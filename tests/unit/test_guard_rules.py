@@ -131,6 +131,7 @@ def test_the_defaults_are_those_that_the_page_states() -> None:
         "reward_constant": {"warn": 0.0},
         "reward_jump": {"warn": 100.0, "skip": 1000.0},
         "non_finite": {"warn": 0.0, "stop": 0.0},
+        "mismatch_kl": {"warn": 1.0, "stop": 10.0},
         "throughput": {"warn": 0.25},
     }
     assert set(bounds) == set(RULES)

@@ -168,12 +168,19 @@ def test_the_profile_mounts_the_files_and_scrapes_what_the_services_serve() -> N
             source = mount.partition(":")[0]
             assert source in compose["volumes"] or (ROOT / "deploy" / "compose" / source).exists()
         assert all(port.startswith("127.0.0.1:") for port in services[name].get("ports", ()))
-    (scraped,) = load(FOLDER / "prometheus.yaml")["scrape_configs"][0]["dns_sd_configs"]
+    scraped: dict[str, int] = {}
+    for job in load(FOLDER / "prometheus.yaml")["scrape_configs"]:
+        assert job["scheme"] == "https"
+        role = job["job_name"].removeprefix("paceline-")
+        assert job["tls_config"]["server_name"] == f"{role}.paceline"
+        (looked_up,) = job["dns_sd_configs"]
+        assert all(name.startswith(role) for name in looked_up["names"])
+        scraped |= dict.fromkeys(looked_up["names"], looked_up["port"])
     members = {
         name for name, tree in services.items() if "PACELINE_PROMETHEUS_PORT" in tree.get("environment", {})
     }
     # The network's alias of either profile's controller is `controller`.
-    assert members - {"controller-gpu"} == set(scraped["names"])
+    assert members - {"controller-gpu"} == set(scraped)
     for name in members:
         port = services[name]["environment"]["PACELINE_PROMETHEUS_PORT"]
-        assert port == f"${{METRICS_PORT:-{scraped['port']}}}"
+        assert port == f"${{METRICS_PORT:-{scraped[name.removesuffix('-gpu')]}}}"

@@ -5,7 +5,7 @@
 set -eu
 days=${1:-7}
 paceline certs init .
-for name in controller learner rollout reward client redis; do
+for name in controller learner rollout reward client redis client-prometheus; do
   if [ -n "$(find "$name/cert.pem" -mmin "-$((days * 720))" 2> /dev/null)" ] && cmp -s ca.pem "$name/ca.pem"; then
     echo "$name keeps its certificate"
   elif [ "$name" = redis ]; then
@@ -14,7 +14,7 @@ for name in controller learner rollout reward client redis; do
     paceline certs issue . "$name" --days "$days"
   fi
 done
-# Redis runs as another user, who is in the group of these files.
+# Redis and Prometheus run as other users, who are in the group of these files.
 printf 'user default off\n%s\n' "$(paceline certs acl)" > redis/users.acl.new
-chmod 640 redis/key.pem redis/users.acl.new
+chmod 640 redis/key.pem client-prometheus/key.pem redis/users.acl.new
 mv redis/users.acl.new redis/users.acl

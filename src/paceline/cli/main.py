@@ -44,9 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="COMMAND",
         help="one of the commands below; `paceline COMMAND --help` describes it",
     )
-    parser.add_argument(
-        "--version", action="version", version=f"paceline {importlib.metadata.version('paceline')}"
-    )
+    parser.add_argument("--version", action="version", version=f"paceline {_version()}")
     name = parser.parse_args(words[:1]).command
     command = importlib.import_module(f"paceline.cli.commands.{name}")
     summary = COMMANDS[name]
@@ -64,6 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _version() -> str:
+    """The version that is installed; images have the source alone."""
+    try:
+        return importlib.metadata.version("paceline")
+    except importlib.metadata.PackageNotFoundError:
+        return "from source"
 
 
 if __name__ == "__main__":

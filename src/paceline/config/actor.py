@@ -40,6 +40,13 @@ class ActorConfig(Section):
     ppo_max_token_len_per_gpu: int = Field(
         16384, gt=0, description="Token budget of a micro-batch, prompt and response together, on one rank."
     )
+    shared_prompts: Literal["auto", "on", "off"] = Field(
+        "off",
+        description="Samples of a prompt in the same micro-batch have one copy of it, in all passes: the "
+        "same numbers up to rounding, with less arithmetic. auto: in steps where that saves a sixth of it; "
+        "the first such batch is computed both ways, and if they differ nothing is shared. on: in every "
+        "step; a difference ends the run.",
+    )
     policy_loss: PolicyLossConfig = Field(
         PPOClip(),
         description="Per-token loss: its type, which is enough by itself (`policy_loss: gspo`), and its "
@@ -77,6 +84,11 @@ class ActorConfig(Section):
         "data.max_response_length.",
     )
     entropy_coeff: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    load_balance_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Mixture of Experts: weight of the balance of the experts' load (actor/load_balance).",
+    )
     use_kl_loss: bool = Field(False, description="Add a KL to the reference to the loss.")
     kl_loss_coef: float = Field(0.001, ge=0, description="use_kl_loss: weight of the KL.")
     kl_loss_type: KLKind = Field("k3", description=f"use_kl_loss: estimator of the KL. {KL_KINDS}")
@@ -109,7 +121,9 @@ class CriticConfig(Section):
     """The value update; used where the advantage estimator needs values."""
 
     path: str | None = Field(
-        None, description="Folder to start the critic from; null: model.path (with a new value head)."
+        None,
+        description="Folder to start the critic from: a critic, a reward model with one score (its score.* "
+        "becomes the value head), or a language model; null: model.path (with a new value head).",
     )
     ppo_mini_batch_size: int | None = Field(
         None, gt=0, description="Prompts per optimizer step; null: the actor's."

@@ -81,9 +81,13 @@ class GuardConfig(Section):
     )
     max_rollbacks: int = Field(3, ge=0, description="Rollbacks in one run; one more stops it.")
     ppo_kl: RuleConfig = _rule(
-        "KL from the policy before the step to the one being updated, of a mini-batch.", warn=0.03, skip=0.05
+        "Size of the KL from the policy before the step to the one being updated, of a mini-batch.",
+        warn=0.03,
+        skip=0.05,
     )
-    reference_kl: RuleConfig = _rule("KL to the reference model, mean over the step's sequences.", warn=1.0)
+    reference_kl: RuleConfig = _rule(
+        "Size of the KL to the reference model, mean over the step's sequences.", warn=1.0
+    )
     grad_norm: RuleConfig = _rule(
         "Gradient norm of a mini-batch that exceeds grad_clip, in multiples of its running median; "
         "actor and critic each.",
@@ -115,6 +119,12 @@ class GuardConfig(Section):
         warn=0.0,
         stop=0.0,
         patience=10,
+    )
+    mismatch_kl: RuleConfig = _rule(
+        "KL between rollout and learner on the step's tokens (rollout/mismatch_kl), in multiples of what "
+        "model.dtype allows: 1e-6 for float32, 0.01 for bfloat16.",
+        warn=1.0,
+        stop=10.0,
     )
     throughput: RuleConfig = _rule(
         "Tokens per second of generating, scoring and learning, as a share of its running median; "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from paceline.config.actor import ActorConfig, CriticConfig
@@ -29,6 +31,14 @@ from paceline.core.guard import Action
 class RunConfig(Section):
     """Everything that `paceline train` needs; every service reads its part of the resolved form."""
 
+    placement: Literal["auto", "fit", "given"] = Field(
+        "auto",
+        description="How `paceline train` uses the GPUs of this machine where learner.devices and "
+        "rollout.devices are not set. auto: learner.world_size, rollout.replicas and "
+        "rollout.tensor_model_parallel_size, where they are left out, are chosen so that all visible GPUs "
+        "work, about half of them as learner ranks; with one GPU, learner and engine share it. fit: the "
+        "same, and counts for which there are too few GPUs are lowered. given: the defaults below.",
+    )
     data: DataConfig
     model: ModelConfig
     actor: ActorConfig = ActorConfig()
@@ -94,6 +104,18 @@ class RunConfig(Section):
     def max_model_len(self) -> int:
         """Longest sequence, prompt and response together, in tokens."""
         return self.data.max_prompt_length + self.data.max_response_length
+
+    @model_validator(mode="after")
+    def _steerable_kl(self) -> RunConfig:
+        control, algorithm = self.algorithm.kl_ctrl, self.algorithm
+        sequences = self.data.train_batch_size * self.rollout.n
+        if algorithm.use_kl_in_reward and control.type == "adaptive" and 5 * control.horizon <= sequences:
+            raise ValueError(
+                f"algorithm.kl_ctrl.horizon={control.horizon} would let one step of {sequences} sequences "
+                "(data.train_batch_size x rollout.n) take the coefficient to 0 or below; raise it above "
+                f"{sequences // 5}, or to {10 * sequences} for a fiftieth a step"
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

@@ -48,6 +48,10 @@ STEP_METRICS: Mapping[str, str] = {
     "actor/pg_clipfrac": "Share of tokens that the policy's clip bounds.",
     "actor/pg_clipfrac_lower": "Share of tokens that the dual clip bounds.",
     "actor/cov_frac": "kl_cov, clip_cov: share of tokens that were selected.",
+    "actor/load_balance": (
+        "Mixture of Experts: how evenly each response's tokens choose experts, mean over trajectories and "
+        "layers: 1 is even, experts / experts per token the worst."
+    ),
     "actor/NAME": "A custom policy loss's own metric.",
     "actor/entropy": "Entropy of the policy in nats per response token.",
     "actor/grad_norm": "Gradient norm before clipping, mean over mini-batches.",
@@ -129,6 +133,10 @@ STEP_METRICS: Mapping[str, str] = {
     "perf/imbalance": (
         "How much longer the step's passes take than with even micro-batches, by arithmetic, as ranks wait "
         "for the costliest of those that run together: 0.1 is a tenth."
+    ),
+    "perf/computed_share": (
+        "Arithmetic of the passes over that of a batch without shared prompts; 1 unless "
+        "`actor.shared_prompts`."
     ),
     # --- the weight push
     "weights/bytes": "Bytes that learner ranks sent.",

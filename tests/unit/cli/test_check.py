@@ -13,6 +13,8 @@ from paceline.cli.main import main
 from paceline.core.errors import DataError, ModelError
 from support.cli_configs import config
 
+DATA = {"train_files": ["train.parquet"], "max_prompt_length": 32, "max_response_length": 8}
+
 
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,9 +33,11 @@ def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixtu
     assert lines[3].startswith("FAULT tokenizer: model folder model has no tokenizer (tokenizer.json)")
     assert lines[4] == "-     training prompts: not checked, as the model has a fault"
     assert lines[5].startswith("FAULT validation prompts: data file gone.jsonl does not exist")
-    assert lines[6].startswith("FAULT reward: there is no built-in reward function 'exact_macth'")
+    assert lines[6].startswith("FAULT reward functions: there is no built-in reward function 'exact_macth'")
     assert lines[7] == "ok    policy loss: ppo_clip"
     assert lines[8] == "ok    engine: vllm"
+    assert lines[9].startswith("ok    devices: CPU, ")
+    assert lines[10] == "ok    reward services: none"
     assert lines[-1] == "3 fault(s); nothing was started"
 
 
@@ -81,8 +85,8 @@ def test_check_looks_into_model_and_data(
 def test_a_model_folder_without_weights(project: Path) -> None:
     (project / "model" / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"has no weights \(\*.safetensors\)"):
-        quick_check(config())
-    quick_check(config(model={"path": "model", "load_format": "random"}))
+        quick_check(config(data=DATA))
+    quick_check(config(data=DATA, model={"path": "model", "load_format": "random"}))
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -92,3 +96,16 @@ def test_an_empty_data_set(project: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "no rows in empty.jsonl" in capsys.readouterr().out
     with pytest.raises(DataError, match="does not exist"):
         quick_check(config(data={"train_files": ["gone.parquet"]}))
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_what_concerns_this_machine_can_be_left_out(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = "reward.services=[{name: far, address: '127.0.0.1:1'}]"
+    main(["check", "run.yaml", far])
+    assert "FAULT reward services: nobody answers at reward.services.0.address=127.0.0.1:1" in (
+        capsys.readouterr().out
+    )
+    main(["check", "--elsewhere", "run.yaml", far])
+    assert not {"devices:", "services:"} & set(capsys.readouterr().out.split())

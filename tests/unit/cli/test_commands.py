@@ -81,6 +81,19 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"paceline {importlib.metadata.version('paceline')}\n"
 
 
+def test_a_source_tree_that_is_not_installed_has_commands_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", lacking)
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == "paceline from source\n"
+
+
 @pytest.mark.parametrize(
     "command",
     ["train", "check", "doctor", "status", "rollout", "health", "sft", "export", "report", "reward"],

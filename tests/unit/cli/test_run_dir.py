@@ -36,6 +36,8 @@ def test_the_same_configuration_gets_the_same_folder(folder: Path) -> None:
     second = run_dirs.prepare(config(trainer={"total_steps": 9, "name": "adder"}))
     assert second.run_dir == first.run_dir
     assert second.remarks == []
+    assert not (folder / "runs/latest").exists(), "only a run that has begun is the latest"
+    run_dirs.link_latest(first.run_dir)
     assert (folder / "runs/latest").resolve() == first.run_dir
     assert run_dirs.prepare(config(trainer={"total_steps": 9})).run_dir == folder / "runs/run"
 

@@ -24,6 +24,7 @@ async def test_status_asks_the_controller_of_the_note(
     note = run_dirs.new_note(folder, "secret")
     note.controller, note.state = server.address, "running"
     run_dirs.write_note(folder, note)
+    run_dirs.link_latest(folder)
     for words in (["status"], ["status", "mine"], ["status", "runs/mine"]):
         assert await asyncio.to_thread(main, words) == 0
         assert "step 3/9: collect" in capsys.readouterr().out

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.launch import preflight
+from paceline.cli.launch.machine import Machine
 from paceline.cli.main import main
 
 
@@ -22,6 +23,11 @@ from paceline.cli.main import main
         (["run.yaml", "trainer.total_steps"], "must look like dotted.key=value"),
         (["run.yaml", "data.train_files=gone.parquet"], "data file gone.parquet does not exist"),
         (["run.yaml", "model.path=gone"], "model folder gone does not exist"),
+        (["run.yaml", "data.max_prompt_length=60"], "exceed the model's max_position_embeddings=64"),
+        (
+            ["run.yaml", "reward.services=[{name: far, address: '127.0.0.1:1'}]"],
+            "nobody answers at reward.services.0.address=127.0.0.1:1, the reward service 'far'",
+        ),
     ],
 )
 def test_train_refuses_in_one_sentence(
@@ -33,6 +39,17 @@ def test_train_refuses_in_one_sentence(
     assert sentence in err
     assert "\n" not in err
     assert not (project / "runs").exists(), "nothing is made for a run that cannot start"
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_too_few_gpus_are_a_fault_before_the_start(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(preflight.Machine, "here", lambda: Machine(num_cores=2, gpus=(0, 1)))
+    assert main([command, "run.yaml", "learner.device=cuda", "learner.world_size=2"]) == 2
+    told = capsys.readouterr()
+    assert "need 1 GPUs, 0 are left beside the learner's (0,1)" in told.out + told.err
+    assert not (project / "runs").exists()
 
 
 def test_overrides_may_stand_on_both_sides_of_options(
@@ -58,6 +75,7 @@ def test_a_taken_controller_port_is_refused_before_anything_is_made(
 
 
 def test_the_controllers_error_at_start_is_the_commands_last_line(project: Path) -> None:
+    before = sorted(path.name for path in project.iterdir())
     words = ["run.yaml", "trainer.run_dir=r", "broker.url=redis://127.0.0.1:1/0"]
     done = subprocess.run(
         [sys.executable, "-m", "paceline.cli.main", "train", *words],
@@ -69,6 +87,25 @@ def test_the_controllers_error_at_start_is_the_commands_last_line(project: Path)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("paceline train: model folder model has no tokenizer")
-    note = run_dirs.read_note(project / "r")
-    assert note is not None
-    assert note.state == "ended"
+    assert sorted(path.name for path in project.iterdir()) == before, "nothing is left of it"
+
+
+def test_a_start_that_fails_gives_an_earlier_run_its_folder_back(project: Path) -> None:
+    """The model has no tokenizer, which the controller finds when the folder has been made."""
+    earlier = project / "runs" / "run"
+    earlier.mkdir(parents=True)
+    (earlier / "config.resolved.yaml").write_text("{}")
+    (project / "runs" / "other").mkdir()
+    (project / "runs" / "latest").symlink_to("other")
+    words = ["run.yaml", "trainer.resume=never", "broker.url=redis://127.0.0.1:1/0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.cli.main", "train", *words],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert sorted(path.name for path in (project / "runs").iterdir()) == ["latest", "other", "run"]
+    assert [path.name for path in earlier.iterdir()] == ["config.resolved.yaml"]
+    assert (project / "runs" / "latest").resolve() == project / "runs" / "other"

@@ -235,7 +235,7 @@ def _load(assignment: Assignment, ranks: Ranks, head: Head | None, stack: contex
     set_level(config.telemetry.log_level)
     for outcome in check_models(config):
         log.info("self-test: %s", outcome)
-    learner = Learner.build(config, ranks)
+    learner = Learner.build(config, ranks, head.notify if head else log.warning)
     log.info("rank %d of %d holds its shards on %s", ranks.rank, ranks.world_size, ranks.device)
     folder = load_newest(learner, assignment.checkpoints, notify=head.notify if head else log.warning)
     if folder is not None:

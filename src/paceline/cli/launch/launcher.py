@@ -16,7 +16,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,7 @@ class _Launcher:
         self._redis: OwnRedis | None = None
         self._signal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._following: asyncio.Task[EndEvent] | None = None
-        self._address = ""
+        self._address, self._began = "", False
 
     async def run(self) -> Outcome:
         """Starts, follows, stops."""
@@ -132,7 +132,7 @@ class _Launcher:
             pulse.cancel()
             await asyncio.gather(running, pulse, return_exceptions=True)
             await self._stop(outcome)
-        return outcome
+        return replace(outcome, began=self._began)
 
     async def _pulse(self) -> None:
         while True:
@@ -176,6 +176,8 @@ class _Launcher:
             for check in checks:
                 check.cancel()
             await asyncio.gather(*checks, return_exceptions=True)
+        self._began = True
+        run_dirs.link_latest(self._run_dir)
         for unit in self._member_units():
             await self._services.start(unit)
         specs = [process.spec for unit in self._services.units for process in unit.processes]

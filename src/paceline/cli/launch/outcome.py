@@ -12,11 +12,17 @@ from paceline.core.run_events import EndEvent
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a launch ended; `exit_code` is the command's."""
+    """How a launch ended.
+
+    Attributes:
+        exit_code: the command's.
+        began: whether the run's members were started, so that its folder says something.
+    """
 
     ok: bool
     message: str
     exit_code: int
+    began: bool = True
 
 
 def failed(message: str) -> Outcome:

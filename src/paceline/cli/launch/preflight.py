@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,30 +18,75 @@ from paceline.config.load import dump_yaml
 from paceline.config.model import ModelConfig
 from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
-from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError, PacelineError
+from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError
 from paceline.core.reward_function import check_extra_keys
+from paceline.service.addresses import split
 from paceline.storage.folder import Folder, is_url
 from paceline.storage.models import local_model
 
+_REACH_S = 3.0
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 
 
-def quick_check(config: RunConfig, *, devices: bool = True) -> None:
-    """Checks that files, the model folder and (`devices`) GPUs exist; quick, as it loads no tokenizer.
+def quick_check(config: RunConfig, *, here: bool = True) -> None:
+    """Those checks of `paceline check` that take no time, before `paceline train` creates anything.
+
+    It loads no tokenizer: data and prompts are the controller's to check.
+
+    Args:
+        here: the run's services start on this machine, whose GPUs and network are looked at.
 
     Raises:
-        DataError: a data file is missing.
-        ModelError: the model's folder is missing or lacks a part.
-        ConfigError: the configuration names an engine that does not exist, or more GPUs than there are.
-        EnvironmentLackError: a GPU that the configuration names does not exist.
+        PacelineError: one of GIVEN_ERRORS; the first fault.
     """
     _engine(config)
+    _data_files(config)
+    _model(config)
+    if here:
+        _devices(config)
+        _reward_services(config)
+
+
+def notes(config: RunConfig) -> list[str]:
+    """What may not be meant as it is written, for people."""
+    words = []
+    if config.data.prompt_format == "auto" and _has_template(config) and _first_prompt_is_text(config):
+        words.append(
+            "note: the prompts are strings, which go to the model without its chat template; "
+            "data.prompt_format=chat uses it, as an instruct model expects; text says that this is meant"
+        )
+    if config.rollout.n == 1 and config.algorithm.estimator.compares_samples:
+        words.append(
+            f"note: algorithm.adv_estimator={config.algorithm.adv_estimator} compares the samples of a "
+            "prompt, and rollout.n=1 draws only one"
+        )
+    return words
+
+
+def _has_template(config: RunConfig) -> bool:
+    model = local_model(config.model, "controller")
+    folder = Path(model.tokenizer_path or model.path)
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _first_prompt_is_text(config: RunConfig) -> bool:
+    from paceline.data.rows import first_row, value_at
+
+    try:
+        return isinstance(value_at(first_row(config.data.train_files[0]), config.data.prompt_key), str)
+    except (DataError, IndexError):
+        return False  # the controller says what is wrong with it
+
+
+def _data_files(config: RunConfig) -> None:
     for file in (*config.data.train_files, *config.data.val_files):
         if not Path(file).is_file():
             raise DataError(f"data file {file} does not exist; correct data.train_files or data.val_files")
-    _model_config(config)
-    if devices:
-        _require_gpus(config, Machine.here())
 
 
 def _engine(config: RunConfig) -> str:
@@ -140,9 +186,7 @@ def _rewards(config: RunConfig) -> str:
     for function in config.reward.functions:
         registry.load(function.name, function.kwargs)
     check_extra_keys(config.data.extra_keys)
-    names = [function.name for function in config.reward.functions]
-    names += [f"{service.name} at {service.address}" for service in config.reward.services]
-    return ", ".join(names)
+    return ", ".join(function.name for function in config.reward.functions) or "none"
 
 
 def _policy_loss(config: RunConfig) -> str:
@@ -178,16 +222,29 @@ def _learner_check(config: RunConfig, *options: str) -> str:
     return process.stdout.strip()
 
 
-def devices_line(config: RunConfig) -> str:
-    """Who gets which device of this machine; only a note, as the run may start on another machine."""
+def _reward_services(config: RunConfig) -> str:
+    """Whether somebody listens where the remote scorers are said to be."""
+    for number, service in enumerate(config.reward.services):
+        key = f"reward.services.{number}.address"
+        try:
+            socket.create_connection(split(service.address), timeout=_REACH_S).close()
+        except OSError as error:
+            reason = error.strerror or str(error) or type(error).__name__
+            raise EnvironmentLackError(
+                f"nobody answers at {key}={service.address}, the reward service {service.name!r} ({reason}); "
+                "start it before the run, or correct the address"
+            ) from error
+    names = [f"{service.name} at {service.address}" for service in config.reward.services]
+    return ", ".join(names) or "none"
+
+
+def _devices(config: RunConfig) -> str:
+    """Who gets which device of this machine."""
     machine = Machine.here()
-    try:
-        learner, rollout = _require_gpus(config, machine)
-    except PacelineError as error:
-        return f"note  devices: not on this machine: {error}"
+    learner, rollout = _require_gpus(config, machine)
     if not learner:
-        return f"ok    devices: CPU, {machine.num_cores} cores"
-    return f"ok    devices: learner on GPUs {list(learner)}, rollout on {[list(gpus) for gpus in rollout]}"
+        return f"CPU, {machine.num_cores} cores"
+    return f"learner on GPUs {list(learner)}, rollout on {[list(gpus) for gpus in rollout]}"
 
 
 def _require_gpus(config: RunConfig, machine: Machine) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
@@ -209,7 +266,13 @@ PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("tokenizer", _tokenizer),
     ("training prompts", lambda config: _prompts(config, "train")),
     ("validation prompts", lambda config: _prompts(config, "val")),
-    ("reward", _rewards),
+    ("reward functions", _rewards),
     ("policy loss", _policy_loss),
     ("engine", _engine),
+)
+
+# Those of this machine, where the run is to start.
+PARTS_HERE: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
+    ("devices", _devices),
+    ("reward services", _reward_services),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,28 @@ class RunNote:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A run directory, the configuration that its services get, and what people should know of both."""
+    """A run directory, the configuration that its services get, and what people should know of both.
+
+    Attributes:
+        created: the folders that were made for it, the outermost first.
+        aside: where an earlier run was moved.
+    """
 
     config: RunConfig
     run_dir: Path
     remarks: list[str]
+    created: tuple[Path, ...] = ()
+    aside: Path | None = None
+
+    def undo(self) -> None:
+        """Leaves things as they were, after a start that failed before the run began."""
+        if self.created or self.aside is not None:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+        if self.aside is not None:
+            self.aside.rename(self.run_dir)
+        for folder in reversed(self.created):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def folder_of(config: RunConfig) -> Path:
@@ -83,8 +101,14 @@ def prepare(config: RunConfig) -> Prepared:
         )
     trainer = config.trainer.model_copy(update={"run_dir": str(run_dir), "resume": "auto"})
     resolved = config.model_copy(update={"trainer": trainer})
+    aside, remarks = None, []
     try:
-        remarks = _move_aside(run_dir) if config.trainer.resume == "never" else _remarks_on(run_dir, resolved)
+        if config.trainer.resume == "never":
+            aside = _move_aside(run_dir)
+            remarks += [f"moved the earlier run to {aside}"] if aside is not None else []
+        else:
+            remarks += _remarks_on(run_dir, resolved)
+        created = tuple(folder for folder in (*reversed(run_dir.parents), run_dir) if not folder.exists())
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EnvironmentLackError(
@@ -92,8 +116,7 @@ def prepare(config: RunConfig) -> Prepared:
         ) from error
     secret = "@" in (config.broker.url or "")
     write_atomically(run_dir / RESOLVED, dump_yaml(resolved), mode=0o600 if secret else 0o644)
-    _link_latest(run_dir)
-    return Prepared(config=resolved, run_dir=run_dir, remarks=remarks)
+    return Prepared(config=resolved, run_dir=run_dir, remarks=remarks, created=created, aside=aside)
 
 
 def newest_checkpoint(config: RunConfig, run_dir: Path) -> int | None:
@@ -107,15 +130,15 @@ def newest_checkpoint(config: RunConfig, run_dir: Path) -> int | None:
     return int(newest.removeprefix("step_")) if newest else None
 
 
-def _move_aside(run_dir: Path) -> list[str]:
-    """Renames a folder in which a run was started."""
+def _move_aside(run_dir: Path) -> Path | None:
+    """Renames a folder in which a run was started; returns where it is now."""
     if not (run_dir / RESOLVED).exists():
-        return []
+        return None
     number = 1
     while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
         number += 1
     run_dir.rename(aside)
-    return [f"moved the earlier run to {aside}"]
+    return aside
 
 
 def _remarks_on(run_dir: Path, config: RunConfig) -> list[str]:
@@ -225,7 +248,7 @@ def find(run: str | None) -> Path:
     )
 
 
-def _link_latest(run_dir: Path) -> None:
+def link_latest(run_dir: Path) -> None:
     """Points runs/latest to the newest run, if the file system has symlinks."""
     link = run_dir.parent / LATEST
     if link.exists() and not link.is_symlink():

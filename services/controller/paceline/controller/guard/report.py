@@ -17,7 +17,7 @@ from typing import Any
 from paceline.controller.batch.collect import Batch
 from paceline.controller.guard.policy import Firing, GuardDecision, GuardPolicy
 from paceline.controller.progress import Run
-from paceline.core.guard import RULES, Action, Adjustments, Reading, worst
+from paceline.core.guard import ALLOWED_MISMATCH_KL, RULES, Action, Adjustments, Reading, worst
 from paceline.core.training import TrainResult
 from paceline.service import metrics, telemetry
 from paceline.service.metrics import Observation
@@ -138,6 +138,10 @@ class Guard:
         bad = sum(not math.isfinite(value) for value in outcome.result.metrics.values())
         if bad:
             readings.append(Reading(rule="non_finite", value=float(bad)))
+        mismatch = outcome.result.metrics.get("rollout/mismatch_kl", math.nan)
+        if math.isfinite(mismatch):
+            allowed = ALLOWED_MISMATCH_KL[self._config.model.dtype]
+            readings.append(Reading(rule="mismatch_kl", value=mismatch, reference=allowed))
         if outcome.seconds is None:
             return readings
         rate = outcome.batch.num_tokens / outcome.seconds

@@ -47,6 +47,10 @@ class Arithmetic:
         pairs = row.num_tokens**2 - row.num_prompt_tokens**2
         return (self.per_token + self.per_response_token) * row.num_response_tokens + self.per_pair * pairs
 
-    def of_rows(self, rows: Iterable[RowLength]) -> int:
-        """Rows that share nothing."""
-        return sum(map(self.of_row, rows))
+    def of_rows(self, rows: Iterable[RowLength], *, share_prompts: bool = False) -> int:
+        """Rows by themselves, or with one copy of each prompt."""
+        if not share_prompts:
+            return sum(map(self.of_row, rows))
+        rows = tuple(rows)
+        prompts = {row.prompt_id: row for row in rows}
+        return sum(map(self.of_prompt, prompts.values())) + sum(map(self.of_response, rows))

@@ -1,50 +1,118 @@
-"""Packs rows into a micro-batch: tokens without padding, and padded (B, R) tables for the losses."""
+"""Packs rows into a micro-batch: tokens without padding, and padded (B, R) tables for the losses.
+
+[prompt response] [prompt response] ...                   each row by itself
+[prompt] [response] [response] ... [prompt response] ...  with shared prompts: neighbours of the same prompt
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.trajectory import Int32Array
 from paceline.learner.batch.types import MicroBatch, PackedRow, PackedSequences
 
 
-def pack(rows: Sequence[PackedRow], device: torch.device) -> MicroBatch:
-    """Packs rows in the given order; without rows, a filler micro-batch."""
+def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool = False) -> MicroBatch:
+    """Packs rows in the given order; without rows, a filler micro-batch.
+
+    Args:
+        rows: of one rank.
+        device: the model's.
+        share_prompts: neighbouring rows with the same prompt have one copy of it.
+    """
     real = tuple(row.index for row in rows)
     rows = list(rows) or [_filler_row()]
-    prompts = np.array([len(row.prompt_token_ids) for row in rows])
+    layout = _Layout.of(rows, share_prompts=share_prompts)
     responses = np.array([len(row.response_token_ids) for row in rows])
-    lengths = prompts + responses
-    starts = np.cumsum(lengths) - lengths
     first = np.cumsum(responses) - responses  # of each row's numbers among the n
     steps = np.arange(responses.max())
     inside = steps < responses[:, None]  # (B, R)
-    score_positions = (starts + prompts - 1)[:, None] + steps
+    score_positions = np.array(layout.response_starts)[:, None] - 1 + steps
+    score_positions[:, 0] = layout.prompt_ends
     places = np.where(inside, first[:, None] + steps, responses.sum())
     mask = np.zeros(inside.shape, bool)
     log_probs = np.zeros(inside.shape, np.float32)
     mask[inside] = np.concatenate([row.response_mask for row in rows]) != 0
     log_probs[inside] = np.concatenate([row.response_log_probs for row in rows])
-    tokens = np.concatenate([part for row in rows for part in (row.prompt_token_ids, row.response_token_ids)])
-    positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
 
     def put(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
     return MicroBatch(
         rows=real,
-        input_ids=put(tokens.astype(np.int64)).unsqueeze(0),
-        position_ids=put(positions.astype(np.int64)).unsqueeze(0),
-        packed=PackedSequences.of([int(length) for length in lengths], device),
+        input_ids=put(np.concatenate(layout.tokens).astype(np.int64)).unsqueeze(0),
+        position_ids=put(np.concatenate(layout.positions).astype(np.int64)).unsqueeze(0),
+        packed=PackedSequences.of(layout.lengths, device, layout.prefixes),
         score_positions=put(score_positions[inside].astype(np.int64)),
         targets=put(np.concatenate([row.response_token_ids for row in rows]).astype(np.int64)),
         places=put(places.astype(np.int64)),
         mask=put(mask),
         rollout_log_probs=put(log_probs),
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Layout:
+    """Where the rows' tokens lie.
+
+    Attributes:
+        tokens, positions: in parts, prompts and responses.
+        lengths, prefixes: of the sequences, for `PackedSequences.of`.
+        prompt_ends, response_starts: by row, the last token of its prompt and the first of its response.
+    """
+
+    tokens: list[Int32Array] = field(default_factory=list)
+    positions: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    prefixes: list[int | None] = field(default_factory=list)
+    prompt_ends: list[int] = field(default_factory=list)
+    response_starts: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+
+    @classmethod
+    def of(cls, rows: Sequence[PackedRow], *, share_prompts: bool) -> _Layout:
+        layout = cls()
+        for family in _families(rows) if share_prompts else ([row] for row in rows):
+            prompt, prefix = family[0].prompt_token_ids, len(layout.lengths)
+            layout._append(prompt, 0)
+            prompt_end = layout.num_tokens - 1
+            if len(family) > 1:
+                layout._close(len(prompt), None)
+            for row in family:
+                layout.prompt_ends.append(prompt_end)
+                layout.response_starts.append(layout.num_tokens)
+                layout._append(row.response_token_ids, len(prompt))
+                if len(family) > 1:
+                    layout._close(len(row.response_token_ids), prefix)
+                else:
+                    layout._close(len(prompt) + len(row.response_token_ids), None)
+        return layout
+
+    def _append(self, tokens: Int32Array, first_position: int) -> None:
+        self.tokens.append(tokens)
+        self.positions.append(np.arange(first_position, first_position + len(tokens)))
+        self.num_tokens += len(tokens)
+
+    def _close(self, length: int, prefix: int | None) -> None:
+        """The last `length` tokens are a sequence."""
+        self.lengths.append(length)
+        self.prefixes.append(prefix)
+
+
+def _families(rows: Sequence[PackedRow]) -> Iterator[list[PackedRow]]:
+    """Runs of rows whose prompts are equal, token by token."""
+    family: list[PackedRow] = []
+    for row in rows:
+        if family and not np.array_equal(family[0].prompt_token_ids, row.prompt_token_ids):
+            yield family
+            family = []
+        family.append(row)
+    yield family
 
 
 def _filler_row() -> PackedRow:

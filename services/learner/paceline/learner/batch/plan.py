@@ -8,6 +8,9 @@ The unit is the chunk: a run of prompts whose size divides every mini-batch size
 differ from the actor's). A chunk is cut into the same number of micro-batches on each rank; some may be
 empty, because sharded models need every rank in every forward pass. The ranks wait for each other in every
 layer, so micro-batches that run at the same time have nearly equal arithmetic.
+
+With shared prompts, rows of a prompt stay together as far as the budget and even arithmetic allow: of several
+cuts of the groups, from whole ones to single rows, the one that takes the least time is used.
 """
 
 from __future__ import annotations
@@ -54,13 +57,23 @@ class BatchPlan:
 
     chunks: tuple[Chunk, ...]
     prompts_per_chunk: int
+    share_prompts: bool = False
 
     @property
     def imbalance(self) -> float:
         """How much longer the step takes than one of even micro-batches, by arithmetic: 0.1 is a tenth."""
         world_size = len(self.chunks[0].micro_batches)
-        longest = sum(chunk.longest for chunk in self.chunks)
-        return longest * world_size / sum(chunk.cost for chunk in self.chunks) - 1.0
+        return self.longest * world_size / self.cost - 1.0
+
+    @property
+    def longest(self) -> int:
+        """The arithmetic that the step waits for."""
+        return sum(chunk.longest for chunk in self.chunks)
+
+    @property
+    def cost(self) -> int:
+        """The arithmetic of all ranks."""
+        return sum(chunk.cost for chunk in self.chunks)
 
     def mini_batches(self, num_prompts: int) -> list[range]:
         """Runs of chunk indices that form mini-batches of `num_prompts` prompts; the last may be smaller.
@@ -89,6 +102,7 @@ def plan_batch(
     world_size: int,
     token_budget: int,
     arithmetic: Arithmetic,
+    share_prompts: bool = False,
 ) -> BatchPlan:
     """Plans a step.
 
@@ -98,6 +112,7 @@ def plan_batch(
         world_size: number of ranks.
         token_budget: most tokens of one micro-batch.
         arithmetic: of the policy.
+        share_prompts: whether rows of a micro-batch with the same prompt have one copy of it.
 
     Raises:
         DataError: there are no rows, or samples of one prompt are not next to each other.
@@ -119,15 +134,13 @@ def plan_batch(
             "rows of one prompt must lie next to each other: order them by (prompt id, sample index)"
         )
     width = math.gcd(*mini_batch_sizes)
-    chunks = []
-    for first in range(0, len(groups), width):
-        bundles = [
-            Bundle(rows=(index,), num_tokens=rows[index].num_tokens, cost=arithmetic.of_row(rows[index]))
-            for group in groups[first : first + width]
-            for index in group
-        ]
-        chunks.append(_arrange(deal(bundles, multiple=world_size, budget=token_budget), rows, world_size))
-    return BatchPlan(chunks=tuple(chunks), prompts_per_chunk=width)
+    cut = _Cut(rows=rows, world_size=world_size, budget=token_budget, arithmetic=arithmetic)
+    make = cut.sharing_prompts if share_prompts else cut.row_by_row
+    return BatchPlan(
+        chunks=tuple(make(groups[first : first + width]) for first in range(0, len(groups), width)),
+        prompts_per_chunk=width,
+        share_prompts=share_prompts,
+    )
 
 
 def effective_budget(token_budget: int, device_type: str, longest: int) -> int:
@@ -135,24 +148,70 @@ def effective_budget(token_budget: int, device_type: str, longest: int) -> int:
     return min(token_budget, max(longest, CPU_TOKEN_BUDGET)) if device_type == "cpu" else token_budget
 
 
-def _arrange(bins: Sequence[Bin], rows: Sequence[RowLength], world_size: int) -> Chunk:
-    """Has bins of similar cost run at the same time, the costliest first; ranks have similar sums, too."""
-    ordered = sorted(bins, key=lambda bundles: (-_cost(bundles), [bundle.rows for bundle in bundles]))
-    rounds = [ordered[first : first + world_size] for first in range(0, len(ordered), world_size)]
-    by_rank = zip(*(turn[::-1] if number % 2 else turn for number, turn in enumerate(rounds)), strict=True)
-    micro_batches = tuple(tuple(_in_order(bundles, rows) for bundles in bins) for bins in by_rank)
-    return Chunk(
-        rows=tuple(sorted(index for bundles in bins for bundle in bundles for index in bundle.rows)),
-        micro_batches=micro_batches,
-        cost=sum(map(_cost, bins)),
-        longest=sum(_cost(turn[0]) for turn in rounds),
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """Cuts prompt groups of `rows`, by index, into micro-batches."""
 
+    rows: Sequence[RowLength]
+    world_size: int
+    budget: int
+    arithmetic: Arithmetic
 
-def _cost(bundles: Bin) -> int:
-    return sum(bundle.cost for bundle in bundles)
+    def row_by_row(self, groups: Sequence[Sequence[int]]) -> Chunk:
+        """Each row has its own copy of its prompt."""
+        return self._chunk([(index,) for group in groups for index in group], share_prompts=False)
 
+    def sharing_prompts(self, groups: Sequence[Sequence[int]]) -> Chunk:
+        """Rows of a prompt that are in the same micro-batch have one copy of it."""
+        largest = max(map(len, groups))
+        sizes = dict.fromkeys(-(-largest >> halvings) or 1 for halvings in range(largest.bit_length()))
+        chunks = [
+            self._chunk([part for group in groups for part in self._parts(group, size)], share_prompts=True)
+            for size in [*sizes, 1]
+        ]
+        return min(chunks, key=lambda chunk: (chunk.longest, chunk.num_micro_batches))
 
-def _in_order(bundles: Bin, rows: Sequence[RowLength]) -> Rows:
-    indices = [index for bundle in bundles for index in bundle.rows]
-    return tuple(sorted(indices, key=lambda index: (rows[index].num_tokens, index)))
+    def _parts(self, group: Sequence[int], size: int) -> list[Rows]:
+        """A group in as few parts as hold at most `size` rows and fit into a micro-batch."""
+        ordered = sorted(group, key=lambda index: (self.rows[index].num_tokens, index))
+        for count in range(-(-len(group) // size), len(group)):
+            parts = [tuple(ordered[first::count]) for first in range(count)]
+            if all(self._num_tokens(part) <= self.budget for part in parts):
+                return parts
+        return [(index,) for index in ordered]
+
+    def _chunk(self, parts: Sequence[Rows], *, share_prompts: bool) -> Chunk:
+        """Deals parts; has bins of similar cost run together, so that the ranks' sums are similar, too."""
+
+        def cost(indices: Sequence[int]) -> int:
+            return self.arithmetic.of_rows(
+                (self.rows[index] for index in indices), share_prompts=share_prompts
+            )
+
+        bundles = [Bundle(rows=part, num_tokens=self._num_tokens(part), cost=cost(part)) for part in parts]
+        dealt = deal(bundles, multiple=self.world_size, budget=self.budget)
+        bins = [self._in_order(bundles, share_prompts=share_prompts) for bundles in dealt]
+        costed = sorted(((cost(indices), indices) for indices in bins), key=lambda pair: (-pair[0], pair[1]))
+        rounds = [costed[first : first + self.world_size] for first in range(0, len(bins), self.world_size)]
+        turns = [turn[::-1] if number % 2 else turn for number, turn in enumerate(rounds)]
+        return Chunk(
+            rows=tuple(sorted(index for indices in bins for index in indices)),
+            micro_batches=tuple(tuple(indices for _, indices in turn) for turn in zip(*turns, strict=True)),
+            cost=sum(number for number, _ in costed),
+            longest=sum(turn[0][0] for turn in rounds),
+        )
+
+    def _num_tokens(self, part: Rows) -> int:
+        """With one copy of the prompt, which all rows of the part have."""
+        return self.rows[part[0]].num_prompt_tokens + sum(
+            self.rows[index].num_response_tokens for index in part
+        )
+
+    def _in_order(self, bundles: Bin, *, share_prompts: bool) -> Rows:
+        """By length; with shared prompts first by prompt."""
+
+        def key(index: int) -> tuple[int, int, int]:
+            row = self.rows[index]
+            return row.prompt_id if share_prompts else 0, row.num_tokens, index
+
+        return tuple(sorted((index for bundle in bundles for index in bundle.rows), key=key))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -30,11 +30,16 @@ class PackedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceBlock:
-    """`num_sequences` neighbouring sequences of `length` tokens each, from token `start` on."""
+    """`num_sequences` neighbouring sequences of `length` tokens each, from token `start` on.
+
+    They share a prefix of `prefix_length` tokens from `prefix_start` on, which precede each of them.
+    """
 
     start: int
     num_sequences: int
     length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
 
     @property
     def stop(self) -> int:
@@ -43,32 +48,88 @@ class SequenceBlock:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PrefixedKeys:
+    """The keys that each sequence sees, side by side: its prefix, then itself.
+
+    Attributes:
+        tokens: (K,) int64, which token each key belongs to; a prefix's tokens stand once per sequence.
+        cu_seqlens: (num_sequences + 1,) int32, where each sequence's keys begin among the K.
+        max_length: keys of the sequence with the most.
+    """
+
+    tokens: Tensor
+    cu_seqlens: Tensor
+    max_length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedSequences:
     """Where the sequences of a packed row begin.
+
+    A sequence may have another one as its prefix: its tokens see the prefix's, too, as if they followed it.
 
     Attributes:
         cu_seqlens: (num_sequences + 1,) int32 on the model's device, from 0 to the number of tokens.
         max_length: tokens of the longest sequence.
-        blocks: the same sequences as runs of equal length, in order.
+        blocks: the same sequences as runs of equal length and prefix, in order.
+        keys: None if no sequence has a prefix.
     """
 
     cu_seqlens: Tensor
     max_length: int
     blocks: tuple[SequenceBlock, ...]
+    keys: PrefixedKeys | None = None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSequences:
-        """Sequences of these lengths, each at least 1, in this order."""
-        ends = [0]
-        for length in lengths:
-            ends.append(ends[-1] + length)
-        blocks, start = [], 0
-        for length, run in groupby(lengths):
-            block = SequenceBlock(start=start, num_sequences=len(list(run)), length=length)
+    def of(
+        cls, lengths: Sequence[int], device: torch.device, prefixes: Sequence[int | None] = ()
+    ) -> PackedSequences:
+        """Sequences of these lengths, each at least 1, in this order.
+
+        Args:
+            lengths: by sequence.
+            device: the model's.
+            prefixes: by sequence, the place of the earlier one that is its prefix and has none itself; or
+                None. Empty: no sequence has a prefix.
+        """
+        prefixes = prefixes or [None] * len(lengths)
+        starts = _offsets(lengths)
+        blocks, first = [], 0
+        for (length, prefix), run in groupby(zip(lengths, prefixes, strict=True)):
+            block = SequenceBlock(
+                start=starts[first],
+                num_sequences=len(list(run)),
+                length=length,
+                prefix_start=0 if prefix is None else starts[prefix],
+                prefix_length=0 if prefix is None else lengths[prefix],
+            )
             blocks.append(block)
-            start = block.stop
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
-        return cls(cu_seqlens=cu_seqlens, max_length=max(lengths), blocks=tuple(blocks))
+            first += block.num_sequences
+        return cls(
+            cu_seqlens=torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True),
+            max_length=max(lengths),
+            blocks=tuple(blocks),
+            keys=_prefixed_keys(blocks, device) if any(block.prefix_length for block in blocks) else None,
+        )
+
+
+def _prefixed_keys(blocks: Sequence[SequenceBlock], device: torch.device) -> PrefixedKeys:
+    tokens, lengths = [], []
+    for block in blocks:
+        prefix = torch.arange(block.prefix_start, block.prefix_start + block.prefix_length)
+        for start in range(block.start, block.stop, block.length):
+            tokens += [prefix, torch.arange(start, start + block.length)]
+            lengths.append(block.prefix_length + block.length)
+    return PrefixedKeys(
+        tokens=torch.cat(tokens).to(device, non_blocking=True),
+        cu_seqlens=torch.tensor(_offsets(lengths), dtype=torch.int32).to(device, non_blocking=True),
+        max_length=max(lengths),
+    )
+
+
+def _offsets(lengths: Sequence[int]) -> list[int]:
+    """Where each of these begins, and where the last one ends."""
+    return [0, *accumulate(lengths)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,9 +139,10 @@ class MicroBatch:
     Attributes:
         rows: place of each row in the step's batch, (B,) on the host; empty for a filler.
         input_ids: (1, T).
-        position_ids: (1, T), from 0 in each sequence.
+        position_ids: (1, T), from 0 in each prompt, on in its responses.
         packed: where the sequences begin.
-        score_positions: (n,), the positions in T that predict a response token: one before it.
+        score_positions: (n,), the positions in T that predict a response token: one before it, which for the
+            first token of a response is its prompt's last.
         targets: (n,), the response tokens.
         places: (B, R), the index among the n of each entry; n on padding.
         mask: (B, R) bool, True on tokens that the policy produced.

@@ -5,6 +5,10 @@ they begin; it is computed once and passed through the model as the keyword argu
 derives it from position ids and no mask is built. On CUDA in half precision `torch.nn.attention.varlen` does
 the work. Elsewhere, neighbouring sequences of equal length run as one batch of scaled dot products. With a
 softcap or sinks, which neither of them has, the scores of such a batch are computed in full.
+
+Responses may share a prompt, which is then their prefix: its states, keys and values are computed once. Each
+response's queries run against the prompt's keys and its own, side by side; with fewer queries than keys, all
+ways align them at the end.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.learner.batch.types import PackedSequences
+from paceline.learner.model.rows import take_rows
 
 PACKED_ATTENTION = "paceline_packed"
 
@@ -101,14 +106,18 @@ def _varlen(
             grouped["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    cu_keys, max_keys = packed.cu_seqlens, packed.max_length
+    if packed.keys is not None:
+        k, v = (take_rows(x, packed.keys.tokens) for x in (k, v))
+        cu_keys, max_keys = packed.keys.cu_seqlens, packed.keys.max_length
     out = varlen_attn(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
         packed.cu_seqlens,
-        packed.cu_seqlens,
+        cu_keys,
         packed.max_length,
-        packed.max_length,
+        max_keys,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
@@ -140,8 +149,15 @@ def _blockwise(
         qb, kb, vb = (
             x[block.start : block.stop].reshape(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
         )  # (N, heads, L, D)
-        narrow = window is not None and window < block.length
-        mask = _window_mask(block.length, window, q.device) if narrow and window is not None else None
+        if block.prefix_length:
+            end = block.prefix_start + block.prefix_length
+            prefix_k, prefix_v = (
+                x[block.prefix_start : end].transpose(0, 1).expand(block.num_sequences, -1, -1, -1)
+                for x in (k, v)
+            )  # (N, heads, P, D)
+            kb, vb = torch.cat([prefix_k, kb], 2), torch.cat([prefix_v, vb], 2)
+        needs_mask = block.prefix_length or (window is not None and window < block.length)
+        mask = _mask(block.length, kb.shape[2], window, q.device) if needs_mask else None
         out = attend(
             qb,
             kb,
@@ -167,23 +183,24 @@ def _full_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """As `F.scaled_dot_product_attention`, with a softcap and sinks; its memory grows with L squared."""
+    """As `F.scaled_dot_product_attention`, with a softcap and sinks; memory grows with queries x keys."""
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    length = q.shape[-2]
-    seen = _window_mask(length, length, q.device) if is_causal else attn_mask
+    num_keys = k.shape[-2]
+    seen = _mask(q.shape[-2], num_keys, None, q.device) if is_causal else attn_mask
     assert seen is not None
     scores = scores.masked_fill(~seen, -torch.inf).float()
     if sinks is not None:
         column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
-    return torch.softmax(scores, dim=-1)[..., :length].to(v.dtype) @ v
+    return torch.softmax(scores, dim=-1)[..., :num_keys].to(v.dtype) @ v
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    back = torch.arange(length, device=device)
-    distance = back.unsqueeze(1) - back.unsqueeze(0)
-    return (distance >= 0) & (distance < window)
+def _mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """(queries, keys), True where a query sees a key; the last of both are the same token."""
+    place = torch.arange(num_keys, device=device)
+    distance = place[num_keys - num_queries :].unsqueeze(1) - place
+    return (distance >= 0) & (distance < (num_keys if window is None else window))

@@ -12,6 +12,7 @@ from paceline.core.errors import ModelError
 from paceline.learner.algorithms.log_probs import bounded, chunked_log_probs, token_log_probs
 from paceline.learner.batch.types import MicroBatch
 from paceline.learner.model.architectures import logit_scale, logit_softcap
+from paceline.learner.model.rows import take_rows
 
 MAX_LOGITS_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Elements of the largest table of logits, tokens by vocabulary: 256 MiB in float32, 512 MiB in bfloat16."""
@@ -89,6 +90,9 @@ def hidden_states(body: nn.Module, batch: MicroBatch) -> Tensor:
         input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, packed=batch.packed
     )
     states: Tensor = output.last_hidden_state
+    if batch.packed.keys is not None:
+        # A shared prompt's last state scores the first token of several responses.
+        return take_rows(states[0], batch.score_positions)
     return states[0].index_select(0, batch.score_positions)
 
 

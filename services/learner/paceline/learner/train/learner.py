@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,9 @@ from paceline.learner.model.loading import Precision, load_critic, load_policy
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.losses import loss_function
 from paceline.learner.train.optimizer import N, Optimizer, Schedule, Trainable
+from paceline.learner.train.shared_prompts import SharedPrompts
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -31,6 +36,7 @@ class Learner:
     reference: PolicyNetwork | None
     kl_controller: KLController
     histories: Histories
+    shared_prompts: SharedPrompts
     version: int = 0
 
     @property
@@ -39,8 +45,8 @@ class Learner:
         return int(self.actor.network.lm.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
 
     @classmethod
-    def build(cls, config: RunConfig, ranks: Ranks) -> Learner:
-        """Loads the networks of a run at version 0; every rank calls it.
+    def build(cls, config: RunConfig, ranks: Ranks, notify: Callable[[str], None] = log.warning) -> Learner:
+        """Loads the networks of a run at version 0; every rank calls it. `notify` tells a person.
 
         Raises:
             ConfigError: a custom policy loss is not there or cannot be trained with.
@@ -82,6 +88,7 @@ class Learner:
             reference=reference,
             kl_controller=_kl_controller(config.algorithm.kl_ctrl),
             histories=Histories(window=config.guard.window, min_history=config.guard.min_history),
+            shared_prompts=SharedPrompts(config.actor.shared_prompts, compute, notify),
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.learner.batch.types import MicroBatch, OldLogProbs, ScoredBatch
-from paceline.learner.model.loading import as_fsdp
+from paceline.learner.model.loading import as_fsdp, forget_forward_passes
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.stopwatch import Stopwatch
 
@@ -30,6 +30,7 @@ def score(
     if reference is not None:
         with stopwatch.phase("ref"):
             ref = [*_without_gradient(reference, batches, lambda b: b.table(reference(b, temperature)[0]))]
+            forget_forward_passes(reference)
     if critic is not None:
         with stopwatch.phase("values"):
             values = [*_without_gradient(critic.network, batches, lambda b: b.table(critic.network(b)))]

@@ -17,8 +17,7 @@ from paceline.learner.batch.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.minibatch import MiniBatch, cut_mini_batches
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import BatchPlan, effective_budget, plan_batch
-from paceline.learner.batch.types import PackedRow, ScoredBatch, TrainingBatch
-from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.batch.types import MicroBatch, PackedRow, ScoredBatch, TrainingBatch
 from paceline.learner.model.flops import arithmetic_of, peak_flops
 from paceline.learner.train import shaping
 from paceline.learner.train.advantages import AdvantageSummary, compute_advantages
@@ -41,14 +40,9 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
     """
     config, ranks, stopwatch = learner.config, learner.ranks, Stopwatch(learner.ranks.device)
     arithmetic = arithmetic_of(learner.actor.network)
-    plan = _plan(config, order.rows, arithmetic, ranks)
+    flops = arithmetic.of_rows(_lengths(order.rows))
     with stopwatch.phase("fetch"):
-        rows = fetch(plan.rows_of(ranks.rank))
-        batches = [
-            pack([rows[index] for index in indices], ranks.device)
-            for chunk in plan.chunks
-            for indices in chunk.micro_batches[ranks.rank]
-        ]
+        plan, batches = _gather(learner, order.rows, arithmetic, fetch)
     num_unscored = _num_unscored(learner, order.step, plan)
     scored = score(learner, batches, stopwatch, num_unscored=num_unscored)
     with stopwatch.phase("adv"):
@@ -59,7 +53,7 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
     if guard.refusal:
         score_rest(learner, scored)
     reports = _update(learner, order.step, mini_batches, stopwatch, guard)
-    _steer_kl(learner, order, prepared.summary)
+    _steer_kl(learner, order, prepared.summary, reports)
     learner.version = order.step
     metrics = {
         **_report_metrics(reports, is_audited=not num_unscored),
@@ -68,8 +62,9 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
         **_length_metrics(config, order.rows),
         **guard.metrics,
         **stopwatch.seconds,
-        **_utilisation(learner, arithmetic.of_rows(_lengths(order.rows)), stopwatch),
+        **_utilisation(learner, flops, stopwatch),
         "perf/imbalance": plan.imbalance,
+        "perf/computed_share": plan.cost / flops,
     }
     reasons = [f"{name}: {reason}" for name, report in reports.items() for reason in report.skipped]
     return TrainResult(
@@ -77,22 +72,45 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
     )
 
 
-def _plan(config: RunConfig, rows: Sequence[BatchRow], arithmetic: Arithmetic, ranks: Ranks) -> BatchPlan:
+def _gather(
+    learner: Learner, rows: Sequence[BatchRow], arithmetic: Arithmetic, fetch: Fetch
+) -> tuple[BatchPlan, list[MicroBatch]]:
+    """The step's plan and this rank's micro-batches."""
+    config, ranks, sharing = learner.config, learner.ranks, learner.shared_prompts
+    lengths = _lengths(rows)
+    budget = effective_budget(
+        config.actor.ppo_max_token_len_per_gpu,
+        ranks.device.type,
+        max((row.num_tokens for row in lengths), default=0),
+    )
+
+    def make(share_prompts: bool) -> BatchPlan:
+        return plan_batch(
+            lengths,
+            mini_batch_sizes=_mini_batch_sizes(config),
+            world_size=ranks.world_size,
+            token_budget=budget,
+            arithmetic=arithmetic,
+            share_prompts=share_prompts,
+        )
+
+    while True:
+        plan = sharing.plan(make)
+        packed = fetch(plan.rows_of(ranks.rank))
+        parts = [
+            [packed[index] for index in indices]
+            for chunk in plan.chunks
+            for indices in chunk.micro_batches[ranks.rank]
+        ]
+        if not sharing.refuses(plan, learner.actor.network, parts[0], ranks, budget):
+            return plan, [pack(part, ranks.device, share_prompts=plan.share_prompts) for part in parts]
+
+
+def _mini_batch_sizes(config: RunConfig) -> list[int]:
     sizes = [config.actor.ppo_mini_batch_size]
     if config.needs_critic and config.critic.ppo_mini_batch_size is not None:
         sizes.append(config.critic.ppo_mini_batch_size)
-    lengths = _lengths(rows)
-    return plan_batch(
-        lengths,
-        mini_batch_sizes=sizes,
-        world_size=ranks.world_size,
-        token_budget=effective_budget(
-            config.actor.ppo_max_token_len_per_gpu,
-            ranks.device.type,
-            max((row.num_tokens for row in lengths), default=0),
-        ),
-        arithmetic=arithmetic,
-    )
+    return sizes
 
 
 def _lengths(rows: Sequence[BatchRow]) -> list[RowLength]:
@@ -187,11 +205,13 @@ def _update(
     return reports
 
 
-def _steer_kl(learner: Learner, order: TrainOrder, summary: AdvantageSummary) -> None:
+def _steer_kl(
+    learner: Learner, order: TrainOrder, summary: AdvantageSummary, reports: dict[str, UpdateReport]
+) -> None:
     """Adapts the KL coefficient to the step's KL, unless the guard fixed it or the policy was not updated."""
-    if order.adjustments.fixed_kl_coef is not None or _critic_alone(learner, order.step):
+    actor = reports.get("actor")
+    if order.adjustments.fixed_kl_coef is not None or actor is None or not actor.metrics:
         return
-    # A KL that is not finite comes with a skipped update; then the coefficient stays, as the policy does.
     if summary.reference_kl is not None and math.isfinite(summary.reference_kl):
         learner.kl_controller.update(summary.reference_kl, summary.num_sequences)
 

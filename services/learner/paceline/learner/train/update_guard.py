@@ -111,7 +111,8 @@ class UpdateGuard:
     def _judge(self, network: str, values: Mapping[str, float]) -> str:
         """Keeps readings of the values by rule; returns why the step must be skipped, else ""."""
         reasons = []
-        for name, value in values.items():
+        for name, number in values.items():
+            value = abs(number) if RULES[name].absolute else number
             reading = self._reading(name, network, value) if name in self._limits else None
             if reading is None:
                 continue

@@ -1,0 +1,162 @@
+"""Whether a step's rows share their prompts, and the check that sharing computes the same.
+
+A step shares prompts if that saves enough arithmetic, which follows from its lengths alone: so a run that is
+taken up again takes the same way. The first batch that shares is computed both ways, with its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from paceline.core.errors import NumericsError
+from paceline.learner.batch.pack import pack
+from paceline.learner.batch.plan import BatchPlan
+from paceline.learner.batch.types import PackedRow
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.networks import PolicyNetwork
+
+SharingMode = Literal["auto", "on", "off"]
+
+MIN_GAIN = 1.2
+"""`auto` shares where the unshared step has at least this much more arithmetic."""
+
+TOLERANCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.05, 0.1)}
+"""By the type of the forward pass: mean difference of log-probs, and relative difference of the gradient.
+
+In bfloat16 two ways round differently; a wrong mask moves both by more than ten times as much.
+"""
+
+
+class _State(Enum):
+    UNCHECKED = auto()
+    CHECKED = auto()
+    REFUSED = auto()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """Of the shared form from the unshared one, over all ranks: mean per token, and share of the norm."""
+
+    log_probs: float
+    gradient: float
+
+
+class SharedPrompts:
+    """A run's decision.
+
+    Args:
+        mode: of `actor.shared_prompts`.
+        compute: type of the forward pass.
+        notify: tells a person.
+    """
+
+    def __init__(self, mode: SharingMode, compute: torch.dtype, notify: Callable[[str], None]) -> None:
+        self._mode, self._tolerances, self._notify = mode, TOLERANCES[compute], notify
+        self._state = _State.UNCHECKED
+
+    def plan(self, make: Callable[[bool], BatchPlan]) -> BatchPlan:
+        """The step's plan; `make` makes it with shared prompts or without."""
+        if self._mode == "off" or self._state is _State.REFUSED:
+            return make(False)
+        shared = make(True)
+        if self._mode == "on":
+            return shared
+        plain = make(False)
+        return shared if plain.longest >= MIN_GAIN * shared.longest else plain
+
+    def refuses(
+        self, plan: BatchPlan, network: PolicyNetwork, rows: Sequence[PackedRow], ranks: Ranks, budget: int
+    ) -> bool:
+        """Checks the first plan that shares; every rank calls it.
+
+        Args:
+            plan: of the step.
+            network: the policy.
+            rows: of this rank's first micro-batch.
+            ranks: the group.
+            budget: tokens of a micro-batch, which the rows must fit in the unshared form, too.
+
+        Returns:
+            Whether the step must be planned without sharing.
+
+        Raises:
+            NumericsError: the two forms differ, and the mode is "on".
+        """
+        if not plan.share_prompts or self._state is _State.CHECKED:
+            return False
+        difference = compare(network, _family(rows, budget), ranks)
+        most_log_probs, most_gradient = self._tolerances
+        self._state = _State.CHECKED
+        # Written so that a NaN is refused.
+        if difference.log_probs <= most_log_probs and difference.gradient <= most_gradient:
+            return False
+        reason = (
+            f"with shared prompts log-probs differ by {difference.log_probs:.2g} on average and the gradient "
+            f"by {difference.gradient:.2g} of its norm, at most {most_log_probs:g} and {most_gradient:g} are "
+            "rounding"
+        )
+        if self._mode == "on":
+            raise NumericsError(f"{reason}; set actor.shared_prompts=off, and report the model")
+        self._state = _State.REFUSED
+        self._notify(f"{reason}; every sample keeps its own copy of its prompt")
+        return True
+
+
+def compare(network: PolicyNetwork, rows: Sequence[PackedRow], ranks: Ranks) -> Difference:
+    """Runs rows forwards and backwards in both forms and drops the gradients; every rank calls it."""
+    tables, gradients = [], []
+    for share_prompts in (True, False):
+        batch = pack(rows, ranks.device, share_prompts=share_prompts)
+        log_probs, _ = network(batch)
+        masked = batch.table(log_probs).where(batch.mask, 0.0)
+        torch.autograd.backward(masked.sum())
+        tables.append(masked.detach().double())
+        gradients.append([_local(parameter.grad) for parameter in network.parameters()])
+        network.zero_grad(set_to_none=True)
+    count = batch.mask.sum().double()
+    shared, plain = gradients
+    sums = ranks.all_sum(
+        torch.stack(
+            [
+                (tables[0] - tables[1]).abs().sum(),
+                count,
+                _square_sum([a - b for a, b in zip(shared, plain, strict=True)], ranks.device),
+                _square_sum(plain, ranks.device),
+            ]
+        )
+    ).tolist()
+    return Difference(
+        log_probs=sums[0] / max(sums[1], 1.0), gradient=(sums[2] / sums[3]) ** 0.5 if sums[3] else 0.0
+    )
+
+
+def _local(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clone()
+
+
+def _square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        total += tensor.double().square().sum()
+    return total
+
+
+def _family(rows: Sequence[PackedRow], budget: int) -> list[PackedRow]:
+    """Rows of the first prompt that several have, as many as fit the budget with a prompt each."""
+    prompts = [row.prompt_token_ids.tobytes() for row in rows]
+    shared = next((prompt for prompt in prompts if prompts.count(prompt) > 1), None)
+    family: list[PackedRow] = []
+    for row, prompt in zip(rows, prompts, strict=True):
+        num_tokens = len(row.prompt_token_ids) + len(row.response_token_ids)
+        if prompt == shared and num_tokens <= budget:
+            family.append(row)
+            budget -= num_tokens
+    return family
