@@ -17,6 +17,8 @@ from paceline.cli.chaos.record import SUMMARY, Tally, summary, table
 from paceline.cli.commands import arguments
 from paceline.cli.commands.train import log_to, make_view
 from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.placement import settle
 from paceline.cli.launch.preflight import quick_check
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
@@ -63,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "chaos restarts, fills and empties the run's own Redis server: leave out broker.url"
         )
+    config = settle(config, Machine.here()).config
     quick_check(config)
     prepared = run_dirs.prepare(config)
     config, run_dir = prepared.config, prepared.run_dir

@@ -12,7 +12,9 @@ from paceline.cli.commands import arguments
 from paceline.cli.launch import dry_run
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.launch.launcher import Planner, launch
-from paceline.cli.launch.preflight import quick_check
+from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.placement import settle
+from paceline.cli.launch.preflight import notes, quick_check
 from paceline.cli.live.table import LiveView
 from paceline.cli.live.view import PlainView, View
 from paceline.cli.report.summary import closing_lines
@@ -42,10 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
     config = arguments.load_config(RunConfig, args.config, args.overrides)
+    settled = settle(config, Machine.here())
+    config = settled.config
     if args.dry_run:
         print(dry_run.describe(config))
         return 0
     quick_check(config)
+    for remark in (*settled.remarks, *notes(config)):
+        print(remark)
     return train(config, plain=args.plain, is_open=args.open)
 
 
