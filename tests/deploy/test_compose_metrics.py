@@ -31,7 +31,7 @@ def stack() -> Iterator[Stack]:
     program("prometheus")
     stack = Stack()
     try:
-        stack.prepare()
+        stack.prepare("0", "sft.steps=60")
         yield stack
     finally:
         left = stack.remove()
