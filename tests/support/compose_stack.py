@@ -104,7 +104,9 @@ class Stack:
     def scale(self, **numbers: int) -> None:
         """Has so many containers of each service, also in the middle of a run."""
         words = [word for name, number in numbers.items() for word in ("--scale", f"{name}={number}")]
-        self.compose("up", "--detach", "--no-recreate", *words, timeout_s=300.0)
+        command = [*self._words, "up", "--detach", "--no-recreate", *words]
+        answer = _run(command, check=False, timeout_s=300.0, env=self._env)
+        assert answer.returncode == 0, f"{answer.stderr[-2000:]}\n{self.logs()}"
 
     def gateway(self) -> str:
         """This machine's address on the run's network, once a container is on it."""
