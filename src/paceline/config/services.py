@@ -52,6 +52,11 @@ class TrainerConfig(Section):
         True, description="Write each step's trajectories to trajectories/step_NNNNNN.parquet."
     )
 
+    loggers: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(
+        (),
+        description="Experiment trackers to which `paceline train` sends configuration, metrics and samples "
+        "of the validations; docs/trackers.md.",
+    )
     export_model: bool = Field(
         True,
         description="At the end of a run, `paceline train` writes the last weights as a Hugging Face folder, "

@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.plan import share_gpus
+from paceline.cli.trackers.adapters import check_installed
 from paceline.config.load import dump_yaml
 from paceline.config.model import ModelConfig
 from paceline.config.policy_losses import CustomLoss
@@ -42,6 +43,7 @@ def quick_check(config: RunConfig, *, here: bool = True) -> None:
     _engine(config)
     _data_files(config)
     _model(config)
+    check_installed(config.trainer.loggers)
     if here:
         _devices(config)
         _reward_services(config)
@@ -264,6 +266,11 @@ def _require_gpus(config: RunConfig, machine: Machine) -> tuple[tuple[int, ...],
     return learner, rollout
 
 
+def _trackers(config: RunConfig) -> str:
+    check_installed(config.trainer.loggers)
+    return ", ".join(config.trainer.loggers) or "none"
+
+
 # Name and check of each part; a check returns a line of facts or raises a PacelineError.
 PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("model", _model),
@@ -280,4 +287,5 @@ PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
 PARTS_HERE: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("devices", _devices),
     ("reward services", _reward_services),
+    ("trackers", _trackers),
 )
