@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from paceline.cli.commands import arguments
-from paceline.cli.launch.preflight import PARTS, PARTS_HERE
+from paceline.cli.launch.preflight import PARTS, PARTS_ELSEWHERE, PARTS_HERE
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError, PacelineError
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     config = arguments.load_config(RunConfig, args.config, args.overrides)
     print(f"ok    configuration: {args.config}")
     num_faults, model_is_bad = 0, False
-    for name, check in PARTS if args.elsewhere else (*PARTS, *PARTS_HERE):
+    for name, check in (*PARTS, *(PARTS_ELSEWHERE if args.elsewhere else PARTS_HERE)):
         try:
             print(f"ok    {name}: {check(config)}")
         except PacelineError as error:
