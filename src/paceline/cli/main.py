@@ -14,6 +14,7 @@ from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, Paceline
 COMMANDS: dict[str, str] = {
     "train": "train a model; starts all services on this machine",
     "up": "train over several hosts; starts their services through ssh",
+    "init": "write a commented configuration from a few flags or questions",
     "check": "validate configuration, data and model without starting anything",
     "doctor": "report what this machine offers and lacks",
     "chaos": "train under faults, then check what the run has written",
@@ -44,9 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="COMMAND",
         help="one of the commands below; `paceline COMMAND --help` describes it",
     )
-    parser.add_argument(
-        "--version", action="version", version=f"paceline {importlib.metadata.version('paceline')}"
-    )
+    parser.add_argument("--version", action="version", version=f"paceline {_version()}")
     name = parser.parse_args(words[:1]).command
     command = importlib.import_module(f"paceline.cli.commands.{name}")
     summary = COMMANDS[name]
@@ -64,6 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _version() -> str:
+    """The version that is installed; images have the source alone."""
+    try:
+        return importlib.metadata.version("paceline")
+    except importlib.metadata.PackageNotFoundError:
+        return "from source"
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -14,15 +16,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.cli.chaos.clock import Clock
 from paceline.cli.chaos.faults import Fault, FaultKind, all_faults, deck, draw
 from paceline.cli.chaos.inject import Injector
 from paceline.cli.chaos.proxy import Proxy
 from paceline.cli.chaos.record import Outage, Record, summary, table
 from paceline.cli.chaos.roster import Roster
+from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.launch.run_dir import RunNote
+from paceline.cli.live.clock import Clock
 from paceline.cli.live.view import PlainView
 from paceline.cli.main import main
+from paceline.rpc.v1 import controller_pb2
 from support.cli_configs import config
+from support.fake_controller import FakeController, serve
 
 TWO = config(rollout={"replicas": 2}, learner={"world_size": 2, "device": "cpu"})
 
@@ -218,7 +224,7 @@ def test_the_summary_names_what_was_lost_doubled_and_off_policy(tmp_path: Path) 
         (FaultKind.KILL, "controller", set()),
         (FaultKind.KILL, "redis", set()),
         (FaultKind.HOLE, "redis", set()),
-        (FaultKind.HOLE, "controller", {"learner-0", "reward-0", "rollout-0", "rollout-1"}),
+        (FaultKind.HOLE, "controller", {"learner-0", "rollout-1"}),
         (FaultKind.KILL, "learner-1", {"learner-0"}),
         (FaultKind.PAUSE, "rollout-1/engine", {"rollout-1"}),
         (FaultKind.KILL, "reward/child", {"reward-0"}),
@@ -227,7 +233,60 @@ def test_the_summary_names_what_was_lost_doubled_and_off_policy(tmp_path: Path) 
 def test_a_recovery_waits_for_the_members_that_a_fault_hits(
     kind: FaultKind, target: str, members: set[str], tmp_path: Path
 ) -> None:
-    assert Roster(TWO, tmp_path).affected_by(Fault(kind=kind, target=target)) == members
+    """A hole before the controller hits those that work: what starts again is another fault's."""
+    roster = Roster(TWO, tmp_path)
+    roster._working = frozenset({"learner-0", "rollout-1"})
+    assert roster.affected_by(Fault(kind=kind, target=target)) == members
+
+
+async def test_a_killed_member_works_again_when_its_successor_does(tmp_path: Path) -> None:
+    """The controller has heard of it just before the fault, and takes it for working for a while."""
+    fake = FakeController()
+    server = await serve(fake)
+    first, second = [await asyncio.create_subprocess_exec("sleep", "60") for _ in range(2)]
+
+    def note(process: asyncio.subprocess.Process) -> None:
+        run_dirs.write_note(
+            tmp_path,
+            RunNote(
+                run_dir=str(tmp_path),
+                launcher_pid=os.getpid(),
+                launcher_started=0.0,
+                controller=server.address,
+                pids={"rollout-0": process.pid},
+            ),
+        )
+
+    def hear(seconds_ago: float) -> None:
+        fake.members = [
+            controller_pb2.MemberStatus(
+                member_id="rollout-0", state="serving", seconds_since_heartbeat=seconds_ago
+            )
+        ]
+
+    roster = Roster(TWO, tmp_path)
+    note(first)
+    hear(0.0)
+    asking = asyncio.create_task(roster.run())
+    try:
+        async with asyncio.timeout(10):
+            await roster.until_working(["rollout-0"])
+        first.kill()
+        note(second)
+        hear(2.0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await roster.until_working(["rollout-0"], service="rollout-0", unlike=first.pid)
+        hear(0.0)
+        async with asyncio.timeout(10):
+            await roster.until_working(["rollout-0"], service="rollout-0", unlike=first.pid)
+    finally:
+        asking.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            first.kill()
+        second.kill()
+        await asyncio.gather(first.wait(), second.wait())
+        await server.stop(0)
 
 
 async def test_the_next_step_is_waited_for_and_the_last_one_does_not_count() -> None:

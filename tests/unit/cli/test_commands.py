@@ -81,9 +81,22 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"paceline {importlib.metadata.version('paceline')}\n"
 
 
+def test_a_source_tree_that_is_not_installed_has_commands_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", lacking)
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == "paceline from source\n"
+
+
 @pytest.mark.parametrize(
     "command",
-    ["train", "check", "doctor", "status", "rollout", "health", "sft", "export", "report", "reward"],
+    ["train", "init", "check", "doctor", "status", "rollout", "health", "sft", "export", "report", "reward"],
 )
 def test_every_command_has_help_and_loads_no_torch(command: str) -> None:
     program = (

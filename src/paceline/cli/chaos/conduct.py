@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.cli.chaos.clock import Clock
 from paceline.cli.chaos.faults import Fault, draw
 from paceline.cli.chaos.inject import Injector
 from paceline.cli.chaos.record import Outage, Record
@@ -27,6 +26,7 @@ from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.launch.launcher import Planner, launch
 from paceline.cli.launch.outcome import Outcome
 from paceline.cli.launch.plan import ProcessSpec
+from paceline.cli.live.clock import Clock
 from paceline.cli.live.view import View
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError
@@ -103,6 +103,7 @@ class Conductor:
             async with self._places[fault.place]:
                 act = await self.injector.aim(fault, within_s=limit_s)
                 pid = self.injector.pid_of(fault.target) if ends_its_process(fault) else None
+                members = self._roster.affected_by(fault)
                 alone, self._num_injected = self._num_open == 1, self._num_injected + 1
                 mark = self._num_injected
                 step, phase, began, wall = (
@@ -114,7 +115,7 @@ class Conductor:
                 self._clock.notice(f"fault {number} of {self._plan.num_faults}: {fault}")
                 log.warning("fault %d: %s in step %d, %s", number, fault, step, phase)
                 await act()
-            step_s, ready_s = await self._recovered(fault, pid, began, limit_s)
+            step_s, ready_s = await self._recovered(fault, members, pid, began, limit_s)
             self.record.add(
                 Outage(
                     number=number,
@@ -128,9 +129,7 @@ class Conductor:
                 )
             )
             if step_s is None or ready_s is None:
-                lacking = (
-                    "a further step" if step_s is None else ", ".join(sorted(self._roster.affected_by(fault)))
-                )
+                lacking = "a further step" if step_s is None else ", ".join(sorted(members))
                 raise DeadlineError(
                     phase="RECOVERY", peer=lacking, seconds=limit_s, hint=f"the run hangs after {fault}"
                 )
@@ -139,10 +138,10 @@ class Conductor:
             self._room.release()
 
     async def _recovered(
-        self, fault: Fault, pid: int | None, began: float, limit_s: float
+        self, fault: Fault, members: frozenset[str], pid: int | None, began: float, limit_s: float
     ) -> tuple[float | None, float | None]:
         """Seconds until a step was finished after the fault, and until the members that it hit work again."""
-        members, service = self._roster.affected_by(fault), fault.target.partition("/")[0]
+        service = fault.target.partition("/")[0]
 
         async def timed(waiting: Any) -> float | None:
             with contextlib.suppress(TimeoutError):

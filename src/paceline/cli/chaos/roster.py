@@ -20,7 +20,7 @@ from paceline.core.members import LearnerState, RewardState, RolloutState
 from paceline.service.credentials import Credentials
 
 _POLL_S = 0.3
-# A member that was killed counts as working to the controller until its successor registers.
+# A member that was killed counts as working to the controller until its silence is noticed.
 _FRESH_S = 2.5
 _WORKING = frozenset(
     state.value
@@ -42,6 +42,7 @@ class Roster:
         self._working: frozenset[str] = frozenset()
         self._asked_at = -1.0
         self._pids: dict[str, int] = {}
+        self._since: dict[str, float] = {}
 
     async def run(self) -> NoReturn:
         """Asks until it is cancelled."""
@@ -52,8 +53,8 @@ class Roster:
                 if note is not None and note.controller:
                     async with controller_of(note) as controller:
                         members = (await controller.status()).members
-                    self._pids = _running(note)
-                    self._working = frozenset(m.member_id for m in members if self._works(m))
+                    self._note_pids(_running(note), asyncio.get_running_loop().time())
+                    self._working = frozenset(m.member_id for m in members if self._works(m, asked_at))
                     self._asked_at = asked_at
             await asyncio.sleep(_POLL_S)
 
@@ -72,20 +73,31 @@ class Roster:
             await asyncio.sleep(_POLL_S)
 
     def affected_by(self, fault: Fault) -> frozenset[str]:
-        """The members that must work again before a fault is over."""
+        """The members that must work again before a fault is over, if it comes now."""
         service = fault.target.partition("/")[0]
         if fault.place.startswith("link") and service == CONTROLLER:
-            return self.all
+            # One that is starting again because of another fault is not cut off by this one.
+            return self._working
         if service.startswith("learner"):
             return frozenset({"learner-0"})
         return self.all & {service, f"{service}-0"}
 
-    def _works(self, member: MemberStatus) -> bool:
-        names = [
-            name for name in self._pids if name in (member.member_id, member.member_id.rpartition("-")[0])
+    def _note_pids(self, pids: dict[str, int], now: float) -> None:
+        self._since = {
+            name: self._since[name] if self._pids.get(name) == pid else now for name, pid in pids.items()
+        }
+        self._pids = pids
+
+    def _works(self, member: MemberStatus, asked_at: float) -> bool:
+        heard = asked_at - member.seconds_since_heartbeat
+        # What was heard before its process began was said by the one before.
+        since = [
+            self._since[name]
+            for name in (member.member_id, member.member_id.rpartition("-")[0])
+            if name in self._since
         ]
-        fresh = member.seconds_since_heartbeat < _FRESH_S
-        return bool(names) and fresh and member.state in _WORKING
+        is_fresh = member.seconds_since_heartbeat < _FRESH_S
+        return bool(since) and heard >= max(since) and is_fresh and member.state in _WORKING
 
 
 def ends_its_process(fault: Fault) -> bool:
