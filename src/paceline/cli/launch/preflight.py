@@ -50,7 +50,11 @@ def quick_check(config: RunConfig, *, here: bool = True) -> None:
 def notes(config: RunConfig) -> list[str]:
     """What may not be meant as it is written, for people."""
     words = []
-    if config.data.prompt_format == "auto" and _has_template(config) and _first_prompt_is_text(config):
+    if (
+        config.data.prompt_format == "auto"
+        and has_chat_template(config.model)
+        and _first_prompt_is_text(config)
+    ):
         words.append(
             "note: the prompts are strings, which go to the model without its chat template; "
             "data.prompt_format=chat uses it, as an instruct model expects; text says that this is meant"
@@ -63,8 +67,9 @@ def notes(config: RunConfig) -> list[str]:
     return words
 
 
-def _has_template(config: RunConfig) -> bool:
-    model = local_model(config.model, "controller")
+def has_chat_template(model: ModelConfig) -> bool:
+    """Whether the model's tokenizer comes with a chat template; loads no tokenizer."""
+    model = local_model(model, "controller")
     folder = Path(model.tokenizer_path or model.path)
     if (folder / "chat_template.jinja").is_file():
         return True

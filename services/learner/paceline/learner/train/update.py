@@ -61,7 +61,7 @@ def update_policy(
     if guard.refusal:
         report.skipped += [guard.refusal] * (config.actor.ppo_epochs * len(mini_batches))
         return report
-    loss = PolicyLoss(config, actor.network, kl_scale=guard.adjustments.kl_scale)
+    loss = PolicyLoss(config, actor.network, guard.adjustments)
     network_guard = NetworkGuard(
         guard=guard, network="actor", names=loss.names, grad_clip=config.actor.grad_clip
     )
