@@ -14,6 +14,7 @@ from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, Paceline
 COMMANDS: dict[str, str] = {
     "train": "train a model; starts all services on this machine",
     "up": "train over several hosts; starts their services through ssh",
+    "init": "write a commented configuration from a few flags or questions",
     "check": "validate configuration, data and model without starting anything",
     "doctor": "report what this machine offers and lacks",
     "chaos": "train under faults, then check what the run has written",
@@ -24,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "sft": "train a starting model on prompt/answer pairs",
     "export": "write a checkpoint as a safetensors folder",
     "report": "write the report of a run, one HTML page",
+    "track": "send what a past run has written to experiment trackers",
     "verify": "check what a run has written against what Paceline promises",
     "reward": "score one response with a reward function",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,34 @@ def load_config(kind: type[S], path: str | Path, overrides: Sequence[str]) -> S:
 _COMMANDS: Mapping[type[Section], str] = {RunConfig: "train", SftRunConfig: "sft", Hosts: "up"}
 # The section by which the file of a command is known.
 _MARKS: Mapping[str, str] = {"up": "hosts", "sft": "sft", "train": "trainer"}
+
+
+class Form(enum.Enum):
+    """How a command shows a run."""
+
+    AUTO = "auto"
+    PLAIN = "plain"
+    JSON = "json"
+
+
+def add_form(parser: argparse.ArgumentParser) -> None:
+    """Adds `--plain` and `--json` as `form`, a Form."""
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument(
+        "--plain",
+        dest="form",
+        action="store_const",
+        const=Form.PLAIN,
+        default=Form.AUTO,
+        help="print plain lines even on a terminal",
+    )
+    forms.add_argument(
+        "--json",
+        dest="form",
+        action="store_const",
+        const=Form.JSON,
+        help="print a JSON object per line: milestones, notes, steps with all their metrics, the end",
+    )
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +121,7 @@ def find_controller(args: argparse.Namespace) -> ControllerAddress | None:
             "PACELINE_TOKEN"
         )
     if note.alive and note.controller:
-        credentials = Credentials.from_env().with_token(note.token)
+        credentials = Credentials.from_env().for_own_machine().with_token(note.token)
         return ControllerAddress(address=note.controller, credentials=credentials)
     last = note.message or ("starting" if note.alive else "its launcher is gone")
     print(f"{folder}: {'not up yet' if note.alive else 'not running'} ({last})")

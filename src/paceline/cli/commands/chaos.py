@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=3,
         help="the most faults that the run has not recovered from; 1: one after the other (default: 3)",
     )
-    parser.add_argument("--plain", action="store_true", help="print plain lines even on a terminal")
+    arguments.add_form(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     prepared = run_dirs.prepare(config)
     config, run_dir = prepared.config, prepared.run_dir
     log_to(run_dir / "logs" / "launcher.log")
-    view = make_view(config, run_dir, plain=args.plain)
+    view = make_view(config, run_dir, form=args.form)
     plan = Plan(
         seed=args.seed, num_faults=args.faults, per_minute=args.rate, overlap=args.overlap, stop=until_done
     )

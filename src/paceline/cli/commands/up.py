@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="dotted.key=value", help="override a value of the run's configuration"
     )
-    parser.add_argument("--plain", action="store_true", help="print plain lines even on a terminal")
+    arguments.add_form(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,6 +34,5 @@ def run(args: argparse.Namespace) -> int:
     model, words = settle_model(config.model, on_gpus=on_gpus)
     config = config.model_copy(update={"model": model})
     quick_check(config, here=False)
-    for remark in (*filter(None, [words]), *notes(config)):
-        print(remark)
-    return train(config, plain=args.plain, planner=Planner(members=functools.partial(several.members, hosts)))
+    planner = Planner(members=functools.partial(several.members, hosts))
+    return train(config, form=args.form, planner=planner, remarks=[*filter(None, [words]), *notes(config)])
