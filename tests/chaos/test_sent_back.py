@@ -12,6 +12,7 @@ import psutil
 import pytest
 import redis
 
+from paceline.service import process_ends
 from paceline.service.process import BROKER_URL
 from support.training_run import (
     TRANSPORT,
@@ -52,6 +53,11 @@ def test_a_learner_that_trained_what_cannot_be_finished_is_sent_back(
         assert (len(commits), len(set(commits))) == (2, 1), "the version that was void is trained again"
         assert_same_metrics(run.metrics, undisturbed, without=TRANSPORT)
         assert_sound(run)
+        assert [(end.name, end.outcome, end.step) for end in process_ends.read(run.run_dir)] == [
+            (name, how, step)
+            for step in (2, 5)
+            for name, how in (("controller", "killed by SIGKILL"), ("learner-0", "exit code 1"))
+        ]
         for step in (2, 5):
             assert f"step {step} is trained but not finished, and the broker has lost" in run.output, (
                 run.output
