@@ -4,19 +4,22 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
   $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/cpu.txt)
-# Where to find the CPU build of torch if pip's own index has none.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# cpu or cuda: which builds of torch and vLLM `make venv` installs. An environment that is there stays what it is.
+BUILD ?= $(or $(shell cat $(VENV)/.build 2>/dev/null),$(if $(wildcard $(BIN)/python),cpu),$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu))
+TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/$(BUILD).txt)
+# Where to find torch if pip's own index has not this build.
+TORCH_INDEX ?= https://download.pytorch.org/whl/$(if $(filter cuda,$(BUILD)),cu130,cpu)
 SEED ?= 0
 # What `make test` runs: first the tests without a real engine or a whole run, in several processes, each file in
 # one of them; then the others, one after the other. To debug, or with one core: make test TEST_PROCESSES=0
 TESTS := tests --ignore=tests/chaos --ignore=tests/deploy
 TEST_PROCESSES ?= 3
 
-.PHONY: help venv demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
+.PHONY: help venv venv-cuda venv-cpu demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
 
 help:
-	@echo "make venv       install into $(VENV) from the lock files"
+	@echo "make venv       install into $(VENV) from the lock files, for GPUs if nvidia-smi finds one, else for CPUs"
+	@echo "make venv-cuda  install for NVIDIA GPUs; make venv-cpu for CPUs"
 	@echo "make demo       prepare data and a small model, train it with PPO through the four services (SEED=0)"
 	@echo "make demo-grpo  the same with GRPO, no critic"
 	@echo "make test       all tests but those of test-chaos; starts Redis by itself"
@@ -27,12 +30,23 @@ help:
 
 venv: $(VENV)/.installed
 
-$(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml
+venv-cuda:
+	$(MAKE) venv BUILD=cuda
+
+venv-cpu:
+	$(MAKE) venv BUILD=cpu
+
+$(VENV)/.installed: requirements/$(BUILD).txt requirements/dev.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Paceline needs Python 3.11 or 3.12, and the PATH has neither; run: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
+	@test "$(BUILD)" = "$$(cat $(VENV)/.build 2>/dev/null || echo $(BUILD))" || { echo "$(VENV) holds the other build; run: rm -r $(VENV)" >&2; exit 1; }
+	@case $(BUILD) in \
+	  cuda) echo "Installing for NVIDIA GPUs (requirements/cuda.txt); make venv-cpu installs for CPUs." ;; \
+	  *) echo "Installing for CPUs (requirements/cpu.txt): no GPU was found; make venv-cuda installs for NVIDIA GPUs." ;; esac
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo $(BUILD) > $(VENV)/.build
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps '$(TORCH)' \
 	  || $(BIN)/python -m pip install --disable-pip-version-check --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/$(BUILD).txt -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -32,7 +32,8 @@ LOSSES = ("actor/pg_loss", "critic/vf_loss", "algorithm/reference_kl", "actor/gr
 def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingRun]:
     """Five steps with one rollout server and two learner ranks; other runs are compared with it."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    with training(tiny_config(inputs, trainer={"total_steps": NUM_STEPS}), folder) as run:
+    trainer = {"total_steps": NUM_STEPS, "export_model": True}
+    with training(tiny_config(inputs, trainer=trainer), folder) as run:
         run.wait_for_phase("collect", 1)
         run.look()
         assert run.finish() == 0, run.output
@@ -81,6 +82,9 @@ def test_an_undisturbed_run(undisturbed: TrainingRun) -> None:
     assert_sound(run)
     assert_ended_in_order(run, f"{NUM_STEPS} steps done")
     assert (run.run_dir / "report.html").stat().st_size > 10_000
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in (run.run_dir / "model").iterdir()
+    }
     manifests = sorted(run.run_dir.glob("checkpoints/step_*/manifest.json"))
     assert [path.parent.name for path in manifests] == ["step_000004", "step_000005"]
     assert len(list((run.run_dir / "trajectories").glob("step_*.parquet"))) == NUM_STEPS

@@ -68,7 +68,7 @@ def tiny_config(inputs: Path, **sections: Mapping[str, Any]) -> dict[str, Any]:
         "critic": {"optim": {"lr": 1e-3}},
         "rollout": {"n": 4, "max_num_seqs": 16, "max_groups_in_flight": 2},
         "reward": {"functions": [{"name": f"{REWARDS}:letters"}]},
-        "trainer": {"name": "tiny", "total_steps": 4, "save_freq": 1},
+        "trainer": {"name": "tiny", "total_steps": 4, "save_freq": 1, "export_model": False},
         "learner": {"world_size": 2},
     }
     for name, section in sections.items():

@@ -11,6 +11,7 @@ import pytest
 from paceline.broker import names
 from paceline.broker.memory import MemoryBroker
 from paceline.controller.batch import collect
+from paceline.controller.phases import Phase
 from paceline.controller.run.align import goes_on
 from paceline.controller.standing import Standing, StepInProgress
 from paceline.core.errors import IllegalTransitionError, LostDataError, PeerLostError
@@ -344,14 +345,64 @@ async def test_a_push_to_newcomers_is_called_off_when_the_barrier_closes(tmp_pat
         assert "commit rollout-9 1" in it.services.calls
 
 
+async def test_a_policy_that_nobody_holds_any_more_is_not_waited_for(tmp_path: Path) -> None:
+    """In step 3 all servers and the learner are replaced; the learner comes back with step 1."""
+    async with run(tmp_path, **CALM, trainer__total_steps=3, barrier__stall_timeout_s=20.0) as it:
+        it.services.writes = True
+        await it.enlist_all()
+
+        async def replace() -> None:
+            await called(it, "commit rollout-1 2")
+            while it.sequencer.progress.phase is not Phase.COLLECT:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            for member in it.supervisor.rollouts:
+                it.services.policies.pop(member.member_id, None)
+                await it.supervisor.expel(member, "killed")
+            restart_learner(it, 1, "b")
+            for i in range(2):
+                await it.enlist(f"rollout-{i}", MemberKind.ROLLOUT, RolloutState.STALE, "b")
+
+        it.may_answer = lambda: it.sequencer.progress.policy in it.services.policies.values()
+        replacing = asyncio.create_task(replace())
+        await it.go(timeout_s=12)
+        await replacing
+        assert [event["to_step"] for event in of(it, "rewind")] == [1]
+        assert [line["step"] for line in it.lines()] == [0, 1, 2, 3]
+        assert it.breaches() == []
+
+
+async def test_a_server_that_comes_while_validating_gets_the_weights_at_once(tmp_path: Path) -> None:
+    """The only server dies while held-out prompts are answered; another one takes its place."""
+    async with run(
+        tmp_path, rollout__replicas=1, service__recovery_timeout_s=2.0, trainer__total_steps=1
+    ) as it:
+        await it.enlist("learner", MemberKind.LEARNER, LearnerState.READY)
+        await it.enlist("reward-0", MemberKind.REWARD, RewardState.SERVING)
+        await it.enlist("rollout-0", MemberKind.ROLLOUT, RolloutState.STALE)
+
+        async def replace() -> None:
+            await called(it, "commit rollout-0 0")
+            await it.supervisor.expel(it.supervisor.rollouts[0], "killed")
+            await it.enlist("rollout-1", MemberKind.ROLLOUT, RolloutState.STALE)
+
+        replacing = asyncio.create_task(replace())
+        it.may_answer = lambda: "commit rollout-1 0" in it.services.calls
+        await it.go(timeout_s=12)
+        await replacing
+        (event,) = of(it, "newcomers")
+        assert (event["version"], event["servers"]) == (0, ["rollout-1"])
+
+
 async def test_a_run_that_is_cancelled_as_a_collection_ends_does_not_go_on(tmp_path: Path) -> None:
     async with run(tmp_path, **CALM) as it:
         await it.enlist_all()
         policy = PolicyTag(version=0, digest="0" * 16)
 
+        async def nothing() -> None:
+            pass
+
         async def collect() -> None:
-            async with it.sequencer._publication.to_newcomers(policy):
-                pass
+            await it.sequencer._publication.to_newcomers(policy, nothing())
 
         num_cancelled = 0
         for turns in range(8):

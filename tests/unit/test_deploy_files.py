@@ -127,6 +127,7 @@ def test_the_demo_of_the_containers_is_the_demo() -> None:
     differing = {
         f"{section}.{key}"
         for section, values in example.items()
+        if section != "placement"  # that of `paceline train`
         for key, value in values.items()
         if ours[section][key] != value
     }

@@ -58,7 +58,9 @@ def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
     named = set(_named()) - {"timing_s/NAME"}
     assert len(named) > 60
     named |= {f"{network}/{name}" for network in ("actor", "critic") for name in _OF_EACH_NETWORK}
-    named |= {f"actor/{name}" for name in (*_standard_metrics(), "pg_loss", "kl_loss", "NAME")}
+    named |= {
+        f"actor/{name}" for name in (*_standard_metrics(), "pg_loss", "kl_loss", "load_balance", "NAME")
+    }
     named |= {"critic/vf_loss", "critic/vf_clipfrac"}
     assert named == set(STEP_METRICS)
 

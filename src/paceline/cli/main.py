@@ -14,6 +14,7 @@ from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, Paceline
 COMMANDS: dict[str, str] = {
     "train": "train a model; starts all services on this machine",
     "up": "train over several hosts; starts their services through ssh",
+    "init": "write a commented configuration from a few flags or questions",
     "check": "validate configuration, data and model without starting anything",
     "doctor": "report what this machine offers and lacks",
     "chaos": "train under faults, then check what the run has written",

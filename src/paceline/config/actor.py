@@ -84,6 +84,11 @@ class ActorConfig(Section):
         "data.max_response_length.",
     )
     entropy_coeff: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    load_balance_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Mixture of Experts: weight of the balance of the experts' load (actor/load_balance).",
+    )
     use_kl_loss: bool = Field(False, description="Add a KL to the reference to the loss.")
     kl_loss_coef: float = Field(0.001, ge=0, description="use_kl_loss: weight of the KL.")
     kl_loss_type: KLKind = Field("k3", description=f"use_kl_loss: estimator of the KL. {KL_KINDS}")

@@ -71,7 +71,7 @@ class AlgorithmConfig(Section):
     """How rewards become advantages."""
 
     adv_estimator: Annotated[str, OneOf(tuple(ADV_ESTIMATORS))] = Field(
-        "gae", description="gae and vapo need a critic; the others do without."
+        "grpo", description="gae and vapo need a critic; the others do without."
     )
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
     lam: float = Field(1.0, ge=0, le=1, description="gae: lambda.")

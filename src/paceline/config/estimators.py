@@ -15,24 +15,27 @@ class EstimatorTraits:
         needs_critic: it reads values.
         needs_greedy: it reads the score of a greedy answer to each prompt.
         min_samples: the smallest rollout.n that it can use.
+        compares_samples: its baseline is made of the other samples of a prompt, so that one alone teaches
+            nothing.
     """
 
     options: tuple[str, ...] = ()
     needs_critic: bool = False
     needs_greedy: bool = False
     min_samples: int = 1
+    compares_samples: bool = False
 
 
 ADV_ESTIMATORS: Mapping[str, EstimatorTraits] = {
     "gae": EstimatorTraits(options=("gamma", "lam"), needs_critic=True),
     "vapo": EstimatorTraits(options=("gamma", "lam_policy", "lam_critic", "alpha"), needs_critic=True),
-    "grpo": EstimatorTraits(options=("normalize_by_std",)),
-    "dr_grpo": EstimatorTraits(),
-    "rloo": EstimatorTraits(),
+    "grpo": EstimatorTraits(options=("normalize_by_std",), compares_samples=True),
+    "dr_grpo": EstimatorTraits(compares_samples=True),
+    "rloo": EstimatorTraits(compares_samples=True),
     "reinforce_plus_plus": EstimatorTraits(options=("gamma",)),
-    "reinforce_plus_plus_baseline": EstimatorTraits(),
+    "reinforce_plus_plus_baseline": EstimatorTraits(compares_samples=True),
     "remax": EstimatorTraits(needs_greedy=True),
-    "opo": EstimatorTraits(),
-    "gpg": EstimatorTraits(),
+    "opo": EstimatorTraits(compares_samples=True),
+    "gpg": EstimatorTraits(compares_samples=True),
     "pass_at_k": EstimatorTraits(min_samples=2),
 }

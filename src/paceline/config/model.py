@@ -32,10 +32,13 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="What the forward pass computes in, on learner and rollout alike, and what weights "
-        "travel in; masters are float32.",
+        "travel in; masters are float32. Where it is left out, `paceline train` and `sft` take bfloat16 on "
+        "GPUs, unless the stored weights are float32.",
     )
     enable_gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: less memory, about a third more time."
+        False,
+        description="Recompute activations in the backward pass: less memory, about a third more time. Where "
+        "it is left out, `paceline train` and `sft` turn it on on GPUs.",
     )
     gradient_checkpointing_share: float = Field(
         1.0,

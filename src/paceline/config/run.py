@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from paceline.config.actor import ActorConfig, CriticConfig
@@ -29,6 +31,14 @@ from paceline.core.guard import Action
 class RunConfig(Section):
     """Everything that `paceline train` needs; every service reads its part of the resolved form."""
 
+    placement: Literal["auto", "fit", "given"] = Field(
+        "auto",
+        description="How `paceline train` uses the GPUs of this machine where learner.devices and "
+        "rollout.devices are not set. auto: learner.world_size, rollout.replicas and "
+        "rollout.tensor_model_parallel_size, where they are left out, are chosen so that all visible GPUs "
+        "work, about half of them as learner ranks; with one GPU, learner and engine share it. fit: the "
+        "same, and counts for which there are too few GPUs are lowered. given: the defaults below.",
+    )
     data: DataConfig
     model: ModelConfig
     actor: ActorConfig = ActorConfig()

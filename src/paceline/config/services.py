@@ -52,6 +52,12 @@ class TrainerConfig(Section):
         True, description="Write each step's trajectories to trajectories/step_NNNNNN.parquet."
     )
 
+    export_model: bool = Field(
+        True,
+        description="At the end of a run, `paceline train` writes the last weights as a Hugging Face folder, "
+        "model/ in the run directory.",
+    )
+
     def validates_after(self, step: int) -> bool:
         """Whether a validation follows a step."""
         if step == self.total_steps:

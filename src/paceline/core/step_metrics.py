@@ -48,6 +48,10 @@ STEP_METRICS: Mapping[str, str] = {
     "actor/pg_clipfrac": "Share of tokens that the policy's clip bounds.",
     "actor/pg_clipfrac_lower": "Share of tokens that the dual clip bounds.",
     "actor/cov_frac": "kl_cov, clip_cov: share of tokens that were selected.",
+    "actor/load_balance": (
+        "Mixture of Experts: how evenly each response's tokens choose experts, mean over trajectories and "
+        "layers: 1 is even, experts / experts per token the worst."
+    ),
     "actor/NAME": "A custom policy loss's own metric.",
     "actor/entropy": "Entropy of the policy in nats per response token.",
     "actor/grad_norm": "Gradient norm before clipping, mean over mini-batches.",

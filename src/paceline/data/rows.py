@@ -42,6 +42,29 @@ def read_rows(files: Sequence[str | Path], required: Iterable[str] = ()) -> list
     return rows
 
 
+def first_row(file: str | Path) -> Row:
+    """The first row of a file, without reading the others; {} where there is none.
+
+    Raises:
+        DataError: the file is unreadable.
+    """
+    path = Path(file)
+    if path.suffix != ".parquet":
+        with path.open("rb") as lines:
+            return dict(next((json.loads(line) for line in lines if line.strip()), {}))
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1)
+        rows: list[Row] = next(batches).to_pylist()
+    except StopIteration:
+        return {}
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"data file {path} is not readable as parquet: {error}") from error
+    return rows[0] if rows else {}
+
+
 def _read_file(path: Path, required: tuple[str, ...]) -> list[Row]:
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; correct the path, or make the file first")

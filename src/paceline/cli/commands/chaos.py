@@ -17,6 +17,8 @@ from paceline.cli.chaos.record import SUMMARY, Tally, summary, table
 from paceline.cli.commands import arguments
 from paceline.cli.commands.train import log_to, make_view
 from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.placement import settle
 from paceline.cli.launch.preflight import quick_check
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
@@ -47,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=3,
         help="the most faults that the run has not recovered from; 1: one after the other (default: 3)",
     )
-    parser.add_argument("--plain", action="store_true", help="print plain lines even on a terminal")
+    arguments.add_form(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,11 +65,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "chaos restarts, fills and empties the run's own Redis server: leave out broker.url"
         )
+    config = settle(config, Machine.here()).config
     quick_check(config)
     prepared = run_dirs.prepare(config)
     config, run_dir = prepared.config, prepared.run_dir
     log_to(run_dir / "logs" / "launcher.log")
-    view = make_view(config, run_dir, plain=args.plain)
+    view = make_view(config, run_dir, form=args.form)
     plan = Plan(
         seed=args.seed, num_faults=args.faults, per_minute=args.rate, overlap=args.overlap, stop=until_done
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 
 from paceline.cli.commands import arguments
-from paceline.cli.launch.preflight import PARTS, PARTS_HERE
+from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.placement import settle
+from paceline.cli.launch.preflight import PARTS, PARTS_HERE, notes
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError, PacelineError
 
@@ -24,6 +26,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints a line per part; returns 2 if a part has a fault."""
     config = arguments.load_config(RunConfig, args.config, args.overrides)
     print(f"ok    configuration: {args.config}")
+    settled = settle(config, Machine.here())
+    config = config if args.elsewhere else settled.config
     num_faults, model_is_bad = 0, False
     for name, check in PARTS if args.elsewhere else (*PARTS, *PARTS_HERE):
         try:
@@ -35,6 +39,11 @@ def run(args: argparse.Namespace) -> int:
             model_is_bad |= isinstance(error, ModelError)
             num_faults += 1
             print(f"FAULT {name}: {error}")
+    for remark in () if args.elsewhere else settled.remarks:
+        print(f"note  {remark}")
+    if not num_faults:
+        for note in notes(config):
+            print(note.replace("note: ", "note  "))
     if num_faults:
         print(f"{num_faults} fault(s); nothing was started")
         return 2

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from paceline.cli.commands import arguments
+from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.placement import settle_model
 from paceline.cli.launch.ranks import run_ranks
 from paceline.config.load import dump_yaml
 from paceline.config.run import SftRunConfig
@@ -24,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains on all ranks and writes the model to sft.output."""
     config = arguments.load_config(SftRunConfig, args.config, args.overrides)
+    config = _settled(config)
     if args.dry_run:
         print(dump_yaml(config), end="")
         return 0
@@ -45,3 +48,16 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"model: {output}")
     return 0
+
+
+def _settled(config: SftRunConfig) -> SftRunConfig:
+    """With the data type that this machine's devices want, and not more ranks than it has GPUs."""
+    machine, learner = Machine.here(), config.learner
+    gpus = () if learner.device == "cpu" else machine.gpus
+    model, words = settle_model(config.model, on_gpus=bool(gpus))
+    if words:
+        print(words)
+    if gpus and learner.devices is None and learner.world_size > len(gpus):
+        print(f"learner.world_size={len(gpus)}: there are no more GPUs")
+        learner = learner.model_copy(update={"world_size": len(gpus)})
+    return config.model_copy(update={"model": model, "learner": learner})

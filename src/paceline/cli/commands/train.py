@@ -5,21 +5,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import shutil
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.cli.commands import arguments
+from paceline.cli.commands.arguments import Form
 from paceline.cli.launch import dry_run
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.launch.launcher import Planner, launch
-from paceline.cli.launch.preflight import quick_check
+from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.placement import settle
+from paceline.cli.launch.preflight import notes, quick_check
 from paceline.cli.live.table import LiveView
-from paceline.cli.live.view import PlainView, View
+from paceline.cli.live.view import JsonView, PlainView, View
 from paceline.cli.report.summary import closing_lines
 from paceline.config.run import RunConfig
 from paceline.core.errors import EXIT_FAILED
 from paceline.service.grpc_server import check_port
 from paceline.service.logs import LineFormatter
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,28 +44,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let others join: keep the run's token in RUN_DIR/token and print the commands with which "
         "further rollout servers and reward services join",
     )
-    parser.add_argument("--plain", action="store_true", help="print plain lines even on a terminal")
+    arguments.add_form(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
     config = arguments.load_config(RunConfig, args.config, args.overrides)
+    settled = settle(config, Machine.here())
+    config = settled.config
     if args.dry_run:
         print(dry_run.describe(config))
         return 0
     quick_check(config)
-    return train(config, plain=args.plain, is_open=args.open)
+    return train(config, form=args.form, is_open=args.open, remarks=[*settled.remarks, *notes(config)])
 
 
-def train(config: RunConfig, *, plain: bool, is_open: bool = False, planner: Planner | None = None) -> int:
-    """Runs a training run to its end; returns the exit code."""
+def train(
+    config: RunConfig,
+    *,
+    form: Form = Form.AUTO,
+    is_open: bool = False,
+    planner: Planner | None = None,
+    remarks: Sequence[str] = (),
+) -> int:
+    """Runs a training run to its end; returns the exit code.
+
+    Args:
+        config: of the run.
+        form: how it is shown.
+        is_open: let others join.
+        planner: makes the processes' specs.
+        remarks: what people should know before it starts.
+    """
     check_port(config.service.host, config.service.controller_port, "service.controller_port")
     prepared = run_dirs.prepare(config)
     config, run_dir = prepared.config, prepared.run_dir
     log_to(run_dir / "logs" / "launcher.log")
-    for remark in prepared.remarks:
-        print(remark)
-    view = make_view(config, run_dir, plain=plain)
+    view = make_view(config, run_dir, form=form, remarks=[*remarks, *prepared.remarks])
     try:
         outcome = asyncio.run(launch(config, run_dir, view, planner=planner, is_open=is_open))
     finally:
@@ -67,10 +90,14 @@ def train(config: RunConfig, *, plain: bool, is_open: bool = False, planner: Pla
         prepared.undo()
         print(f"paceline train: {outcome.message}", file=sys.stderr)
         return outcome.exit_code
-    if outcome.ok:
-        print(outcome.message)
-    for line in closing_lines(run_dir):
-        print(line)
+    lines = [outcome.message] if outcome.ok else []
+    if outcome.ok and config.trainer.export_model:
+        lines.append(export_model(config, run_dir))
+    lines += closing_lines(run_dir)
+    if isinstance(view, JsonView):
+        view.end(ok=outcome.ok, message=outcome.message, run_dir=str(run_dir))
+    else:
+        print("\n".join(lines))
     if not outcome.ok:
         print(f"paceline train: {outcome.message}", file=sys.stderr)
         step = run_dirs.newest_checkpoint(config, run_dir)
@@ -81,13 +108,35 @@ def train(config: RunConfig, *, plain: bool, is_open: bool = False, planner: Pla
     return outcome.exit_code
 
 
-def make_view(config: RunConfig, run_dir: Path, *, plain: bool) -> View:
-    """A live table on a terminal, else plain lines."""
+def make_view(config: RunConfig, run_dir: Path, *, form: Form, remarks: Sequence[str] = ()) -> View:
+    """A live table on a terminal, else plain lines; the remarks come before it."""
     total_steps = config.trainer.total_steps
-    if plain or not sys.stdout.isatty():
+    if form is Form.JSON:
+        view = JsonView(total_steps)
+        for remark in remarks:
+            view.notice(remark)
+        return view
+    for remark in remarks:
+        print(remark)
+    if form is Form.PLAIN or not sys.stdout.isatty():
         print(f"run directory: {run_dir}", flush=True)
         return PlainView(total_steps)
     return LiveView(f"paceline  {config.model.path}  {run_dir}", total_steps)
+
+
+def export_model(config: RunConfig, run_dir: Path) -> str:
+    """Writes the newest checkpoint as RUN_DIR/model; returns a line that says so, or why not."""
+    step, folder = run_dirs.newest_checkpoint(config, run_dir), run_dir / "model"
+    if step is None:
+        return "model: not exported, there is no checkpoint"
+    shutil.rmtree(folder, ignore_errors=True)  # of this run before it was continued
+    command = [sys.executable, "-m", "paceline.learner.export", str(run_dir), str(step), str(folder)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        log.error("the export failed:\n%s", done.stderr)
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return f"model: not exported ({last}); `paceline export {run_dir} {step} OUT` tries again"
+    return f"model: {folder}"
 
 
 def log_to(file: Path) -> None:

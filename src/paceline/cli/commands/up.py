@@ -10,7 +10,8 @@ from paceline.cli.commands import arguments
 from paceline.cli.commands.train import train
 from paceline.cli.launch import hosts as several
 from paceline.cli.launch.launcher import Planner
-from paceline.cli.launch.preflight import quick_check
+from paceline.cli.launch.placement import settle_model
+from paceline.cli.launch.preflight import notes, quick_check
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="dotted.key=value", help="override a value of the run's configuration"
     )
-    parser.add_argument("--plain", action="store_true", help="print plain lines even on a terminal")
+    arguments.add_form(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,5 +30,9 @@ def run(args: argparse.Namespace) -> int:
     hosts = arguments.load_config(several.Hosts, args.hosts, [])
     config = load(RunConfig, Path(args.hosts).parent / hosts.config, args.overrides)
     config = several.with_hosts(config, hosts)
+    on_gpus = config.learner.device != "cpu" and any(host.gpus for host in hosts.hosts)
+    model, words = settle_model(config.model, on_gpus=on_gpus)
+    config = config.model_copy(update={"model": model})
     quick_check(config, here=False)
-    return train(config, plain=args.plain, planner=Planner(members=functools.partial(several.members, hosts)))
+    planner = Planner(members=functools.partial(several.members, hosts))
+    return train(config, form=args.form, planner=planner, remarks=[*filter(None, [words]), *notes(config)])

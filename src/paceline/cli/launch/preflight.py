@@ -47,6 +47,47 @@ def quick_check(config: RunConfig, *, here: bool = True) -> None:
         _reward_services(config)
 
 
+def notes(config: RunConfig) -> list[str]:
+    """What may not be meant as it is written, for people."""
+    words = []
+    if (
+        config.data.prompt_format == "auto"
+        and has_chat_template(config.model)
+        and _first_prompt_is_text(config)
+    ):
+        words.append(
+            "note: the prompts are strings, which go to the model without its chat template; "
+            "data.prompt_format=chat uses it, as an instruct model expects; text says that this is meant"
+        )
+    if config.rollout.n == 1 and config.algorithm.estimator.compares_samples:
+        words.append(
+            f"note: algorithm.adv_estimator={config.algorithm.adv_estimator} compares the samples of a "
+            "prompt, and rollout.n=1 draws only one"
+        )
+    return words
+
+
+def has_chat_template(model: ModelConfig) -> bool:
+    """Whether the model's tokenizer comes with a chat template; loads no tokenizer."""
+    model = local_model(model, "controller")
+    folder = Path(model.tokenizer_path or model.path)
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _first_prompt_is_text(config: RunConfig) -> bool:
+    from paceline.data.rows import first_row, value_at
+
+    try:
+        return isinstance(value_at(first_row(config.data.train_files[0]), config.data.prompt_key), str)
+    except (DataError, IndexError):
+        return False  # the controller says what is wrong with it
+
+
 def _data_files(config: RunConfig) -> None:
     for file in (*config.data.train_files, *config.data.val_files):
         if not Path(file).is_file():

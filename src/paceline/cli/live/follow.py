@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from paceline.cli.controller_client import ControllerClient
+from paceline.cli.live.signs import Signs
 from paceline.cli.live.view import View
 from paceline.core.errors import PeerLostError
 from paceline.core.run_events import EndEvent, NoticeEvent, PhaseEvent, StepEvent
@@ -19,7 +20,7 @@ async def follow(address: str, credentials: Credentials, view: View, *, patience
     Raises:
         PeerLostError: the controller could not be reached for `patience_s` seconds.
     """
-    next_step = 0
+    next_step, signs = 0, Signs()
     silent_since: float | None = None
     loop = asyncio.get_running_loop()
     async with ControllerClient(address, credentials) as controller:
@@ -36,7 +37,7 @@ async def follow(address: str, credentials: Credentials, view: View, *, patience
                         if event.step < next_step:
                             continue
                         next_step = event.step + 1
-                    _show(event, view)
+                    _show(event, view, signs)
             except PeerLostError:
                 if silent_since is None:
                     silent_since = loop.time()
@@ -47,11 +48,13 @@ async def follow(address: str, credentials: Credentials, view: View, *, patience
             await asyncio.sleep(_RETRY_S)
 
 
-def _show(event: PhaseEvent | StepEvent | NoticeEvent, view: View) -> None:
+def _show(event: PhaseEvent | StepEvent | NoticeEvent, view: View, signs: Signs) -> None:
     match event:
         case PhaseEvent():
             view.phase(step=event.step, phase=event.phase, admitted=event.admitted, wanted=event.wanted)
         case StepEvent():
             view.step(event.step, event.metrics)
+            for sentence in signs.look(event.step, event.metrics):
+                view.notice(sentence)
         case NoticeEvent():
             view.notice(event.message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -13,11 +14,14 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.live.view import Metrics, phase_words
+from paceline.cli.live.view import Metrics, Pace, clock, phase_words
 from paceline.cli.metrics import columns
 
 _NUM_ROWS = 14
 _NUM_NOTICES = 4
+_NOTICE_S = 120.0
+_GAP = 2
+_BAR_WIDTH = 24
 
 
 class LiveView:
@@ -27,13 +31,15 @@ class LiveView:
         self._title, self._total_steps = title, total_steps
         self._began = self._phase_began = time.monotonic()
         self._rows: deque[tuple[int, Metrics]] = deque(maxlen=_NUM_ROWS)
-        self._notices: deque[str] = deque(maxlen=_NUM_NOTICES)
+        self._notices: deque[tuple[float, str]] = deque(maxlen=_NUM_NOTICES)
+        self._pace = Pace(total_steps)
         self._milestones: list[tuple[float, str]] = []
         self._step, self._phase, self._admitted, self._wanted = 0, "starting", 0, 0
         self._closed = False
+        self._console = console or Console()
         self._spinner = Spinner("dots", style="cyan")
         self._live = Live(
-            get_renderable=self._draw, console=console or Console(), refresh_per_second=5, transient=False
+            get_renderable=self._draw, console=self._console, refresh_per_second=5, transient=False
         )
         self._live.start()
 
@@ -52,10 +58,11 @@ class LiveView:
     def step(self, step: int, metrics: Metrics) -> None:
         """Adds a row."""
         self._rows.append((step, metrics))
+        self._pace.step(step, time.monotonic())
 
     def notice(self, text: str) -> None:
-        """Adds a line under the table."""
-        self._notices.append(text)
+        """Adds a line under the table, which goes after a while."""
+        self._notices.append((time.monotonic(), text))
 
     def pulse(self) -> None:
         """Does nothing: the table redraws itself."""
@@ -67,24 +74,31 @@ class LiveView:
             self._live.stop()
 
     def _draw(self) -> RenderableType:
-        parts: list[RenderableType] = [Text(self._title, style="bold")]
+        parts: list[RenderableType] = [Text(self._title, style="bold", no_wrap=True, overflow="ellipsis")]
         if self._rows:
             parts.append(self._table())
         else:
             parts += [Text(f"  {seconds:6.1f} s  {text}", style="dim") for seconds, text in self._milestones]
-        parts += [Text(f"note: {text}", style="yellow") for text in self._notices]
+        now = time.monotonic()
+        notices = [text for said, text in self._notices if now - said < _NOTICE_S]
+        parts += [Text(f"note: {text}", style="yellow") for text in notices]
         if not self._closed:
             parts.append(self._status())
         return Group(*parts)
 
     def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold cyan", padding=(0, 2, 0, 0))
-        table.add_column("step", justify="right")
-        shown = columns()
-        for column in shown:
-            table.add_column(f"{column.title} {column.unit}".rstrip(), justify="right", no_wrap=True)
-        for step, metrics in self._rows:
-            table.add_row(f"{step}/{self._total_steps}", *(column.cell(metrics) for column in shown))
+        """The last steps, in as many columns as fit; those on the right go first, and no number is cut."""
+        titles, lines = ["step"], [[f"{step}/{self._total_steps}"] for step, _ in self._rows]
+        for column in columns():
+            titles.append(f"{column.title} {column.unit}".rstrip())
+            for line, (_, metrics) in zip(lines, self._rows, strict=True):
+                line.append(column.cell(metrics))
+        num_columns = _num_fitting([titles, *lines], self._console.width)
+        table = Table(box=None, pad_edge=False, header_style="bold cyan", padding=(0, _GAP, 0, 0))
+        for title in titles[:num_columns]:
+            table.add_column(title, justify="right", no_wrap=True)
+        for line in lines:
+            table.add_row(*line[:num_columns])
         return table
 
     def _status(self) -> RenderableType:
@@ -94,18 +108,29 @@ class LiveView:
             (f"step {self._step}/{self._total_steps}  ", "bold"),
             (words, "cyan"),
             f"  {now - self._phase_began:.1f} s",
-            (f"   run {_clock(now - self._began)}", "dim"),
+            (f"   run {clock(now - self._began)}", "dim"),
+            (f"  {self._pace.words()}".rstrip(), "dim"),
         )
+        text.no_wrap, text.overflow = True, "ellipsis"
         line = Table.grid(padding=(0, 1))
-        line.add_row(self._spinner, text, _bar(self._admitted, self._wanted))
+        if text.cell_len + _BAR_WIDTH + 4 <= self._console.width:
+            line.add_row(self._spinner, text, _bar(self._admitted, self._wanted))
+        else:
+            line.add_row(self._spinner, text)
         return line
 
 
 def _bar(done: int, total: int) -> Any:
-    return ProgressBar(total=total, completed=done, width=24) if total else ""
+    return ProgressBar(total=total, completed=done, width=_BAR_WIDTH) if total else ""
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+def _num_fitting(lines: Sequence[Sequence[str]], width: int) -> int:
+    """How many columns of a table fit into `width`; at least one."""
+    used, count = 0, 0
+    for cells in zip(*lines, strict=True):
+        used += max(map(len, cells)) + _GAP
+        # The gap after the last column needs no room.
+        if count and used - _GAP > width:
+            break
+        count += 1
+    return count

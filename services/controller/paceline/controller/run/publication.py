@@ -12,7 +12,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from paceline.controller.fleet.clients import LearnerClient
 from paceline.controller.fleet.membership import Member
@@ -35,6 +36,17 @@ _GRACE_S = 2.0
 _CALL_OFF_S = 5.0
 # A server reports its state within a heartbeat of the commit.
 _REPORT_S = 5.0
+
+T = TypeVar("T")
+
+
+class StaleLearnerError(PeerLostError):
+    """The learner was started again, and holds an earlier version than the one to be sent."""
+
+    def __init__(self, learner: Member, version: int, wanted: int) -> None:
+        super().__init__(
+            f"the learner holds version {version}, not {wanted}: it was restarted", peer=learner.member_id
+        )
 
 
 class Publication:
@@ -82,13 +94,22 @@ class Publication:
         """Whether a server samples from exactly this policy, say one that outlived the last controller."""
         return any(m.policy == policy and m.state is RolloutState.SERVING for m in self._supervisor.rollouts)
 
-    @contextlib.asynccontextmanager
-    async def to_newcomers(self, policy: PolicyTag) -> AsyncIterator[None]:
-        """Meanwhile newcomers get `policy`; on leaving, a push under way is called off within seconds."""
+    async def to_newcomers(self, policy: PolicyTag, collection: Coroutine[Any, Any, T]) -> T:
+        """Awaits `collection`; newcomers get `policy` meanwhile. A push that outlasts it is called off.
+
+        Raises:
+            StaleLearnerError: a newcomer came, and the learner, started again, no longer holds the policy.
+        """
         serving = asyncio.create_task(self._serve_newcomers(policy), name="newcomers")
+        collecting = asyncio.create_task(collection, name="collection")
         try:
-            yield
+            await asyncio.wait([serving, collecting], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+            return await collecting
         finally:
+            collecting.cancel()
+            await asyncio.wait([collecting])
             await self._call_off(serving)
 
     # --- weight group
@@ -106,20 +127,16 @@ class Publication:
             return
         if self._progress.phase is not Phase.FORMING:
             self._progress.move(Phase.FORMING)
-        learner_version = await self._form(learner, rollouts)
-        if learner_version != version:
-            raise PeerLostError(
-                f"the learner holds version {learner_version}, not {version}: it was restarted",
-                peer=learner.member_id,
-            )
+        await self._form(learner, rollouts, version)
 
-    async def _form(self, learner: Member, rollouts: Sequence[Member]) -> int:
-        version = await self._push.epochs.form(learner, rollouts)
+    async def _form(self, learner: Member, rollouts: Sequence[Member], version: int) -> None:
+        held = await self._push.epochs.form(learner, rollouts)
         epoch = self._push.epochs.current
         if epoch is not None:
             members = [m.member_id for m in (epoch.learner, *epoch.rollouts)]
             self._run.journal.record("epoch", number=epoch.number, members=members)
-        return version
+        if held != version:
+            raise StaleLearnerError(learner, held, version)
 
     def _check_digest(self, policy: PolicyTag) -> None:
         committed = self._run.journal.standing.commits.get(policy.version)
@@ -140,6 +157,9 @@ class Publication:
                 continue
             try:
                 await self._push_to(newcomers, policy)
+            except StaleLearnerError:
+                # No server can get the policy any more, and this learner cannot train on its samples.
+                raise
             except (PeerLostError, DeadlineError, WeightSyncError) as error:
                 names = ", ".join(m.member_id for m in newcomers)
                 log.warning("newcomers (%s) did not get %s: %s", names, policy, error)
@@ -164,8 +184,7 @@ class Publication:
             self._run.journal.record("newcomers", version=policy.version, servers=servers)
 
     async def _transfer_to(self, newcomers: Sequence[Member], policy: PolicyTag) -> list[str]:
-        if await self._form(self._supervisor.learner, newcomers) != policy.version:
-            raise PeerLostError("the learner was restarted", peer="learner")
+        await self._form(self._supervisor.learner, newcomers, policy.version)
         try:
             candidate = await self._push.transfer(policy.version)
         except WeightSyncError as error:

@@ -76,7 +76,7 @@ class Sequencer:
         self._checkpoints = Checkpoints(run, learner)
         self._metrics_file = MetricsFile(run.dir / "metrics.jsonl")
         self._publication = Publication(run, progress, push, learner, supervisor)
-        self._validation = Validation(run, progress, inputs, collector)
+        self._validation = Validation(run, progress, inputs, collector, self._publication)
         self._alignment = Alignment(
             run,
             progress,
@@ -233,9 +233,12 @@ class Sequencer:
             await self._collector.dispatch(order)
         self.progress.move(Phase.COLLECT)
         with span("collect"):
-            async with self._publication.to_newcomers(policy):
-                is_trained = self._alignment.version == step
-                batch = await self._collector.collect(order, refill, is_trained=is_trained)
+            if self._alignment.version == step:
+                # The learner has trained the step: its trajectories are in the log, and the policy is gone.
+                batch = await self._collector.collect(order, refill, is_trained=True)
+            else:
+                collection = self._collector.collect(order, refill, is_trained=False)
+                batch = await self._publication.to_newcomers(policy, collection)
         self._batches.check(step, batch, refill)
         return batch
 

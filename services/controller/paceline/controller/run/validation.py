@@ -10,6 +10,7 @@ from paceline.controller.batch.inputs import Inputs
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run import metrics
+from paceline.controller.run.publication import Publication
 from paceline.controller.run.trajectories import save_trajectories
 from paceline.core.errors import LostDataError
 from paceline.core.ids import Purpose
@@ -22,8 +23,11 @@ _MAX_ATTEMPTS = 3
 class Validation:
     """Validates a run."""
 
-    def __init__(self, run: Run, progress: Progress, inputs: Inputs, collector: Collector) -> None:
-        self._run, self._progress, self._inputs, self._collector = run, progress, inputs, collector
+    def __init__(
+        self, run: Run, progress: Progress, inputs: Inputs, collector: Collector, publication: Publication
+    ) -> None:
+        self._run, self._progress, self._inputs = run, progress, inputs
+        self._collector, self._publication = collector, publication
 
     async def validate(self, policy: PolicyTag) -> dict[str, float]:
         """Returns the metrics of a validation, {} without held-out prompts."""
@@ -59,7 +63,7 @@ class Validation:
         while True:
             try:
                 await self._collector.dispatch(order)
-                return await self._collector.collect(order)
+                return await self._publication.to_newcomers(order.policy, self._collector.collect(order))
             except LostDataError as error:
                 attempt += 1
                 if attempt == _MAX_ATTEMPTS:

@@ -97,7 +97,7 @@ def without_dropout(config: Any) -> Any:
     """The configuration with every dropout at 0: with one, two forward passes could not be compared."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for name, value in vars(part).items():
-            is_dropout = "dropout" in name or name.endswith("pdrop")
+            is_dropout = "dropout" in name or name.endswith(("pdrop", "jitter_noise"))
             if is_dropout and isinstance(value, int | float) and not isinstance(value, bool) and value:
                 log.info("%s=%g of the model's config.json is set to 0", name, value)
                 setattr(part, name, 0.0)

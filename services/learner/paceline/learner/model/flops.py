@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.learner.batch.arithmetic import Arithmetic
+from paceline.learner.model.experts import active_parameters
 from paceline.learner.model.networks import PolicyNetwork, body_of, decoder_layers, output_head
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -14,15 +15,15 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "
 def arithmetic_of(network: PolicyNetwork) -> Arithmetic:
     """Operations of one forward and backward pass, without activation recomputation.
 
-    Six per parameter and token in the layers, six per parameter of the head and response token, and twelve
-    per layer, attention channel and pair of tokens, half of which causal attention leaves out.
+    Six per token and parameter that it uses in the layers, six per parameter of the head and response token,
+    and twelve per layer, attention channel and pair of tokens, half of which causal attention leaves out.
     """
     layers = decoder_layers(body_of(network.lm))
     config = network.lm.config.get_text_config()  # type: ignore[union-attr, operator]
     heads = int(config.num_attention_heads)
     width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     return Arithmetic(
-        per_token=6 * sum(parameter.numel() for parameter in layers.parameters()),
+        per_token=6 * active_parameters(layers, config),
         per_response_token=6 * output_head(network.lm).weight.numel(),
         per_pair=6 * width * len(layers),
     )

@@ -7,12 +7,11 @@ one full layer. Then every shard is filled from the safetensors files, or from t
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +21,11 @@ from torch.distributed.tensor import DTensor
 from paceline.core.errors import ModelError
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import architectures, attention
+from paceline.learner.model.experts import use_float32_routers
+from paceline.learner.model.files import ModelFiles, ReadRows
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork, body_of, decoder_layers, hidden_size
 
 VALUE_HEAD_STD = 0.01
-
-ReadRows = Callable[[int, int], Tensor]
-"""Rows [start, stop) along dimension 0 of one tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +164,7 @@ def empty_lm(config: Any, checkpointed_share: float = 0.0) -> Any:
         layers = decoder_layers(body_of(lm))
         for layer in layers[math.ceil(checkpointed_share * len(layers)) :]:
             layer.gradient_checkpointing = False  # type: ignore[assignment]
+    use_float32_routers(lm)
     lm.train()
     return lm
 
@@ -194,51 +193,6 @@ def give_storage(module: nn.Module, lm: Any, device: torch.device, dtype: torch.
             lm._init_weights(part)  # rotary frequencies: computed, never read from a file
 
 
-class _Files:
-    """The tensors of a folder's safetensors files, by name."""
-
-    def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
-
-        self.where: dict[str, Any] = {}
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            file_names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            paths = [folder / name for name in file_names]
-        else:
-            paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise ModelError(
-                f"model folder {folder} has no safetensors weights; convert them, or set "
-                "model.load_format=random"
-            )
-        self.folder = folder
-        for path in paths:
-            try:
-                file = safe_open(str(path), framework="pt")
-            except Exception as error:
-                raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
-            names: list[str] = file.keys()  # type: ignore[no-untyped-call]
-            self.where.update(dict.fromkeys(names, file))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.where
-
-    def rows(self, name: str, shape: torch.Size) -> ReadRows:
-        if name not in self.where:
-            raise ModelError(
-                f"{self.folder} has no tensor {name!r}, which the model of its config.json needs; it has "
-                f"{', '.join(sorted(self.where)[:4])} and others"
-            )
-        part = self.where[name].get_slice(name)
-        stored = tuple(part.get_shape())
-        if stored != tuple(shape):
-            raise ModelError(
-                f"{self.folder}: tensor {name!r} has shape {stored}, the model needs {tuple(shape)}"
-            )
-        return lambda start, stop: cast(Tensor, part[start:stop])
-
-
 class _Seed:
     """Weights drawn from (seed, tensor name), so they do not depend on the number of ranks."""
 
@@ -258,14 +212,14 @@ class _Seed:
 class _ValueHeadSource:
     """Another source, with a value head: its own, else a reward model's `score`, else one from the seed."""
 
-    def __init__(self, inner: _Files | _Seed, seed: int) -> None:
+    def __init__(self, inner: ModelFiles | _Seed, seed: int) -> None:
         self.inner, self.seed = inner, seed
 
     def rows(self, name: str, shape: torch.Size) -> ReadRows:
         if not name.startswith("value_head.") or name in self.inner:
             return self.inner.rows(name, shape)
         score = name.replace("value_head.", "score.")
-        if isinstance(self.inner, _Files) and score in self.inner:
+        if isinstance(self.inner, ModelFiles) and score in self.inner:
             return self.inner.rows(score, shape)
         if name.endswith("bias"):
             return lambda start, stop: torch.zeros(stop - start)
@@ -279,13 +233,13 @@ def draw_normal(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32).mul_(std)
 
 
-def _source(folder: str | Path, random_seed: int | None, config: Any) -> _Files | _Seed:
+def _source(folder: str | Path, random_seed: int | None, config: Any) -> ModelFiles | _Seed:
     if random_seed is None:
-        return _Files(Path(folder))
+        return ModelFiles(Path(folder))
     return _Seed(random_seed, float(getattr(config, "initializer_range", 0.02)))
 
 
-def _fill(network: nn.Module, source: _Files | _Seed | _ValueHeadSource) -> None:
+def _fill(network: nn.Module, source: ModelFiles | _Seed | _ValueHeadSource) -> None:
     with torch.no_grad():
         for name, parameter in hugging_face_names(network):
             local, start, stop = local_rows(parameter)

@@ -27,6 +27,7 @@ from paceline.learner.algorithms.statistics import masked_sum
 from paceline.learner.algorithms.value_losses import clipped_value_loss
 from paceline.learner.batch.minibatch import Denominators
 from paceline.learner.batch.types import MicroBatch, TrainingBatch
+from paceline.learner.model.experts import balance_by_row, recorded_choices, routers
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 
 STANDARD_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
@@ -60,14 +61,17 @@ class PolicyLoss:
         self._loss, self._arguments = loss_function(config), config.actor.loss_arguments
         own = [name for name in self._loss.metrics if name not in STANDARD_METRICS]
         self._token_metrics = (*STANDARD_METRICS, *own)
-        self.names = ("loss", *self._token_metrics, "pg_loss", "kl_loss")
+        self._has_experts = bool(routers(network.lm))
+        balance = ("load_balance",) if self._has_experts else ()
+        self.names = ("loss", *self._token_metrics, "pg_loss", "kl_loss", *balance)
 
     def __call__(
         self, part: TrainingBatch, denominators: Denominators, selected: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The share, with its graph, and the sums; `selected` as `LossInputs`."""
         batch = part.batch
-        flat, flat_entropy = self._network(batch, self._temperature, True)
+        with recorded_choices(self._network.lm) as choices:
+            flat, flat_entropy = self._network(batch, self._temperature, True)
         log_probs = batch.table(flat)
         per_token, metrics = self._per_token(log_probs, part, selected)
         if part.weights is not None:
@@ -82,9 +86,22 @@ class PolicyLoss:
             estimate = kl.kl_estimate(log_probs, part.ref_log_probs, self._actor.kl_loss_type)
             kl_loss = self._aggregate(estimate, batch, denominators)
             total = total + self._kl_loss_coef * kl_loss
+        extra = [pg_loss, kl_loss]
+        if self._has_experts:
+            balance = self._load_balance(choices, batch, denominators)
+            total = total + self._actor.load_balance_coef * balance
+            extra.append(balance)
         means = {**metrics, "entropy": _mean_of(entropy.detach(), batch)}
         sums = _sums(total, batch, means, self._token_metrics, denominators)
-        return total, torch.cat([sums, torch.stack([pg_loss, kl_loss]).detach().double()])
+        return total, torch.cat([sums, torch.stack(extra).detach().double()])
+
+    def _load_balance(
+        self, choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch, denominators: Denominators
+    ) -> Tensor:
+        """The share of the mini-batch's mean over its sequences."""
+        with torch.set_grad_enabled(bool(self._actor.load_balance_coef)):
+            rows = balance_by_row(choices, batch) * batch.mask.any(-1)
+        return rows.sum() / denominators.num_sequences
 
     def _per_token(
         self, log_probs: Tensor, part: TrainingBatch, selected: Tensor | None

@@ -1,0 +1,105 @@
+"""Mixture of Experts: routers in float32, the balance of their choices, and how many parameters a token uses.
+
+router's logits of all layers -> shares of choices and of probability per row -> balance, 1 if even
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.learner.batch.types import MicroBatch
+
+
+def routers(lm: nn.Module) -> list[nn.Module]:
+    """The routers, one per layer with experts, in order; they return (logits, weights, indices)."""
+    return [module for module in lm.modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+def use_float32_routers(lm: nn.Module) -> None:
+    """Makes routers compute in float32 where the rest computes in half precision.
+
+    Rounding of a router's logits changes which experts a token meets; the weights are as they are.
+    """
+    for router in routers(lm):
+        router.forward = partial(_forward_in_float32, router)
+
+
+class _InFloat32:
+    """A router's attributes, its tensors in float32; its class's `forward` reads nothing else."""
+
+    def __init__(self, router: nn.Module) -> None:
+        self._router = router
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._router, name)
+        return value.float() if isinstance(value, Tensor) else value
+
+
+def _forward_in_float32(router: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    forward: Any = type(router).forward
+    logits, weights, indices = forward(_InFloat32(router), hidden.float())
+    return logits, weights.to(hidden.dtype), indices
+
+
+@contextmanager
+def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Collects (logits, indices) of each router's next forward pass, (T, E) and (T, K).
+
+    Recomputation in the backward pass comes later and is not recorded.
+    """
+    choices: list[tuple[Tensor, Tensor]] = []
+
+    def note(router: nn.Module, arguments: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
+        choices.append((result[0], result[2]))
+
+    handles = [router.register_forward_hook(note) for router in routers(lm)]
+    try:
+        yield choices
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def balance_by_row(choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch) -> Tensor:
+    """How evenly the states that predict each row's response choose experts, (B,), the mean over layers.
+
+    DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, equations 17 to 20): the sum over experts of f P, with
+    f the expert's share of the choices over 1 / E and P its mean probability; 1 if even, at most E / K, where
+    K experts take everything. Of a row alone, so it does not depend on what shares a micro-batch. The masks
+    of rows are not looked at.
+
+    Args:
+        choices: logits (T, E) and indices (T, K) per layer.
+        batch: of T tokens.
+    """
+    num_rows = batch.places.shape[0]
+    inside = batch.places < len(batch.targets)
+    states = batch.score_positions[batch.places[inside]]
+    rows = torch.arange(num_rows, device=states.device).unsqueeze(1).expand_as(inside)[inside]
+    lengths = inside.sum(-1).clamp(min=1)
+    total = torch.zeros(num_rows, device=states.device)
+    for logits, indices in choices:
+        num_experts, num_chosen = logits.shape[-1], indices.shape[-1]
+        probs = torch.softmax(logits[states].float(), dim=-1)
+        chosen = torch.zeros_like(probs).scatter_(-1, indices[states], 1.0)
+        zeros = probs.new_zeros(num_rows, num_experts)
+        counts, sums = (zeros.index_add(0, rows, values) for values in (chosen, probs))
+        total = total + (counts * sums).sum(-1) * num_experts / (num_chosen * lengths.square())
+    return total / len(choices)
+
+
+def active_parameters(layers: nn.Module, config: Any) -> int:
+    """Parameters of the layers that one token uses: of the experts, those that it is sent to."""
+    per_token = getattr(config, "num_experts_per_tok", None)
+    total = 0
+    for name, parameter in layers.named_parameters():
+        is_expert = per_token is not None and ".experts." in name and parameter.ndim == 3
+        used = int(per_token or 0) if is_expert else parameter.shape[0]
+        total += parameter.numel() // parameter.shape[0] * used
+    return total

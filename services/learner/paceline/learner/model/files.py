@@ -1,0 +1,113 @@
+"""The tensors of a model folder's safetensors files, read row by row under the names of the live model.
+
+transformers fuses a Mixture of Experts when it loads a model: the experts' projections, one tensor per expert
+in the files, become rows of one tensor. Here a row is assembled from its expert's tensors when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ModelError
+
+ReadRows = Callable[[int, int], Tensor]
+"""Rows [start, stop) along dimension 0 of one tensor."""
+
+_FUSED = re.compile(r"(?P<block>.*)\.experts\.(?P<kind>gate_up_proj|down_proj)")
+_PROJECTIONS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+"""Names of an expert's tensors, as Qwen's and as Mixtral's files have them, in the order of their rows."""
+
+
+class ModelFiles:
+    """The tensors of a folder.
+
+    Raises:
+        ModelError: there are none, or a file cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        self._where: dict[str, Any] = {}
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            file_names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            paths = [folder / name for name in file_names]
+        else:
+            paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise ModelError(
+                f"model folder {folder} has no safetensors weights; convert them, or set "
+                "model.load_format=random"
+            )
+        self._folder = folder
+        for path in paths:
+            try:
+                file = safe_open(str(path), framework="pt")
+            except Exception as error:
+                raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+            names: list[str] = file.keys()  # type: ignore[no-untyped-call]
+            self._where.update(dict.fromkeys(names, file))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def rows(self, name: str, shape: torch.Size) -> ReadRows:
+        """A reader of the rows of a tensor, by its name in the live model.
+
+        Raises:
+            ModelError: the files have no such tensor, or one of another shape.
+        """
+        stored = self._alias(name)
+        if stored in self:
+            return self._plain(stored, shape)
+        fused = _FUSED.fullmatch(stored)
+        if fused is not None and len(shape) == 3:
+            for projections in _PROJECTIONS[fused["kind"]]:
+                if f"{fused['block']}.experts.0.{projections[0]}.weight" in self:
+                    return self._experts(fused["block"], projections, shape)
+        raise ModelError(
+            f"{self._folder} has no tensor {name!r}, which the model of its config.json needs; it has "
+            f"{', '.join(sorted(self._where)[:4])} and others"
+        )
+
+    def _alias(self, name: str) -> str:
+        """The name in the files: Mixtral's call a block of experts otherwise."""
+        alias = name.replace(".mlp.", ".block_sparse_moe.")
+        prefix = alias.partition(".block_sparse_moe.")[0] + ".block_sparse_moe."
+        is_used = name not in self and any(stored.startswith(prefix) for stored in self._where)
+        return alias if is_used else name
+
+    def _plain(self, name: str, shape: torch.Size) -> ReadRows:
+        part = self._where[name].get_slice(name)
+        stored = tuple(part.get_shape())
+        if stored != tuple(shape):
+            raise ModelError(
+                f"{self._folder}: tensor {name!r} has shape {stored}, the model needs {tuple(shape)}"
+            )
+        return lambda start, stop: cast(Tensor, part[start:stop])
+
+    def _experts(self, block: str, projections: tuple[str, ...], shape: torch.Size) -> ReadRows:
+        """A row is an expert: its projections below each other."""
+        num_experts, height, width = shape
+        part_shape = torch.Size((height // len(projections), width))
+        readers = [
+            [self.rows(f"{block}.experts.{expert}.{name}.weight", part_shape) for name in projections]
+            for expert in range(num_experts)
+        ]
+
+        def read(start: int, stop: int) -> Tensor:
+            experts = [[read(0, part_shape[0]) for read in parts] for parts in readers[start:stop]]
+            return torch.stack([torch.cat(parts) for parts in experts])
+
+        return read

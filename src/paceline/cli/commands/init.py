@@ -1,0 +1,183 @@
+"""`paceline init`: writes a commented configuration from a few flags, or questions on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.cli.launch.preflight import has_chat_template
+from paceline.config.load import load
+from paceline.config.model import ModelConfig
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError, DataError
+from paceline.data.rows import first_row, value_at
+
+# What data sets call their columns, the most particular first.
+_PROMPTS = ("prompt", "question", "problem", "messages", "input", "query")
+_TRUTHS = ("ground_truth", "reward_model.ground_truth", "answer", "solution", "target", "label")
+
+_ALGORITHMS: Mapping[str, str] = {
+    "grpo": """\
+algorithm:
+  adv_estimator: grpo          # the mean of a prompt's samples is the baseline; no critic
+actor:
+  use_kl_loss: true            # keeps the policy near the starting model; needs its weights once more
+  kl_loss_coef: 0.001
+""",
+    "dapo": """\
+algorithm:
+  adv_estimator: grpo
+  dynamic_sampling: {enable: true}   # other prompts replace groups whose samples all have the same reward
+actor:
+  clip_ratio_low: 0.2
+  clip_ratio_high: 0.28        # room for tokens that were improbable
+""",
+    "ppo": """\
+algorithm:
+  adv_estimator: gae           # with a critic, as large as the model
+  use_kl_in_reward: true       # keeps the policy near the starting model
+  kl_ctrl: {type: adaptive, kl_coef: 0.001, target_kl: 0.1}
+critic:
+  optim: {lr: 1.0e-5}
+actor:
+""",
+}
+
+_NO_VAL = "  # val_files: FILE          # held-out prompts\n"
+_CHAT = "prompt_format: chat          # strings go through the chat template, as one user message"
+_AUTO = "prompt_format: auto          # messages go through the chat template, strings do not"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Question:
+    """A value that the file needs, by the name of its flag."""
+
+    name: str
+    words: str
+    default: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument("file", metavar="FILE.yaml", type=Path, help="the file to write; must not exist")
+    parser.add_argument("--model", metavar="FOLDER", help="the model's folder")
+    parser.add_argument("--data", metavar="FILE", help="training prompts, parquet or JSONL")
+    parser.add_argument("--val", metavar="FILE", default="", help="held-out prompts")
+    parser.add_argument("--prompt-key", metavar="COLUMN", help="column with the prompt (default: looked for)")
+    parser.add_argument(
+        "--ground-truth-key", metavar="COLUMN", help="column with the right answer (default: looked for)"
+    )
+    parser.add_argument(
+        "--reward",
+        metavar="NAME",
+        help="exact_match, gsm8k, math_verify, or path/to/file.py:function",
+    )
+    parser.add_argument("--algorithm", choices=_ALGORITHMS, help="default: grpo")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: 200)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the file; returns the exit code."""
+    if args.file.exists():
+        raise ConfigError(f"{args.file} exists; give another name, or remove it")
+    answers = {name: str(value) for name, value in vars(args).items() if value is not None}
+    ask = _ask if sys.stdin.isatty() else None
+    for question in (
+        _Question(name="model", words="Folder of the model"),
+        _Question(name="data", words="File with the training prompts (.parquet or .jsonl)"),
+    ):
+        if question.name not in answers:
+            answers[question.name] = _answer(question, ask)
+    row = _row(answers["data"])
+    for question in (
+        _Question(name="prompt_key", words="Column with the prompt", default=_known(row, _PROMPTS)),
+        _Question(name="ground_truth_key", words="Column with the answer", default=_known(row, _TRUTHS)),
+        _Question(name="reward", words="Reward function", default="exact_match"),
+        _Question(name="algorithm", words=f"Algorithm ({', '.join(_ALGORITHMS)})", default="grpo"),
+        _Question(name="steps", words="Training steps", default="200"),
+    ):
+        if question.name not in answers:
+            answers[question.name] = _answer(question, ask)
+    if answers["algorithm"] not in _ALGORITHMS:
+        raise ConfigError(f"{answers['algorithm']!r} is none of {', '.join(_ALGORITHMS)}")
+    args.file.write_text(configuration(answers, row), encoding="utf-8")
+    try:
+        load(RunConfig, args.file)
+    except ConfigError:
+        args.file.unlink()
+        raise
+    print(f"wrote {args.file}\nnext: paceline check {args.file}\n      paceline train {args.file}")
+    return 0
+
+
+def configuration(answers: Mapping[str, str], row: Mapping[str, Any]) -> str:
+    """The text of the file."""
+    prompt = value_at(dict(row), answers["prompt_key"])
+    is_chat = isinstance(prompt, str) and has_chat_template(ModelConfig(path=answers["model"]))
+    val = f"  val_files: {_word(answers['val'])}\n" if answers.get("val") else _NO_VAL
+    return f"""\
+# Every key with its meaning: docs/configuration.md. What is not here has its default; GPUs are shared out by
+# themselves (placement: auto).
+data:
+  train_files: {_word(answers["data"])}
+{val}\
+  prompt_key: {_word(answers["prompt_key"])}
+  ground_truth_key: {_word(answers["ground_truth_key"])}
+  {_CHAT if is_chat else _AUTO}
+  max_prompt_length: 512       # tokens; longer prompts are left out, and counted
+  max_response_length: 1024    # tokens; longer responses are cut off
+  train_batch_size: 64         # prompts per step
+model:
+  path: {_word(answers["model"])}
+{_ALGORITHMS[answers["algorithm"]]}\
+  ppo_mini_batch_size: 64      # prompts per optimizer step; fewer than the batch: several steps on it
+  optim: {{lr: 1.0e-6}}
+rollout:
+  n: 8                         # samples per prompt
+reward:
+  functions: [{{name: {_word(answers["reward"])}}}]
+trainer:
+  name: {_name(answers["file"])}
+  total_steps: {int(answers["steps"])}
+  test_freq: 10                # validate every so many steps
+  save_freq: 10                # checkpoint every so many steps
+"""
+
+
+def _answer(question: _Question, ask: Callable[[_Question], str] | None) -> str:
+    answer = ask(question) if ask else question.default
+    if not answer:
+        raise ConfigError(f"{question.words.lower()} is missing: give --{question.name.replace('_', '-')}")
+    return answer
+
+
+def _ask(question: _Question) -> str:
+    shown = f" [{question.default}]" if question.default else ""
+    return input(f"{question.words}{shown}: ").strip() or question.default
+
+
+def _row(file: str) -> dict[str, Any]:
+    if not Path(file).is_file():
+        raise DataError(f"data file {file} does not exist; correct --data")
+    return first_row(file)
+
+
+def _known(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The first of the names that the row has; "" for none."""
+    return next((name for name in names if value_at(dict(row), name) is not None), "")
+
+
+def _word(value: str) -> str:
+    """A string as YAML writes it."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+
+
+def _name(file: str) -> str:
+    """A run's name from that of its file."""
+    return "".join(c if c.isalnum() or c in "_.-" else "-" for c in Path(file).stem)

@@ -1,0 +1,160 @@
+"""Fills in what a configuration leaves open, from model and machine: data type, checkpointing, GPUs.
+
+What a file names stays as it is, so that a configuration that names everything means the same everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.launch.machine import Machine
+from paceline.config.model import ModelConfig
+from paceline.config.run import RunConfig
+from paceline.storage.models import local_model
+
+# An engine and a learner rank on one GPU: the engine may take this share of its memory.
+_SHARED_MEMORY = 0.4
+# Largest share of an engine's memory that weights may take; the rest is the KV cache.
+_WEIGHTS_SHARE = 0.6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """A configuration in which nothing is left open, and what people should know of the choices."""
+
+    config: RunConfig
+    remarks: tuple[str, ...]
+
+
+def settle(config: RunConfig, machine: Machine) -> Settled:
+    """The configuration as `paceline train` runs it on this machine."""
+    on_gpus = config.learner.device != "cpu" and bool(machine.gpus)
+    model, words = settle_model(config.model, on_gpus=on_gpus)
+    config = config.model_copy(update={"model": model})
+    remarks = [words] if words else []
+    if machine.num_unusable_gpus and config.learner.device == "auto":
+        remarks.append(
+            f"{machine.num_unusable_gpus} GPUs are here, but torch is the CPU build: everything runs on the "
+            "CPU (`paceline doctor`)"
+        )
+    if on_gpus and config.placement != "given":
+        config = _on_gpus(config, machine.gpus)
+    return Settled(config=config, remarks=(*remarks, _layout(config, machine, on_gpus=on_gpus)))
+
+
+def settle_model(model: ModelConfig, *, on_gpus: bool) -> tuple[ModelConfig, str]:
+    """The section, with what the file leaves out chosen by device and weights; the choices in words."""
+    chosen: dict[str, Any] = {}
+    if "dtype" not in model.model_fields_set:
+        stored = _model_tree(model)
+        is_float32 = stored.get("dtype", stored.get("torch_dtype")) == "float32"
+        chosen["dtype"] = "bfloat16" if on_gpus and not is_float32 else "float32"
+    if "enable_gradient_checkpointing" not in model.model_fields_set:
+        chosen["enable_gradient_checkpointing"] = on_gpus
+    other = {key: value for key, value in chosen.items() if value != getattr(model, key)}
+    words = [f"model.{key}={str(value).lower()}" for key, value in other.items()]
+    return model.model_copy(update=chosen), ", ".join(words)
+
+
+def _model_tree(model: ModelConfig) -> Mapping[str, Any]:
+    folder = Path(local_model(model, "controller").path)
+    try:
+        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # the checks say what is wrong with it
+    return tree if isinstance(tree, dict) else {}
+
+
+def _on_gpus(config: RunConfig, gpus: tuple[int, ...]) -> RunConfig:
+    """Learner ranks and rollout servers over all GPUs, unless the file says how many of which."""
+    learner, rollout = config.learner, config.rollout
+    if learner.devices is not None or rollout.devices is not None:
+        return config
+    fits = config.placement == "fit"
+    per_engine = rollout.tensor_model_parallel_size
+    ranks = learner.world_size if "world_size" in learner.model_fields_set else None
+    servers = rollout.replicas if "replicas" in rollout.model_fields_set else None
+    if "tensor_model_parallel_size" not in rollout.model_fields_set:
+        per_engine = _engine_size(config, len(gpus))
+    if fits and (ranks or 1) + (servers or 1) * per_engine > len(gpus):
+        ranks, servers = None if len(gpus) > 1 else 1, 1
+    if len(gpus) == 1 and ranks in (None, 1) and servers in (None, 1) and per_engine == 1:
+        return _on_one_gpu(config, gpus[0])
+    if servers is None:
+        left = len(gpus) - (ranks if ranks is not None else len(gpus) // 2)
+        servers = max(1, left // per_engine)
+    if ranks is None:
+        ranks = max(1, len(gpus) - servers * per_engine)
+    return _with(
+        config,
+        learner={"world_size": ranks},
+        rollout={"replicas": servers, "tensor_model_parallel_size": per_engine},
+    )
+
+
+def _on_one_gpu(config: RunConfig, gpu: int) -> RunConfig:
+    rollout: dict[str, Any] = {"replicas": 1, "devices": (gpu,)}
+    if "gpu_memory_utilization" not in config.rollout.model_fields_set:
+        rollout["gpu_memory_utilization"] = _SHARED_MEMORY
+    return _with(config, learner={"world_size": 1, "devices": (gpu,)}, rollout=rollout)
+
+
+def _with(config: RunConfig, *, learner: dict[str, Any], rollout: dict[str, Any]) -> RunConfig:
+    return config.model_copy(
+        update={
+            "learner": config.learner.model_copy(update=learner),
+            "rollout": config.rollout.model_copy(update=rollout),
+        }
+    )
+
+
+def _engine_size(config: RunConfig, num_gpus: int) -> int:
+    """GPUs per engine: the fewest on which the weights leave room for a KV cache, at most half of all."""
+    num_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    heads = _model_tree(config.model).get("num_attention_heads")
+    room = _gpu_memory_bytes() * config.rollout.gpu_memory_utilization * _WEIGHTS_SHARE
+    size = 1
+    while (
+        num_bytes / size > room
+        and 4 * size <= num_gpus
+        and not (isinstance(heads, int) and heads % (2 * size))
+    ):
+        size *= 2
+    return size
+
+
+def _gpu_memory_bytes() -> float:
+    """Memory of the smallest GPU; of one with 80 GB where nvidia-smi does not say."""
+    tool = shutil.which("nvidia-smi")
+    query = [tool or "", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        return min(float(line) for line in answer.stdout.splitlines()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 80e9
+
+
+def _layout(config: RunConfig, machine: Machine, *, on_gpus: bool) -> str:
+    ranks, servers = config.learner.world_size, config.rollout.replicas
+    size = config.rollout.tensor_model_parallel_size
+    engines = _many(servers, "rollout server") + (f" of {_many(size, 'GPU')}" if size > 1 else "")
+    if not on_gpus:
+        return (
+            f"layout: {_many(ranks, 'learner rank')} and {engines} on {_many(machine.num_cores, 'CPU core')}"
+        )
+    if config.learner.devices is not None and config.learner.devices == config.rollout.devices:
+        return f"layout: learner and {engines} share GPUs {list(config.learner.devices)}"
+    used = ranks + servers * size
+    idle = len(machine.gpus) - used
+    words = f"layout: {_many(ranks, 'learner rank')} and {engines} on {_many(used, 'GPU')}"
+    return words + (f"; {_many(idle, 'GPU')} without work" if idle > 0 else "")
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,157 @@
+"""Mixture of Experts: checkpoints as transformers writes them, routers, their balance, the arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ModelError
+from paceline.learner.batch.pack import pack
+from paceline.learner.batch.types import PackedRow
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model import experts
+from paceline.learner.model.flops import arithmetic_of
+from paceline.learner.model.folder import gather_tensors, write_folder
+from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_policy
+from paceline.learner.train.learner import Learner
+from support.architectures import tiny_config
+from support.learner_fakes import VOCAB_SIZE, run_config
+from support.learner_scenarios import numbers, take_step
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
+
+CPU = torch.device("cpu")
+KINDS = ["qwen3_moe", "qwen2_moe", "mixtral"]
+
+
+def write_model(folder: Path, kind: str) -> Any:
+    """A model that transformers wrote, and the folder it is in."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, vocab_size=VOCAB_SIZE))
+    model.save_pretrained(folder)
+    return model
+
+
+def rows() -> list[PackedRow]:
+    rng = np.random.default_rng(1)
+    return [
+        PackedRow(
+            index=index,
+            prompt_token_ids=rng.integers(2, VOCAB_SIZE, prompt).astype(np.int32),
+            response_token_ids=rng.integers(2, VOCAB_SIZE, response).astype(np.int32),
+            response_mask=np.ones(response, np.uint8),
+            response_log_probs=np.zeros(response, np.float32),
+        )
+        for index, (prompt, response) in enumerate([(3, 2), (5, 6), (5, 6)])
+    ]
+
+
+def log_probs_of(model: Any) -> Tensor:
+    """By transformers, a row at a time."""
+    parts = []
+    for row in rows():
+        ids = torch.from_numpy(
+            np.concatenate([row.prompt_token_ids, row.response_token_ids]).astype(np.int64)
+        )
+        start = len(row.prompt_token_ids)
+        scores = model(ids[None]).logits[0, start - 1 : -1].log_softmax(-1)
+        parts.append(scores.gather(-1, ids[start:, None]).squeeze(-1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_experts_loads_trains_and_is_written_again(
+    kind: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = write_model(tmp_path / "model", kind)
+    network = load_policy(tmp_path / "model", ranks, Precision(compute=torch.float32))
+    log_probs = network(pack(rows(), CPU))[0]
+    expected = log_probs_of(model)
+    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-5)
+    log_probs.sum().backward()
+    expected.sum().backward()
+    wanted = dict(model.named_parameters())
+    for name, parameter in hugging_face_names(network):
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name].grad, atol=1e-4, rtol=1e-3)
+
+    write_folder(tmp_path / "out", gather_tensors(network, keep=True), source=tmp_path / "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, wanted[name]), name
+
+
+def test_an_expert_that_is_missing_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    write_model(tmp_path, "qwen3_moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="has no tensor 'model.layers.1.mlp.experts.2.up_proj.weight'"):
+        load_policy(tmp_path, ranks, Precision(compute=torch.float32))
+
+
+def test_routers_decide_in_float32_where_the_rest_is_half_precision(ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3_moe")
+    network = load_policy(tmp_path, ranks, Precision(compute=torch.bfloat16))
+    with torch.no_grad(), experts.recorded_choices(network.lm) as choices:
+        network(pack(rows(), CPU))
+    as_fsdp(network).reshard()
+    assert [logits.dtype for logits, _ in choices] == [torch.float32] * 3
+    # Sums of float32 are not on the coarse grid of bfloat16.
+    assert not torch.equal(choices[0][0], choices[0][0].bfloat16().float())
+
+
+def test_the_balance_by_hand() -> None:
+    batch = pack(rows()[:2], CPU)
+    logits = torch.zeros(16, 4)
+    even = torch.stack([torch.arange(16) % 4, (torch.arange(16) + 1) % 4], dim=-1)
+    # The two states of the first row, tokens 2 and 3, choose (2, 3) and (3, 0); probabilities are even.
+    assert experts.balance_by_row([(logits, even)], batch).tolist() == pytest.approx([1.0, 1.0])
+    logits[:, 0] = 30.0
+    always = torch.zeros(16, 2, dtype=torch.int64)
+    always[:, 1] = 1
+    # Everything goes to expert 0, with probability 1: E / K.
+    assert experts.balance_by_row([(logits, always)], batch).tolist() == pytest.approx([2.0, 2.0])
+
+
+def test_a_step_reports_the_balance_and_its_weight_changes_the_gradient(ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3_moe")
+    results = {}
+    for name, actor in (
+        ("off", {}),
+        ("cut", {"ppo_max_token_len_per_gpu": 32}),
+        ("on", {"load_balance_coef": 10.0}),
+    ):
+        config = run_config(
+            tmp_path,
+            algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
+            actor={"ppo_mini_batch_size": 8, **actor},
+        )
+        results[name] = numbers(take_step(Learner.build(config, ranks), 1))
+    assert 1.0 < results["off"]["actor/load_balance"] < 2.0
+    assert results["cut"]["actor/load_balance"] == pytest.approx(
+        results["off"]["actor/load_balance"], rel=1e-5
+    )
+    assert results["on"]["actor/load_balance"] == pytest.approx(
+        results["off"]["actor/load_balance"], rel=1e-5
+    )
+    assert results["on"]["actor/grad_norm"] > 1.05 * results["off"]["actor/grad_norm"]
+
+
+def test_the_arithmetic_counts_the_experts_that_a_token_meets(ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3_moe")
+    network = load_policy(tmp_path, ranks, Precision(compute=torch.float32))
+    # A layer: q and o 32x32, k and v 16x32, norms of heads and layer, the router, two of four experts.
+    layer = 2 * 32 * 32 + 2 * 16 * 32 + 2 * 8 + 2 * 32 + 4 * 32 + 2 * 3 * 16 * 32
+    assert arithmetic_of(network).per_token == 6 * 3 * layer

