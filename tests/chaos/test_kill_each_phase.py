@@ -19,7 +19,7 @@ from support.training_run import TRANSPORT, Row, TrainingRun, is_time, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-PHASES = ("dispatch", "collect", "learn", "publish", "commit", "checkpoint")
+PHASES = ("dispatch", "collect", "learn", "publish", "commit", "checkpoint", "validate")
 PROCESSES = ("controller", "rollout-0", "learner-0", "learner-1", "reward", "redis")
 # Between a kill and the next, so that none meets the recovery from the last.
 STEPS_APART = 2
