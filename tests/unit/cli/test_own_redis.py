@@ -33,10 +33,7 @@ async def test_a_killed_server_comes_back_with_its_data_and_not_for_ever(tmp_pat
         with redis.Redis.from_url(own.server.url) as client:
             assert client.get("key") == b"value"
         (sentence,) = said
-        assert sentence.startswith(
-            "the run's Redis server ended unexpectedly (killed by SIGKILL) in step 3; "
-        )
-        assert sentence.endswith("starting it again (1 of at most 1 within 300 s)")
+        assert "ended unexpectedly (killed by SIGKILL) in step 3; starting it again (1 of at most" in sentence
         os.kill(own.server.pid, signal.SIGKILL)
         async with asyncio.timeout(20):
             reason = await tending
