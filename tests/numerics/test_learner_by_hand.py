@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 TEMPERATURE, CLIP, GRAD_CLIP, EPOCHS = 0.8, 0.02, 0.05, 2
 ENTROPY_COEFF, KL_LOSS_COEF = 0.3, 0.4
 LR, EPS, WEIGHT_DECAY, BETAS = 0.2, 0.01, 0.1, (0.9, 0.99)
-SCALES = Adjustments(lr_scale=0.5, kl_scale=0.25)
+SCALES = Adjustments(lr_scale=0.5, kl_scale=0.25, clip_scale=0.5)
 
 Weights = dict[str, np.ndarray]
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -109,7 +109,8 @@ class ByHand:
         x, rms, h, log_p = self.forward()
         p, count, each = np.exp(log_p), len(self.tokens), np.arange(len(self.tokens))
         ratio = np.exp(log_p[each, self.tokens] - old)
-        cut = np.clip(ratio, 1 - CLIP, 1 + CLIP)
+        clip = CLIP * SCALES.clip_scale
+        cut = np.clip(ratio, 1 - clip, 1 + clip)
         # A token whose clipped term is the larger has no gradient.
         clipped = -self.advantages * cut > -self.advantages * ratio
         self.clipped_shares.append(float(clipped.mean()))

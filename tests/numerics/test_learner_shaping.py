@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config.run import RunConfig
+from paceline.core.guard import Adjustments
 from paceline.learner.algorithms.aggregation import MODES
 from paceline.learner.algorithms.registry import POLICY_LOSSES
 from paceline.learner.batch.arithmetic import Arithmetic, RowLength
@@ -188,7 +189,7 @@ class TestResampling:
         config = run_config(model, actor=actor, algorithm=GROUPS)
         learner = Learner.build(config, ranks)
         network = learner.actor.network
-        loss = PolicyLoss(config, network)
+        loss = PolicyLoss(config, network, Adjustments())
         outcomes = []
         for part in self.both():
             mini = MiniBatch(parts=(part,), denominators=Denominators(num_tokens=1, num_sequences=1))
@@ -218,6 +219,7 @@ class TestResampling:
             flat = by_token[batch.targets]
             return flat, flat.square()
 
+        network.lm = torch.nn.Module()  # without experts
         clip = {"gspo": 0.02, "geo_mean": 0.4}.get(name, 0.2)
         own = {
             "clip_cov": {"cov_fraction": cov_fraction, "cov_low": 0.0},
@@ -230,7 +232,7 @@ class TestResampling:
         }
         actor |= {"entropy_coeff": 0.1, "use_kl_loss": True}
         config = run_config(Path("m"), actor=actor, algorithm=GROUPS)
-        loss = PolicyLoss(config, network)
+        loss = PolicyLoss(config, network, Adjustments())
         outcomes = []
         for part in self.both(torch.tensor(counts)):
             mask = part.batch.mask

@@ -6,7 +6,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,8 +21,9 @@ from paceline.learner.model.loading import Precision, load_critic, load_policy
 from paceline.learner.model.rows import take_rows
 from paceline.learner.train import shared_prompts
 from paceline.learner.train.learner import Learner
-from support.learner_fakes import VOCAB_SIZE, run_config
+from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step, train
+from support.learner_shapes import rows_with_holes
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
@@ -34,25 +34,6 @@ GROUPS = [[(1, 3), (1, 1), (1, 3)], [(7, 2)], [(5, 1), (5, 6), (5, 6), (5, 4)]]
 groups = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.integers(1, 8), min_size=1, max_size=5)), min_size=1, max_size=4
 )
-
-
-def make_rows(shape: list[list[tuple[int, int]]], seed: int = 0) -> list[PackedRow]:
-    """Rows whose masks have holes."""
-    rng, rows = np.random.default_rng(seed), []
-    for group in shape:
-        prompt = rng.integers(2, VOCAB_SIZE, group[0][0]).astype(np.int32)
-        for _, length in group:
-            mask = rng.integers(0, 2, length).astype(np.uint8)
-            mask[-1] = 1
-            row = PackedRow(
-                index=len(rows),
-                prompt_token_ids=prompt,
-                response_token_ids=rng.integers(2, VOCAB_SIZE, length).astype(np.int32),
-                response_mask=mask,
-                response_log_probs=np.full(length, -1.0, np.float32),
-            )
-            rows.append(row)
-    return rows
 
 
 def run(
@@ -79,7 +60,7 @@ def close(ours: list[Tensor], others: list[Tensor], tolerance: float) -> bool:
 
 
 def test_the_layout_by_hand() -> None:
-    rows = make_rows([[(3, 2), (3, 1)], [(2, 2)]])
+    rows = rows_with_holes([[(3, 2), (3, 1)], [(2, 2)]])
     batch = pack(rows, CPU, share_prompts=True)
     # prompt prompt prompt | a a | b | prompt prompt c c
     parts = [rows[0].prompt_token_ids, rows[0].response_token_ids, rows[1].response_token_ids]
@@ -100,7 +81,7 @@ def test_the_layout_by_hand() -> None:
 
 
 def test_only_neighbours_with_the_same_tokens_share() -> None:
-    rows = make_rows([[(3, 2)], [(3, 2)], [(3, 1)]])
+    rows = rows_with_holes([[(3, 2)], [(3, 2)], [(3, 1)]])
     assert pack(rows, CPU, share_prompts=True).packed.keys is None
 
 
@@ -114,7 +95,7 @@ def test_numbers_and_gradients_are_those_of_float64_without_sharing(
             return load_critic(model, ranks, precision, seed=1)
         return load_policy(model, ranks, precision)
 
-    rows = make_rows(GROUPS)
+    rows = rows_with_holes(GROUPS)
     exact, exact_gradients = run(load(torch.float64), rows, share_prompts=False)
     network = load(torch.float32)
     plain, plain_gradients = run(network, rows, share_prompts=False)
@@ -132,7 +113,7 @@ def test_groups_that_micro_batches_cut_give_the_same_sums(
     shape: list[tuple[int, list[int]]], data: st.DataObject
 ) -> None:
     network = _TINY.get()
-    rows = make_rows([[(prompt, length) for length in lengths] for prompt, lengths in shape])
+    rows = rows_with_holes([[(prompt, length) for length in lengths] for prompt, lengths in shape])
     first = data.draw(st.integers(0, len(rows)))
     parts = [part for part in (rows[:first], rows[first:]) if part]
     plain = [run(network, part, share_prompts=False) for part in parts]
@@ -317,7 +298,7 @@ def test_a_form_that_differs_is_left_with_a_note(
 
 def test_the_check_leaves_no_trace(model: Path, ranks: Ranks) -> None:
     learner = build(model, ranks, "on")
-    rows = make_rows(GROUPS)
+    rows = rows_with_holes(GROUPS)
     difference = shared_prompts.compare(learner.actor.network, rows, ranks)
     assert 0 <= difference.log_probs < 1e-6
     assert 0 <= difference.gradient < 1e-5

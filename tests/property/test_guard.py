@@ -16,12 +16,15 @@ CONFIG = GuardConfig.model_validate(
         "ppo_kl": {"warn": 0.1, "skip": 0.2, "lower_lr": 0.3, "rollback": 0.6, "stop": 0.95},
         "reference_kl": {"lower_kl_coef": 0.3, "fixed_kl": 0.6, "patience": 2},
         "entropy_low": {"warn": 0.5, "lower_kl_coef": 0.1},
+        "pg_clipfrac": {"lower_clip": 0.4, "raise_kl_coef": 0.8},
         "max_rollbacks": 2,
     }
 )
 values = st.floats(0, 1, allow_nan=False)
 steps = st.lists(
-    st.fixed_dictionaries({}, optional={"ppo_kl": values, "reference_kl": values, "entropy_low": values}),
+    st.fixed_dictionaries(
+        {}, optional=dict.fromkeys(("ppo_kl", "reference_kl", "entropy_low", "pg_clipfrac"), values)
+    ),
     max_size=25,
 )
 
@@ -41,18 +44,21 @@ def judge(policy: GuardPolicy, number: int, step: dict[str, float]) -> GuardDeci
 @settings(max_examples=150, deadline=None)
 def test_whatever_comes_the_run_is_adjusted_within_bounds(sequence: list[dict[str, float]]) -> None:
     policy, rollbacks = GuardPolicy(CONFIG, kl_coef=0.01), 0
-    lr, kl = 1.0, 1.0
+    lr, kl, clip = 1.0, 1.0, 1.0
     for number, step in enumerate(sequence, 1):
         decision = judge(policy, number, step)
         rollbacks += decision.rollback
         assert not (decision.rollback and decision.stop)
         assert rollbacks == policy.num_rollbacks <= 2
         now = policy.adjustments
-        # Scales only fall, at most one factor a step for each, and never below the least.
+        # Scales move by at most one factor a step each, the KL's alone upwards, never beyond their bounds.
         assert now.lr_scale in (lr, max(CONFIG.min_scale, lr * 0.5))
-        assert now.kl_scale in (kl, max(CONFIG.min_scale, kl * 0.5))
+        lower = max(CONFIG.min_scale, kl * 0.5)
+        higher = [min(CONFIG.max_kl_scale, scale * 2) for scale in (kl, lower)]
+        assert now.kl_scale in (kl, lower, *higher)
+        assert now.clip_scale in (clip, max(CONFIG.min_scale, clip * 0.5))
         assert now.fixed_kl_coef in (None, 0.01)
-        lr, kl = now.lr_scale, now.kl_scale
+        lr, kl, clip = now.lr_scale, now.kl_scale, now.clip_scale
         beyond_a_warning = any(
             set(crossed(CONFIG.limits[one.rule], one)) - {Action.WARN} for one in readings(step)
         )

@@ -12,9 +12,10 @@ from paceline.broker import names
 from paceline.broker.memory import MemoryBroker
 from paceline.controller.batch import collect
 from paceline.controller.phases import Phase
+from paceline.controller.run import publication
 from paceline.controller.run.align import goes_on
 from paceline.controller.standing import Standing, StepInProgress
-from paceline.core.errors import IllegalTransitionError, LostDataError, PeerLostError
+from paceline.core.errors import IllegalTransitionError, LostDataError, PeerLostError, ProtocolError
 from paceline.core.members import LearnerState, MemberKind, RewardState, RolloutState
 from paceline.core.policy import PolicyTag
 from support.sequencer_run import SequencerRun, config, run, run_of
@@ -32,7 +33,15 @@ async def called(it: SequencerRun, beginning: str) -> None:
         await asyncio.sleep(0.01)
 
 
-def restart_learner(it: SequencerRun, version: int, incarnation: str) -> None:
+async def collecting(it: SequencerRun) -> None:
+    """Returns when the run is in COLLECT."""
+    while it.sequencer.progress.phase is not Phase.COLLECT:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def restart_learner(
+    it: SequencerRun, version: int, incarnation: str, state: LearnerState = LearnerState.READY
+) -> None:
     """Another process takes the learner's place, with the weights of a checkpoint, or none of this run."""
     it.services.version = it.services.source = version
     it.services.trained.clear()
@@ -42,7 +51,7 @@ def restart_learner(it: SequencerRun, version: int, incarnation: str) -> None:
         incarnation=incarnation,
         address="learner",
         num_ranks=1,
-        state=LearnerState.READY,
+        state=state,
     )
     asyncio.get_running_loop().create_task(it.supervisor.apply(changes))
 
@@ -353,8 +362,7 @@ async def test_a_policy_that_nobody_holds_any_more_is_not_waited_for(tmp_path: P
 
         async def replace() -> None:
             await called(it, "commit rollout-1 2")
-            while it.sequencer.progress.phase is not Phase.COLLECT:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await collecting(it)
             for member in it.supervisor.rollouts:
                 it.services.policies.pop(member.member_id, None)
                 await it.supervisor.expel(member, "killed")
@@ -368,6 +376,49 @@ async def test_a_policy_that_nobody_holds_any_more_is_not_waited_for(tmp_path: P
         await replacing
         assert [event["to_step"] for event in of(it, "rewind")] == [1]
         assert [line["step"] for line in it.lines()] == [0, 1, 2, 3]
+        assert it.breaches() == []
+
+
+async def test_a_learner_that_is_still_loading_is_not_asked_for_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In step 2 the only server and the learner are replaced, and the server is the first to be ready."""
+    monkeypatch.setattr(publication, "_PAUSE_S", 0.2)
+    patient = {**CALM, "service__recovery_timeout_s": 20.0, "barrier__stall_timeout_s": 20.0}
+    async with run(tmp_path, **patient, rollout__replicas=1) as it:
+        it.services.writes = True
+        await it.enlist("learner", MemberKind.LEARNER, LearnerState.READY)
+        await it.enlist("reward-0", MemberKind.REWARD, RewardState.SERVING)
+        await it.enlist("rollout-0", MemberKind.ROLLOUT, RolloutState.STALE)
+        describe, is_loading = it.services.learner.describe, False
+
+        async def refusing(member: Any) -> Any:
+            if is_loading:
+                raise ProtocolError("the learner is still loading; wait until its state is ready")
+            return await describe(member)
+
+        async def replace() -> None:
+            nonlocal is_loading
+            await called(it, "commit rollout-0 1")
+            await collecting(it)
+            it.services.policies.pop("rollout-0")
+            await it.supervisor.expel(it.supervisor.rollouts[0], "killed")
+            is_loading = True
+            restart_learner(it, 1, "b", LearnerState.LOADING)
+            await it.enlist("rollout-1", MemberKind.ROLLOUT, RolloutState.STALE)
+            await asyncio.sleep(1)
+            is_loading = False
+            _, changes = it.supervisor.fleet.heartbeat(
+                "learner", "b", state=LearnerState.READY, policy=None, in_flight=0
+            )
+            await it.supervisor.apply(changes)
+
+        it.services.learner.describe = refusing  # type: ignore[method-assign]
+        it.may_answer = lambda: it.sequencer.progress.policy in it.services.policies.values()
+        replacing = asyncio.create_task(replace())
+        await it.go()
+        await replacing
+        assert [line["step"] for line in it.lines()] == [0, 1, 2]
         assert it.breaches() == []
 
 

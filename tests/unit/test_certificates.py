@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import stat
 import time
 from collections.abc import AsyncIterator
@@ -249,3 +250,20 @@ async def test_a_caller_of_a_reward_server_needs_the_authority_and_a_token(
     (outside / "cert.pem").write_bytes(b"")
     with pytest.raises(EnvironmentLackError, match=r"key\.pem cannot be used"):
         TlsFiles(outside).read()
+
+
+async def test_a_token_does_not_go_to_another_machine_in_plain_text(folder: Path) -> None:
+    """Whoever answered at the address learned it."""
+    for address in ("10.0.0.1:7000", "[fd00::1]:7000", "controller:7000"):
+        with pytest.raises(
+            ConfigError, match=f"refusing to send the token to {re.escape(address)} in plain text"
+        ):
+            channels.connect(address, credentials=Credentials(token="secret"))
+    for address, credentials in (
+        ("10.0.0.1:7000", Credentials(token="secret", insecure=True)),
+        ("10.0.0.1:7000", Credentials()),
+        ("10.0.0.1:7000", issue(folder, "client")),
+        ("localhost:7000", Credentials(token="secret")),
+        ("[::1]:7000", Credentials(token="secret")),
+    ):
+        await channels.connect(address, credentials=credentials, role="controller").close()

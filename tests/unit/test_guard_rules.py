@@ -162,6 +162,7 @@ def test_one_dotted_key_changes_one_bound(tmp_path: Any) -> None:
         ({"ppo_kl": {"sotp": 0.1}}, "unknown key guard.ppo_kl.sotp; did you mean 'stop'?"),
         ({"ppo_kl": {"stop": -1}}, "guard.ppo_kl.stop=-1"),
         ({"entropy_low": {"lower_kl_coef": 0.1}}, "no KL is in use: set algorithm.use_kl_in_reward"),
+        ({"reference_kl": {"raise_kl_coef": 3.0}}, "may raise_kl_coef, but no KL is in use"),
         ({"reference_kl": {"fixed_kl": 3.0}}, "no coefficient is adaptive"),
         (
             {"ppo_kl": 0.2},
@@ -174,3 +175,10 @@ def test_what_a_rule_cannot_do_is_said(guard: dict[str, Any], said: str) -> None
     with pytest.raises(ConfigError) as raised:
         parse(RunConfig, {**MINIMAL, "guard": guard})
     assert said in str(raised.value)
+
+
+def test_a_loss_without_a_clip_range_cannot_have_it_lowered() -> None:
+    guard = {"ppo_kl": {"lower_clip": 0.1}}
+    with pytest.raises(ConfigError, match="actor.policy_loss=gpg has no clip range"):
+        parse(RunConfig, {**MINIMAL, "guard": guard, "actor": {"policy_loss": "gpg"}})
+    parse(RunConfig, {**MINIMAL, "guard": guard})

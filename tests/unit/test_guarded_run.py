@@ -91,6 +91,23 @@ async def test_rates_and_coefficients_are_adjusted_from_the_next_step_on(tmp_pat
         assert [line["guard/lr_scale"] for line in it.lines()[1:]] == [1.0, 0.5, 0.25, 0.25]
 
 
+async def test_a_clip_range_is_lowered_and_a_kl_coefficient_raised_up_to_their_bounds(tmp_path: Path) -> None:
+    rules = {
+        "ppo_kl": {"lower_clip": 0.1},
+        "reference_kl": {"raise_kl_coef": 1.0},
+        "max_kl_scale": 3.0,
+        "min_scale": 0.3,
+    }
+    async with run(tmp_path, algorithm__use_kl_in_reward=True, **guarded(4, **rules)) as it:
+        await it.enlist_all()
+        away = Reading(rule="reference_kl", value=4.0)
+        it.services.readings = {1: [*ppo_kl(0.2), away], 2: [*ppo_kl(0.2), away], 3: []}
+        await it.go()
+        assert [a.clip_scale for a in it.services.adjustments] == [1.0, 0.5, 0.3, 0.3]
+        assert [a.kl_scale for a in it.services.adjustments] == [1.0, 2.0, 3.0, 3.0]
+        assert [line["guard/clip_scale"] for line in it.lines()[1:]] == [1.0, 0.5, 0.3, 0.3]
+
+
 @asynccontextmanager
 async def rolled_back_in_step_4(folder: Path) -> AsyncIterator[SequencerRun]:
     """A run of five steps, done. Step 3 had skipped something and is no place to go back to."""

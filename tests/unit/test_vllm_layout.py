@@ -72,3 +72,12 @@ def test_mixed_types_are_refused() -> None:
     fake.model.norm.weight.data = fake.model.norm.weight.data.to(torch.bfloat16)
     with pytest.raises(ModelError, match=r"bfloat16.*all have one type"):
         describe_model(fake)
+
+
+def test_rules_that_name_tensors_the_learner_does_not_have_give_way_to_the_general_path() -> None:
+    """GLM-4's learner has gate and up fused in one tensor; vLLM's module says they are two."""
+    model = fake_qwen2(dense(), 0, 1)
+    names = {part.name for part in split_parameters(model)[0]}
+    assert not describe_model(model, learner_names=names).full_tensors
+    fused = {name.replace("gate_proj", "gate_up_proj") for name in names if "up_proj" not in name}
+    assert describe_model(model, learner_names=fused).full_tensors

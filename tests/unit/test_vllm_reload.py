@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.core.errors import ModelError, PeerLostError
 from paceline.core.members import LocalPart
+from paceline.rollout.engines.vllm.checkpoint import checkpoint_tensors, learner_names
 from paceline.rollout.engines.vllm.reload import Reloader, Tensors
+from support.architectures import tiny_config
 
 pytestmark = pytest.mark.torch
 
@@ -127,3 +132,21 @@ def test_a_loader_that_says_nothing_is_an_error() -> None:
     model.says = False
     with pytest.raises(ModelError, match=r"Model\.load_weights does not say which parameters"):
         Reloader(model, model.reload, model.finish).load(tensors(1.0))
+
+
+def test_names_of_the_learners_tensors_come_from_the_configuration() -> None:
+    names = learner_names(tiny_config("glm4"))
+    assert "model.layers.0.mlp.gate_up_proj.weight" in names
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+    assert learner_names(AutoConfig.for_model("clip_vision_model")) == frozenset()
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "mixtral"])
+def test_stacked_experts_become_the_tensors_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    """As transformers writes them: what vLLM's loader knows."""
+    model = AutoModelForCausalLM.from_config(tiny_config(kind))
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    tensors = dict(checkpoint_tensors(model.named_parameters(), model_type=kind))
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())

@@ -20,6 +20,14 @@ class RuleConfig(Section):
         ge=0,
         description="Skip the optimizer step; a rule over the whole batch skips all steps of the batch.",
     )
+    lower_clip: float | None = Field(
+        None,
+        ge=0,
+        description="Multiply the policy loss's clip range by guard.clip_factor, from the next step on.",
+    )
+    raise_kl_coef: float | None = Field(
+        None, ge=0, description="Divide the KL coefficient by guard.kl_factor, from the next step on."
+    )
     lower_kl_coef: float | None = Field(
         None, ge=0, description="Multiply the KL coefficient by guard.kl_factor, from the next step on."
     )
@@ -68,13 +76,23 @@ class GuardConfig(Section):
         0.5, gt=0, lt=1, description="What lower_lr and rollback multiply the learning rates by."
     )
     kl_factor: float = Field(
-        0.5, gt=0, lt=1, description="What lower_kl_coef multiplies the KL coefficient by."
+        0.5,
+        gt=0,
+        lt=1,
+        description="What lower_kl_coef multiplies, and raise_kl_coef divides, the KL coefficient by.",
+    )
+    clip_factor: float = Field(
+        0.5, gt=0, lt=1, description="What lower_clip multiplies the policy loss's clip range by."
+    )
+    max_kl_scale: float = Field(
+        16.0, ge=1, description="Largest multiple of the configured KL coefficient that it is raised to."
     )
     min_scale: float = Field(
         0.01,
         gt=0,
         le=1,
-        description="Smallest share of the configured rate or coefficient that they are lowered to.",
+        description="Smallest share of the configured rate, coefficient or clip range that they are lowered "
+        "to.",
     )
     fixed_kl_coef: float | None = Field(
         None, ge=0, description="What fixed_kl falls back to; null: algorithm.kl_ctrl.kl_coef."

@@ -118,6 +118,28 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _guard_can_act(self) -> RunConfig:
+        for action in (Action.LOWER_KL_COEF, Action.RAISE_KL_COEF):
+            if self.guard.uses(action) and not self.needs_reference:
+                raise ValueError(
+                    f"a guard rule may {action.value}, but no KL is in use: set "
+                    "algorithm.use_kl_in_reward or actor.use_kl_loss"
+                )
+        if self.guard.uses(Action.FIXED_KL) and not (
+            self.algorithm.use_kl_in_reward and self.algorithm.kl_ctrl.type == "adaptive"
+        ):
+            raise ValueError(
+                "a guard rule may take fixed_kl, but no coefficient is adaptive: set "
+                "algorithm.use_kl_in_reward and kl_ctrl.type=adaptive"
+            )
+        if self.guard.uses(Action.LOWER_CLIP) and "clip_low" not in self.actor.loss_arguments:
+            raise ValueError(
+                f"a guard rule may lower_clip, but actor.policy_loss={self.actor.policy_loss.type} has no "
+                "clip range; remove guard.*.lower_clip, or use a loss that clips"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         batch, mini = self.data.train_batch_size, self.actor.ppo_mini_batch_size
         if batch % mini:
@@ -150,18 +172,6 @@ class RunConfig(Section):
                 f"algorithm.overlong.buffer_length={overlong.buffer_length} must not exceed "
                 f"data.max_response_length={self.data.max_response_length}: even the shortest response "
                 "would be penalised; lower it"
-            )
-        if self.guard.uses(Action.LOWER_KL_COEF) and not self.needs_reference:
-            raise ValueError(
-                "a guard rule may lower_kl_coef, but no KL is in use: set algorithm.use_kl_in_reward or "
-                "actor.use_kl_loss"
-            )
-        if self.guard.uses(Action.FIXED_KL) and not (
-            self.algorithm.use_kl_in_reward and self.algorithm.kl_ctrl.type == "adaptive"
-        ):
-            raise ValueError(
-                "a guard rule may take fixed_kl, but no coefficient is adaptive: set "
-                "algorithm.use_kl_in_reward and kl_ctrl.type=adaptive"
             )
         if self.service.dead_after_s <= self.service.suspect_after_s:
             raise ValueError("service.dead_after_s must exceed service.suspect_after_s")

@@ -20,6 +20,8 @@ class Action(enum.Enum):
 
     WARN = "warn"
     SKIP = "skip"
+    LOWER_CLIP = "lower_clip"
+    RAISE_KL_COEF = "raise_kl_coef"
     LOWER_KL_COEF = "lower_kl_coef"
     FIXED_KL = "fixed_kl"
     LOWER_LR = "lower_lr"
@@ -239,11 +241,13 @@ class Adjustments:
     Attributes:
         lr_scale: multiplies every learning rate.
         kl_scale: multiplies the KL coefficient in force, in the reward and in the loss.
+        clip_scale: multiplies the policy loss's clip range.
         fixed_kl_coef: replaces an adaptive coefficient of the reward; None leaves it adaptive.
     """
 
     lr_scale: float = 1.0
     kl_scale: float = 1.0
+    clip_scale: float = 1.0
     fixed_kl_coef: float | None = None
 
     def kl_coef(self, controlled: float) -> float:

@@ -101,6 +101,8 @@ STEP_METRICS: Mapping[str, str] = {
     "guard/skipped": "Optimizer steps that its rules skipped.",
     "guard/lr_scale": "Factor that the guard puts on the learning rates.",
     "guard/kl_scale": "Factor that the guard puts on the KL coefficient.",
+    "guard/out_of_memory": "Optimizer steps taken again in halved micro-batches, as memory ran out.",
+    "guard/clip_scale": "Factor that the guard puts on the policy loss's clip range.",
     "guard/rollbacks": "Rollbacks so far.",
     "guard/rolled_back_to": "Step whose weights a rollback loaded.",
     # --- seconds

@@ -17,8 +17,9 @@ from paceline.service.connection import (
     TRACEPARENT_KEY,
     bearer,
     common_options,
+    is_loopback,
 )
-from paceline.service.credentials import Credentials, LatestTls, server_name
+from paceline.service.credentials import CA_FILE, INSECURE, TLS_DIR, Credentials, LatestTls, server_name
 from paceline.service.rotating_channel import RotatingChannel
 
 _Request = TypeVar("_Request")
@@ -41,6 +42,9 @@ def connect(
         role: of the server, which its certificate must name; "": the certificate must name the address.
         max_message_bytes: largest message in either direction.
         term: a controller's, sent with every call; 0 for a caller that is no controller.
+
+    Raises:
+        ConfigError: the token would go to another machine in plain text.
     """
     options = [
         *common_options(max_message_bytes),
@@ -54,6 +58,7 @@ def connect(
     headers = _Headers(credentials.token, term)
     interceptors = [_UnaryHeaders(headers), _StreamHeaders(headers)]
     if credentials.tls is None:
+        _check_reach(address, credentials)
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
     if role:
         options.append(("grpc.ssl_target_name_override", server_name(role)))
@@ -62,6 +67,16 @@ def connect(
         return grpc.aio.secure_channel(address, proof, options=options, interceptors=interceptors)
 
     return RotatingChannel(LatestTls(credentials.tls), open_channel)
+
+
+def _check_reach(address: str, credentials: Credentials) -> None:
+    """Refuses to show the token to a network."""
+    if credentials.token and not credentials.insecure and not is_loopback(address.rpartition(":")[0]):
+        raise ConfigError(
+            f"refusing to send the token to {address} in plain text: set {TLS_DIR} to what `paceline certs "
+            f"issue` writes, or to a folder with a reward service's {CA_FILE}; or, on a network that you "
+            f"trust, set {INSECURE}=1"
+        )
 
 
 async def call(

@@ -199,6 +199,10 @@ class Credentials:
         """Of a reward service: over TLS its callers prove a token, and no certificate."""
         return replace(self, asks_callers=False)
 
+    def for_own_machine(self) -> Self:
+        """For calls to an address of this machine, which do not leave it."""
+        return replace(self, insecure=True)
+
     def with_token(self, token: str) -> Self:
         """The same with another token."""
         return replace(self, token=token)

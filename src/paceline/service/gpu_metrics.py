@@ -24,6 +24,23 @@ class _Gpu:
     labels: Mapping[str, str]
 
 
+def gpu_memory() -> dict[int, int]:
+    """Bytes of each visible GPU, by its index; {} if NVML finds none."""
+    try:
+        import pynvml
+    except ImportError:
+        return {}
+    try:
+        pynvml.nvmlInit()
+        return {
+            int(pynvml.nvmlDeviceGetIndex(handle)): int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+            for handle in _visible(pynvml)
+        }
+    except pynvml.NVMLError as error:
+        log.debug("no GPU memory: %s", error)
+        return {}
+
+
 def observe_gpus(observe: Observe) -> None:
     """Offers the metrics of the visible GPUs, if NVML finds any."""
     try:

@@ -132,19 +132,27 @@ def _adjustments_to_proto(adjustments: Adjustments) -> learner_pb2.GuardAdjustme
     return learner_pb2.GuardAdjustments(
         lr_scale=adjustments.lr_scale,
         kl_scale=adjustments.kl_scale,
+        clip_scale=adjustments.clip_scale,
         fixed_kl_coef=adjustments.fixed_kl_coef,
     )
 
 
 def _adjustments_from_proto(message: learner_pb2.GuardAdjustments) -> Adjustments:
-    """Scales lie in (0, 1], a fixed coefficient is finite and not negative."""
-    for name, scale in (("lr_scale", message.lr_scale), ("kl_scale", message.kl_scale)):
+    """Scales lie in (0, 1], that of the KL above 0; a fixed coefficient is finite and not negative."""
+    for name, scale in (("lr_scale", message.lr_scale), ("clip_scale", message.clip_scale)):
         if not 0.0 < scale <= 1.0:
             reject("GuardAdjustments", "out_of_range", f"{name} is {scale}, wanted (0, 1]")
+    if not 0.0 < message.kl_scale < math.inf:
+        reject("GuardAdjustments", "out_of_range", f"kl_scale is {message.kl_scale}, wanted a number above 0")
     fixed = message.fixed_kl_coef if message.HasField("fixed_kl_coef") else None
     if fixed is not None and not 0.0 <= fixed < math.inf:
         reject("GuardAdjustments", "out_of_range", f"fixed_kl_coef is {fixed}, wanted a number from 0 on")
-    return Adjustments(lr_scale=message.lr_scale, kl_scale=message.kl_scale, fixed_kl_coef=fixed)
+    return Adjustments(
+        lr_scale=message.lr_scale,
+        kl_scale=message.kl_scale,
+        clip_scale=message.clip_scale,
+        fixed_kl_coef=fixed,
+    )
 
 
 def _reading_to_proto(reading: Reading) -> learner_pb2.GuardReading:

@@ -38,7 +38,32 @@ def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixtu
     assert lines[8] == "ok    engine: vllm"
     assert lines[9].startswith("ok    devices: CPU, ")
     assert lines[10] == "ok    reward services: none"
+    assert lines[11] == "ok    memory: CPU, nothing to plan"
     assert lines[-1] == "3 fault(s); nothing was started"
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_check_plans_the_memory_of_gpus(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_json = project / "model" / "config.json"
+    config_json.write_text(json.dumps(json.loads(config_json.read_text()) | {"vocab_size": 1000}))
+    words = ["learner.device=cuda", "learner.devices=[0]", "rollout.devices=[1]"]
+    monkeypatch.setattr(preflight.Machine, "here", lambda: preflight.Machine(num_cores=2, gpus=(0, 1)))
+    monkeypatch.setattr(preflight, "gpu_memory", lambda: {0: 80 << 30, 1: 80 << 30})
+    main(["check", "run.yaml", *words])
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("ok    memory: the most that each phase takes (an estimate)")
+    assert lines[first + 2].startswith("      learner GPU 0, update: ")
+    assert lines[first + 4].startswith(
+        "      rollout GPU 1, generation: 68.0 GiB = context 1.5 GiB + weights"
+    )
+    monkeypatch.setattr(preflight, "gpu_memory", lambda: {0: 1 << 30, 1: 80 << 30})
+    assert main(["check", "run.yaml", *words]) == 2
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "memory" in line]
+    assert line.startswith("FAULT memory: GPU 0 has 1.0 GiB, the learner's update needs")
+    main(["check", "run.yaml", "--elsewhere", "learner.device=auto"])
+    assert "      learner ranks, update: " in capsys.readouterr().out
 
 
 def test_check_ends_with_2_where_the_self_test_fails(

@@ -29,6 +29,7 @@ from paceline.learner.batch.arithmetic import RowLength
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import effective_budget, plan_batch
 from paceline.learner.batch.types import MicroBatch, PackedRow
+from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.ranks import (
     RankEnvironment,
     Ranks,
@@ -146,6 +147,7 @@ class SftTrainer:
         self._config, self._network, self._ranks = config, network, ranks
         self._trainable = Trainable(
             network=network,
+            collectives=count_collectives(network, ranks),
             optimizer=Optimizer(network, weight_decay=sft.weight_decay, grad_clip=sft.grad_clip),
             schedule=Schedule(
                 peak=sft.lr,

@@ -107,7 +107,7 @@ def ends_its_process(fault: Fault) -> bool:
 
 def controller_of(note: RunNote) -> ControllerClient:
     """A client of a run's controller, past the proxies."""
-    return ControllerClient(note.controller, Credentials.from_env().with_token(note.token))
+    return ControllerClient(note.controller, Credentials.from_env().for_own_machine().with_token(note.token))
 
 
 def _running(note: RunNote) -> dict[str, int]:

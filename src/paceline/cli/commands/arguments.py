@@ -121,7 +121,7 @@ def find_controller(args: argparse.Namespace) -> ControllerAddress | None:
             "PACELINE_TOKEN"
         )
     if note.alive and note.controller:
-        credentials = Credentials.from_env().with_token(note.token)
+        credentials = Credentials.from_env().for_own_machine().with_token(note.token)
         return ControllerAddress(address=note.controller, credentials=credentials)
     last = note.message or ("starting" if note.alive else "its launcher is gone")
     print(f"{folder}: {'not up yet' if note.alive else 'not running'} ({last})")

@@ -7,7 +7,7 @@ import argparse
 from paceline.cli.commands import arguments
 from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.placement import settle
-from paceline.cli.launch.preflight import PARTS, PARTS_HERE, notes
+from paceline.cli.launch.preflight import PARTS, PARTS_ELSEWHERE, PARTS_HERE, notes
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError, PacelineError
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     settled = settle(config, Machine.here())
     config = config if args.elsewhere else settled.config
     num_faults, model_is_bad = 0, False
-    for name, check in PARTS if args.elsewhere else (*PARTS, *PARTS_HERE):
+    for name, check in (*PARTS, *(PARTS_ELSEWHERE if args.elsewhere else PARTS_HERE)):
         try:
             print(f"ok    {name}: {check(config)}")
         except PacelineError as error:

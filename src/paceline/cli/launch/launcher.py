@@ -104,8 +104,10 @@ class _Launcher:
         self._config, self._run_dir, self._planner = config, run_dir, planner
         self._view = Clock(view)
         self._is_open, token = is_open, secrets.token_urlsafe(24)
-        self._credentials = Credentials.from_env().with_token(
-            joining.keep_token(run_dir, token) if is_open else token
+        self._credentials = (
+            Credentials.from_env()
+            .for_own_machine()
+            .with_token(joining.keep_token(run_dir, token) if is_open else token)
         )
         self._note = run_dirs.new_note(run_dir, self._credentials.token)
         self._scratch = Scratch()

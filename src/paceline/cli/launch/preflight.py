@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.memory_plan import MemoryPlan, ModelShape
 from paceline.cli.launch.plan import share_gpus
+from paceline.cli.trackers.adapters import check_installed
 from paceline.config.load import dump_yaml
 from paceline.config.model import ModelConfig
 from paceline.config.policy_losses import CustomLoss
@@ -21,6 +23,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError
 from paceline.core.reward_function import check_extra_keys
 from paceline.service.addresses import split
+from paceline.service.gpu_metrics import gpu_memory
 from paceline.storage.folder import Folder, is_url
 from paceline.storage.models import local_model
 
@@ -42,6 +45,7 @@ def quick_check(config: RunConfig, *, here: bool = True) -> None:
     _engine(config)
     _data_files(config)
     _model(config)
+    check_installed(config.trainer.loggers)
     if here:
         _devices(config)
         _reward_services(config)
@@ -264,6 +268,37 @@ def _require_gpus(config: RunConfig, machine: Machine) -> tuple[tuple[int, ...],
     return learner, rollout
 
 
+def _trackers(config: RunConfig) -> str:
+    check_installed(config.trainer.loggers)
+    return ", ".join(config.trainer.loggers) or "none"
+
+
+def _memory(config: RunConfig) -> str:
+    """The memory plan of this machine's GPUs."""
+    try:
+        learner, rollout = share_gpus(config, Machine.here().gpus)
+    except ConfigError:
+        return "not planned, as the devices have a fault"
+    if not learner:
+        return "CPU, nothing to plan"
+    return _memory_plan(config, learner, tuple(gpu for gpus in rollout for gpu in gpus), gpu_memory())
+
+
+def _memory_elsewhere(config: RunConfig) -> str:
+    """The learner's part of the plan: nothing is known of the GPUs."""
+    return "CPU, nothing to plan" if config.learner.device == "cpu" else _memory_plan(config, (), (), {})
+
+
+def _memory_plan(
+    config: RunConfig, learner: Sequence[int], engines: Sequence[int], totals: Mapping[int, int]
+) -> str:
+    shape = ModelShape.of(_model_config(config))
+    if shape is None:
+        return "not planned: config.json names its sizes otherwise"
+    plan = MemoryPlan.of(config, shape, learner_gpus=learner, engine_gpus=engines, totals=totals)
+    return "\n      ".join(["the most that each phase takes (an estimate)", *plan.lines()])
+
+
 # Name and check of each part; a check returns a line of facts or raises a PacelineError.
 PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("model", _model),
@@ -280,4 +315,9 @@ PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
 PARTS_HERE: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("devices", _devices),
     ("reward services", _reward_services),
+    ("memory", _memory),
+    ("trackers", _trackers),
 )
+
+# In their place where the run is to start on another machine.
+PARTS_ELSEWHERE: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (("memory", _memory_elsewhere),)

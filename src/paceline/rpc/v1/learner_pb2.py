@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.rpc.v1 import common_pb2 as paceline_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/learner.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"\x1f\n\x1d\x44\x65scribeLearnerWeightsRequest\"u\n\x1e\x44\x65scribeLearnerWeightsResponse\x12\x14\n\x0crank_layouts\x18\x01 \x03(\x0c\x12\x12\n\nstore_host\x18\x02 \x01(\t\x12\x12\n\nstore_port\x18\x03 \x01(\x05\x12\x0f\n\x07version\x18\x04 \x01(\x03J\x04\x08\x05\x10\x06\"6\n\x17JoinLearnerGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04spec\x18\x02 \x01(\x0c\"\x1a\n\x18JoinLearnerGroupResponse\"7\n\x15PublishWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\")\n\x16PublishWeightsResponse\x12\x0f\n\x07receipt\x18\x01 \x01(\x0c\")\n\x18LeaveLearnerGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x1b\n\x19LeaveLearnerGroupResponse\"1\n\x12\x41\x62\x61ndonPushRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04lost\x18\x02 \x01(\t\"\x15\n\x13\x41\x62\x61ndonPushResponse\"\xbc\x01\n\x08\x42\x61tchRow\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x10\n\x08\x62lob_key\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x05\x12\x1b\n\x13num_response_tokens\x18\x05 \x01(\x05\x12\x19\n\x0cgreedy_score\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0b\x62lob_digest\x18\x07 \x01(\tB\x0f\n\r_greedy_score\"d\n\x10GuardAdjustments\x12\x10\n\x08lr_scale\x18\x01 \x01(\x01\x12\x10\n\x08kl_scale\x18\x02 \x01(\x01\x12\x1a\n\rfixed_kl_coef\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_fixed_kl_coef\"d\n\x0cGuardReading\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0f\n\x07network\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\x01\x12\x13\n\x0bnum_skipped\x18\x05 \x01(\x05\"\xbd\x01\n\x10TrainStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12*\n\x06policy\x18\x02 \x01(\x0b\x32\x1a.paceline.rpc.v1.PolicyTag\x12\'\n\x04rows\x18\x03 \x03(\x0b\x32\x19.paceline.rpc.v1.BatchRow\x12\x36\n\x0b\x61\x64justments\x18\x04 \x01(\x0b\x32!.paceline.rpc.v1.GuardAdjustments\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"\xe0\x01\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12@\n\x07metrics\x18\x02 \x03(\x0b\x32/.paceline.rpc.v1.TrainStepResponse.MetricsEntry\x12\x14\n\x0cskip_reasons\x18\x03 \x03(\t\x12\x35\n\x0eguard_readings\x18\x04 \x03(\x0b\x32\x1d.paceline.rpc.v1.GuardReading\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"O\n\x15SaveCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x18\n\x10\x63ontroller_state\x18\x03 \x01(\x0c\")\n\x16SaveCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"%\n\x15WaitCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\")\n\x16WaitCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"8\n\x15LoadCheckpointRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\")\n\x16LoadCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\" \n\x0eRestartRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0fRestartResponse2\xdf\x07\n\x0eLearnerService\x12r\n\x0f\x44\x65scribeWeights\x12..paceline.rpc.v1.DescribeLearnerWeightsRequest\x1a/.paceline.rpc.v1.DescribeLearnerWeightsResponse\x12\x66\n\x0fJoinWeightGroup\x12(.paceline.rpc.v1.JoinLearnerGroupRequest\x1a).paceline.rpc.v1.JoinLearnerGroupResponse\x12\x61\n\x0ePublishWeights\x12&.paceline.rpc.v1.PublishWeightsRequest\x1a\'.paceline.rpc.v1.PublishWeightsResponse\x12i\n\x10LeaveWeightGroup\x12).paceline.rpc.v1.LeaveLearnerGroupRequest\x1a*.paceline.rpc.v1.LeaveLearnerGroupResponse\x12X\n\x0b\x41\x62\x61ndonPush\x12#.paceline.rpc.v1.AbandonPushRequest\x1a$.paceline.rpc.v1.AbandonPushResponse\x12R\n\tTrainStep\x12!.paceline.rpc.v1.TrainStepRequest\x1a\".paceline.rpc.v1.TrainStepResponse\x12\x61\n\x0eSaveCheckpoint\x12&.paceline.rpc.v1.SaveCheckpointRequest\x1a\'.paceline.rpc.v1.SaveCheckpointResponse\x12\x61\n\x0eWaitCheckpoint\x12&.paceline.rpc.v1.WaitCheckpointRequest\x1a\'.paceline.rpc.v1.WaitCheckpointResponse\x12\x61\n\x0eLoadCheckpoint\x12&.paceline.rpc.v1.LoadCheckpointRequest\x1a\'.paceline.rpc.v1.LoadCheckpointResponse\x12L\n\x07Restart\x12\x1f.paceline.rpc.v1.RestartRequest\x1a .paceline.rpc.v1.RestartResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/learner.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"\x1f\n\x1d\x44\x65scribeLearnerWeightsRequest\"u\n\x1e\x44\x65scribeLearnerWeightsResponse\x12\x14\n\x0crank_layouts\x18\x01 \x03(\x0c\x12\x12\n\nstore_host\x18\x02 \x01(\t\x12\x12\n\nstore_port\x18\x03 \x01(\x05\x12\x0f\n\x07version\x18\x04 \x01(\x03J\x04\x08\x05\x10\x06\"6\n\x17JoinLearnerGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04spec\x18\x02 \x01(\x0c\"\x1a\n\x18JoinLearnerGroupResponse\"7\n\x15PublishWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\")\n\x16PublishWeightsResponse\x12\x0f\n\x07receipt\x18\x01 \x01(\x0c\")\n\x18LeaveLearnerGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x1b\n\x19LeaveLearnerGroupResponse\"1\n\x12\x41\x62\x61ndonPushRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04lost\x18\x02 \x01(\t\"\x15\n\x13\x41\x62\x61ndonPushResponse\"\xbc\x01\n\x08\x42\x61tchRow\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x10\n\x08\x62lob_key\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x05\x12\x1b\n\x13num_response_tokens\x18\x05 \x01(\x05\x12\x19\n\x0cgreedy_score\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0b\x62lob_digest\x18\x07 \x01(\tB\x0f\n\r_greedy_score\"x\n\x10GuardAdjustments\x12\x10\n\x08lr_scale\x18\x01 \x01(\x01\x12\x10\n\x08kl_scale\x18\x02 \x01(\x01\x12\x1a\n\rfixed_kl_coef\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nclip_scale\x18\x04 \x01(\x01\x42\x10\n\x0e_fixed_kl_coef\"d\n\x0cGuardReading\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0f\n\x07network\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\x01\x12\x13\n\x0bnum_skipped\x18\x05 \x01(\x05\"\xbd\x01\n\x10TrainStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12*\n\x06policy\x18\x02 \x01(\x0b\x32\x1a.paceline.rpc.v1.PolicyTag\x12\'\n\x04rows\x18\x03 \x03(\x0b\x32\x19.paceline.rpc.v1.BatchRow\x12\x36\n\x0b\x61\x64justments\x18\x04 \x01(\x0b\x32!.paceline.rpc.v1.GuardAdjustments\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"\xe0\x01\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12@\n\x07metrics\x18\x02 \x03(\x0b\x32/.paceline.rpc.v1.TrainStepResponse.MetricsEntry\x12\x14\n\x0cskip_reasons\x18\x03 \x03(\t\x12\x35\n\x0eguard_readings\x18\x04 \x03(\x0b\x32\x1d.paceline.rpc.v1.GuardReading\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"O\n\x15SaveCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x18\n\x10\x63ontroller_state\x18\x03 \x01(\x0c\")\n\x16SaveCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"%\n\x15WaitCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\")\n\x16WaitCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"8\n\x15LoadCheckpointRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\")\n\x16LoadCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\" \n\x0eRestartRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0fRestartResponse2\xdf\x07\n\x0eLearnerService\x12r\n\x0f\x44\x65scribeWeights\x12..paceline.rpc.v1.DescribeLearnerWeightsRequest\x1a/.paceline.rpc.v1.DescribeLearnerWeightsResponse\x12\x66\n\x0fJoinWeightGroup\x12(.paceline.rpc.v1.JoinLearnerGroupRequest\x1a).paceline.rpc.v1.JoinLearnerGroupResponse\x12\x61\n\x0ePublishWeights\x12&.paceline.rpc.v1.PublishWeightsRequest\x1a\'.paceline.rpc.v1.PublishWeightsResponse\x12i\n\x10LeaveWeightGroup\x12).paceline.rpc.v1.LeaveLearnerGroupRequest\x1a*.paceline.rpc.v1.LeaveLearnerGroupResponse\x12X\n\x0b\x41\x62\x61ndonPush\x12#.paceline.rpc.v1.AbandonPushRequest\x1a$.paceline.rpc.v1.AbandonPushResponse\x12R\n\tTrainStep\x12!.paceline.rpc.v1.TrainStepRequest\x1a\".paceline.rpc.v1.TrainStepResponse\x12\x61\n\x0eSaveCheckpoint\x12&.paceline.rpc.v1.SaveCheckpointRequest\x1a\'.paceline.rpc.v1.SaveCheckpointResponse\x12\x61\n\x0eWaitCheckpoint\x12&.paceline.rpc.v1.WaitCheckpointRequest\x1a\'.paceline.rpc.v1.WaitCheckpointResponse\x12\x61\n\x0eLoadCheckpoint\x12&.paceline.rpc.v1.LoadCheckpointRequest\x1a\'.paceline.rpc.v1.LoadCheckpointResponse\x12L\n\x07Restart\x12\x1f.paceline.rpc.v1.RestartRequest\x1a .paceline.rpc.v1.RestartResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -57,31 +57,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BATCHROW']._serialized_start=563
   _globals['_BATCHROW']._serialized_end=751
   _globals['_GUARDADJUSTMENTS']._serialized_start=753
-  _globals['_GUARDADJUSTMENTS']._serialized_end=853
-  _globals['_GUARDREADING']._serialized_start=855
-  _globals['_GUARDREADING']._serialized_end=955
-  _globals['_TRAINSTEPREQUEST']._serialized_start=958
-  _globals['_TRAINSTEPREQUEST']._serialized_end=1147
-  _globals['_TRAINSTEPRESPONSE']._serialized_start=1150
-  _globals['_TRAINSTEPRESPONSE']._serialized_end=1374
-  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_start=1328
-  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_end=1374
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1376
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1455
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1457
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1498
-  _globals['_WAITCHECKPOINTREQUEST']._serialized_start=1500
-  _globals['_WAITCHECKPOINTREQUEST']._serialized_end=1537
-  _globals['_WAITCHECKPOINTRESPONSE']._serialized_start=1539
-  _globals['_WAITCHECKPOINTRESPONSE']._serialized_end=1580
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=1582
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=1638
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=1640
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=1681
-  _globals['_RESTARTREQUEST']._serialized_start=1683
-  _globals['_RESTARTREQUEST']._serialized_end=1715
-  _globals['_RESTARTRESPONSE']._serialized_start=1717
-  _globals['_RESTARTRESPONSE']._serialized_end=1734
-  _globals['_LEARNERSERVICE']._serialized_start=1737
-  _globals['_LEARNERSERVICE']._serialized_end=2728
+  _globals['_GUARDADJUSTMENTS']._serialized_end=873
+  _globals['_GUARDREADING']._serialized_start=875
+  _globals['_GUARDREADING']._serialized_end=975
+  _globals['_TRAINSTEPREQUEST']._serialized_start=978
+  _globals['_TRAINSTEPREQUEST']._serialized_end=1167
+  _globals['_TRAINSTEPRESPONSE']._serialized_start=1170
+  _globals['_TRAINSTEPRESPONSE']._serialized_end=1394
+  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_start=1348
+  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_end=1394
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1396
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1475
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1477
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1518
+  _globals['_WAITCHECKPOINTREQUEST']._serialized_start=1520
+  _globals['_WAITCHECKPOINTREQUEST']._serialized_end=1557
+  _globals['_WAITCHECKPOINTRESPONSE']._serialized_start=1559
+  _globals['_WAITCHECKPOINTRESPONSE']._serialized_end=1600
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=1602
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=1658
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=1660
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=1701
+  _globals['_RESTARTREQUEST']._serialized_start=1703
+  _globals['_RESTARTREQUEST']._serialized_end=1735
+  _globals['_RESTARTRESPONSE']._serialized_start=1737
+  _globals['_RESTARTRESPONSE']._serialized_end=1754
+  _globals['_LEARNERSERVICE']._serialized_start=1757
+  _globals['_LEARNERSERVICE']._serialized_end=2748
 # @@protoc_insertion_point(module_scope)

@@ -269,22 +269,26 @@ class GuardAdjustments(_message.Message):
     LR_SCALE_FIELD_NUMBER: _builtins.int
     KL_SCALE_FIELD_NUMBER: _builtins.int
     FIXED_KL_COEF_FIELD_NUMBER: _builtins.int
+    CLIP_SCALE_FIELD_NUMBER: _builtins.int
     lr_scale: _builtins.float
     """multiplies every learning rate"""
     kl_scale: _builtins.float
     """multiplies the KL coefficients"""
     fixed_kl_coef: _builtins.float
     """replaces an adaptive coefficient"""
+    clip_scale: _builtins.float
+    """multiplies the policy loss's clip range"""
     def __init__(
         self,
         *,
         lr_scale: _builtins.float = ...,
         kl_scale: _builtins.float = ...,
         fixed_kl_coef: _builtins.float | None = ...,
+        clip_scale: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fixed_kl_coef", b"_fixed_kl_coef", "fixed_kl_coef", b"fixed_kl_coef"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fixed_kl_coef", b"_fixed_kl_coef", "fixed_kl_coef", b"fixed_kl_coef", "kl_scale", b"kl_scale", "lr_scale", b"lr_scale"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fixed_kl_coef", b"_fixed_kl_coef", "clip_scale", b"clip_scale", "fixed_kl_coef", b"fixed_kl_coef", "kl_scale", b"kl_scale", "lr_scale", b"lr_scale"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fixed_kl_coef: _TypeAlias = _typing.Literal["fixed_kl_coef"]  # noqa: Y015
     _WhichOneofArgType__fixed_kl_coef: _TypeAlias = _typing.Literal["_fixed_kl_coef", b"_fixed_kl_coef"]  # noqa: Y015

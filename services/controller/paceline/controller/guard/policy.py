@@ -170,6 +170,12 @@ class GuardPolicy:
         if Action.LOWER_KL_COEF in taken:
             scale = max(self._config.min_scale, self.adjustments.kl_scale * self._config.kl_factor)
             self.adjustments = replace(self.adjustments, kl_scale=scale)
+        if Action.RAISE_KL_COEF in taken:
+            scale = min(self._config.max_kl_scale, self.adjustments.kl_scale / self._config.kl_factor)
+            self.adjustments = replace(self.adjustments, kl_scale=scale)
+        if Action.LOWER_CLIP in taken:
+            scale = max(self._config.min_scale, self.adjustments.clip_scale * self._config.clip_factor)
+            self.adjustments = replace(self.adjustments, clip_scale=scale)
         if Action.FIXED_KL in taken:
             self.adjustments = replace(self.adjustments, fixed_kl_coef=self._fixed_kl)
 

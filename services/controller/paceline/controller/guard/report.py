@@ -87,6 +87,7 @@ class Guard:
             "guard/skipped": float(sum(r.num_skipped for r in readings if r.rule != "non_finite")),
             "guard/lr_scale": in_force.lr_scale,
             "guard/kl_scale": in_force.kl_scale,
+            "guard/clip_scale": in_force.clip_scale,
             "guard/rollbacks": float(self._policy.num_rollbacks),
         }
 

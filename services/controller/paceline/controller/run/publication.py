@@ -22,7 +22,7 @@ from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, WeightSyncError
-from paceline.core.members import RolloutState
+from paceline.core.members import LearnerState, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.service.telemetry import span
 
@@ -130,6 +130,10 @@ class Publication:
         await self._form(learner, rollouts, version)
 
     async def _form(self, learner: Member, rollouts: Sequence[Member], version: int) -> None:
+        if learner.state is LearnerState.LOADING:
+            raise PeerLostError(
+                f"{learner.member_id} was started again and is still loading", peer=learner.member_id
+            )
         held = await self._push.epochs.form(learner, rollouts)
         epoch = self._push.epochs.current
         if epoch is not None:

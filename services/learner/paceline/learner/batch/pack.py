@@ -25,7 +25,7 @@ def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool
         device: the model's.
         share_prompts: neighbouring rows with the same prompt have one copy of it.
     """
-    real = tuple(row.index for row in rows)
+    sources = tuple(rows)
     rows = list(rows) or [_filler_row()]
     layout = _Layout.of(rows, share_prompts=share_prompts)
     responses = np.array([len(row.response_token_ids) for row in rows])
@@ -44,7 +44,7 @@ def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
     return MicroBatch(
-        rows=real,
+        rows=tuple(row.index for row in sources),
         input_ids=put(np.concatenate(layout.tokens).astype(np.int64)).unsqueeze(0),
         position_ids=put(np.concatenate(layout.positions).astype(np.int64)).unsqueeze(0),
         packed=PackedSequences.of(layout.lengths, device, layout.prefixes),
@@ -53,6 +53,8 @@ def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool
         places=put(places.astype(np.int64)),
         mask=put(mask),
         rollout_log_probs=put(log_probs),
+        sources=sources,
+        share_prompts=share_prompts,
     )
 
 

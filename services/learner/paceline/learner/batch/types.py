@@ -8,7 +8,7 @@ The model sees (1, T). Its numbers per response token are flat, (n,); `MicroBatc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 import torch
@@ -147,6 +147,8 @@ class MicroBatch:
         places: (B, R), the index among the n of each entry; n on padding.
         mask: (B, R) bool, True on tokens that the policy produced.
         rollout_log_probs: (B, R) as sampled, 0 on padding.
+        sources: the rows that were packed, each once, on the host; empty for a filler.
+        share_prompts: as they were packed.
     """
 
     rows: tuple[int, ...]
@@ -158,6 +160,18 @@ class MicroBatch:
     places: Tensor
     mask: Tensor
     rollout_log_probs: Tensor
+    sources: tuple[PackedRow, ...] = ()
+    share_prompts: bool = False
+
+    def with_rows(self, places: Tensor) -> MicroBatch:
+        """The same tokens under tables of other rows, given by their places among these; some maybe twice."""
+        return replace(
+            self,
+            rows=tuple(self.rows[place] for place in places.tolist()),
+            places=self.places[places],
+            mask=self.mask[places],
+            rollout_log_probs=self.rollout_log_probs[places],
+        )
 
     def table(self, flat: Tensor) -> Tensor:
         """(n,) spread over (B, R), 0 on padding; differentiable."""
@@ -190,6 +204,10 @@ class OldLogProbs:
         if self._table is None:
             self._table = log_probs.detach()
         return self._table
+
+    def forget(self) -> None:
+        """Takes a table back that came from a pass whose step was not taken."""
+        self._table = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

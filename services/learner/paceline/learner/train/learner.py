@@ -13,10 +13,12 @@ from paceline.config.algorithm import KLControlConfig
 from paceline.config.run import RunConfig
 from paceline.core.guard import Histories
 from paceline.learner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import Precision, load_critic, load_policy
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.losses import loss_function
+from paceline.learner.train.memory import MemoryRoom
 from paceline.learner.train.optimizer import N, Optimizer, Schedule, Trainable
 from paceline.learner.train.shared_prompts import SharedPrompts
 
@@ -37,6 +39,7 @@ class Learner:
     kl_controller: KLController
     histories: Histories
     shared_prompts: SharedPrompts
+    memory: MemoryRoom
     version: int = 0
 
     @property
@@ -74,7 +77,7 @@ class Learner:
                 checkpointed_share=model.checkpointed_share,
                 random_weights=random_weights,
             )
-            critic = _trainable(values, config.critic.optim, config.critic.grad_clip, config)
+            critic = _trainable(values, config.critic.optim, config.critic.grad_clip, config, ranks)
         if config.needs_reference:
             # It is never updated, so it is kept in the type that it computes in.
             frozen = Precision(compute=compute, store=compute)
@@ -83,18 +86,22 @@ class Learner:
         return cls(
             config=config,
             ranks=ranks,
-            actor=_trainable(policy, config.actor.optim, config.actor.grad_clip, config),
+            actor=_trainable(policy, config.actor.optim, config.actor.grad_clip, config, ranks),
             critic=critic,
             reference=reference,
             kl_controller=_kl_controller(config.algorithm.kl_ctrl),
             histories=Histories(window=config.guard.window, min_history=config.guard.min_history),
             shared_prompts=SharedPrompts(config.actor.shared_prompts, compute, notify),
+            memory=MemoryRoom(notify),
         )
 
 
-def _trainable(network: N, optim: OptimConfig, grad_clip: float, config: RunConfig) -> Trainable[N]:
+def _trainable(
+    network: N, optim: OptimConfig, grad_clip: float, config: RunConfig, ranks: Ranks
+) -> Trainable[N]:
     return Trainable(
         network=network,
+        collectives=count_collectives(network, ranks),
         optimizer=Optimizer(
             network,
             betas=optim.betas,

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.core.guard import Adjustments
 from paceline.learner.algorithms import kl, registry
 from paceline.learner.algorithms.aggregation import aggregate
 from paceline.learner.algorithms.policy_losses import custom
@@ -49,16 +50,20 @@ def loss_function(config: RunConfig) -> LossFunction:
 class PolicyLoss:
     """The policy's loss on one micro-batch, as a share of the mini-batch's.
 
-    `names` are those of the vector of sums: the loss, then the metrics with the policy loss's own. `kl_scale`
-    multiplies actor.kl_loss_coef.
+    `names` are those of the vector of sums: the loss, then the metrics with the policy loss's own.
+    `adjustments` are the guard's: of actor.kl_loss_coef and of the clip range.
     """
 
-    def __init__(self, config: RunConfig, network: PolicyNetwork, *, kl_scale: float = 1.0) -> None:
+    def __init__(self, config: RunConfig, network: PolicyNetwork, adjustments: Adjustments) -> None:
         self._network, self._actor = network, config.actor
-        self._kl_loss_coef = config.actor.kl_loss_coef * kl_scale
+        self._kl_loss_coef = config.actor.kl_loss_coef * adjustments.kl_scale
         self._temperature = config.rollout.temperature
         self._constant = config.actor.loss_agg_constant or float(config.data.max_response_length)
-        self._loss, self._arguments = loss_function(config), config.actor.loss_arguments
+        self._loss = loss_function(config)
+        self._arguments = {
+            name: value * adjustments.clip_scale if name in ("clip_low", "clip_high") else value
+            for name, value in config.actor.loss_arguments.items()
+        }
         own = [name for name in self._loss.metrics if name not in STANDARD_METRICS]
         self._token_metrics = (*STANDARD_METRICS, *own)
         self._has_experts = bool(routers(network.lm))

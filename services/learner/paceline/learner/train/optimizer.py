@@ -5,7 +5,10 @@ A step whose loss or gradient is not finite is not taken.
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -14,10 +17,32 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.core.errors import EnvironmentLackError
+from paceline.learner.batch.pack import pack
+from paceline.learner.distributed.catching_up import PassCollectives
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 
+log = logging.getLogger(__name__)
+
 N = TypeVar("N", bound=nn.Module)
+
+
+class OutOfMemoryError(EnvironmentLackError):
+    """Ranks ran out of memory in an update, and all of them agree on it; nothing has changed.
+
+    Args:
+        network: "PolicyNetwork" or "ValueNetwork".
+        num_ranks: how many did.
+    """
+
+    def __init__(self, network: str, num_ranks: int) -> None:
+        super().__init__(
+            f"out of memory in an update of the {network} on {num_ranks} rank(s); lower the token budget of "
+            "micro-batches (actor.ppo_max_token_len_per_gpu, sft.max_token_len_per_gpu)"
+        )
+        self.num_ranks = num_ranks
+
 
 PartLoss = Callable[[], tuple[Tensor, Tensor]]
 """Computes a micro-batch's share of the loss and a vector of sums for the metrics, the loss first.
@@ -154,6 +179,7 @@ class Trainable(Generic[N]):
     network: N
     optimizer: Optimizer
     schedule: Schedule
+    collectives: PassCollectives | None = None
 
     def update(
         self,
@@ -175,19 +201,15 @@ class Trainable(Generic[N]):
 
         Returns:
             What the optimizer did, and the metrics' sums over micro-batches and ranks, in float64.
+
+        Raises:
+            OutOfMemoryError: on every rank, if some ran out of memory; no parameter and no state has changed.
         """
-        fsdp = as_fsdp(self.network)
-        total: Tensor | None = None
-        for number, part_loss in enumerate(losses):
-            # Gradients add up unsharded; the last micro-batch reduces them over the ranks, once.
-            last = number == len(losses) - 1
-            fsdp.set_is_last_backward(last)
-            fsdp.set_requires_gradient_sync(last)
-            loss, sums = part_loss()
-            # FSDP averages gradients over the ranks; the losses are shares of a sum.
-            torch.autograd.backward(loss * ranks.world_size)
-            total = sums.double() if total is None else total + sums.double()
-        assert total is not None
+        total = self._passes(losses, ranks)
+        num_failed = int(ranks.all_sum(torch.tensor([total is None], device=ranks.device).float()).item())
+        if total is None or num_failed:
+            self.network.zero_grad(set_to_none=True)
+            raise OutOfMemoryError(type(self.network).__name__, num_failed)
         sums = ranks.all_sum(total)
         outcome = self.optimizer.step(
             self.schedule.at(step) * lr_scale,
@@ -195,3 +217,56 @@ class Trainable(Generic[N]):
             veto=None if veto is None else lambda grad_norm: veto(sums, grad_norm),
         )
         return outcome, sums
+
+    def _passes(self, losses: Sequence[PartLoss], ranks: Ranks) -> Tensor | None:
+        """Forward and backward of all micro-batches: this rank's sums, or None if it ran out of memory.
+
+        It takes part in the rest all the same, on fillers: the others wait for it.
+        """
+        fsdp = as_fsdp(self.network)
+        total: Tensor | None = None
+        failed = False
+        for number, part_loss in enumerate(losses):
+            # Gradients add up unsharded; the last micro-batch reduces them over the ranks, once.
+            last = number == len(losses) - 1
+            fsdp.set_is_last_backward(last)
+            fsdp.set_requires_gradient_sync(last)
+            self._begin_pass(again=False)
+            sums = None if failed else self._pass(part_loss, ranks)
+            if sums is None:
+                self._begin_pass(again=not failed)
+                failed = True
+                self._filler_pass(ranks)
+            else:
+                total = sums if total is None else total + sums
+        return None if failed else total
+
+    def _pass(self, part_loss: PartLoss, ranks: Ranks) -> Tensor | None:
+        """One micro-batch: its sums, or None if memory ran out, which was freed."""
+        try:
+            loss, sums = part_loss()
+            # FSDP averages gradients over the ranks; the losses are shares of a sum.
+            torch.autograd.backward(loss * ranks.world_size)
+            return sums.double()
+        except torch.OutOfMemoryError as error:
+            if not hasattr(self.network, "reset_iter_state"):
+                log.error("torch %s cannot go on after this: torch 2.13 can", torch.__version__)
+                raise
+            log.warning("out of memory in a micro-batch: %s", error)
+            # The frames hold the activations.
+            traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.network.reset_iter_state()  # type: ignore[operator]
+        return None
+
+    def _filler_pass(self, ranks: Ranks) -> None:
+        """The collectives of a micro-batch without one."""
+        output = self.network(pack([], ranks.device))
+        numbers = output[0] if isinstance(output, tuple) else output
+        torch.autograd.backward(numbers.sum() * 0.0)
+
+    def _begin_pass(self, *, again: bool) -> None:
+        if self.collectives is not None:
+            self.collectives.begin(again=again)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -151,7 +150,7 @@ def training_batch(
         return table if places is None else table[places]
 
     return TrainingBatch(
-        batch=scored.batch if places is None else _repeated(scored.batch, places),
+        batch=scored.batch if places is None else scored.batch.with_rows(places),
         old_log_probs=scored.old_log_probs
         if places is None
         else OldLogProbs(scored.old_log_probs.table[places]),
@@ -170,17 +169,6 @@ def _places(batch: MicroBatch, counts: Tensor | None) -> Tensor | None:
         return None
     own_counts = counts[list(batch.rows)]
     return torch.arange(len(batch.rows)).repeat_interleave(own_counts).to(batch.mask.device)
-
-
-def _repeated(batch: MicroBatch, places: Tensor) -> MicroBatch:
-    """The same tokens under tables of other rows."""
-    return replace(
-        batch,
-        rows=tuple(batch.rows[index] for index in places.tolist()),
-        places=batch.places[places],
-        mask=batch.mask[places],
-        rollout_log_probs=batch.rollout_log_probs[places],
-    )
 
 
 def select_tokens(mini: MiniBatch, actor: ActorConfig, ranks: Ranks) -> list[Tensor | None]:

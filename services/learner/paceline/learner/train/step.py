@@ -61,6 +61,7 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
         **shaping.mismatch_metrics(scored, prepared.weights, config.algorithm.rollout_correction, ranks),
         **_length_metrics(config, order.rows),
         **guard.metrics,
+        **learner.memory.metrics,
         **stopwatch.seconds,
         **_utilisation(learner, flops, stopwatch),
         "perf/imbalance": plan.imbalance,
@@ -78,11 +79,9 @@ def _gather(
     """The step's plan and this rank's micro-batches."""
     config, ranks, sharing = learner.config, learner.ranks, learner.shared_prompts
     lengths = _lengths(rows)
-    budget = effective_budget(
-        config.actor.ppo_max_token_len_per_gpu,
-        ranks.device.type,
-        max((row.num_tokens for row in lengths), default=0),
-    )
+    longest = max((row.num_tokens for row in lengths), default=0)
+    budget = effective_budget(config.actor.ppo_max_token_len_per_gpu, ranks.device.type, longest)
+    budget = learner.memory.budget(budget, longest)
 
     def make(share_prompts: bool) -> BatchPlan:
         return plan_batch(
@@ -195,12 +194,24 @@ def _update(
     if learner.critic is not None:
         with stopwatch.phase("update_critic"):
             reports["critic"] = update_critic(
-                learner.critic, mini_batches["critic"], config, step=step, ranks=ranks, guard=guard
+                learner.critic,
+                mini_batches["critic"],
+                config,
+                step=step,
+                ranks=ranks,
+                guard=guard,
+                memory=learner.memory,
             )
     if not _critic_alone(learner, step):
         with stopwatch.phase("update_actor"):
             reports["actor"] = update_policy(
-                learner.actor, mini_batches["actor"], config, step=step, ranks=ranks, guard=guard
+                learner.actor,
+                mini_batches["actor"],
+                config,
+                step=step,
+                ranks=ranks,
+                guard=guard,
+                memory=learner.memory,
             )
     return reports
 

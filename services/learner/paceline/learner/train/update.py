@@ -10,10 +10,12 @@ from typing import Any
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import NumericsError
-from paceline.learner.batch.minibatch import MiniBatch
+from paceline.learner.batch.halve import Part
+from paceline.learner.batch.minibatch import Denominators, MiniBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.losses import PolicyLoss, ValueLoss
+from paceline.learner.train.memory import MemoryRoom
 from paceline.learner.train.optimizer import PartLoss, Trainable
 from paceline.learner.train.shaping import select_tokens
 from paceline.learner.train.update_guard import NetworkGuard, UpdateGuard
@@ -50,6 +52,7 @@ def update_policy(
     step: int,
     ranks: Ranks,
     guard: UpdateGuard,
+    memory: MemoryRoom,
 ) -> UpdateReport:
     """Takes all optimizer steps of the policy in one training step.
 
@@ -61,18 +64,25 @@ def update_policy(
     if guard.refusal:
         report.skipped += [guard.refusal] * (config.actor.ppo_epochs * len(mini_batches))
         return report
-    loss = PolicyLoss(config, actor.network, kl_scale=guard.adjustments.kl_scale)
+    loss = PolicyLoss(config, actor.network, guard.adjustments)
     network_guard = NetworkGuard(
         guard=guard, network="actor", names=loss.names, grad_clip=config.actor.grad_clip
     )
-    selections = [select_tokens(mini, config.actor, ranks) for mini in mini_batches]
+    cuts = [
+        [
+            Part(batch=part, selected=selected)
+            for part, selected in zip(mini.parts, select_tokens(mini, config.actor, ranks), strict=True)
+        ]
+        for mini in mini_batches
+    ]
     for epoch in range(config.actor.ppo_epochs):
-        for number, mini in enumerate(mini_batches):
-            losses = [
-                partial(loss, part, mini.denominators, selected)
-                for part, selected in zip(mini.parts, selections[number], strict=True)
-            ]
-            metrics = _step(actor, losses, network_guard, step=step, ranks=ranks, report=report)
+        for number, (mini, parts) in enumerate(zip(mini_batches, cuts, strict=True)):
+
+            def act(parts: Sequence[Part], counts: Denominators = mini.denominators) -> dict[str, float]:
+                losses = [partial(loss, part.batch, counts, part.selected) for part in parts]
+                return _step(actor, losses, network_guard, step=step, ranks=ranks, report=report)
+
+            metrics = memory.take(parts, act, ranks=ranks, network="actor")
             if epoch == number == 0:
                 _check_first(metrics, config)
     return report
@@ -86,6 +96,7 @@ def update_critic(
     step: int,
     ranks: Ranks,
     guard: UpdateGuard,
+    memory: MemoryRoom,
 ) -> UpdateReport:
     """Takes all optimizer steps of the critic in one training step."""
     report = UpdateReport(lr=critic.schedule.at(step) * guard.adjustments.lr_scale)
@@ -97,10 +108,15 @@ def update_critic(
     network_guard = NetworkGuard(
         guard=guard, network="critic", names=loss.names, grad_clip=config.critic.grad_clip
     )
+    cuts = [[Part(batch=part) for part in mini.parts] for mini in mini_batches]
     for _ in range(num_epochs):
-        for mini in mini_batches:
-            losses = [partial(loss, part, mini.denominators) for part in mini.parts]
-            _step(critic, losses, network_guard, step=step, ranks=ranks, report=report)
+        for mini, parts in zip(mini_batches, cuts, strict=True):
+
+            def act(parts: Sequence[Part], counts: Denominators = mini.denominators) -> dict[str, float]:
+                losses = [partial(loss, part.batch, counts) for part in parts]
+                return _step(critic, losses, network_guard, step=step, ranks=ranks, report=report)
+
+            memory.take(parts, act, ranks=ranks, network="critic")
     return report
 
 

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
+_MIXTRAL = (
+    (".mlp.", ".block_sparse_moe."),
+    (".gate_proj.weight", ".w1.weight"),
+    (".down_proj.weight", ".w2.weight"),
+    (".up_proj.weight", ".w3.weight"),
+)
+"""Mixtral's checkpoints have their own names for blocks and experts."""
+
+
+def learner_names(config: Any) -> frozenset[str]:
+    """Names of the tensors that a learner has of the model of a Hugging Face configuration.
+
+    Empty if transformers has no causal language model for it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ImportError, KeyError, TypeError, ValueError, AttributeError) as error:
+        logger.info("names of %s's tensors are unknown here: %s", config.model_type, error)
+        return frozenset()
+    return frozenset(name for name, _ in model.named_parameters())
+
+
 def checkpoint_tensors(
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, torch.Tensor]], *, model_type: str = ""
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors as a checkpoint has them, one after another."""
+    """The tensors as a checkpoint has them, one after another; `model_type` as in its config.json."""
+    renamed = _MIXTRAL if model_type == "mixtral" else ()
     for name, tensor in tensors:
-        yield from _split_experts(name, tensor)
+        for stored, part in _split_experts(name, tensor):
+            for live, own in renamed:
+                stored = stored.replace(live, own)
+            yield stored, part
 
 
 def _split_experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ may differ, and a wrong slice would be a silent error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,18 +30,24 @@ class _Rows:
     at: int
 
 
-def describe_model(model: nn.Module) -> RankLayout:
+def describe_model(model: nn.Module, learner_names: Collection[str] = ()) -> RankLayout:
     """Which slices of the checkpoint's tensors this rank's model needs, and where they land.
 
+    Args:
+        model: vLLM's.
+        learner_names: of the learner's tensors; () if unknown.
+
     Returns:
-        The layout; without slices and with `full_tensors` set if the rules do not cover some parameter.
+        The layout; without slices and with `full_tensors` set if the rules do not cover some parameter, or
+        name tensors that the learner does not have (GLM-4 keeps gate and up fused).
 
     Raises:
         ModelError: the parameters are of mixed type, or of one that cannot be sent (quantized weights).
     """
     dtype = _common_dtype(model)
     covered, uncovered = split_parameters(model)
-    if uncovered:
+    strange = learner_names and any(part.name not in learner_names for part in covered)
+    if uncovered or strange:
         return RankLayout(dtype=dtype, slices=(), full_tensors=True)
     return RankLayout(dtype=dtype, slices=tuple(covered))
 

@@ -29,12 +29,19 @@ class Reloader:
         model: the live model.
         reload: vLLM's loading of checkpoint tensors in place; it must call `model.load_weights` once.
         finish: vLLM's end of a reload: puts every layer's parameters back and forgets what was collected.
+        model_type: as in the model's config.json.
     """
 
     def __init__(
-        self, model: nn.Module, reload: Callable[[Tensors], None], finish: Callable[[], None]
+        self,
+        model: nn.Module,
+        reload: Callable[[Tensors], None],
+        finish: Callable[[], None],
+        *,
+        model_type: str = "",
     ) -> None:
         self._model, self._reload, self._finish = model, reload, finish
+        self._model_type = model_type
         self._is_broken = False
 
     def load(self, tensors: Tensors) -> None:
@@ -49,7 +56,7 @@ class Reloader:
         before = _places(self._model)
         with _recorded(self._model) as returned:
             try:
-                self._reload(checkpoint_tensors(tensors))
+                self._reload(checkpoint_tensors(tensors, model_type=self._model_type))
             except BaseException:
                 self._restore(before)
                 raise

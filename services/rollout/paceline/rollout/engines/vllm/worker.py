@@ -17,6 +17,7 @@ import torch
 from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.core.members import peer_to_plain
 from paceline.rollout.engines.rank_receiver import RankReceiver
+from paceline.rollout.engines.vllm.checkpoint import learner_names
 from paceline.rollout.engines.vllm.layout import describe_model
 from paceline.rollout.engines.vllm.reload import Reloader
 from paceline.weights.plan.spec import WeightGroupSpec
@@ -145,8 +146,15 @@ class PacelineWorkerExtension:
         receiver: RankReceiver | None = self.__dict__.get("_paceline_state")
         if receiver is None:
             model = self.get_model()
-            reloader = Reloader(model, self._paceline_reload, self._paceline_finish_reload)
-            receiver = RankReceiver(model, torch.device(self.device), describe_model, reloader.load)
+            config = self.vllm_config.model_config.hf_config
+            reloader = Reloader(
+                model,
+                self._paceline_reload,
+                self._paceline_finish_reload,
+                model_type=config.model_type,
+            )
+            describe = functools.partial(describe_model, learner_names=learner_names(config))
+            receiver = RankReceiver(model, torch.device(self.device), describe, reloader.load)
             self.__dict__["_paceline_state"] = receiver
         return receiver
 

@@ -1,0 +1,87 @@
+"""Lets a rank that failed in the middle of a pass catch up with the others' collectives.
+
+The ranks of a sharded network run the same collectives in the same order. One that runs out of memory has
+taken part in the first k of a pass; the others wait for it in the next. It runs the pass again on two masked
+tokens, and the first k collectives of that stay on this rank: what they would gather is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from paceline.learner.distributed.ranks import Ranks
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class PassCollectives:
+    """The collectives of a network's passes, counted.
+
+    Args:
+        network: sharded over several ranks; from now on it communicates through this object.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._num_taken, self._num_skipped = 0, 0
+        gather, scatter = _Gather(self), _Scatter(self)
+        for module in network.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+
+    def begin(self, *, again: bool) -> None:
+        """A pass begins; with `again`, the one that failed last."""
+        self._num_skipped, self._num_taken = self._num_taken if again else 0, 0
+
+    def take_part(self) -> bool:
+        """Whether this rank takes part in the next collective."""
+        self._num_taken += 1
+        return self._num_taken > self._num_skipped
+
+
+def count_collectives(network: nn.Module, ranks: Ranks) -> PassCollectives | None:
+    """Has the network's collectives counted, where there are other ranks and torch (2.13) can go on."""
+    can_go_on = hasattr(network, "reset_iter_state")
+    return PassCollectives(network) if ranks.world_size > 1 and can_go_on else None
+
+
+class _Comm:
+    def __init__(self, collectives: PassCollectives) -> None:
+        self._collectives = collectives
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Comm):
+    """As torch.distributed.fsdp's `AllGather`."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        if self._collectives.take_part():
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return None
+
+
+class _Scatter(_Comm):
+    """As torch.distributed.fsdp's `ReduceScatter`."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        if self._collectives.take_part():
+            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return None

@@ -1,0 +1,87 @@
+"""When an update runs out of memory, its micro-batches are halved and the optimizer step is taken again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from paceline.core.errors import EnvironmentLackError
+from paceline.learner.batch.halve import Halves, Part
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.train.optimizer import OutOfMemoryError
+
+T = TypeVar("T")
+
+
+class MemoryRoom:
+    """How large micro-batches may be in this process.
+
+    After a step that had to be taken again, later steps are planned with the smaller token budget.
+
+    Args:
+        notify: tells a person.
+    """
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._num_halvings, self._num_planned = 0, 0
+        self._num_retries = 0
+
+    def budget(self, token_budget: int, longest: int) -> int:
+        """The token budget of the next step, which holds the longest row."""
+        self._num_planned, self._num_retries = self._num_halvings, 0
+        return max(token_budget >> self._num_halvings, min(longest, token_budget))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`guard/out_of_memory`: optimizer steps of this training step that were taken again, if any."""
+        return {"guard/out_of_memory": float(self._num_retries)} if self._num_retries else {}
+
+    def take(self, parts: list[Part], act: Callable[[Sequence[Part]], T], *, ranks: Ranks, network: str) -> T:
+        """Takes an optimizer step on a mini-batch's parts; every rank calls it.
+
+        Args:
+            parts: this rank's; where they are halved, the halves replace them in this list.
+            act: takes the step; may raise OutOfMemoryError on every rank alike, with nothing changed.
+            ranks: the group.
+            network: "actor" or "critic", for the note.
+
+        Raises:
+            EnvironmentLackError: a micro-batch of one row does not fit.
+        """
+        cut: list[Halves] = []
+        while True:
+            unscored = [part.batch.old_log_probs for part in parts if not part.batch.old_log_probs.is_known]
+            try:
+                result = act(parts)
+                break
+            except OutOfMemoryError as error:
+                self._refuse_single_rows(parts, ranks, error)
+                for old_log_probs in unscored:
+                    old_log_probs.forget()
+                latest = [Halves.of(part) for part in parts]
+                cut += latest
+                parts[:] = [half for halves in latest for half in halves.halves]
+                self._note(network, error)
+        for halves in reversed(cut):
+            halves.hand_back()
+        return result
+
+    def _note(self, network: str, error: OutOfMemoryError) -> None:
+        self._num_retries += 1
+        self._num_halvings = max(self._num_halvings, self._num_planned + 1)
+        self._notify(
+            f"guard: out of memory in the {network}'s update on {error.num_ranks} rank(s); its micro-batches "
+            "were halved and the optimizer step is taken again; until this process ends, steps are planned "
+            f"with 1/{1 << self._num_halvings} of actor.ppo_max_token_len_per_gpu"
+        )
+
+    def _refuse_single_rows(self, parts: Sequence[Part], ranks: Ranks, error: OutOfMemoryError) -> None:
+        most = max(len(part.batch.batch.sources) for part in parts)
+        if int(ranks.all_max(torch.tensor([float(most)], device=ranks.device)).item()) <= 1:
+            raise EnvironmentLackError(
+                f"{error}: already one row per micro-batch, which cannot be halved; set "
+                "model.enable_gradient_checkpointing, shorten data.max_response_length, or use more GPUs"
+            ) from error

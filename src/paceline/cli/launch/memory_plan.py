@@ -1,0 +1,334 @@
+"""The memory that a run needs on each GPU, by phase, from config.json and the configuration alone.
+
+An estimate: weights, optimizer and gradients are counted; activations follow a formula that two measured
+peaks of a 7B model confirm within a twentieth (tests/unit/cli/test_memory_plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
+
+GIB = 1 << 30
+CONTEXT = 3 * GIB // 2
+"""CUDA's context, NCCL's buffers and libraries of one process."""
+ENGINE_REST = 2 * GIB
+"""An engine's activations and CUDA graphs."""
+LOGITS = GIB
+"""Chunks of logits and their gradient; the learner bounds them."""
+
+Parts = Mapping[str, int]
+"""Bytes by what they are for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """The sizes of a decoder that matter for memory."""
+
+    hidden: int
+    intermediate: int
+    num_layers: int
+    attention_width: int
+    kv_width: int
+    vocab: int
+    tied: bool
+    has_bias: bool
+    num_experts: int
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> ModelShape | None:
+        """From config.json; None if it names its sizes otherwise."""
+        tree = tree.get("text_config", tree)
+        try:
+            hidden, heads = int(tree["hidden_size"]), int(tree["num_attention_heads"])
+            head_dim = int(tree.get("head_dim") or hidden // heads)
+            num_experts = int(tree.get("num_experts") or tree.get("num_local_experts") or 0)
+            intermediate = tree["moe_intermediate_size" if num_experts else "intermediate_size"]
+            return cls(
+                hidden=hidden,
+                intermediate=int(intermediate),
+                num_layers=int(tree["num_hidden_layers"]),
+                attention_width=heads * head_dim,
+                kv_width=int(tree.get("num_key_value_heads") or heads) * head_dim,
+                vocab=int(tree["vocab_size"]),
+                tied=bool(tree.get("tie_word_embeddings", False)),
+                has_bias=tree.get("model_type") == "qwen2",
+                num_experts=num_experts,
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer."""
+        projections = 2 * self.hidden * (self.attention_width + self.kv_width)
+        biases = self.attention_width + 2 * self.kv_width if self.has_bias else 0
+        experts = 3 * self.hidden * self.intermediate * max(1, self.num_experts)
+        return projections + biases + experts + self.hidden * (2 + self.num_experts)
+
+    @property
+    def root(self) -> int:
+        """Parameters outside the layers: embedding, head and last norm."""
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them."""
+        return self.num_layers * self.layer + self.root
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerMemory:
+    """A learner rank's memory.
+
+    Args:
+        shape: of the policy, and of critic and reference if they are in use.
+        world_size: ranks that share the shards.
+        bytes_per_number: of the forward pass.
+        num_tokens: of a micro-batch.
+        checkpointed_share: share of the layers that recompute their activations.
+    """
+
+    shape: ModelShape
+    world_size: int
+    bytes_per_number: int
+    num_tokens: int
+    checkpointed_share: float
+    has_critic: bool
+    has_reference: bool
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: ModelShape) -> LearnerMemory:
+        """Of a run, whose micro-batches are taken to be as large as its settings allow."""
+        sequences = config.actor.ppo_mini_batch_size * config.rollout.n
+        most = -(-sequences // config.learner.world_size) * config.max_model_len
+        return cls(
+            shape=shape,
+            world_size=config.learner.world_size,
+            bytes_per_number=2 if config.model.dtype == "bfloat16" else 4,
+            num_tokens=min(config.actor.ppo_max_token_len_per_gpu, most),
+            checkpointed_share=config.model.checkpointed_share,
+            has_critic=config.needs_critic,
+            has_reference=config.needs_reference,
+        )
+
+    @property
+    def resident(self) -> Parts:
+        """What stays: float32 weights and AdamW's two averages, sharded; the reference as it computes."""
+        shard = -(-self.shape.num_parameters // self.world_size)
+        networks = 2 if self.has_critic else 1
+        reference = shard * self.bytes_per_number if self.has_reference else 0
+        return {
+            "context": CONTEXT,
+            "weights": 4 * shard * networks + reference,
+            "optimizer": 8 * shard * networks,
+        }
+
+    @property
+    def scoring(self) -> Parts:
+        """Old log-probs, reference and values: one layer at a time."""
+        return {**self.resident, "gathered": self._gathered, "activations": self._layer + LOGITS}
+
+    @property
+    def update(self) -> Parts:
+        """Forward and backward of one network; every rank adds up a whole float32 gradient."""
+        recomputed = round(self.checkpointed_share * self.shape.num_layers)
+        boundaries = recomputed * self.num_tokens * self.shape.hidden * self.bytes_per_number
+        layers = self.shape.num_layers - recomputed + (1 if recomputed else 0)
+        return {
+            **self.resident,
+            "gradients": 4 * self.shape.num_parameters,
+            "gathered": self._gathered,
+            "activations": boundaries + layers * self._layer + LOGITS,
+        }
+
+    @property
+    def _gathered(self) -> int:
+        """Embedding and head, the layer at work and the next one."""
+        return self.bytes_per_number * (self.shape.root + 2 * self.shape.layer)
+
+    @property
+    def _layer(self) -> int:
+        """A layer's activations, uncompiled: four widths of the MLP and thirteen of the states per token."""
+        width = 4 * self.shape.intermediate + 13 * self.shape.hidden
+        return self.num_tokens * self.bytes_per_number * width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMemory:
+    """The memory of one GPU of a rollout engine."""
+
+    weights: int
+    bytes_per_token: int
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: ModelShape) -> EngineMemory:
+        """Of a run."""
+        ranks = config.rollout.tensor_model_parallel_size
+        number = 2 if config.model.dtype == "bfloat16" else 4
+        head_dim_share = max(1, shape.kv_width // ranks)
+        return cls(
+            weights=-(-shape.num_parameters * number // ranks),
+            bytes_per_token=2 * shape.num_layers * head_dim_share * number,
+        )
+
+    def generation(self, budget: int) -> Parts:
+        """What an engine with `budget` bytes makes of them; the cache may be negative."""
+        cache = budget - CONTEXT - ENGINE_REST - self.weights
+        return {"context": CONTEXT, "weights": self.weights, "graphs": ENGINE_REST, "kv cache": cache}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """The plan of a run.
+
+    Args:
+        totals: bytes of each GPU, by index; GPUs whose size is not known are left out.
+    """
+
+    config: RunConfig
+    learner: LearnerMemory
+    engine: EngineMemory
+    learner_gpus: Sequence[int]
+    engine_gpus: Sequence[int]
+    totals: Mapping[int, int]
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        shape: ModelShape,
+        *,
+        learner_gpus: Sequence[int],
+        engine_gpus: Sequence[int],
+        totals: Mapping[int, int],
+    ) -> MemoryPlan:
+        """From the configuration and who has which GPU."""
+        return cls(
+            config=config,
+            learner=LearnerMemory.of(config, shape),
+            engine=EngineMemory.of(config, shape),
+            learner_gpus=learner_gpus,
+            engine_gpus=engine_gpus,
+            totals=totals,
+        )
+
+    def lines(self) -> list[str]:
+        """The plan for people: a line per kind of GPU and phase.
+
+        Raises:
+            ConfigError: something cannot fit; says what to change.
+        """
+        staging = self.config.weights.staging_mib << 20
+        phases = {
+            "scoring": self.learner.scoring,
+            "update": self.learner.update,
+            "push": {**self.learner.resident, "staging": staging},
+        }
+        lines = [
+            f"learner {_list(self.learner_gpus)}, {name}: {_sum(parts)}" for name, parts in phases.items()
+        ]
+        for total in sorted({self.totals[gpu] for gpu in self.engine_gpus if gpu in self.totals}):
+            budget = int(self.config.rollout.gpu_memory_utilization * total)
+            gpus = [gpu for gpu in self.engine_gpus if self.totals.get(gpu) == total]
+            lines.append(f"rollout {_list(gpus)}, generation: {_sum(self.engine.generation(budget))}")
+            lines.append(f"rollout {_list(gpus)}, push: staging {_gib(staging)} more")
+        self._check()
+        return lines
+
+    def _check(self) -> None:
+        peak = max(sum(parts.values()) for parts in (self.learner.scoring, self.learner.update))
+        for gpu in sorted({*self.learner_gpus, *self.engine_gpus} & self.totals.keys()):
+            total = self.totals[gpu]
+            engine = 0
+            if gpu in self.engine_gpus:
+                engine = int(self.config.rollout.gpu_memory_utilization * total)
+                self._check_cache(gpu, engine)
+            if gpu not in self.learner_gpus or peak + engine <= total:
+                continue
+            if engine and peak <= total:
+                fitting = max(0.0, (total - peak) / total)
+                raise ConfigError(
+                    f"GPU {gpu} has {_gib(total)}; the learner needs {_gib(peak)} and the engine beside it "
+                    f"takes {_gib(engine)}: set rollout.gpu_memory_utilization to at most {fitting:.2f}, or "
+                    "give them GPUs of their own"
+                )
+            raise ConfigError(
+                f"GPU {gpu} has {_gib(total)}, the learner's update needs {_gib(peak)}: {self._advice(total)}"
+            )
+
+    def _check_cache(self, gpu: int, budget: int) -> None:
+        longest = self.config.max_model_len
+        cache = self.engine.generation(budget)["kv cache"]
+        if cache < longest * self.engine.bytes_per_token:
+            raise ConfigError(
+                f"GPU {gpu}: an engine with {_gib(budget)} (rollout.gpu_memory_utilization="
+                f"{self.config.rollout.gpu_memory_utilization}) has {_gib(max(0, cache))} for its KV cache, "
+                f"and one sequence of {longest} tokens takes {_gib(longest * self.engine.bytes_per_token)}; "
+                "raise rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size"
+            )
+
+    def _advice(self, total: int) -> str:
+        """The first setting that makes the update fit."""
+        learner, longest = self.learner, self.config.max_model_len
+
+        def fits(changed: LearnerMemory) -> bool:
+            return max(sum(changed.update.values()), sum(changed.scoring.values())) <= total
+
+        def changed(**fields: Any) -> LearnerMemory:
+            values = {name: getattr(learner, name) for name in learner.__slots__}
+            return LearnerMemory(**(values | fields))
+
+        tokens = _largest(longest, learner.num_tokens, lambda number: fits(changed(num_tokens=number)))
+        if tokens is not None:
+            return f"set actor.ppo_max_token_len_per_gpu to at most {tokens}, or recompute activations"
+        if fits(changed(checkpointed_share=1.0)):
+            return "set model.enable_gradient_checkpointing: true"
+        tokens = _largest(
+            longest,
+            learner.num_tokens,
+            lambda number: fits(changed(num_tokens=number, checkpointed_share=1.0)),
+        )
+        if tokens is not None:
+            return (
+                "set model.enable_gradient_checkpointing: true and actor.ppo_max_token_len_per_gpu to at "
+                f"most {tokens}"
+            )
+        for world_size in (2 * learner.world_size, 4 * learner.world_size, 8 * learner.world_size):
+            if fits(changed(world_size=world_size, num_tokens=longest, checkpointed_share=1.0)):
+                return (
+                    f"set learner.world_size to {world_size}, model.enable_gradient_checkpointing: true and "
+                    f"actor.ppo_max_token_len_per_gpu: {longest}"
+                )
+        return (
+            f"each rank holds a whole float32 gradient of {_gib(4 * learner.shape.num_parameters)}, whatever "
+            "learner.world_size is; use a smaller model or GPUs with more memory"
+        )
+
+
+def _largest(low: int, high: int, fits: Any) -> int | None:
+    """The largest number in [low, high) that fits, where smaller ones fit too; None if `low` does not."""
+    if low >= high or not fits(low):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _sum(parts: Parts) -> str:
+    return f"{_gib(sum(parts.values()))} = " + " + ".join(
+        f"{name} {_gib(number)}" for name, number in parts.items()
+    )
+
+
+def _gib(number: int) -> str:
+    return f"{number / GIB:.1f} GiB"
+
+
+def _list(gpus: Sequence[int]) -> str:
+    return f"GPU {', '.join(map(str, gpus))}" if gpus else "ranks"

@@ -1,0 +1,160 @@
+"""An update that runs out of memory: its micro-batches are halved, and nothing of the first try is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.errors import EnvironmentLackError
+from paceline.learner.batch.halve import Halves, Part
+from paceline.learner.batch.pack import pack
+from paceline.learner.batch.types import OldLogProbs, TrainingBatch
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.train.memory import MemoryRoom
+from support.learner_fakes import run_config
+from support.learner_scenarios import numbers, take_step
+from support.learner_shapes import rows_with_holes
+from support.memory_faults import PLACES, bits, build, one_rank_runs_out, out_of_memory
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
+
+
+@pytest.fixture(scope="module")
+def disturbed(model: Path, ranks: Ranks) -> list[Any]:
+    return one_rank_runs_out(ranks, str(model), "last layer, backwards")
+
+
+def test_the_step_is_that_of_halves_wherever_memory_ran_out(disturbed: list[Any]) -> None:
+    *tries, (_, _, expected, expected_bits, expected_after) = disturbed
+    for _, _, metrics, own_bits, after in tries:
+        assert metrics == expected
+        assert own_bits == expected_bits
+        assert after == expected_after
+
+
+def test_a_person_is_told_and_later_steps_are_planned_smaller(
+    model: Path, ranks: Ranks, disturbed: list[Any]
+) -> None:
+    learner = build(ranks, str(model), [])
+    with out_of_memory(learner, PLACES[0], set()) as undisturbed:
+        take_step(learner, 1)
+    for notes, (sizes, later_sizes), metrics, _, after in disturbed:
+        (note,) = notes
+        assert note.startswith("guard: out of memory in the actor's update on 1 rank(s)")
+        assert "1/2 of actor.ppo_max_token_len_per_gpu" in note
+        assert metrics["guard/out_of_memory"] == 1
+        assert "guard/out_of_memory" not in after
+        # Every row passed twice in the first mini-batch, in the end in smaller parts.
+        assert sum(sizes) > 32
+        assert sum(later_sizes) == 32
+        assert len(later_sizes) > len(undisturbed)
+
+
+def test_halved_steps_are_those_of_whole_micro_batches_up_to_rounding(
+    model: Path, ranks: Ranks, disturbed: list[Any]
+) -> None:
+    learner = build(ranks, str(model), [])
+    take_step(learner, 1)
+    whole_metrics = numbers(take_step(learner, 2))
+    metrics = {name: value for name, value in disturbed[0][2].items() if name != "guard/out_of_memory"}
+    assert metrics == pytest.approx(whole_metrics, rel=1e-4, abs=1e-6)
+
+
+def test_memory_that_stays_short_is_halved_until_single_rows_do_not_fit(model: Path, ranks: Ranks) -> None:
+    notes: list[str] = []
+    learner = build(ranks, str(model), notes)
+    take_step(learner, 1)
+    before = bits(learner)
+    with (
+        out_of_memory(learner, PLACES[0], set(range(1000))),
+        pytest.raises(EnvironmentLackError, match="one row per micro-batch, which cannot be halved"),
+    ):
+        take_step(learner, 2)
+    assert bits(learner) == before
+    assert len(notes) >= 2
+    assert "1/2 of" in notes[-1]
+
+
+def test_the_critic_and_resampled_rows_are_halved_too(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.learner.train.learner import Learner
+    from paceline.learner.train.losses import ValueLoss
+
+    config = run_config(model, algorithm={"resample": {"method": "pow"}})
+    plain = numbers(take_step(Learner.build(config, ranks), 1))
+    honest, calls = ValueLoss.__call__, iter(range(100))
+
+    def short_of_memory(self: ValueLoss, *arguments: Any) -> Any:
+        result = honest(self, *arguments)
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("made up")
+        return result
+
+    monkeypatch.setattr(ValueLoss, "__call__", short_of_memory)
+    notes: list[str] = []
+    metrics = numbers(take_step(Learner.build(config, ranks, notes.append), 1))
+    assert "the critic's update" in notes[0]
+    assert metrics.pop("guard/out_of_memory") == 1
+    assert metrics == pytest.approx(plain, rel=1e-4, abs=1e-6)
+
+
+def test_a_torch_that_cannot_go_on_says_so(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = build(ranks, str(model), [])
+    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.reset_iter_state")
+    with out_of_memory(learner, PLACES[0], {0}), pytest.raises(torch.OutOfMemoryError):
+        take_step(learner, 1)
+    assert "cannot go on after this: torch 2.13 can" in caplog.text
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_halves_by_hand(share_prompts: bool) -> None:
+    rows = rows_with_holes([[(3, 2), (3, 4)], [(2, 2), (2, 9)]])
+    batch = pack(rows, torch.device("cpu"), share_prompts=share_prompts)
+    # Row 3 was drawn twice, row 0 not at all.
+    batch = batch.with_rows(torch.tensor([1, 2, 3, 3]))
+    table = torch.arange(36.0).reshape(4, 9)
+    part = Part(
+        batch=TrainingBatch(
+            batch=batch,
+            old_log_probs=OldLogProbs(),
+            ref_log_probs=None,
+            values=table,
+            scores=torch.tensor([1.0, 2.0, 3.0, 4.0]),
+            advantages=table + 100,
+            returns=None,
+            weights=None,
+        ),
+        selected=table > 20,
+    )
+    # 7 + 4 + 11 tokens, half of which are in rows 1 and 2.
+    halves = Halves.of(part)
+    first, second = (half.batch for half in halves.halves)
+    assert (first.batch.rows, second.batch.rows) == ((1, 2), (3, 3))
+    assert [source.index for source in second.batch.sources] == [3]
+    assert first.values is not None
+    assert first.values.tolist() == [[0, 1, 2, 3], [9, 10, 11, 12]]
+    assert second.advantages.tolist() == (table[2:] + 100).tolist()
+    assert second.scores.tolist() == [3, 4]
+    assert halves.halves[1].selected is not None
+    assert torch.equal(second.batch.mask, batch.mask[2:])
+    for half, value in ((first, -1.0), (second, -2.0)):
+        half.old_log_probs.or_take(torch.full(half.batch.mask.shape, value))
+    halves.hand_back()
+    assert part.batch.old_log_probs.table[:, 0].tolist() == [-1, -1, -2, -2]
+    alone, filler = (half.batch for half in Halves.of(halves.halves[1]).halves)
+    assert (alone.batch.rows, filler.batch.rows) == ((3, 3), ())
+    assert filler.advantages.tolist() == [[0.0]]
+    assert not filler.batch.mask.any()
+
+
+def test_the_budget_holds_the_longest_row() -> None:
+    room = MemoryRoom([].append)
+    assert room.budget(1000, 700) == 1000
+    room._num_halvings = 1
+    assert (room.budget(1000, 100), room.budget(1000, 700)) == (500, 700)

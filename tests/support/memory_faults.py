@@ -1,0 +1,103 @@
+"""Steps in which ranks run out of memory, at a chosen place of a chosen pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.networks import body_of, decoder_layers
+from paceline.learner.train.learner import Learner
+from support.learner_fakes import run_config
+from support.learner_scenarios import numbers, take_step
+
+PLACES = ("first layer, forwards", "last layer, forwards", "last layer, backwards", "first layer, backwards")
+GROUPS = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed", "kl_coef": 0.1}}
+
+
+class _Failing(torch.autograd.Function):
+    """The identity, whose backward pass runs out of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, due: Any) -> torch.Tensor:
+        ctx.due = due
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.due():
+            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+        return gradients[0], None
+
+
+@contextmanager
+def out_of_memory(learner: Learner, place: str, passes: set[int]) -> Iterator[list[int]]:
+    """Runs out of memory in these passes with a graph, counted from 0; yields the rows of each pass."""
+    layers = decoder_layers(body_of(learner.actor.network.lm))
+    layer = layers[0] if place.startswith("first") else layers[-1]
+    sizes: list[int] = []
+
+    def due() -> bool:
+        return len(sizes) - 1 in passes and sizes[-1] > 0  # a filler always fits
+
+    def count(network: Any, arguments: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled():
+            sizes.append(len(arguments[0].rows))
+
+    def fail(module: Any, arguments: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        if place.endswith("backwards"):
+            return _Failing.apply(output, due)
+        if due():
+            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+        return output
+
+    hooks = [
+        learner.actor.network.register_forward_pre_hook(count),
+        layer.mlp.register_forward_hook(fail),
+    ]
+    yield sizes
+    for hook in hooks:
+        hook.remove()
+
+
+def build(ranks: Ranks, model: str, notes: list[str], **actor: Any) -> Learner:
+    """A run of two mini-batches with several micro-batches each."""
+    settings = {"ppo_max_token_len_per_gpu": 96, "ratio_audit_freq": 100, **actor}
+    return Learner.build(run_config(Path(model), algorithm=GROUPS, actor=settings), ranks, notes.append)
+
+
+def bits(learner: Learner) -> list[list[float]]:
+    """This rank's parameters and optimizer states."""
+    tensors = [*learner.actor.network.parameters(), *learner.actor.optimizer.state().values()]
+    return [
+        (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().flatten().tolist()
+        for tensor in tensors
+    ]
+
+
+def one_rank_runs_out(ranks: Ranks, model: str, *places: str) -> list[Any]:
+    """By place: notes, sizes of both steps' passes, metrics and bits after the second, disturbed step.
+
+    The last entry is of a run in which each rank fails at once, before any pass has left a trace.
+    """
+    results: list[Any] = []
+    last = ranks.world_size - 1
+    for place in (*(places or PLACES), "all"):
+        notes: list[str] = []
+        learner = build(ranks, model, notes)
+        take_step(learner, 1)
+        everywhere = place == "all"
+        passes = {0} if everywhere else {1} if ranks.rank == last else set[int]()
+        with out_of_memory(learner, PLACES[0] if everywhere else place, passes) as sizes:
+            metrics = numbers(take_step(learner, 2))
+        after_step = bits(learner)
+        with out_of_memory(learner, PLACES[0], set()) as later_sizes:
+            later = numbers(take_step(learner, 3))
+        results.append([notes, [sizes, later_sizes], metrics, after_step, later])
+    return results

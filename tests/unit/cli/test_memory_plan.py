@@ -1,0 +1,184 @@
+"""The memory plan: parameters counted by hand, measured peaks, and the settings that it asks to change."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.cli.launch.memory_plan import CONTEXT, GIB, EngineMemory, LearnerMemory, MemoryPlan, ModelShape
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
+
+SEVEN = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+HALF = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+def shape_of(tree: dict[str, Any]) -> ModelShape:
+    shape = ModelShape.of(tree)
+    assert shape is not None
+    return shape
+
+
+def run_of(**sections: dict[str, Any]) -> RunConfig:
+    tree: dict[str, Any] = {
+        "data": {"train_files": "x.jsonl", "max_prompt_length": 512, "max_response_length": 1024},
+        "model": {"path": "m", "dtype": "bfloat16"},
+        "actor": {"ppo_mini_batch_size": 32, "ppo_max_token_len_per_gpu": 24576},
+        "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
+        "reward": {"functions": [{"name": "exact_match"}]},
+        "trainer": {"total_steps": 1},
+        "learner": {"world_size": 4},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return parse(RunConfig, json.loads(json.dumps(tree)))
+
+
+def plan_for(
+    config: RunConfig, tree: dict[str, Any] = SEVEN, gib: int = 141, shared: bool = False
+) -> MemoryPlan:
+    gpus = tuple(range(config.learner.world_size))
+    engines = gpus if shared else tuple(gpu + len(gpus) for gpu in gpus)
+    totals = dict.fromkeys({*gpus, *engines}, gib * GIB)
+    return MemoryPlan.of(config, shape_of(tree), learner_gpus=gpus, engine_gpus=engines, totals=totals)
+
+
+def test_parameters_are_those_of_the_published_models() -> None:
+    assert shape_of(SEVEN).num_parameters == 7_615_616_512
+    assert shape_of(HALF).num_parameters == 494_032_768
+    # Eight experts of 3 x 8 x 4, a router of 8 x 8, two norms; q and o 8 x 8, k and v 8 x 4.
+    moe = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    moe |= {"num_experts": 8, "moe_intermediate_size": 4, "intermediate_size": 99, "vocab_size": 10}
+    assert shape_of(moe).layer == 8 * 96 + 64 + 16 + 2 * 64 + 2 * 32
+    assert ModelShape.of({"model_type": "gpt2", "n_embd": 8}) is None
+
+
+@pytest.mark.parametrize(
+    ("share", "num_tokens", "measured_gib"), [(1.0, 16 * 1536, 65.8), (0.0, 8 * 1536, 132.0)]
+)
+def test_the_peaks_of_7b_on_four_gpus_are_those_measured(
+    share: float, num_tokens: int, measured_gib: float
+) -> None:
+    """Uncompiled layers, all or none recomputed; torch's allocated memory, so without the context."""
+    checkpointing = {"enable_gradient_checkpointing": True} if share else {}
+    config = run_of(actor={"ppo_max_token_len_per_gpu": num_tokens}, model=checkpointing)
+    memory = LearnerMemory.of(config, shape_of(SEVEN))
+    assert memory.num_tokens == num_tokens
+    assert (sum(memory.update.values()) - CONTEXT) / GIB == pytest.approx(measured_gib, rel=0.05)
+
+
+def test_0_5b_by_hand_with_critic_and_reference() -> None:
+    config = run_of(
+        algorithm={"adv_estimator": "gae", "use_kl_in_reward": True},
+        learner={"world_size": 1},
+        actor={"ppo_mini_batch_size": 2, "ppo_max_token_len_per_gpu": 16384},
+        rollout={"n": 4},
+    )
+    memory, number = LearnerMemory.of(config, shape_of(HALF)), 494_032_768
+    assert memory.num_tokens == 2 * 4 * 1536  # less than the budget
+    assert memory.resident == {"context": CONTEXT, "weights": (4 + 4 + 2) * number, "optimizer": 16 * number}
+    update = memory.update
+    assert update["gradients"] == 4 * number
+    layer = 2 * (896 * 896 + 896 * 128) + 896 + 256 + 3 * 896 * 4864 + 2 * 896
+    assert update["gathered"] == 2 * (151936 * 896 + 896 + 2 * layer)
+    assert update["activations"] == 24 * 12288 * 2 * (4 * 4864 + 13 * 896) + GIB
+    assert memory.scoring["activations"] == 12288 * 2 * (4 * 4864 + 13 * 896) + GIB
+
+
+def test_an_engine_by_hand() -> None:
+    engine = EngineMemory.of(run_of(rollout={"tensor_model_parallel_size": 2}), shape_of(SEVEN))
+    assert engine.weights == 7_615_616_512
+    assert engine.bytes_per_token == 2 * 28 * 2 * 128 * 2
+    parts = engine.generation(100 * GIB)
+    assert sum(parts.values()) == 100 * GIB
+
+
+def test_the_plan_has_a_line_for_every_phase() -> None:
+    config = run_of(model={"enable_gradient_checkpointing": True})
+    lines = plan_for(config).lines()
+    assert [line.split(":")[0] for line in lines] == [
+        "learner GPU 0, 1, 2, 3, scoring",
+        "learner GPU 0, 1, 2, 3, update",
+        "learner GPU 0, 1, 2, 3, push",
+        "rollout GPU 4, 5, 6, 7, generation",
+        "rollout GPU 4, 5, 6, 7, push",
+    ]
+    assert "gradients 28.4 GiB" in lines[1]
+    assert "weights 14.2 GiB" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("sections", "gib", "advice"),
+    [
+        ({}, 141, "set actor.ppo_max_token_len_per_gpu to at most 13"),
+        (
+            {"actor": {"ppo_max_token_len_per_gpu": 1536}, "learner": {"world_size": 4}},
+            60,
+            "set model.enable_gradient_checkpointing: true",
+        ),
+        (
+            {"learner": {"world_size": 4}},
+            60,
+            "set model.enable_gradient_checkpointing: true and actor.ppo_max_token_len_per_gpu to at most",
+        ),
+        ({"learner": {"world_size": 1}}, 80, "set learner.world_size to 2, model.enable_gradient"),
+        ({}, 24, "each rank holds a whole float32 gradient of 28.4 GiB"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_the_setting_to_change(
+    sections: dict[str, dict[str, Any]], gib: int, advice: str
+) -> None:
+    config = run_of(**sections)
+    plan = plan_for(config, gib=gib)
+    with pytest.raises(ConfigError) as caught:
+        plan.lines()
+    assert advice in str(caught.value)
+
+
+def test_the_advice_fits() -> None:
+    plan = plan_for(run_of())
+    with pytest.raises(ConfigError, match="at most") as caught:
+        plan.lines()
+    tokens = int(str(caught.value).split("at most ")[1].split(",")[0])
+    assert plan_for(run_of(actor={"ppo_max_token_len_per_gpu": tokens})).lines()
+    with pytest.raises(ConfigError, match="at most"):
+        plan_for(run_of(actor={"ppo_max_token_len_per_gpu": tokens + 1})).lines()
+
+
+def test_an_engine_beside_the_learner_gets_what_it_leaves() -> None:
+    config = run_of(model={"enable_gradient_checkpointing": True})
+    with pytest.raises(ConfigError, match=r"set rollout\.gpu_memory_utilization to at most 0\.5\d") as caught:
+        plan_for(config, shared=True).lines()
+    share = float(str(caught.value).split("at most ")[1].split(",")[0])
+    fitting = run_of(
+        model={"enable_gradient_checkpointing": True}, rollout={"gpu_memory_utilization": share - 0.01}
+    )
+    assert plan_for(fitting, shared=True).lines()
+
+
+def test_an_engine_without_room_for_a_sequence_is_refused() -> None:
+    config = run_of(rollout={"gpu_memory_utilization": 0.12}, model={"enable_gradient_checkpointing": True})
+    with pytest.raises(
+        ConfigError, match=r"0\.0 GiB for its KV cache.*raise rollout\.gpu_memory_utilization"
+    ):
+        plan_for(config).lines()
