@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from paceline.cli.launch import run_dir as run_dirs
+from paceline.service import process_ends
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -257,6 +258,9 @@ def test_a_killed_service_is_started_again_without_its_children(tmp_path: Path) 
     os.kill(first, signal.SIGKILL)
     note = run.read_until("starting rollout-0 again")
     assert "rollout-0 ended unexpectedly (killed by SIGKILL)" in note
+    (end,) = process_ends.read(run.run_dir)
+    assert (end.name, end.outcome, end.restarts) == ("rollout-0", "killed by SIGKILL", True)
+    assert f".log] {end.where}; starting rollout-0" in note
     assert note.endswith("starting rollout-0 again (1 of at most 2 within 300 s)\n")
     run.wait_for_pids(5)
     assert len(run.alive() & before) == 1, "only the reward service is the same"
@@ -269,8 +273,14 @@ def test_a_killed_service_is_started_again_without_its_children(tmp_path: Path) 
 def test_a_service_that_is_killed_too_often_ends_the_run(tmp_path: Path) -> None:
     dies = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     run = Run(tmp_path, "wait", {"rollout-0": WELL, "learner-0": WELL, "reward": dies})
+    began = time.time()
     ok, code, message = run.finish()
     assert (ok, code) == (False, 1)
+    ends = list(process_ends.read(run.run_dir))
+    assert [(e.name, e.outcome, e.restarts) for e in ends] == [
+        ("reward", "killed by SIGKILL", restarts) for restarts in (True, True, False)
+    ]
+    assert began < ends[0].time < ends[1].time < ends[2].time < time.time()
     assert message.startswith("reward ended unexpectedly (killed by SIGKILL) [log:")
     assert message.endswith("it was started again 2 within 300 s already")
     assert run.output.count("note: reward ended unexpectedly") == 2

@@ -25,7 +25,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.cli.launch.launcher:_Launcher.run: asyncio.wait": _LIFETIME,
     "paceline.cli.chaos.conduct:conduct: asyncio.wait": _LIFETIME,
     "paceline.cli.chaos.conduct:Conductor._inject_all: self._room.acquire": "a recovery has a deadline",
-    "paceline.cli.chaos.clock:Clock.next_step: self._finished.wait": "bounded where it is awaited",
+    "paceline.cli.live.clock:Clock.next_step: self._finished.wait": "bounded where it is awaited",
     "paceline.cli.chaos.conduct:conduct: await running": _LIFETIME,
     "paceline.cli.chaos.proxy:Proxy._serve: asyncio.wait": "a connection lasts as long as its two ends want",
     "paceline.cli.chaos.proxy:Proxy._pass: self._open.wait": "the fault that swallows has an end",

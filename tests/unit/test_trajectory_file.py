@@ -8,18 +8,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from paceline.controller.run.trajectories import TrajectoryFile
-from paceline.core.trajectory import ScoredHeader
+from paceline.core.trajectory import SamplingSpec, ScoredHeader, Trajectory
 from tests.support.headers import scored
 from tests.support.sequencer_run import prompts
 
 
-async def texts(headers: Sequence[ScoredHeader]) -> list[str]:
-    return ["text"] * len(headers)
+class Store:
+    """Texts and arrays of all samples; those of the last sample are gone."""
+
+    async def texts(self, headers: Sequence[ScoredHeader]) -> list[str]:
+        return ["text"] * len(headers)
+
+    async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
+        stored = Trajectory(
+            run_id="r",
+            trajectory_id=headers[0].trajectory_id,
+            policy=headers[0].policy,
+            prompt_token_ids=np.array([5, 6], dtype=np.int32),
+            response_token_ids=np.array([7, 8, 9], dtype=np.int32),
+            response_log_probs=np.array([-0.5, -1.0, -2.0], dtype=np.float32),
+            response_mask=np.ones(3, dtype=np.uint8),
+            finish_reason=headers[0].finish_reason,
+            sampling=SamplingSpec(max_tokens=3, temperature=1.0, stop_token_ids=(0,)),
+            seed=0,
+        )
+        return [*[stored] * (len(headers) - 1), None]
+
+
+@pytest.mark.parametrize("with_tokens", [True, False])
+async def test_tokens_and_log_probs_are_written(tmp_path: Path, with_tokens: bool) -> None:
+    path = tmp_path / "step_000001.parquet"
+    file = TrajectoryFile(path, step=1, prompts=prompts(1).prompts, with_tokens=with_tokens)
+    await file.write([scored(0), scored(0)], Store())
+    first, last = pyarrow.parquet.read_table(path).to_pylist()
+    assert (first["response"], last["response"]) == ("text", "text")
+    assert ("response_token_ids" in first) is with_tokens
+    if with_tokens:
+        assert (first["prompt_token_ids"], first["response_token_ids"]) == ([5, 6], [7, 8, 9])
+        assert first["response_log_probs"] == [-0.5, -1.0, -2.0]
+        assert last["response_token_ids"] is last["response_log_probs"] is None
 
 
 async def test_a_writer_is_not_closed_while_a_thread_writes(
@@ -41,7 +74,7 @@ async def test_a_writer_is_not_closed_while_a_thread_writes(
 
     monkeypatch.setattr(pyarrow.parquet, "ParquetWriter", Writer)
     file = TrajectoryFile(tmp_path / "step_000001.parquet", step=1, prompts=prompts(1).prompts)
-    writing = asyncio.create_task(file.write([scored(0)], texts))
+    writing = asyncio.create_task(file.write([scored(0)], Store()))
     assert await asyncio.to_thread(began.wait, 10)
     writing.cancel()
     asyncio.get_running_loop().call_later(0.2, goes_on.set)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from paceline.controller.verify.check import follow, verify
 from paceline.controller.verify.entries import read
 from paceline.controller.verify.findings import Findings
 from paceline.core.errors import DataError
+from paceline.service import process_ends
+from paceline.service.process_ends import ProcessEnd
 from support.journals import RecordedRun, admit_twice, sound_run
 
 
@@ -178,3 +181,26 @@ def test_a_run_from_before_the_record_cannot_be_verified(
     (tmp_path / "events.jsonl").unlink()
     assert main([str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
+
+
+def test_processes_that_ended_are_named_with_signal_step_and_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = sound_run().write(tmp_path)
+    for step, name, outcome in ((0, "redis", "exit code 1"), (12, "learner-1", "killed by SIGSEGV")):
+        end = ProcessEnd(time=1e9 + step, name=name, outcome=outcome, step=step, restarts=bool(step))
+        process_ends.append(run_dir, end)
+    with (run_dir / process_ends.FILE).open("a") as torn:
+        torn.write('{"time": 1, "name": "re')
+    assert main([str(run_dir)]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ended")]
+    at = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9 + step)) for step in (0, 12)]
+    assert told == [
+        f"ended     redis ended with exit code 1 before step 1 at {at[0]}; not started again",
+        f"ended     learner-1 was killed by SIGSEGV in step 12 at {at[1]}; started again",
+    ]
+    (run_dir / process_ends.FILE).unlink()
+    for _ in range(32):
+        process_ends.append(run_dir, end)
+    main([str(run_dir)])
+    assert "ended     12 more, in ends.jsonl\n" in capsys.readouterr().out

@@ -29,6 +29,7 @@ _SERVERS: Final = ("redis-server", "valkey-server")
 _PORT_ATTEMPTS: Final = 5
 _PR_SET_PDEATHSIG: Final = 1
 _RESTART_GRACE_S: Final = 3.0
+_EXIT_S: Final = 5.0
 _DATA_FILES: Final = ("appendonly.aof", "dump.rdb")
 _DATA_FOLDER: Final = "appendonlydir"  # since Redis 7
 _MEMORY_LIMITS: Final = (
@@ -147,6 +148,10 @@ class RedisServer:
     def running(self) -> bool:
         """Whether the server was started and has not ended."""
         return self._process is not None and self._process.poll() is None
+
+    def exit_code(self) -> int:
+        """That of a process that has just ended, a negative one is a signal's number; 0 for a stopped one."""
+        return 0 if self._process is None else self._process.wait(_EXIT_S)
 
     def restart(self, *, keep_data: bool = True, timeout_s: float = 15.0) -> None:
         """Starts the process again after it died, froze or was stopped; address and password stay.

@@ -52,6 +52,15 @@ class TrainerConfig(Section):
         True, description="Write each step's trajectories to trajectories/step_NNNNNN.parquet."
     )
 
+    save_tokens: bool = Field(
+        True,
+        description="save_trajectories: with token ids and the engine's log-probs.",
+    )
+    loggers: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(
+        (),
+        description="Experiment trackers to which `paceline train` sends configuration, metrics and samples "
+        "of the validations; docs/trackers.md.",
+    )
     export_model: bool = Field(
         True,
         description="At the end of a run, `paceline train` writes the last weights as a Hugging Face folder, "

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.cli.chaos.clock import Clock
 from paceline.cli.chaos.faults import Fault, FaultKind, all_faults, deck, draw
 from paceline.cli.chaos.inject import Injector
 from paceline.cli.chaos.proxy import Proxy
@@ -24,6 +23,7 @@ from paceline.cli.chaos.record import Outage, Record, summary, table
 from paceline.cli.chaos.roster import Roster
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.launch.run_dir import RunNote
+from paceline.cli.live.clock import Clock
 from paceline.cli.live.view import PlainView
 from paceline.cli.main import main
 from paceline.rpc.v1 import controller_pb2

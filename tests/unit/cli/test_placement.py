@@ -18,7 +18,7 @@ from support.cli_configs import config
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(placement, "_gpu_memory_bytes", lambda: 80e9)
+    monkeypatch.setattr(placement, "gpu_memory", lambda: {0: 80_000_000_000})
     store(tmp_path, dtype="bfloat16")
     return tmp_path
 

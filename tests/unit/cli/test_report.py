@@ -21,6 +21,8 @@ from paceline.cli.report.data import phase_seconds, read_run
 from paceline.cli.report.summary import closing_lines
 from paceline.cli.report.write import write_report
 from paceline.core.errors import DataError
+from paceline.service import process_ends
+from paceline.service.process_ends import ProcessEnd
 from support.synthetic_run import write_run
 
 
@@ -222,3 +224,19 @@ def test_axis_numbers_are_short() -> None:
     assert [short(x) for x in (0, 0.25, 5200, 52_000, 3_200_000, 1e-4, 2.5e-6, -2e-10)] == [
         "0", "0.25", "5200", "52k", "3.2M", "1e-4", "2.5e-6", "-2e-10",
     ]  # fmt: skip
+
+
+def test_a_process_that_ended_is_an_event_of_note_in_its_place(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=6)
+    journal = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    began, ended = journal[0]["time"], journal[-1]["time"]
+    end = ProcessEnd(
+        time=(began + ended) / 2, name="learner-1", outcome="killed by SIGSEGV", step=3, restarts=True
+    )
+    process_ends.append(folder, end)
+    events = read_run(folder).events
+    (place,) = [i for i, event in enumerate(events) if event.name == "process"]
+    assert events[place].text.startswith("learner-1 was killed by SIGSEGV in step 3 at ")
+    assert [event.at_s for event in events] == sorted(event.at_s for event in events)
+    assert 0 < events[place].at_s < ended - began
+    assert "learner-1 was killed by SIGSEGV in step 3" in write_report(folder).read_text()

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.cli.chaos.clock import Clock
 from paceline.cli.chaos.faults import Fault, draw
 from paceline.cli.chaos.inject import Injector
 from paceline.cli.chaos.record import Outage, Record
@@ -27,6 +26,7 @@ from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.launch.launcher import Planner, launch
 from paceline.cli.launch.outcome import Outcome
 from paceline.cli.launch.plan import ProcessSpec
+from paceline.cli.live.clock import Clock
 from paceline.cli.live.view import View
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError

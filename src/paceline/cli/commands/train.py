@@ -22,6 +22,7 @@ from paceline.cli.launch.preflight import notes, quick_check
 from paceline.cli.live.table import LiveView
 from paceline.cli.live.view import JsonView, PlainView, View
 from paceline.cli.report.summary import closing_lines
+from paceline.cli.trackers.sink import Sink, TrackingView
 from paceline.config.run import RunConfig
 from paceline.core.errors import EXIT_FAILED
 from paceline.service.grpc_server import check_port
@@ -81,8 +82,11 @@ def train(
     config, run_dir = prepared.config, prepared.run_dir
     log_to(run_dir / "logs" / "launcher.log")
     view = make_view(config, run_dir, form=form, remarks=[*remarks, *prepared.remarks])
+    sink = Sink(config.trainer.loggers, run_dir, say=view.notice)
     try:
-        outcome = asyncio.run(launch(config, run_dir, view, planner=planner, is_open=is_open))
+        tracked = TrackingView(view, sink)
+        outcome = asyncio.run(launch(config, run_dir, tracked, planner=planner, is_open=is_open))
+        sink.end(ok=outcome.ok)
     finally:
         view.close()
     if not outcome.began and outcome.exit_code != EXIT_FAILED:

@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,13 +33,16 @@ from paceline.cli.launch.process_tree import ProcessTree
 from paceline.cli.launch.restarts import RestartHistory, RestartRule
 from paceline.cli.launch.scratch import Scratch
 from paceline.cli.launch.services import Services, Unit
+from paceline.cli.live.clock import Clock
 from paceline.cli.live.follow import follow
 from paceline.cli.live.view import View
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError, exit_code
 from paceline.core.run_events import EndEvent
+from paceline.service import process_ends
 from paceline.service.credentials import TOKEN, Credentials
 from paceline.service.process import BROKER_URL, adopt_orphans
+from paceline.service.process_ends import ProcessEnd
 
 if TYPE_CHECKING:
     from paceline.cli.launch.own_redis import OwnRedis
@@ -97,7 +101,8 @@ class _Launcher:
     def __init__(
         self, config: RunConfig, run_dir: Path, view: View, planner: Planner, *, is_open: bool
     ) -> None:
-        self._config, self._run_dir, self._view, self._planner = config, run_dir, view, planner
+        self._config, self._run_dir, self._planner = config, run_dir, planner
+        self._view = Clock(view)
         self._is_open, token = is_open, secrets.token_urlsafe(24)
         self._credentials = (
             Credentials.from_env()
@@ -108,7 +113,9 @@ class _Launcher:
         self._scratch = Scratch()
         self._tree = ProcessTree(run_dir / "logs", env=self._scratch.env)
         rule = RestartRule(max_restarts=config.service.max_restarts, window_s=config.service.restart_window_s)
-        self._services = Services(self._tree, rule, say=view.notice, changed=self._write_note)
+        self._services = Services(
+            self._tree, rule, say=view.notice, changed=self._write_note, note_end=self._note_end
+        )
         self._redis: OwnRedis | None = None
         self._signal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._following: asyncio.Task[EndEvent] | None = None
@@ -210,6 +217,18 @@ class _Launcher:
         )
         self._view.milestone(f"Redis answers on port {self._redis.server.port}")
         return self._planner.broker_url(self._redis.server.url)
+
+    def _note_end(self, name: str, outcome: str, restarts: bool) -> str:
+        """Writes down that a process ended; returns when and in which step, in words."""
+        end = ProcessEnd(
+            time=round(time.time(), 3),
+            name=name,
+            outcome=outcome,
+            step=self._view.now_step,
+            restarts=restarts,
+        )
+        process_ends.append(self._run_dir, end)
+        return end.where
 
     def _write_note(self) -> None:
         if self._note.state != "running":
@@ -325,7 +344,7 @@ class _Launcher:
             asyncio.create_task(liveness.run(self._address, self._credentials), name="liveness"),
         ]
         if self._redis is not None:
-            tend = self._redis.tend(say=self._view.notice, changed=self._write_note)
+            tend = self._redis.tend(say=self._view.notice, changed=self._write_note, note_end=self._note_end)
             tending.append(asyncio.create_task(tend, name="redis"))
         try:
             await asyncio.wait([following, *tending], return_when=asyncio.FIRST_COMPLETED)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.broker.redis_server import RedisServer
-from paceline.cli.launch.processes import wait_for_exit
+from paceline.cli.launch.processes import outcome_of, wait_for_exit
 from paceline.cli.launch.restarts import RestartHistory
 from paceline.core.errors import EnvironmentLackError
 
@@ -22,14 +22,27 @@ class OwnRedis:
         self._history = history
         self.server = RedisServer.start(folder, max_memory_mib=max_memory_mib, die_with_parent=True)
 
-    async def tend(self, *, say: Callable[[str], None], changed: Callable[[], None]) -> str:
-        """Starts the server again whenever it ends; returns the sentence that says why that has an end."""
-        reason = ""
+    async def tend(
+        self,
+        *,
+        say: Callable[[str], None],
+        changed: Callable[[], None],
+        note_end: Callable[[str, str, bool], str],
+    ) -> str:
+        """Starts the server again whenever it ends; returns the sentence that says why that has an end.
+
+        The arguments are as those of `Services`.
+        """
+        reason = outcome = ""
         while True:
             if not reason:
                 await wait_for_exit(self.server.pid)
-                reason = "the run's Redis server ended unexpectedly"
+                outcome = outcome_of(self.server.exit_code())
+                reason = f"the run's Redis server ended unexpectedly ({outcome})"
             pause_s = self._history.next_pause(asyncio.get_running_loop().time())
+            if outcome:
+                reason = f"{reason} {note_end('redis', outcome, pause_s is not None)}"
+                outcome = ""
             if pause_s is None:
                 rule = self._history.rule
                 return f"{reason}; it was started again {rule} already [log: {self.server.log_path}]"

@@ -6,8 +6,6 @@ What a file names stays as it is, so that a configuration that names everything 
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +14,15 @@ from typing import Any
 from paceline.cli.launch.machine import Machine
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
+from paceline.service.gpu_metrics import gpu_memory
 from paceline.storage.models import local_model
 
 # An engine and a learner rank on one GPU: the engine may take this share of its memory.
 _SHARED_MEMORY = 0.4
 # Largest share of an engine's memory that weights may take; the rest is the KV cache.
 _WEIGHTS_SHARE = 0.6
+# Bytes of a GPU, where nothing says how many it has.
+_USUAL_MEMORY = 80_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +119,8 @@ def _engine_size(config: RunConfig, num_gpus: int) -> int:
     """GPUs per engine: the fewest on which the weights leave room for a KV cache, at most half of all."""
     num_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     heads = _model_tree(config.model).get("num_attention_heads")
-    room = _gpu_memory_bytes() * config.rollout.gpu_memory_utilization * _WEIGHTS_SHARE
+    smallest = min(gpu_memory().values(), default=_USUAL_MEMORY)
+    room = smallest * config.rollout.gpu_memory_utilization * _WEIGHTS_SHARE
     size = 1
     while (
         num_bytes / size > room
@@ -127,17 +129,6 @@ def _engine_size(config: RunConfig, num_gpus: int) -> int:
     ):
         size *= 2
     return size
-
-
-def _gpu_memory_bytes() -> float:
-    """Memory of the smallest GPU; of one with 80 GB where nvidia-smi does not say."""
-    tool = shutil.which("nvidia-smi")
-    query = [tool or "", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-        return min(float(line) for line in answer.stdout.splitlines()) * 2**20
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return 80e9
 
 
 def _layout(config: RunConfig, machine: Machine, *, on_gpus: bool) -> str:

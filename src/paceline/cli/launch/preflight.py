@@ -15,6 +15,7 @@ from typing import Any
 from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.memory_plan import MemoryPlan, ModelShape
 from paceline.cli.launch.plan import share_gpus
+from paceline.cli.trackers.adapters import check_installed
 from paceline.config.load import dump_yaml
 from paceline.config.model import ModelConfig
 from paceline.config.policy_losses import CustomLoss
@@ -44,6 +45,7 @@ def quick_check(config: RunConfig, *, here: bool = True) -> None:
     _engine(config)
     _data_files(config)
     _model(config)
+    check_installed(config.trainer.loggers)
     if here:
         _devices(config)
         _reward_services(config)
@@ -266,6 +268,11 @@ def _require_gpus(config: RunConfig, machine: Machine) -> tuple[tuple[int, ...],
     return learner, rollout
 
 
+def _trackers(config: RunConfig) -> str:
+    check_installed(config.trainer.loggers)
+    return ", ".join(config.trainer.loggers) or "none"
+
+
 def _memory(config: RunConfig) -> str:
     """The memory plan of this machine's GPUs."""
     try:
@@ -309,6 +316,7 @@ PARTS_HERE: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("devices", _devices),
     ("reward services", _reward_services),
     ("memory", _memory),
+    ("trackers", _trackers),
 )
 
 # In their place where the run is to start on another machine.

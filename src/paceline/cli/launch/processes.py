@@ -29,7 +29,8 @@ _ERROR = re.compile(r"\s(ERROR|CRITICAL)\s\S+\s\S+: (?P<text>.*)")
 class ManagedProcess:
     """A started process. `exited` gives its return code; a negative one is the number of a signal.
 
-    `mark` is in the environment of the process and of all that it started.
+    `mark` is in the environment of the process and of all that it started; `oom_kills` is how often the
+    kernel had killed a process for want of memory when it began.
     """
 
     spec: ProcessSpec
@@ -38,6 +39,7 @@ class ManagedProcess:
     _process: asyncio.subprocess.Process
     log_start: int
     mark: str
+    oom_kills: int
 
     @property
     def name(self) -> str:
@@ -76,8 +78,7 @@ class ManagedProcess:
         """How it ended, in words."""
         if self.running:
             return "running"
-        code = self.exited.result()
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return outcome_of(self.exited.result())
 
     def last_error(self) -> str:
         """The last error that it logged since its start, else its last line, else "".
@@ -96,6 +97,8 @@ class ManagedProcess:
         """A sentence on its end for people: how it ended, its last error, and where its log is."""
         error = self.last_error()
         reason = f": {error}" if error else ""
+        if not self.running and self.exited.result() == -signal.SIGKILL and _num_oom_kills() > self.oom_kills:
+            reason = ": the kernel has killed for want of memory since its start"
         return f"{self.name} {verb} ({self.outcome()}){reason} [log: {self.log_path}]"
 
     def tail(self, num_lines: int) -> list[str]:
@@ -105,6 +108,11 @@ class ManagedProcess:
             file.seek(max(self.log_start, file.tell() - 200_000))
             text = file.read().decode("utf-8", errors="replace")
         return list(deque((line for line in text.splitlines() if line.strip()), num_lines))
+
+
+def outcome_of(code: int) -> str:
+    """How a process with this return code ended, in words."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 async def start(spec: ProcessSpec, log_path: Path, secret_env: Mapping[str, str]) -> ManagedProcess:
@@ -139,7 +147,17 @@ async def start(spec: ProcessSpec, log_path: Path, secret_env: Mapping[str, str]
         # It stays open: its end is what ends the process on the other host.
         process.stdin.write(remote.order(spec.command, own_env))
     exited = asyncio.create_task(process.wait(), name=f"exit of {spec.name}")
-    return ManagedProcess(spec, log_path, exited, process, start_at, mark)
+    return ManagedProcess(spec, log_path, exited, process, start_at, mark, _num_oom_kills())
+
+
+def _num_oom_kills() -> int:
+    """How often the kernel of this machine has killed a process for want of memory."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return 0
 
 
 def _mark_of(process: psutil.Process) -> str | None:

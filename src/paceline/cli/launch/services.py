@@ -68,12 +68,21 @@ class Services:
     Args:
         say: shows a sentence to people.
         changed: called after every start, with new process ids.
+        note_end: writes down that a process ended: its name, how, and whether it is started again; returns
+            when and in which step, in words.
     """
 
     def __init__(
-        self, tree: ProcessTree, rule: RestartRule, *, say: Callable[[str], None], changed: Callable[[], None]
+        self,
+        tree: ProcessTree,
+        rule: RestartRule,
+        *,
+        say: Callable[[str], None],
+        changed: Callable[[], None],
+        note_end: Callable[[str, str, bool], str],
     ) -> None:
         self._tree, self.rule, self._say, self._changed = tree, rule, say, changed
+        self._note_end_of = note_end
         self.units: list[Unit] = []
         self._last_loss, self._lost_at = "", -math.inf
 
@@ -135,14 +144,17 @@ class Services:
         ended = await self._end_companions(unit)
         end = judge([process.exited.result() for process in ended])
         await asyncio.sleep(_LATE_END_S if end is End.LEFT else _LATE_NEWS_S)
-        reason = _cause(ended, first, end).describe_end("ended unexpectedly")
         if end is End.LEFT and unit.role is Role.ROLLOUT:
             unit.gone = True
             self._tell(f"{unit.name} has left; it is not started again")
             return None
-        if end is End.FINAL or (end is End.FAILED and not unit.presence.was_ready):
+        cause = _cause(ended, first, end)
+        is_final = end is End.FINAL or (end is End.FAILED and not unit.presence.was_ready)
+        pause_s = None if is_final else unit.history.next_pause(asyncio.get_running_loop().time())
+        where = self._note_end_of(cause.name, cause.outcome(), pause_s is not None)
+        reason = f"{cause.describe_end('ended unexpectedly')} {where}"
+        if is_final:
             return self._give_up(unit, reason)
-        pause_s = unit.history.next_pause(asyncio.get_running_loop().time())
         if pause_s is None:
             return self._give_up(unit, f"{reason}; it was started again {self.rule} already")
         self._tell(f"{reason}; starting {unit.name} again ({unit.history.recent} of at most {self.rule})")

@@ -12,6 +12,8 @@ from typing import Any
 from paceline.broker.address import redact
 from paceline.cli.metrics import PHASES, STEP_SECONDS, charts
 from paceline.cli.report.guard import FiredRule, fired_rules, is_routine
+from paceline.service import process_ends
+from paceline.service.process_ends import ProcessEnd
 
 Row = Mapping[str, Any]
 
@@ -63,7 +65,7 @@ def read_run(run_dir: Path) -> RunData:
     """Reads a run that has ended or is under way; a file that is missing counts as empty."""
     metrics = [line for line in read_jsonl(run_dir / "metrics.jsonl") if isinstance(line.get("step"), int)]
     journal = read_jsonl(run_dir / "events.jsonl")
-    events = _events(journal)
+    events = _events(journal, list(process_ends.read(run_dir)))
     config = run_dir / "config.resolved.yaml"
     return RunData(
         name=run_dir.name,
@@ -106,7 +108,7 @@ def phase_seconds(data: RunData) -> tuple[list[float], dict[str, list[float]]]:
     return [float(line["step"]) for line in lines], layers
 
 
-def _events(journal: Sequence[Row]) -> list[Event]:
+def _events(journal: Sequence[Row], ends: Sequence[ProcessEnd]) -> list[Event]:
     began = next((float(e["time"]) for e in journal if isinstance(e.get("time"), int | float)), 0.0)
     events = []
     for entry in journal:
@@ -117,7 +119,8 @@ def _events(journal: Sequence[Row]) -> list[Event]:
         time = entry.get("time")
         at_s = float(time) - began if isinstance(time, int | float) else 0.0
         events.append(Event(at_s=at_s, name=str(entry["event"]), text=text))
-    return events
+    events += [Event(at_s=end.time - began, name="process", text=str(end)) for end in ends]
+    return sorted(events, key=lambda event: event.at_s)
 
 
 def _is_of_note(entry: Row) -> bool:

@@ -28,7 +28,7 @@ from paceline.controller.batch.refill import DEGENERATE, Refill
 from paceline.controller.progress import Run
 from paceline.core.errors import DeadlineError, InvalidMessageError, LostDataError
 from paceline.core.ids import Purpose
-from paceline.core.trajectory import GroupRefusal, ScoredHeader
+from paceline.core.trajectory import GroupRefusal, ScoredHeader, Trajectory
 from paceline.data.prompts import Prompt
 from paceline.service import metrics, telemetry
 from paceline.wire import decode_scored
@@ -171,6 +171,10 @@ class Collector:
     async def texts(self, headers: Sequence[ScoredHeader]) -> list[str]:
         """The responses' texts; "" where none is stored."""
         return await self._mailboxes.texts(headers)
+
+    async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
+        """The samples' tokens and log-probs; None where they are gone."""
+        return await self._mailboxes.trajectories(headers)
 
     # --- a collection
 

@@ -11,14 +11,15 @@ complete.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from paceline.broker import names
 from paceline.broker.base import Broker
 from paceline.broker.log import is_after, read_all
 from paceline.core.errors import InvalidMessageError, LostDataError
-from paceline.core.trajectory import ScoredHeader
-from paceline.wire import decode_scored
+from paceline.core.trajectory import ScoredHeader, Trajectory
+from paceline.wire import decode_scored, decode_trajectory
 
 _OWN_SERVER = "the run's own server"
 
@@ -103,12 +104,24 @@ class Mailboxes:
         texts = [next(blobs) if header.text_key else None for header in headers]
         return ["" if text is None else text.decode(errors="replace") for text in texts]
 
+    async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
+        """The samples' tokens and log-probs; None where they are gone."""
+        blobs = await self._broker.get_blobs([header.blob_key for header in headers])
+        return await asyncio.to_thread(lambda: [_decoded(blob) for blob in blobs])
+
     async def _server(self) -> bytes:
         return (_OWN_SERVER if self._own_server else await self._broker.incarnation()).encode()
 
     async def _create_groups(self) -> None:
         await self._broker.ensure_group(names.trajectories(self._run_id), names.REWARD_GROUP)
         await self._broker.ensure_group(names.scored(self._run_id), names.CONTROLLER_GROUP)
+
+
+def _decoded(blob: bytes | None) -> Trajectory | None:
+    try:
+        return None if blob is None else decode_trajectory(blob)
+    except InvalidMessageError:
+        return None
 
 
 def blob_keys(header: ScoredHeader) -> list[str]:

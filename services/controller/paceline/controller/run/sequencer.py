@@ -249,7 +249,7 @@ class Sequencer:
         journal.record("batch", step=step, policy=str(policy), digest=order.digest, num_rows=len(order.rows))
         self.progress.move(Phase.LEARN)
         saving = asyncio.create_task(
-            save_trajectories(self._run, "step", step, batch, self._inputs.train, self._collector.texts),
+            save_trajectories(self._run, "step", step, batch, self._inputs.train, self._collector),
             name="save trajectories",
         )
         try:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.controller.batch.collect import Batch
 from paceline.controller.progress import Run
-from paceline.core.trajectory import ScoredHeader
+from paceline.core.trajectory import ScoredHeader, Trajectory
 from paceline.data.prompts import Prompt, PromptSet
 from paceline.service.threads import in_thread
 
-ReadTexts = Callable[[Sequence[ScoredHeader]], Awaitable[Sequence[str]]]
+_PORTION = 256
+"""Samples that are in memory at once: 100 MB at 32,000 tokens each, with their tokens and log-probs."""
 
-_PORTION = 1024
-"""Samples whose texts are in memory at once: 130 MB at 32,000 tokens each."""
+
+class Stored(Protocol):
+    """What the broker holds of samples."""
+
+    async def texts(self, headers: Sequence[ScoredHeader]) -> Sequence[str]:
+        """The responses' texts."""
+        ...
+
+    async def trajectories(self, headers: Sequence[ScoredHeader]) -> Sequence[Trajectory | None]:
+        """The tokens and log-probs; None where they are gone."""
+        ...
 
 
 class TrajectoryFile:
@@ -25,23 +35,30 @@ class TrajectoryFile:
     Args:
         path: the file; replaced once it is complete.
         prompts: by id, for the prompts' texts.
+        with_tokens: also write token ids and the engine's log-probs.
     """
 
-    def __init__(self, path: Path, *, step: int, prompts: Mapping[int, Prompt]) -> None:
+    def __init__(
+        self, path: Path, *, step: int, prompts: Mapping[int, Prompt], with_tokens: bool = True
+    ) -> None:
         self._path, self._step, self._prompts = path, step, prompts
+        self._with_tokens = with_tokens
 
-    async def write(self, samples: Sequence[ScoredHeader], read_texts: ReadTexts) -> None:
-        """Writes the samples; `read_texts` gives the responses' texts, portion by portion."""
+    async def write(self, samples: Sequence[ScoredHeader], stored: Stored) -> None:
+        """Writes the samples, portion by portion."""
         import pyarrow
         import pyarrow.parquet
 
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial, schema = self._path.with_suffix(".partial"), pyarrow.schema(_columns())
+        partial, schema = self._path.with_suffix(".partial"), pyarrow.schema(_columns(self._with_tokens))
         with pyarrow.parquet.ParquetWriter(partial, schema) as writer:
             for start in range(0, len(samples), _PORTION):
                 portion = samples[start : start + _PORTION]
-                texts = await read_texts(portion)
+                texts = await stored.texts(portion)
                 rows = [self._row(header, text) for header, text in zip(portion, texts, strict=True)]
+                if self._with_tokens:
+                    for row, trajectory in zip(rows, await stored.trajectories(portion), strict=True):
+                        row |= _arrays(trajectory)
                 table = pyarrow.Table.from_pylist(rows, schema=schema)
                 # pyarrow crashes the process when a writer is closed while another thread writes with it.
                 await in_thread(writer.write_table, table)
@@ -66,10 +83,26 @@ class TrajectoryFile:
         }
 
 
-def _columns() -> list[tuple[str, Any]]:
+def _arrays(trajectory: Trajectory | None) -> dict[str, Any]:
+    if trajectory is None:
+        return {}
+    return {
+        "prompt_token_ids": trajectory.prompt_token_ids,
+        "response_token_ids": trajectory.response_token_ids,
+        "response_log_probs": trajectory.response_log_probs,
+    }
+
+
+def _columns(with_tokens: bool) -> list[tuple[str, Any]]:
     import pyarrow
 
     text, number = pyarrow.string(), pyarrow.int64()
+    ids = pyarrow.list_(pyarrow.int32())
+    arrays = [
+        ("prompt_token_ids", ids),
+        ("response_token_ids", ids),
+        ("response_log_probs", pyarrow.list_(pyarrow.float32())),
+    ]
     return [
         ("step", number),
         ("prompt_id", number),
@@ -84,11 +117,12 @@ def _columns() -> list[tuple[str, Any]]:
         ("num_response_tokens", number),
         ("finish_reason", text),
         ("server", text),
+        *(arrays if with_tokens else []),
     ]
 
 
 async def save_trajectories(
-    run: Run, name: str, step: int, batch: Batch, prompts: PromptSet, read_texts: ReadTexts
+    run: Run, name: str, step: int, batch: Batch, prompts: PromptSet, stored: Stored
 ) -> None:
     """Writes a batch's samples to the run directory, unless trainer.save_trajectories is off.
 
@@ -97,4 +131,6 @@ async def save_trajectories(
     """
     if run.config.trainer.save_trajectories:
         path = run.dir / "trajectories" / f"{name}_{step:06d}.parquet"
-        await TrajectoryFile(path, step=step, prompts=prompts.prompts).write(batch.samples, read_texts)
+        with_tokens = run.config.trainer.save_tokens
+        file = TrajectoryFile(path, step=step, prompts=prompts.prompts, with_tokens=with_tokens)
+        await file.write(batch.samples, stored)

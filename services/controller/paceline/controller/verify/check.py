@@ -11,6 +11,7 @@ from paceline.controller.verify import deadlines, files
 from paceline.controller.verify.entries import read
 from paceline.controller.verify.findings import Entry, Findings
 from paceline.controller.verify.history import History
+from paceline.service import process_ends
 from paceline.storage.places import checkpoints_of
 
 
@@ -28,6 +29,8 @@ def verify(run_dir: Path) -> Findings:
     if config.trainer.save_trajectories:
         files.check_trajectories(run_dir, history)
     files.check_checkpoints(checkpoints_of(config, run_dir, history.run_id), history, history.run_id)
+    findings.ends = [str(end) for end in process_ends.read(run_dir)]
+    findings.counts["processes that ended"] = len(findings.ends)
     return findings
 
 

@@ -9,7 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.service.process_ends import FILE as ENDS
+
 _LONGEST = 320
+_MOST_ENDS = 20
 
 
 class Invariant(enum.Enum):
@@ -80,6 +83,7 @@ COUNTS = (
     "checkpoints",
     "checkpoints on disk",
     "members lost",
+    "processes that ended",
     "prompt groups dispatched",
     "prompt groups set aside",
     "prompt groups refused",
@@ -93,9 +97,10 @@ COUNTS = (
 
 @dataclass(kw_only=True, slots=True)
 class Findings:
-    """Collects breaches and counts."""
+    """Collects breaches and counts, and the ends of processes, as sentences."""
 
     breaches: list[Breach] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, invariant: Invariant, sentence: str, *entries: Entry | None) -> None:
@@ -112,6 +117,9 @@ class Findings:
         """The report: counts, then per invariant whether it holds, with the first breach and its entries."""
         for name in (*COUNTS, *sorted(self.counts.keys() - set(COUNTS))):
             yield f"{name:32}{self.counts[name]:>10,}"
+        yield from (f"ended     {end}" for end in self.ends[:_MOST_ENDS])
+        if len(self.ends) > _MOST_ENDS:
+            yield f"ended     {len(self.ends) - _MOST_ENDS} more, in {ENDS}"
         for invariant in Invariant:
             breaches = [breach for breach in self.breaches if breach.invariant is invariant]
             if not breaches:

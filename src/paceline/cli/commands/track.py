@@ -1,0 +1,37 @@
+"""`paceline track`: sends what a past run has written to experiment trackers."""
+
+from __future__ import annotations
+
+import argparse
+
+from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.report.data import read_jsonl
+from paceline.cli.trackers.adapters import TRACKERS, check_installed
+from paceline.cli.trackers.sink import Sink
+from paceline.core.errors import DataError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument("run_name", metavar="RUN", help="run directory, or its name under runs/")
+    parser.add_argument("trackers", nargs="+", metavar="TRACKER", choices=TRACKERS, help=", ".join(TRACKERS))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Sends every step; returns 1 if a tracker failed."""
+    folder = run_dirs.find(args.run_name)
+    check_installed(args.trackers)
+    lines = [line for line in read_jsonl(folder / "metrics.jsonl") if isinstance(line.get("step"), int)]
+    if not lines:
+        raise DataError(f"{folder} has no finished step (no metrics.jsonl); give a run directory")
+    faults: list[str] = []
+    sink = Sink(args.trackers, folder, say=faults.append)
+    for line in lines:
+        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        step, at = int(numbers.pop("step")), float(numbers.pop("time", 0.0))
+        sink.step(step, numbers, at)
+    sink.end(ok=True)
+    for fault in faults:
+        print(fault)
+    print(f"sent {len(lines)} steps of {folder.name} to {', '.join(args.trackers)}")
+    return 1 if faults else 0

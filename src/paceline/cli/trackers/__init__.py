@@ -1,0 +1,1 @@
+"""Sends a run's numbers and samples to experiment trackers."""

@@ -1,0 +1,43 @@
+"""A tracker: where a run's configuration, metrics and samples go beside the run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+Row = Mapping[str, Any]
+
+PROJECT = "paceline"
+"""The project or experiment that a run belongs to, where the tracker's own variable names none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedRun:
+    """A run as trackers know it: one with the same id goes on."""
+
+    run_id: str
+    name: str
+    run_dir: Path
+    config: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """One tracker, used from one thread; what it raises ends it and not the run."""
+
+    def begin(self, run: TrackedRun) -> None:
+        """Opens the run, or goes on with it."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        """Takes a step's finite metrics; `at` is the Unix time of its end."""
+        ...
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        """Takes some samples of a validation, each with the same keys."""
+        ...
+
+    def end(self, *, ok: bool) -> None:
+        """Closes the run."""
+        ...

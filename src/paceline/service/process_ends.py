@@ -1,0 +1,65 @@
+"""ends.jsonl in the run directory: which process of the run ended when it should not have, how, and where.
+
+The launcher writes it, one line per end. The journal cannot have it: its writer is one of the processes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILE = "ends.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessEnd:
+    """One end.
+
+    Attributes:
+        time: Unix time.
+        name: of the process, as in run.json.
+        outcome: "killed by SIGSEGV", or its exit code.
+        step: the one that the run was in; 0 before the first.
+        restarts: whether it is started again.
+    """
+
+    time: float
+    name: str
+    outcome: str
+    step: int
+    restarts: bool
+
+    def __str__(self) -> str:
+        """A sentence without its full stop."""
+        killed = self.outcome.startswith("killed")
+        how = f"was {self.outcome}" if killed else f"ended with {self.outcome}"
+        after = "started again" if self.restarts else "not started again"
+        return f"{self.name} {how} {self.where}; {after}"
+
+    @property
+    def where(self) -> str:
+        """The step and the time of day."""
+        step = f"in step {self.step}" if self.step else "before step 1"
+        return f"{step} at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.time))}"
+
+
+def append(run_dir: Path, end: ProcessEnd) -> None:
+    """Adds a line."""
+    with (run_dir / FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(end)) + "\n")
+
+
+def read(run_dir: Path) -> Iterator[ProcessEnd]:
+    """The ends of a run, in order; none where the launcher has written none. Passes over a torn last line."""
+    path = run_dir / FILE
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            plain = json.loads(line)
+            yield ProcessEnd(**{name: plain[name] for name in ProcessEnd.__slots__})
+        except (ValueError, KeyError, TypeError):
+            continue

@@ -1,0 +1,137 @@
+"""Trackers: what they are sent, in which order, and that one that fails costs the run nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+
+from paceline.cli.main import main
+from paceline.cli.trackers import adapters, sink
+from paceline.cli.trackers.base import Row, TrackedRun
+from paceline.cli.trackers.sink import Sink, TrackingView
+from support.cli_configs import config
+
+
+class Notebook:
+    """A tracker that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+        self.threads: set[int] = set()
+
+    def begin(self, run: TrackedRun) -> None:
+        self.threads.add(threading.get_ident())
+        self.told.append(("begin", run.run_id, run.name, run.config["trainer"], "broker" in run.config))
+
+    def step(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        self.told.append((step, dict(metrics), at))
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        self.told.append(("samples", step, [row["response"] for row in rows]))
+
+    def end(self, *, ok: bool) -> None:
+        self.told.append(("end", ok))
+
+
+class Broken(Notebook):
+    def step(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        raise ValueError("no space left")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "adder"
+    (folder / "trajectories").mkdir(parents=True)
+    tree = {"trainer": {"total_steps": 1}, "broker": {"url": "redis://:secret@far"}}
+    (folder / "config.resolved.yaml").write_text(yaml.safe_dump(tree))
+    (folder / "run.id").write_text("adder-01\n")
+    row = {"prompt": "1 + 1", "response": "2", "ground_truth": "2", "reward": 1.0, "num_response_tokens": 1}
+    table = pyarrow.Table.from_pylist([row | {"finish_reason": "stop"}] * 20)
+    pyarrow.parquet.write_table(table, folder / "trajectories" / "val_000001.parquet")
+    return folder
+
+
+def test_a_run_is_sent_in_order_from_another_thread(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    book, notes = Notebook(), list[str]()
+    monkeypatch.setitem(adapters.TRACKERS, "wandb", lambda: book)
+    monkeypatch.setitem(adapters.TRACKERS, "mlflow", Broken)
+    sending = Sink(["mlflow", "wandb"], run_dir, say=notes.append)
+    sending.step(0, {"actor/lr": 1e-6, "perf/mfu": float("nan")}, 50.0)
+    sending.step(1, {"val/num_prompts": 20.0}, 60.0)
+    sending.end(ok=True)
+    assert book.told == [
+        ("begin", "adder-01", "adder", {"total_steps": 1}, False),
+        (0, {"actor/lr": 1e-6}, 50.0),
+        ("samples", 1, ["2"] * 16),
+        (1, {"val/num_prompts": 20.0}, 60.0),
+        ("end", True),
+    ]
+    assert threading.get_ident() not in book.threads
+    assert notes == ["mlflow failed and gets nothing more: ValueError: no space left"]
+
+
+def test_a_tracker_that_hangs_is_left_after_a_while(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, notes = threading.Event(), list[str]()
+
+    class Hanging(Notebook):
+        def begin(self, run: TrackedRun) -> None:
+            release.wait(20)
+
+    monkeypatch.setitem(adapters.TRACKERS, "wandb", Hanging)
+    monkeypatch.setattr(sink, "_LAST_WAIT_S", 0.05)
+    sending = Sink(["wandb"], run_dir, say=notes.append)
+    sending.step(0, {}, 1.0)
+    sending.end(ok=True)
+    release.set()
+    assert notes == ["trackers: not all was sent within 0.05 s"]
+
+
+def test_a_view_shows_and_sends_and_no_tracker_starts_no_thread(run_dir: Path) -> None:
+    shown: list[object] = []
+
+    class View:
+        milestone = phase = notice = pulse = close = staticmethod(lambda *_: None)
+
+        def step(self, step: int, metrics: Mapping[str, float]) -> None:
+            shown.append(step)
+
+    before = threading.active_count()
+    view = TrackingView(View(), Sink([], run_dir, say=print))
+    view.step(4, {"actor/lr": 1.0})
+    assert shown == [4]
+    assert threading.active_count() == before
+
+
+def test_a_past_run_is_sent(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = Notebook()
+    monkeypatch.setitem(adapters.TRACKERS, "trackio", lambda: book)
+    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda name: object())
+    lines = [{"step": 0, "time": 7.5, "actor/lr": 0.5}, {"step": 1, "time": 9.5, "actor/lr": None}]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["track", "adder", "trackio"]) == 0
+    assert book.told[1:] == [(0, {"actor/lr": 0.5}, 7.5), (1, {}, 9.5), ("end", True)]
+    assert "sent 2 steps of adder to trackio" in capsys.readouterr().out
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_start(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda name: None)
+    assert main(["train", "run.yaml", "trainer.loggers=[wandb]"]) == 2
+    assert (
+        "the tracker wandb (trainer.loggers) is not installed; pip install wandb" in capsys.readouterr().err
+    )
+    assert not (project / "runs").exists()
+    assert (
+        config(trainer={"total_steps": 2, "loggers": ["mlflow", "trackio"]}).trainer.loggers[1] == "trackio"
+    )
