@@ -9,11 +9,15 @@ from statistics import median
 import pytest
 
 from paceline.cli.chaos.proxy import Proxy
+from paceline.cli.controller_client import ControllerClient
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
+from paceline.core.errors import PeerLostError
 from paceline.core.members import MemberKind, RolloutState
+from paceline.core.run_events import StepEvent
 from paceline.service.controller_link import ControllerLink, MemberReport
-from support.fake_controller import FakeController, serve
+from paceline.service.credentials import Credentials
+from support.fake_controller import FakeController, serve, step_event
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -65,3 +69,23 @@ async def test_heartbeats_come_again_within_seconds_of_a_hole() -> None:
     print("seconds from the end of each hole to the second heartbeat:", told)
     assert median(told) < 3, told
     assert max(told) < 6, told
+
+
+async def test_who_follows_a_run_notices_that_nothing_arrives_any_more() -> None:
+    """A stream has no deadline: only the keep-alive ends it, after about 15 s."""
+    fake = FakeController()
+    server = await serve(fake)
+    host, _, port = server.address.rpartition(":")
+    fake.script = [step_event(1)]
+    async with Proxy() as proxy, ControllerClient(f"127.0.0.1:{proxy.port}", Credentials()) as client:
+        proxy.target = (host, int(port))
+        events = client.watch(from_step=0)
+        assert await anext(events) == StepEvent(step=1, metrics={})
+        proxy.swallow()
+        began = time.monotonic()
+        with pytest.raises(PeerLostError, match="went away"):
+            async with asyncio.timeout(40):
+                await anext(events)
+        assert 3 < time.monotonic() - began < 25
+        proxy.release()
+    await server.stop(0)

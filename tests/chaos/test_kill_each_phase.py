@@ -9,54 +9,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from paceline.cli.launch import run_dir as run_dirs
-from support.training_run import REWARDS, Row, TrainingRun, is_time, prepare_inputs, tiny_config, training
+from support.training_run import TRANSPORT, Row, TrainingRun, is_time, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-PHASES = ("dispatch", "collect", "learn", "publish", "commit", "checkpoint")
+PHASES = ("dispatch", "collect", "learn", "publish", "commit", "checkpoint", "validate")
 PROCESSES = ("controller", "rollout-0", "learner-0", "learner-1", "reward", "redis")
 # Between a kill and the next, so that none meets the recovery from the last.
 STEPS_APART = 2
-NUM_STEPS = STEPS_APART * len(PHASES) + 2
-
-# What may differ: how often things were sent, not what was trained on.
-TRANSPORT = (
-    "barrier/duplicates",
-    "barrier/rejected",
-    "weights/bytes",
-    "weights/relayed_bytes",
-    "weights/peak_extra_bytes",
-)
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    inputs = prepare_inputs(tmp_path_factory.mktemp("inputs"), num_train=64, num_val=1)
-    return tiny_config(
-        inputs,
-        data={"train_batch_size": 4, "val_files": [], "max_response_length": 8},
-        actor={"ppo_mini_batch_size": 2},
-        rollout={"n": 2},
-        reward={"functions": [{"name": f"{REWARDS}:letters"}]},
-        trainer={"total_steps": NUM_STEPS, "save_freq": 1, "test_freq": 0, "val_before_train": False},
-        service={"max_restarts": 1000, "recovery_timeout_s": 200},
-        # It judges seconds, and a step with a kill in it takes longer.
-        guard={"throughput": {"warn": None}},
-    )
-
-
-@pytest.fixture(scope="module")
-def undisturbed(config: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Row]]:
-    with training(config, tmp_path_factory.mktemp("undisturbed") / "run") as run:
-        assert run.finish(timeout_s=600) == 0, run.output
-        yield run.metrics
 
 
 def kill(run: TrainingRun, name: str) -> None:
@@ -96,6 +62,7 @@ def test_a_kill_in_any_phase_changes_no_metric(
     name: str, config: dict[str, object], undisturbed: list[Row], tmp_path: Path
 ) -> None:
     told: list[str] = []
+    assert STEPS_APART * len(PHASES) + 2 == len(undisturbed) - 1
     with training(config, tmp_path / "run") as run:
         run.wait_for(lambda e: e["event"] == "step" and e["step"] == 1)
         for number, phase in enumerate(PHASES):

@@ -5,20 +5,31 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
 
-from paceline.core.errors import DeadlineError, InvalidMessageError, PeerLostError, WeightSyncError
+from paceline.broker import Outgoing, names
+from paceline.broker.memory import MemoryBroker
+from paceline.core.errors import (
+    DeadlineError,
+    InvalidMessageError,
+    PacelineError,
+    PeerLostError,
+    WeightSyncError,
+)
 from paceline.core.members import MemberKind, RankRef
 from paceline.core.trajectory import FinishReason, SamplingSpec
 from paceline.rollout.engines.base import Sample, SampleRequest
+from paceline.rollout.sampler import Sampler
 from paceline.weights.digest.agreement import disagreement, model_digest
+from paceline.wire import encode_prompt_group
 from support.engine_contract import (
     MAX_PROMPT,
     MAX_RESPONSE,
@@ -28,6 +39,7 @@ from support.engine_contract import (
     fake_subject,
     vllm_subject,
 )
+from support.rollout_bench import LIMITS, RUN, V0, group
 
 SUBJECTS = {"fake": fake_subject, "vllm": vllm_subject}
 
@@ -145,6 +157,60 @@ async def test_a_prompt_that_is_too_long_is_refused_and_the_rest_goes_on(subject
         await subject.engine.generate([good[0], too_long])
     assert caught.value.reason == "refused_by_engine"
     check_same(await subject.engine.generate(good), (await subject.engine.generate(requests("good2")))[:2])
+
+
+async def test_a_request_that_fails_in_the_engine_hurts_no_other_call(subject: Subject) -> None:
+    expected = await subject.engine.generate(requests("calm", LONG, count=4))
+    beside = asyncio.create_task(subject.engine.generate(requests("beside", LONG, count=4)))
+    doomed = requests("doomed", LONG, count=3)
+    failing = asyncio.create_task(subject.engine.generate(doomed))
+    await asyncio.sleep(0.05)
+    assert not failing.done()
+    await subject.fail(doomed[1].request_id)
+    with pytest.raises(PacelineError, match=f"the engine has ended request {doomed[1].request_id} .*error"):
+        await asyncio.wait_for(failing, 10)
+    check_same(await beside, expected)
+    await subject.engine.check_health()
+    # A receive is refused while anything is under way: the others of the failed call are aborted.
+    await subject.learner.push(subject.engine, version=2)
+    check_same(await subject.engine.generate(requests("after", LONG, count=4)), expected)
+
+
+async def test_an_engine_that_hangs_is_noticed_by_two_deadlines_that_say_so(subject: Subject) -> None:
+    """The first is for the group and depends on the length of its responses, the second for one token."""
+    limits = replace(LIMITS, group_timeout_s=1.0, probe_timeout_s=0.5)
+    broker, sessions = MemoryBroker(), list[asyncio.Task[None]]()
+
+    def spawn(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        sessions.append(asyncio.create_task(work, name=name))
+        return sessions[-1]
+
+    sampler = Sampler(
+        engine=subject.engine,
+        broker=broker,
+        run_id=RUN,
+        server_id="rollout-0",
+        incarnation="x",
+        limits=limits,
+        spawn=spawn,
+    )
+    subject.freeze(True)
+    try:
+        sampler.open(V0)
+        stream = names.prompts(RUN, V0.version)
+        await broker.append([Outgoing(stream=stream, payload=encode_prompt_group(group(7)))])
+        began = time.monotonic()
+        with pytest.raises(
+            PeerLostError,
+            match="the engine hangs: prompt 7 was not drawn within 1 s, and a single token not within 0.5 s",
+        ):
+            await asyncio.wait_for(sessions[0], 10)
+        assert 1.5 <= time.monotonic() - began < 5
+    finally:
+        subject.freeze(False)
+        await sampler.close()
+    # Here it only stood still, so that it may go on: the requests that were given up are aborted.
+    assert len(await subject.engine.generate(requests("thawed"))) == 12
 
 
 async def test_cancelling_aborts_at_once_and_leaves_nothing_under_way(subject: Subject) -> None:

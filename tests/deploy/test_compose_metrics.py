@@ -1,4 +1,4 @@
-"""A run in containers as Prometheus and a collector of traces see it; containers added meanwhile included."""
+"""Members come and go while a run in containers goes on, as Prometheus and a collector of traces see it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,9 +19,16 @@ from support.prometheus_server import PrometheusServer, program, prometheus_serv
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
-STEPS = ("trainer.total_steps=20", "trainer.test_freq=0", "trainer.save_freq=0", "data.val_files=[]")
+# Small steps, and enough of them for servers to start meanwhile.
+STEPS = (
+    "trainer.total_steps=90",
+    "trainer.test_freq=0",
+    "trainer.save_freq=0",
+    "data.val_files=[]",
+    "data.train_batch_size=32",
+    "rollout.n=4",
+)
 SERVICES = {"paceline.controller", "paceline.learner", "paceline.rollout", "paceline.reward"}
-MEMBERS = {"controller": 1, "learner": 1, "rollout": 2, "reward": 1}
 
 
 @pytest.fixture
@@ -31,49 +39,73 @@ def stack() -> Iterator[Stack]:
     program("prometheus")
     stack = Stack()
     try:
-        stack.prepare()
+        stack.prepare("0", "sft.steps=60")
         yield stack
     finally:
         left = stack.remove()
     assert left == []
 
 
-def test_prometheus_scrapes_every_container_and_each_step_is_one_trace(stack: Stack, tmp_path: Path) -> None:
+def test_members_come_and_go_seen_by_prometheus_and_a_collector(stack: Stack, tmp_path: Path) -> None:
     with contextlib.ExitStack() as resources:
-        resources.enter_context(stack.settings("scraped", *STEPS))
+        resources.enter_context(stack.settings("scaled", *STEPS))
         stack.compose("up", "--detach", "redis")
         config = local_config(stack, tmp_path)
         server = resources.enter_context(prometheus_server(config, tmp_path / "tsdb"))
         kept = resources.enter_context(collector(host=stack.gateway()))
-        resources.enter_context(stack.up("scraped", *STEPS, OTLP_ENDPOINT=kept.endpoint))
-        stack.wait_for(
-            "step 1",
-            lambda events: any(e["event"] == "step" and e["step"] >= 1 for e in events),
-            300.0,
-        )
-        stack.scale(rollout=2)
-
-        def all_are_up() -> bool:
-            for service in MEMBERS:
-                targets(tmp_path, service).write_text(json.dumps(addresses(stack, service)))
-            return up(server) == MEMBERS
-
-        server.wait_for(all_are_up, f"as many targets up: {MEMBERS}", timeout_s=120)
-        server.wait_for(
-            lambda: any(value >= 2 for _, value in server.values("paceline_training_step")),
-            "the numbers of step 2",
-            timeout_s=120,
-        )
+        resources.enter_context(stack.up("scaled", *STEPS, OTLP_ENDPOINT=kept.endpoint))
+        stack.wait_for("step 1", lambda events: finished(events) >= 1, 400.0)
+        certificate = stack.in_volumes("cat", "tls/rollout/cert.pem").stdout
+        stack.scale(rollout=3, reward=2)
+        stack.wait_for("three servers hold the policy", lambda events: len(holders(events)) == 3, 400.0)
+        assert stack.in_volumes("cat", "tls/rollout/cert.pem").stdout == certificate
+        wait_until_up(server, stack, tmp_path, rollout=3, reward=2)
         kinds = "count by (service_name) (paceline_process_open_files)"
         assert {labels["service_name"]: value for labels, value in server.values(kinds)} == {
             "paceline.controller": 1,
-            "paceline.rollout": 2,
+            "paceline.rollout": 3,
             "paceline.learner": 1,
-            "paceline.reward": 1,
+            "paceline.reward": 2,
         }
+        assert any(value >= 1 for _, value in server.values("paceline_training_step"))
+        stack.scale(rollout=1, reward=1)
+        stack.wait_for("one server holds the policy", lambda events: len(holders(events)) == 1, 240.0)
+        wait_until_up(server, stack, tmp_path, rollout=1, reward=1)
         assert stack.exit_code("follow", 500.0) == 0, stack.logs()
-        last = max(event["step"] for event in stack.lines("events.jsonl") if event["event"] == "step")
+        last = finished(stack.lines("events.jsonl"))
+        checked = stack.in_volumes("paceline", "verify", "runs/scaled", check=False)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+        print(checked.stdout)
+    assert last == 90
     assert steps_by_trace(kept.spans) == dict.fromkeys(range(1, last + 1), SERVICES)
+
+
+def finished(events: list[dict[str, Any]]) -> int:
+    """The last step that is finished."""
+    return max((event["step"] for event in events if event["event"] == "step"), default=-1)
+
+
+def holders(events: list[dict[str, Any]]) -> set[str]:
+    """The servers that hold the newest version."""
+    servers: set[str] = set()
+    for event in events:
+        if event["event"] == "commit":
+            servers = set(event["servers"])
+        elif event["event"] == "newcomers":
+            servers |= set(event["servers"])
+    return servers
+
+
+def wait_until_up(server: PrometheusServer, stack: Stack, folder: Path, **scaled: int) -> None:
+    """Waits until so many containers are scraped, and no other."""
+    wanted = {"controller": 1, "learner": 1, **scaled}
+
+    def all_are_up() -> bool:
+        for service in wanted:
+            targets(folder, service).write_text(json.dumps(addresses(stack, service)))
+        return up(server) == wanted
+
+    server.wait_for(all_are_up, f"as many targets up: {wanted}", timeout_s=180)
 
 
 def steps_by_trace(spans: list[ReceivedSpan]) -> dict[int, set[str]]:

@@ -104,7 +104,9 @@ class Stack:
     def scale(self, **numbers: int) -> None:
         """Has so many containers of each service, also in the middle of a run."""
         words = [word for name, number in numbers.items() for word in ("--scale", f"{name}={number}")]
-        self.compose("up", "--detach", "--no-recreate", *words, timeout_s=300.0)
+        command = [*self._words, "up", "--detach", "--no-recreate", *words]
+        answer = _run(command, check=False, timeout_s=300.0, env=self._env)
+        assert answer.returncode == 0, f"{answer.stderr[-2000:]}\n{self.logs()}"
 
     def gateway(self) -> str:
         """This machine's address on the run's network, once a container is on it."""
@@ -122,7 +124,8 @@ class Stack:
         (container, *_) = self.containers(service)
         # The container's own process 1 passes its child's end on, and cannot be killed from inside.
         kill = "for p in /proc/[0-9]*; do grep -q '^PPid:.1$' $p/status && kill -9 ${p#/proc/}; done; true"
-        _run([DOCKER, "exec", container, "sh", "-c", kill])
+        # The command may end with the container.
+        _run([DOCKER, "exec", container, "sh", "-c", kill], check=False)
 
     def starts(self, service: str) -> int:
         """How often the engine has started a service's first container again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -104,12 +104,16 @@ class Subject:
 
     Attributes:
         kill: makes the engine die, as a crash would.
+        fail: makes a request that is under way end with an error in the engine.
+        freeze: stops the engine's processes, or lets them go on.
         processes: the engine's processes.
     """
 
     engine: Engine
     learner: ContractLearner
     kill: Callable[[], None]
+    fail: Callable[[str], Coroutine[Any, Any, None]]
+    freeze: Callable[[bool], None]
     processes: Callable[[], list[psutil.Process]]
 
 
@@ -141,7 +145,17 @@ async def fake_subject(_: Path) -> AsyncIterator[Subject]:
     limit = MAX_PROMPT + MAX_RESPONSE
     engine = FakeEngine(ranks=ranks, vocab_size=VOCAB, max_model_len=limit, token_s=0.005)
     learner = ContractLearner(_model_config())
-    yield Subject(engine=engine, learner=learner, kill=engine.die, processes=list)
+
+    async def fail(request_id: str) -> None:
+        engine.fail(request_id)
+
+    def freeze(stopped: bool) -> None:
+        if stopped:
+            engine.hold()
+        else:
+            engine.release()
+
+    yield Subject(engine=engine, learner=learner, kill=engine.die, fail=fail, freeze=freeze, processes=list)
     learner.close()
 
 
@@ -180,8 +194,22 @@ async def vllm_subject(folder: Path) -> AsyncIterator[Subject]:
     def kill() -> None:
         next(process for process in processes() if "Worker" in process.name()).kill()
 
+    async def fail(request_id: str) -> None:
+        """What the engine core says of a request that it ends with an error, and ends it."""
+        from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+        states = engine._llm.output_processor.request_states
+        (internal,) = [name for name in states if name.startswith(request_id)]
+        output = EngineCoreOutput(internal, [], finish_reason=FinishReason.ERROR)
+        engine._llm.output_processor.process_outputs([output])
+        await engine._llm.engine_core.abort_requests_async([internal])
+
+    def freeze(stopped: bool) -> None:
+        for process in processes():
+            process.suspend() if stopped else process.resume()
+
     learner = ContractLearner(model)
-    yield Subject(engine=engine, learner=learner, kill=kill, processes=processes)
+    yield Subject(engine=engine, learner=learner, kill=kill, fail=fail, freeze=freeze, processes=processes)
     learner.close()
     await engine.shutdown()
     os.environ.clear()

@@ -6,12 +6,13 @@ It passes the contract suite of `tests/contract/test_engine.py`, there with real
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.core.errors import InvalidMessageError, PeerLostError, WeightSyncError
+from paceline.core.errors import InvalidMessageError, PacelineError, PeerLostError, WeightSyncError
 from paceline.core.trajectory import FinishReason
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.weights.digest.agreement import DigestReport, SliceDigest, model_digest
@@ -101,7 +102,8 @@ class FakeEngine(Engine):
         self._under_way = 0
         self._open = asyncio.Event()
         self._open.set()
-        self._died = asyncio.Event()
+        self._stirred = asyncio.Event()
+        self._failed: set[str] = set()
 
     @property
     def vocab_size(self) -> int:
@@ -118,7 +120,12 @@ class FakeEngine(Engine):
     def die(self) -> None:
         """From now on every call but `shutdown` raises PeerLostError."""
         self.failure = PeerLostError("the fake engine has died", peer="engine")
-        self._died.set()
+        self._stirred.set()
+
+    def fail(self, request_id: str) -> None:
+        """A request that is under way ends with an error."""
+        self._failed.add(request_id)
+        self._stirred.set()
 
     def named(self, name: str) -> list[Any]:
         """What came with the events of a name."""
@@ -179,7 +186,8 @@ class FakeEngine(Engine):
                 await asyncio.Event().wait()
             if prompt in self.errors:
                 raise self.errors[prompt]
-            await self._pass_time(max(len(sample.token_ids) for sample in samples))
+            ids = {request.request_id for request in requests}
+            await self._pass_time(max(len(sample.token_ids) for sample in samples), ids)
             self._check_alive()
         except asyncio.CancelledError:
             self.events.append(("abort", prompt))
@@ -190,12 +198,16 @@ class FakeEngine(Engine):
             ended()
         return samples
 
-    async def _pass_time(self, num_tokens: int) -> None:
+    async def _pass_time(self, num_tokens: int, request_ids: set[str]) -> None:
         await asyncio.sleep(0)
-        if self._token_s:
-            died = asyncio.ensure_future(self._died.wait())
-            await asyncio.wait([died], timeout=self._token_s * num_tokens)
-            died.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._token_s * num_tokens if self._token_s else -1):
+                while self.failure is None and not self._failed & request_ids:
+                    self._stirred.clear()
+                    await self._stirred.wait()
+        for request_id in self._failed & request_ids:
+            self._failed.remove(request_id)
+            raise PacelineError(f"the engine has ended request {request_id} with an error")
 
     def sample(self, request: SampleRequest) -> Sample:
         """What the engine draws for a request now."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -51,12 +50,16 @@ async def running_engine(
         "disable_log_stats": True,
         "seed": 0,
     }
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **(options | arguments)))
+    processes = EngineProcesses()
+    # Nothing but the engine refers to the AsyncLLM: it goes, with its ZeroMQ context, when the engine ends.
+    engine = VllmEngine(
+        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **(options | arguments))), processes
+    )
+    processes.settle()
     try:
-        yield VllmEngine(llm, EngineProcesses())
+        yield engine
     finally:
-        llm.shutdown()
-        gc.collect()  # vLLM leaves a ZeroMQ context to the collector
+        await engine.shutdown()
 
 
 async def generate(engine: Engine, prompt: list[int], request_id: str) -> tuple[list[int], list[float]]:

@@ -24,6 +24,14 @@ ROOT = Path(__file__).parents[2]
 PACELINE = Path(sys.executable).with_name("paceline")
 REWARDS = Path(__file__).with_name("training_rewards.py")
 MARK = "PACELINE_TEST_RUN"
+# Metrics that count how often things were sent, not what was trained on: they may differ after a fault.
+TRANSPORT = (
+    "barrier/duplicates",
+    "barrier/rejected",
+    "weights/bytes",
+    "weights/relayed_bytes",
+    "weights/peak_extra_bytes",
+)
 
 Row = dict[str, Any]
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paceline.core.errors import DeadlineError, ModelError, PeerLostError, WeightSyncError
+from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerLostError, WeightSyncError
 from paceline.core.members import LocalPart, MemberKind, RankRef, peer_to_plain
+from paceline.core.trajectory import FinishReason
 from paceline.rollout.engines.processes import EngineProcesses
 from paceline.rollout.engines.vllm import calls
 from paceline.rollout.engines.vllm.engine import VllmEngine
+from paceline.rollout.engines.vllm.samples import to_sample
 from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
@@ -175,3 +178,13 @@ async def test_an_engine_whose_loader_is_broken_ends_its_server() -> None:
         await subject.receive(4, 1.0)
     with pytest.raises(PeerLostError, match="TP rank 0: a PeerLostError"):
         await subject.check_health()
+
+
+def test_a_request_that_the_engine_ends_for_another_reason_is_no_sample() -> None:
+    """vLLM names errors of a single request, and some models' endless repetitions, as finish reasons."""
+    completion = SimpleNamespace(token_ids=[5], logprobs=None, finish_reason="error")
+    output = SimpleNamespace(request_id="7:0", outputs=[completion])
+    with pytest.raises(PacelineError, match="has ended request 7:0 with the finish reason 'error'"):
+        to_sample(output)
+    completion.finish_reason = "stop"
+    assert to_sample(output).finish_reason is FinishReason.STOP

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.errors import InvalidMessageError
+from paceline.core.errors import InvalidMessageError, PacelineError
 from paceline.core.trajectory import FinishReason
 from paceline.rollout.engines.base import Sample, SampleRequest
+
+_ENDS = {reason.value: reason for reason in FinishReason}
 
 
 async def submit(llm: Any, request: SampleRequest) -> Any:
@@ -59,13 +61,22 @@ def _vllm() -> Any:
 
 
 def to_sample(output: Any) -> Sample:
-    """The one completion of a RequestOutput."""
+    """The one completion of a RequestOutput.
+
+    Raises:
+        PacelineError: the engine has ended the request for a reason that makes no sample.
+    """
     completion = output.outputs[0]
+    reason = _ENDS.get(completion.finish_reason)
+    if reason is None:
+        raise PacelineError(
+            f"the engine has ended request {output.request_id} with the finish reason "
+            f"{completion.finish_reason!r}; this server's log says why"
+        )
     token_ids = np.asarray(completion.token_ids, dtype=np.int32)
     flat = completion.logprobs
     # Each position lists the drawn token first; further entries would be the most likely tokens.
     log_probs = np.asarray(flat.logprobs, dtype=np.float32) if flat is not None else np.empty(0, np.float32)
     if len(log_probs) != len(token_ids) and flat is not None:
         log_probs = log_probs[np.asarray(flat.start_indices, dtype=np.int64)]
-    reason = FinishReason(completion.finish_reason)
     return Sample(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)

@@ -1,0 +1,64 @@
+"""A step is trained and cannot be finished: its trajectories are lost with its controller. The learner is
+sent back, starts again from its newest checkpoint, and the run is the one that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from paceline.service import process_ends
+from paceline.service.process import BROKER_URL
+from support.training_run import (
+    TRANSPORT,
+    Row,
+    TrainingRun,
+    assert_same_metrics,
+    assert_sound,
+    only,
+    training,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+def lose_step(run: TrainingRun) -> None:
+    """Empties Redis and kills the controller; meanwhile that does nothing."""
+    controller = psutil.Process(run.pid_of("controller"))
+    controller.suspend()
+    run.look()
+    with redis.Redis.from_url(controller.environ()[BROKER_URL]) as server:
+        server.flushall()
+    os.kill(controller.pid, signal.SIGKILL)
+
+
+def test_a_learner_that_trained_what_cannot_be_finished_is_sent_back(
+    config: dict[str, object], undisturbed: list[Row], tmp_path: Path
+) -> None:
+    with training(config, tmp_path / "run", "trainer.save_freq=3") as run:
+        run.wait_for(lambda e: e["event"] == "trained" and e["step"] == 2)
+        lose_step(run)
+        run.wait_for(lambda e: e["event"] == "commit" and e["version"] == 5)
+        lose_step(run)
+        assert run.finish() == 0, run.output
+        events = run.events
+        assert [event["step"] for event in only(events, "lost")] == [2, 5]
+        assert [event["to_step"] for event in only(events, "rewind")] == [0, 3]
+        commits = [event["digest"] for event in only(events, "commit") if event["version"] == 5]
+        assert (len(commits), len(set(commits))) == (2, 1), "the version that was void is trained again"
+        assert_same_metrics(run.metrics, undisturbed, without=TRANSPORT)
+        assert_sound(run)
+        assert [(end.name, end.outcome, end.step) for end in process_ends.read(run.run_dir)] == [
+            (name, how, step)
+            for step in (2, 5)
+            for name, how in (("controller", "killed by SIGKILL"), ("learner-0", "exit code 1"))
+        ]
+        for step in (2, 5):
+            assert f"step {step} is trained but not finished, and the broker has lost" in run.output, (
+                run.output
+            )

@@ -1,0 +1,44 @@
+"""The run's own Redis server ends and is started again: with its data, and with a word on how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import redis
+
+from paceline.cli.launch.own_redis import OwnRedis
+from paceline.cli.launch.restarts import RestartHistory, RestartRule
+
+
+async def test_a_killed_server_comes_back_with_its_data_and_not_for_ever(tmp_path: Path) -> None:
+    rule = RestartRule(max_restarts=1, window_s=300, first_pause_s=0.01)
+    own, said, ends, restarted = OwnRedis(tmp_path / "redis", RestartHistory(rule)), [], [], asyncio.Event()
+
+    def note_end(name: str, outcome: str, restarts: bool) -> str:
+        ends.append((name, outcome, restarts))
+        return "in step 3"
+
+    tending = asyncio.create_task(own.tend(say=said.append, changed=restarted.set, note_end=note_end))
+    try:
+        with redis.Redis.from_url(own.server.url) as client:
+            client.set("key", "value")
+        first = own.server.pid
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            await restarted.wait()
+        assert own.server.pid != first
+        with redis.Redis.from_url(own.server.url) as client:
+            assert client.get("key") == b"value"
+        (sentence,) = said
+        assert "ended unexpectedly (killed by SIGKILL) in step 3; starting it again (1 of at most" in sentence
+        os.kill(own.server.pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            reason = await tending
+        assert "(killed by SIGKILL) in step 3; it was started again 1 within 300 s already" in reason
+        assert ends == [("redis", "killed by SIGKILL", True), ("redis", "killed by SIGKILL", False)]
+    finally:
+        tending.cancel()
+        own.server.stop()
