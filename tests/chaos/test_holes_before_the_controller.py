@@ -81,6 +81,8 @@ async def test_who_follows_a_run_notices_that_nothing_arrives_any_more() -> None
         proxy.target = (host, int(port))
         events = client.watch(from_step=0)
         assert await anext(events) == StepEvent(step=1, metrics={})
+        # Else gRPC's probe of the bandwidth, which follows data, would notice in place of the keep-alive.
+        await asyncio.sleep(1.0)
         proxy.swallow()
         began = time.monotonic()
         with pytest.raises(PeerLostError, match="went away"):

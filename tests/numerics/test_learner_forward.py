@@ -179,6 +179,43 @@ def test_attention_sees_its_own_sequence_only(window: int | None) -> None:
     torch.testing.assert_close(out, torch.cat(expected, 1), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_with_a_softcap_and_sinks_by_its_formula(window: int | None, with_sinks: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [2, 5, 5]
+    query = torch.randn(1, 4, 12, 8, generator=generator)
+    key, value = (torch.randn(1, 2, 12, 8, generator=generator) for _ in range(2))
+    sinks = torch.randn(4, generator=generator) if with_sinks else None
+    packed = PackedSequences.of(lengths, CPU)
+    layer = torch.nn.Identity()
+    out, _ = packed_attention(
+        layer,
+        query,
+        key,
+        value,
+        None,
+        packed=packed,
+        scaling=0.3,
+        sliding_window=window,
+        softcap=0.5,
+        s_aux=sinks,
+    )
+    expected, start = [], 0
+    for length in lengths:
+        q, k, v = (x[0, :, start : start + length].double() for x in (query, key, value))
+        k, v = (x.repeat_interleave(2, dim=0) for x in (k, v))
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+        seen = (distance >= 0) & (distance < (window or length))
+        weights = torch.exp(0.5 * torch.tanh(0.3 * q @ k.transpose(-1, -2) / 0.5)) * seen
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + sinks.double().exp()[:, None, None]
+        expected.append((weights / total @ v).transpose(0, 1))
+        start += length
+    torch.testing.assert_close(out[0].double(), torch.cat(expected), atol=1e-6, rtol=1e-5)
+
+
 def test_attention_with_dropout_or_without_the_sequences_is_refused() -> None:
     x = torch.zeros(1, 2, 3, 4)
     packed = PackedSequences.of([3], CPU)

@@ -86,6 +86,32 @@ def test_chunks_give_what_the_plain_form_gives_gradients_too(chunk_size, tempera
         torch.testing.assert_close(single, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("with_bias", "softcap"), [(True, None), (False, 1.5), (True, 1.5)])
+@pytest.mark.parametrize("chunk_size", [3, 100])
+def test_a_head_with_bias_and_bounded_logits(with_bias, softcap, chunk_size):
+    """Against softcap tanh((h W + b) / softcap), written out, in float64; the gradients too."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((7, 4), (11, 4), (11,))
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    hidden, weight, bias = (tensor.requires_grad_() for tensor in tensors)
+    targets = torch.randint(11, (7,), generator=generator)
+    logits = hidden @ weight.t() + (bias if with_bias else 0.0)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = torch.log_softmax(logits / 0.8, -1)
+    expected = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    given = chunked_log_probs(
+        hidden, weight, targets, 0.8, chunk_size, True, bias=bias if with_bias else None, softcap=softcap
+    )
+    for value, true in zip(given, expected, strict=True):
+        torch.testing.assert_close(value, true, rtol=1e-12, atol=1e-12)
+    seeds = [torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2)]
+    inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
+    got = torch.autograd.grad(given, inputs, grad_outputs=seeds)
+    for gradient, true in zip(got, torch.autograd.grad(expected, inputs, grad_outputs=seeds), strict=True):
+        torch.testing.assert_close(gradient, true, rtol=1e-10, atol=1e-12)
+
+
 def test_only_what_needs_a_gradient_gets_one():
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
     log_probs, entropy = chunked_log_probs(hidden, weight, torch.tensor([0, 1, 2]), with_entropy=True)

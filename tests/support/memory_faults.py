@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +42,7 @@ def out_of_memory(learner: Learner, place: str, passes: set[int]) -> Iterator[li
     layers = decoder_layers(body_of(learner.actor.network.lm))
     layer = layers[0] if place.startswith("first") else layers[-1]
     sizes: list[int] = []
+    states: list[weakref.ref[torch.Tensor]] = []
 
     def due() -> bool:
         return len(sizes) - 1 in passes and sizes[-1] > 0  # a filler always fits
@@ -47,10 +50,15 @@ def out_of_memory(learner: Learner, place: str, passes: set[int]) -> Iterator[li
     def count(network: Any, arguments: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled():
             sizes.append(len(arguments[0].rows))
+            gc.collect()
+            # What the pass before held is gone before the next one needs room.
+            assert not any(state() is not None for state in states)
+            states.clear()
 
     def fail(module: Any, arguments: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return output
+        states.append(weakref.ref(output))
         if place.endswith("backwards"):
             return _Failing.apply(output, due)
         if due():

@@ -42,6 +42,12 @@ NEEDLESS: dict[str, str] = {
     "paceline.cli.launch.ranks:_run: await echo": "the process whose log it follows has ended",
     "paceline.controller.app:_run_to_the_end: asyncio.wait": _LIFETIME,
     "paceline.controller.app:_run_to_the_end: context.stopping.wait": _TOLD,
+    "paceline.controller.run.publication:Publication.to_newcomers: asyncio.wait": (
+        "barrier.collect_timeout_s bounds a collection; in the end it has just been cancelled"
+    ),
+    "paceline.controller.run.publication:Publication.to_newcomers: await collecting": (
+        "barrier.collect_timeout_s bounds a collection"
+    ),
     "paceline.service.threads:_finished: asyncio.wait": (
         "files, or an object store, whose client has timeouts; what may take long is told to stop"
     ),

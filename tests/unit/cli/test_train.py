@@ -6,12 +6,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline.cli.commands import train
 from paceline.cli.launch import preflight
 from paceline.cli.launch.machine import Machine
 from paceline.cli.main import main
+from support.cli_configs import config
 
 
 @pytest.mark.parametrize(
@@ -109,3 +112,29 @@ def test_a_start_that_fails_gives_an_earlier_run_its_folder_back(project: Path) 
     assert sorted(path.name for path in (project / "runs").iterdir()) == ["latest", "other", "run"]
     assert [path.name for path in earlier.iterdir()] == ["config.resolved.yaml"]
     assert (project / "runs" / "latest").resolve() == project / "runs" / "other"
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("pass", "model: {run}/model"),
+        ("raise SystemExit('error: no policy')", "model: not exported (error: no policy); `paceline export"),
+        ("import time; time.sleep(9)", "model: not exported within learner.command_timeout_s=0.2; `paceline"),
+    ],
+)
+def test_the_model_is_written_at_the_end_or_the_reason_why_not(
+    project: Path, monkeypatch: pytest.MonkeyPatch, program: str, said: str
+) -> None:
+    monkeypatch.setattr(train.run_dirs, "newest_checkpoint", lambda config, run_dir: 7)
+    seen: list[list[str]] = []
+    really = subprocess.run
+
+    def run(command: list[str], **options: Any) -> Any:
+        seen.append(command[1:])
+        return really([sys.executable, "-c", program], **options)
+
+    monkeypatch.setattr(train.subprocess, "run", run)
+    limit = 0.2 if "sleep" in program else 20.0
+    made = config(learner={"command_timeout_s": limit})
+    assert train.export_model(made, project).startswith(said.format(run=project))
+    assert seen == [["-m", "paceline.learner.export", str(project), "7", str(project / "model")]]

@@ -135,11 +135,16 @@ def export_model(config: RunConfig, run_dir: Path) -> str:
         return "model: not exported, there is no checkpoint"
     shutil.rmtree(folder, ignore_errors=True)  # of this run before it was continued
     command = [sys.executable, "-m", "paceline.learner.export", str(run_dir), str(step), str(folder)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    limit_s = config.learner.command_timeout_s
+    again = f"`paceline export {run_dir} {step} OUT` tries again"
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return f"model: not exported within learner.command_timeout_s={limit_s:g}; {again}"
     if done.returncode:
         log.error("the export failed:\n%s", done.stderr)
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return f"model: not exported ({last}); `paceline export {run_dir} {step} OUT` tries again"
+        return f"model: not exported ({last}); {again}"
     return f"model: {folder}"
 
 

@@ -110,8 +110,9 @@ class LiveView:
             f"  {now - self._phase_began:.1f} s",
             (f"   run {clock(now - self._began)}", "dim"),
             (f"  {self._pace.words()}".rstrip(), "dim"),
+            no_wrap=True,
+            overflow="ellipsis",
         )
-        text.no_wrap, text.overflow = True, "ellipsis"
         line = Table.grid(padding=(0, 1))
         if text.cell_len + _BAR_WIDTH + 4 <= self._console.width:
             line.add_row(self._spinner, text, _bar(self._admitted, self._wanted))

@@ -89,7 +89,7 @@ class Tensorboard:
 
 
 class Mlflow:
-    """MLflow at MLFLOW_TRACKING_URI; without it, RUN_DIR/mlflow.db or what MLflow takes by itself."""
+    """MLflow at MLFLOW_TRACKING_URI, or where MLflow itself keeps runs."""
 
     _TAG = "paceline.run_id"
 

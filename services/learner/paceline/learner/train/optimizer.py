@@ -234,6 +234,8 @@ class Trainable(Generic[N]):
             self._begin_pass(again=False)
             sums = None if failed else self._pass(part_loss, ranks)
             if sums is None:
+                if not failed:
+                    self._recover(ranks)
                 self._begin_pass(again=not failed)
                 failed = True
                 self._filler_pass(ranks)
@@ -242,7 +244,7 @@ class Trainable(Generic[N]):
         return None if failed else total
 
     def _pass(self, part_loss: PartLoss, ranks: Ranks) -> Tensor | None:
-        """One micro-batch: its sums, or None if memory ran out, which was freed."""
+        """One micro-batch: its sums, or None if memory ran out; nothing holds its activations then."""
         try:
             loss, sums = part_loss()
             # FSDP averages gradients over the ranks; the losses are shares of a sum.
@@ -252,14 +254,17 @@ class Trainable(Generic[N]):
             if not hasattr(self.network, "reset_iter_state"):
                 log.error("torch %s cannot go on after this: torch 2.13 can", torch.__version__)
                 raise
-            log.warning("out of memory in a micro-batch: %s", error)
+            log.warning("out of memory in a micro-batch: %s", str(error))  # a kept record keeps its frames
             # The frames hold the activations.
             traceback.clear_frames(error.__traceback__)
+        return None
+
+    def _recover(self, ranks: Ranks) -> None:
+        """Makes the network usable again after a pass that broke off, and frees what that held."""
         gc.collect()
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
         self.network.reset_iter_state()  # type: ignore[operator]
-        return None
 
     def _filler_pass(self, ranks: Ranks) -> None:
         """The collectives of a micro-batch without one."""
