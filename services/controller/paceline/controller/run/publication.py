@@ -134,13 +134,13 @@ class Publication:
             raise PeerLostError(
                 f"{learner.member_id} was started again and is still loading", peer=learner.member_id
             )
-        held = await self._push.epochs.form(learner, rollouts)
+        learner_version = await self._push.epochs.form(learner, rollouts)
         epoch = self._push.epochs.current
         if epoch is not None:
             members = [m.member_id for m in (epoch.learner, *epoch.rollouts)]
             self._run.journal.record("epoch", number=epoch.number, members=members)
-        if held != version:
-            raise StaleLearnerError(learner, held, version)
+        if learner_version != version:
+            raise StaleLearnerError(learner, learner_version, version)
 
     def _check_digest(self, policy: PolicyTag) -> None:
         committed = self._run.journal.standing.commits.get(policy.version)
