@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -279,7 +280,11 @@ async def test_samples_follow_the_pushed_weights_and_no_cached_prefix_of_others_
 
 
 async def test_a_receive_beside_running_requests_is_refused(subject: Subject) -> None:
-    running = asyncio.create_task(subject.engine.generate(requests("running", LONG, count=64)))
+    async def generate() -> None:
+        for number in itertools.count():
+            await subject.engine.generate(requests(f"running {number}", LONG, count=64))
+
+    running = asyncio.create_task(generate())
     await asyncio.sleep(0.1)
     with pytest.raises(WeightSyncError, match="arrived while requests were running"):
         await subject.learner.push(subject.engine, version=7)

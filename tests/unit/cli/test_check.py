@@ -87,6 +87,15 @@ def test_check_ends_with_2_where_the_self_test_fails(
     )
 
 
+def test_a_self_test_that_never_ends_is_a_fault(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_LEARNER_CHECK_S", 0.02)
+    assert main(["check", "run.yaml"]) == 2
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "self-test" in line]
+    assert line.startswith("FAULT self-test: no answer within 0 s from ")
+
+
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize(
     ("override", "sentence"),

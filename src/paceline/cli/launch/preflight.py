@@ -28,6 +28,8 @@ from paceline.storage.folder import Folder, is_url
 from paceline.storage.models import local_model
 
 _REACH_S = 3.0
+# The self-test of Qwen3-30B-A3B takes 23 s on two cores.
+_LEARNER_CHECK_S = 300.0
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 
 
@@ -224,9 +226,14 @@ def _learner_check(config: RunConfig, *options: str) -> str:
         file.write(dump_yaml(config))
         file.flush()
         command = [sys.executable, "-m", "paceline.learner.check", *options, file.name]
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
         fault = ModelError if "--self-test" in options else ConfigError
+        try:
+            process = subprocess.run(
+                command, capture_output=True, text=True, timeout=_LEARNER_CHECK_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise fault(f"no answer within {_LEARNER_CHECK_S:.0f} s from {' '.join(command)}") from None
+    if process.returncode:
         raise fault(process.stderr.rpartition("fatal: ")[2].strip())
     return process.stdout.strip()
 
