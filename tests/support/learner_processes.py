@@ -34,6 +34,13 @@ class Learner:
         self.controller, self.ranks = controller, ranks
         self.stub = learner_pb2_grpc.LearnerServiceStub(channel)
 
+    @property
+    def failure(self) -> tuple[str, bool]:
+        """What the learner said before it ended, and whether that is final."""
+        # A regular heartbeat that was under way may arrive after it.
+        (said,) = [(beat.failure, beat.is_final) for beat in self.controller.heartbeats if beat.failure]
+        return said
+
     async def train(
         self, step: int, rows: tuple[BatchRow, ...], policy: PolicyTag
     ) -> learner_pb2.TrainStepResponse:
