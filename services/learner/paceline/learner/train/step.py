@@ -63,6 +63,7 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
         **guard.metrics,
         **learner.memory.metrics,
         **stopwatch.seconds,
+        **stopwatch.memory(ranks),
         **_utilisation(learner, flops, stopwatch),
         "perf/imbalance": plan.imbalance,
         "perf/computed_share": plan.cost / flops,
