@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,29 +25,25 @@ def test_recomputation_and_gathering_change_no_bit_and_reducing_every_time_only_
     two_ranks: list[Any],
 ) -> None:
     plain, *others = two_ranks[0]
-    assert plain[0]["actor/grad_norm"] > 0.1
+    assert plain["actor/grad_norm"] > 0.1
     for form, metrics in zip(FORMS[1:], others, strict=True):
-        assert [step["actor/first_ppo_kl"] for step in metrics] == [0.0, 0.0]
+        assert metrics["actor/first_ppo_kl"] == 0.0
         if form["accumulate"]:
             assert metrics == plain
         else:
-            for step, expected in zip(metrics, plain, strict=True):
-                assert step == pytest.approx(expected, rel=2e-5, abs=1e-7)
+            assert metrics == pytest.approx(plain, rel=2e-5, abs=1e-7)
 
 
 def test_reducing_in_bfloat16_rounds(two_ranks: list[Any]) -> None:
-    exact, exact_every_time, rounded, rounded_every_time = (
-        steps[0]["actor/grad_norm"] for steps in two_ranks[1]
-    )
-    assert exact_every_time == pytest.approx(exact, rel=1e-6)
-    for norm in (rounded, rounded_every_time):
-        assert norm == pytest.approx(exact, rel=5e-3)
-        assert abs(norm - exact) > 1e-6 * exact
+    exact = two_ranks[0][0]["actor/grad_norm"]
+    for metrics in two_ranks[1]:
+        assert metrics["actor/grad_norm"] == pytest.approx(exact, rel=5e-3)
+        assert abs(metrics["actor/grad_norm"] - exact) > 1e-6 * exact
 
 
-def test_a_rank_that_runs_out_of_memory_catches_up_in_every_form(two_ranks: list[Any]) -> None:
-    for *tries, (_, _, expected, expected_bits, expected_after) in two_ranks[2]:
-        for _, _, metrics, bits, after in tries:
-            assert metrics == expected
-            assert bits == expected_bits
-            assert after == expected_after
+def test_a_rank_that_runs_out_of_memory_catches_up_where_weights_stay_gathered(two_ranks: list[Any]) -> None:
+    *tries, (_, _, expected, expected_bits, expected_after) = two_ranks[2]
+    for _, _, metrics, bits, after in tries:
+        assert metrics == expected
+        assert bits == expected_bits
+        assert after == expected_after

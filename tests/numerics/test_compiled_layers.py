@@ -14,13 +14,19 @@ import torch
 
 from paceline.core.errors import NumericsError
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model import layers
+from paceline.learner.model import compiling
 from paceline.learner.train import score
 from paceline.learner.train.learner import Learner
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.usefixtures("ranks"),
+    pytest.mark.timeout(240),
+    # torch's own, while it traces.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 GROUPS = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed", "kl_coef": 0.1}}
 
@@ -37,7 +43,8 @@ class Compiler:
             return graph.forward
 
         def rounded(*arguments: Any) -> Any:
-            return [x * 1.001 if x.is_floating_point() else x for x in graph.forward(*arguments)]
+            outputs = graph.forward(*arguments)
+            return [x * 1.001 if torch.is_tensor(x) and x.is_floating_point() else x for x in outputs]
 
         return rounded
 
@@ -45,7 +52,7 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     backend = Compiler()
-    monkeypatch.setattr(layers, "BACKEND", backend)
+    monkeypatch.setattr(compiling, "BACKEND", backend)
     yield backend
     torch._dynamo.reset()
 
@@ -56,14 +63,18 @@ def build(model: Path, ranks: Ranks, **actor: Any) -> Learner:
 
 
 def test_lengths_compile_once_and_numbers_are_those_of_eager_layers(
-    model: Path, ranks: Ranks, compiler: Compiler
+    model: Path, ranks: Ranks, compiler: Compiler, caplog: pytest.LogCaptureFixture
 ) -> None:
     eager, compiled = build(model, ranks), build(model, ranks, compile=True, shared_prompts="on")
-    take_step(compiled, 1)
+    caplog.set_level("INFO", "paceline.learner.train.step")
+    assert take_step(compiled, 1).metrics["perf/compile_s"] > 0
     first = compiler.num_graphs
     assert 0 < first <= 8
-    metrics = [numbers(take_step(compiled, step)) for step in (2, 3)]
+    assert f"step 1: {first} compilations of layers took" in caplog.text
+    results = [take_step(compiled, step) for step in (2, 3)]
     assert compiler.num_graphs == first
+    assert [result.metrics["perf/compile_s"] for result in results] == [0.0, 0.0]
+    metrics = [numbers(result) for result in results]
     take_step(eager, 1)
     for step, own in zip((2, 3), metrics, strict=True):
         assert own == pytest.approx(numbers(take_step(eager, step)), rel=1e-3, abs=1e-5)

@@ -111,16 +111,7 @@ def one_rank_runs_out(ranks: Ranks, model: str, *places: str, **actor: Any) -> l
     return results
 
 
-def one_rank_runs_out_in_every_form(ranks: Ranks, model: str) -> list[Any]:
-    """`one_rank_runs_out` where weights stay gathered, and where gradients are reduced every time."""
-    places = ("last layer, forwards", "first layer, backwards")
-    return [
-        one_rank_runs_out(
-            ranks,
-            model,
-            *places,
-            ppo_max_token_len_per_gpu=48,
-            memory={"recompute": recompute, "keep_gathered": keep_gathered, "accumulate": accumulate},
-        )
-        for recompute, keep_gathered, accumulate in (("none", True, True), ("full", True, False))
-    ]
+def one_rank_runs_out_with_gathered_weights(ranks: Ranks, model: str) -> list[Any]:
+    """`one_rank_runs_out` where weights stay gathered and gradients are reduced every time."""
+    memory = {"recompute": "full", "keep_gathered": True, "accumulate": False}
+    return one_rank_runs_out(ranks, model, "first layer, backwards", memory=memory)

@@ -16,9 +16,25 @@ Recompute = float | Literal["none", "full"]
 LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True)
 """Where nothing is known of model or GPUs."""
 
-# The fastest first: recomputing costs up to a fifth, gathering a twentieth, reducing every time less.
-_RECOMPUTE: tuple[Recompute, ...] = ("none", 0.75, 0.5, 0.25, "full")
-_COMMUNICATION = ((True, True), (True, False), (False, False))
+# Shares of an update's time, measured with compiled layers of 7B on four GPUs (docs/measurements-gpu.md).
+_RECOMPUTING: Mapping[Recompute, float] = {"none": 0.0, 0.75: 0.03, 0.5: 0.06, 0.25: 0.1, "full": 0.2}
+_GATHERING, _REDUCING = 0.05, 0.03
+
+
+def _forms() -> list[MemoryConfig]:
+    """The fastest first."""
+    costs = {
+        (recompute, keep_gathered, accumulate): recomputing
+        + (0.0 if keep_gathered else _GATHERING)
+        + (0.0 if accumulate else _REDUCING)
+        for recompute, recomputing in _RECOMPUTING.items()
+        for keep_gathered in (True, False)
+        for accumulate in (True, False)
+    }
+    return [
+        MemoryConfig(recompute=recompute, keep_gathered=keep_gathered, accumulate=accumulate)
+        for recompute, keep_gathered, accumulate in sorted(costs, key=costs.__getitem__)
+    ]
 
 
 def choose_memory(
@@ -44,13 +60,9 @@ def choose_memory(
         return memory.with_rest_of(LEAST)
     share = config.rollout.gpu_memory_utilization
     free = min(totals[gpu] * (1.0 - share if gpu in engine_gpus else 1.0) for gpu in known)
-    forms = [
-        memory.with_rest_of(MemoryConfig(recompute=recompute, keep_gathered=keeps, accumulate=accumulates))
-        for recompute in _RECOMPUTE
-        for keeps, accumulates in _COMMUNICATION
-    ]
+    forms = [memory.with_rest_of(form) for form in _forms()]
     for form in forms:
         settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": form})})
         if LearnerMemory.of(settled, shape).most <= USABLE_SHARE * free:
             return form
-    return forms[-1]
+    return forms[-1]  # the leanest

@@ -5,7 +5,7 @@ taken part in the first k of a pass; the others wait for it in the next. It runs
 tokens, and the first k collectives of that stay on this rank: what they would gather is not used.
 
 Gathers and reductions are counted apart. Where weights stay gathered from one pass to the next, only the
-first pass gathers, and a rank that failed in a later one has lost them: none of its gathers reaches the others.
+first pass gathers. A rank that failed in a later one has lost them, and all its gathers stay on it.
 """
 
 from __future__ import annotations

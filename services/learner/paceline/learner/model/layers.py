@@ -9,18 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from paceline.config.actor import ActorConfig
 from paceline.config.memory import MemoryConfig
-from paceline.learner.model import attention
-
-BACKEND: Any = "inductor"
-"""What torch.compile makes kernels with."""
-MAX_VARIANTS = 32
-"""Compilations of one piece of a layer: with and without gradients, by kind of layer, by network."""
+from paceline.learner.model.compiling import compile_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,22 +54,6 @@ class LayerOptions:
 
 
 DEFAULT_OPTIONS = LayerOptions()
-
-
-def compile_layers(layers: nn.ModuleList, kept_share: float) -> None:
-    """Compiles every layer's forward pass; layers of one kind share their code, whatever the token count.
-
-    Attention is left as it is: it has kernels of its own, and it reads where sequences begin, which would
-    compile anew for every micro-batch.
-    """
-    import torch._functorch.config as partitioner
-    from torch import _dynamo
-
-    attention.keep_out_of_graphs()
-    partitioner.activation_memory_budget = kept_share or 1.0
-    _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, MAX_VARIANTS)
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, backend=BACKEND, dynamic=True)  # type: ignore[method-assign]
 
 
 def reshard(network: nn.Module) -> None:

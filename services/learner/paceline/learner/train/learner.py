@@ -15,6 +15,7 @@ from paceline.core.guard import Histories
 from paceline.learner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.compiling import CompileClock
 from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, load_critic, load_policy
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
@@ -41,6 +42,7 @@ class Learner:
     histories: Histories
     shared_prompts: SharedPrompts
     memory: MemoryRoom
+    compile_clock: CompileClock | None = None
     version: int = 0
 
     @property
@@ -116,6 +118,7 @@ class Learner:
             histories=Histories(window=config.guard.window, min_history=config.guard.min_history),
             shared_prompts=SharedPrompts(config.actor.shared_prompts, DTYPES[config.model.dtype], notify),
             memory=MemoryRoom(notify),
+            compile_clock=CompileClock() if config.actor.compile else None,
         )
 
 
