@@ -5,14 +5,14 @@
     python benchmarks/update.py --device cpu --shape tiny --layers 2 --sequences 8 --prompt 16 --response 16
 
 Groups of 8 samples, random weights, GRPO with one mini-batch per step: the learner's own training step, from
-the plan to the optimizer's. Each form warms up on a quarter of the rows and is then timed once with a copy of
-the prompt per sample and once with shared prompts.
+the plan to the optimizer's. Each form takes a step on a quarter of the rows, in which it is compiled, then a
+whole one to fill the allocator, and one that is timed; the last two again with shared prompts for --shared.
 
 MFU counts the operations of the tokens that went through the model, without recomputation, against the
 vendor's peak; tokens/s count the tokens of the batch, per rank. `GiB` is the most that tensors took in the
 update. `scoring` is old log-probs. `gradient` is the norm's difference from the first form's, `ratio` the
-mean log-ratio of the first mini-batch, which must be 0. `compiling` is what the first step took beyond its
-share of the timed one.
+mean log-ratio of the first mini-batch, which must be 0. `compiling` is what the first step spent on it, and
+later ones after the sign +.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +50,7 @@ from paceline.learner.train.step import train_step
 SAMPLES = 8
 POLICY = PolicyTag(version=0, digest="0" * 16)
 WAIT_S = 300.0
+SAID = ("timing_s/", "perf/", "actor/grad_norm", "actor/first_ppo_kl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,12 +107,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             (Path(folder) / "config.json").write_text(json.dumps(shape))
             for number in args.forms:
                 name, form = list(FORMS.items())[number]
-                plain, shared, extra = measure(Path(folder), form, args, ranks)
-                norms.append(plain["actor/grad_norm"])
-                rows.append(cells(name, form, plain, args, norms, extra))
-                rows.append(cells("  with shared prompts", form, shared, args, norms, None))
-                if ranks.rank == 0:
-                    print(f"{name}: {json.dumps({'plain': plain, 'shared': shared})}", flush=True)
+                for mode, metrics in measure(Path(folder), form, args, ranks).items():
+                    norms.append(metrics["actor/grad_norm"])
+                    rows.append(
+                        cells(name if mode == "off" else "  shared prompts", form, metrics, args, norms)
+                    )
+                    if ranks.rank == 0:
+                        said = {key: metrics[key] for key in metrics if key.startswith(SAID)}
+                        print(f"{name}, {mode}: {json.dumps(said)}", flush=True)
     finally:
         leave_group()
     if ranks.rank == 0:
@@ -130,6 +132,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=32, help="per rank, a multiple of 8")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--response", type=int, default=1024)
+    parser.add_argument("--shared", action="store_true", help="each form with shared prompts, too")
     parser.add_argument(
         "--forms",
         type=lambda text: [int(word) for word in text.split(",")],
@@ -141,29 +144,29 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(
     folder: Path, form: Form, args: argparse.Namespace, ranks: Ranks
-) -> tuple[dict[str, float], dict[str, float], float]:
-    """Metrics of the timed steps, without and with shared prompts, and seconds that compiling took."""
+) -> dict[SharingMode, dict[str, float]]:
+    """Metrics of the timed steps, by whether prompts are shared."""
+    torch.compiler.reset()  # another form of the same layers would find this one's kernels
     config = configuration(folder, form, args, ranks)
     precision = Precision(compute=DTYPES[config.model.dtype], reduce=DTYPES[config.actor.reduce_dtype])
     policy = unfilled_policy(folder, ranks, precision, options=LayerOptions.of_actor(config.actor))
     fill(policy, ranks)
-    num_prompts = args.sequences * ranks.world_size // SAMPLES
-    results, first_s = [], 0.0
     learner = Learner.around(config, ranks, policy, notify=print)
-    modes: tuple[SharingMode, ...] = ("off", "auto")
-    for share_prompts in modes:
-        learner.shared_prompts = SharedPrompts(share_prompts, DTYPES[config.model.dtype], print)
-        began = time.monotonic()
-        step(learner, max(1, num_prompts // 4), args)
-        first_s = first_s or time.monotonic() - began
-        results.append(step(learner, num_prompts, args))
-    plain, shared = results
-    timed_s = plain["timing_s/update_actor"] + plain["timing_s/old_log_prob"]
+    num_prompts = args.sequences * ranks.world_size // SAMPLES
+    first = step(learner, max(1, num_prompts // 4), args)
+    results: dict[SharingMode, dict[str, float]] = {}
+    modes: tuple[SharingMode, ...] = ("off", "auto") if args.shared else ("off",)
+    for mode in modes:
+        learner.shared_prompts = SharedPrompts(mode, DTYPES[config.model.dtype], print)
+        warm = step(learner, num_prompts, args)
+        results[mode] = step(learner, num_prompts, args)
+        results[mode]["compile_s"] = first.get("perf/compile_s", 0.0)
+        results[mode]["later_s"] = warm.get("perf/compile_s", 0.0) + results[mode].get("perf/compile_s", 0.0)
     del learner, policy
     gc.collect()
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
-    return plain, shared, max(0.0, first_s - timed_s / 4)
+    return results
 
 
 def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ranks) -> RunConfig:
@@ -244,7 +247,6 @@ def cells(
     metrics: Mapping[str, float],
     args: argparse.Namespace,
     norms: Sequence[float],
-    compiling_s: float | None,
 ) -> list[str]:
     """A row of the table."""
     seconds, scoring = metrics["timing_s/update_actor"], metrics["timing_s/old_log_prob"]
@@ -261,7 +263,7 @@ def cells(
         "-" if memory is None else f"{memory:.1f}",
         f"{metrics['actor/grad_norm'] / norms[0] - 1:+.1e}",
         f"{metrics['actor/first_ppo_kl']:.1e}",
-        "" if compiling_s is None or not form.compiled else f"{compiling_s:.0f}",
+        f"{metrics['compile_s']:.0f} + {metrics['later_s']:.0f}" if form.compiled else "",
     ]
 
 

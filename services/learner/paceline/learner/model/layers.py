@@ -24,7 +24,7 @@ class LayerOptions:
     Attributes:
         kept_share: share of the activations that a layer keeps for the backward pass; 0 recomputes all.
         compiled: by torch.compile.
-        keep_gathered: weights stay gathered after a forward pass; `reshard` or a backward pass ends that.
+        keep_gathered: weights stay gathered after a forward pass, until a backward pass or `free_gathered`.
     """
 
     kept_share: float = 1.0
@@ -56,7 +56,7 @@ class LayerOptions:
 DEFAULT_OPTIONS = LayerOptions()
 
 
-def reshard(network: nn.Module) -> None:
+def free_gathered(network: nn.Module) -> None:
     """Frees all gathered weights of the network: after forward passes that no backward pass follows.
 
     FSDP keeps the root's after a forward pass, the layers' with `keep_gathered`. The next forward pass would

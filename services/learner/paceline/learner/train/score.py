@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.learner.batch.types import MicroBatch, OldLogProbs, ScoredBatch
-from paceline.learner.model.layers import reshard
+from paceline.learner.model.layers import free_gathered
 from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.stopwatch import Stopwatch
@@ -78,6 +78,6 @@ def _score_all(
     """Calls every micro-batch; leaves neither gathered weights nor FSDP's notes for a backward pass."""
     with torch.set_grad_enabled(with_graph):
         results = [call(batch).detach() for batch in batches]
-    reshard(network)
+    free_gathered(network)
     forget_forward_passes(network)
     return results
