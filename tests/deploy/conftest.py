@@ -28,5 +28,5 @@ def small_run() -> dict[str, Any]:
 def undisturbed(small_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """The metrics of `paceline train`."""
     with training(tiny_config(small_inputs, **SMALL_RUN), tmp_path_factory.mktemp("local") / "run") as run:
-        assert run.finish() == 0
+        assert run.finish(timeout_s=400) == 0
     return run.metrics

@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
+LEARN = ("phase", "learn", 3)
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "testing",
@@ -89,7 +90,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint_in_the_object_store(
     sections = small_run | {"trainer": small_run["trainer"] | {"checkpoint_url": "s3://bucket/checkpoints"}}
     config = tiny_config(small_inputs, **sections)
     with training(config, tmp_path / "run") as run:
-        run.wait_for_phase("learn", 3)
+        run.wait_for(lambda e: (e["event"], e.get("to"), e.get("step")) == LEARN, timeout_s=400)
         run.look()
         run.process.kill()
         run.process.wait(10)
@@ -97,7 +98,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint_in_the_object_store(
     (folder,) = store.ls("bucket/checkpoints")
     assert store.exists(f"{folder}/step_000002/manifest.json")
     with training(config, tmp_path / "run") as run:
-        assert run.finish() == 0
+        assert run.finish(timeout_s=400) == 0
         first, second = only(run.events, "run")
         assert first["run_id"] == second["run_id"]
         assert_sound(run)
