@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from support import compose_stack
 from support.compose_stack import DOCKER, FOLDER, Stack
 from support.otlp_collector import ReceivedSpan, collector
 from support.prometheus_server import PrometheusServer, program, prometheus_server
@@ -31,22 +29,8 @@ STEPS = (
 SERVICES = {"paceline.controller", "paceline.learner", "paceline.rollout", "paceline.reward"}
 
 
-@pytest.fixture
-def stack() -> Iterator[Stack]:
-    why = compose_stack.lacking()
-    if why:
-        pytest.skip(why)
-    program("prometheus")
-    stack = Stack()
-    try:
-        stack.prepare("0", "sft.steps=60")
-        yield stack
-    finally:
-        left = stack.remove()
-    assert left == []
-
-
 def test_members_come_and_go_seen_by_prometheus_and_a_collector(stack: Stack, tmp_path: Path) -> None:
+    program("prometheus")
     with contextlib.ExitStack() as resources:
         resources.enter_context(stack.settings("scaled", *STEPS))
         stack.compose("up", "--detach", "redis")
