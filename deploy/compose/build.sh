@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds the images for compose.yaml on this machine; needs Docker with BuildKit (20.10 or newer), no registry.
 #
-#   deploy/compose/build.sh [IMAGE ...]      controller reward learner rollout redis; default: all
+#   deploy/compose/build.sh [IMAGE ...]      default: controller reward learner rollout redis
+#   deploy/compose/build.sh prometheus       where the image of profile observability cannot be pulled
 #
 # BASE_IMAGE     what all images stand on: Debian or Ubuntu with Python 3.11 or 3.12 among its packages. Where it
 #                cannot be pulled, it is made by debootstrap, which needs root (default: debian:bookworm-slim)
@@ -62,13 +63,13 @@ for image in "$@"; do
   name=paceline/$image:local
   options=("${packages[@]}" --file "services/$image/Dockerfile" .)
   case $image in
-    redis) options=(deploy/compose/redis) ;;
+    redis | prometheus) options=("deploy/compose/$image") ;;
     controller | reward) ;;
     learner | rollout)
       name=paceline/$image:$tag
       options=(--build-arg "VARIANT=$variant" --build-arg "TORCH_INDEX=$torch_index" "${options[@]}")
       ;;
-    *) echo "build.sh: $image must be controller, reward, learner, rollout or redis" >&2; exit 2 ;;
+    *) echo "build.sh: $image must be controller, reward, learner, rollout, redis or prometheus" >&2; exit 2 ;;
   esac
   echo "building $name" >&2
   "$docker" build --quiet "${arguments[@]}" --tag "$name" "${options[@]}" > /dev/null

@@ -3,8 +3,8 @@
     python packages.py LOCK [EXTRA ...]     the project's own requirements and those of its extras
     python packages.py LOCK --everything    every line of the lock file, without looking at dependencies
 
-Runs in the build stage of each service's image, with that image's own pip. torch comes from pip's own index, or
-from TORCH_INDEX where that has not the lock file's build.
+Runs in the build stage of each service's image, with that image's own pip. torch comes from pip's own index,
+or from TORCH_INDEX where that has not the lock file's build.
 """
 
 from __future__ import annotations
