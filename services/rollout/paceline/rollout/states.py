@@ -4,7 +4,7 @@
                                ^                     |  ^                      |
                                +----ReceiveFailed----+  +-----ReceiveBegan-----+
     SYNCING, SERVING --Forgotten--> STALE
-    STALE, SYNCING, SERVING --Slept--> ASLEEP --Woken(weights)--> STALE, without a KV cache until Woken(kv_cache)
+    STALE, SYNCING, SERVING --Slept--> ASLEEP --Woken(weights)--> STALE; no commit before Woken(kv_cache)
     every state --Drained--> DRAINING, for good
 
 Only `Committed` leads to SERVING. It is legal in SYNCING alone, and there only for the version that has been
@@ -119,7 +119,7 @@ def advance(standing: Standing, event: Event) -> Standing:
     """The standing after `event`; a repeated commit, sleep or wake returns the same object.
 
     Raises:
-        IllegalTransitionError: the state does not have this move, or the engine sleeps; names state and event.
+        IllegalTransitionError: the state, or a sleeping engine, does not have this move; names both.
         VersionMismatchError: a commit of a version that was not received.
     """
     if isinstance(event, Committed) and _is_repeated(standing, event):
