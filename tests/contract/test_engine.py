@@ -365,6 +365,20 @@ async def test_an_engine_that_slept_draws_the_same_samples_after_a_push(subject:
     check_same(await engine.generate(requests("after sleep")), before)
 
 
+async def test_a_push_arrives_through_memory_that_learner_and_engine_share(subject: Subject) -> None:
+    learner, engine = subject.learner, subject.engine
+    await learner.join(engine)
+    await learner.push_seed(engine, seed=0, version=16)
+    before = await engine.generate(requests("over the wire"))
+    spec = await learner.join(engine, shared=True)
+    assert len(spec.stand_ins) == len(await engine.describe())
+    for seed, version in ((1, 17), (0, 18)):
+        learner.set_seed(seed)
+        sent, received = await learner.push(engine, version)
+        assert disagreement(sent.reports[0], received.reports) is None
+    check_same(await engine.generate(requests("through memory")), before)
+
+
 # Last: it takes the engine down.
 async def test_a_dead_engine_is_noticed_and_shutdown_leaves_no_process(
     subject: Subject, caplog: pytest.LogCaptureFixture
