@@ -37,7 +37,8 @@ def svg(text: str) -> ET.Element:
 
 def test_the_page_stands_alone_and_is_well_formed(run_dir: Path) -> None:
     text = write_report(run_dir).read_text()
-    assert re.findall(r"(?:src|href)\s*=|@import|url\(|<script", text) == []
+    # The script itself is there, without a source; it fetches only where `paceline ui` serves the page.
+    assert re.findall(r"(?:\ssrc|href)\s*=|@import|url\(|data-live=", text) == []
     open_tags: list[str] = []
 
     class Checker(HTMLParser):

@@ -21,13 +21,19 @@ from paceline.cli.metrics import (
 from paceline.cli.report.charts import WIDE, Series, line_chart, stacked_bars
 from paceline.cli.report.data import RunData, Samples, phase_seconds
 from paceline.cli.report.guard import guard_section
+from paceline.cli.report.script import SCRIPT
 from paceline.cli.report.style import STYLE
 
 _TEXTS = {"prompt": "prompt", "response": "response", "truth": "ground_truth"}
 
 
-def page(data: RunData) -> str:
-    """The page of a run."""
+def page(data: RunData, *, stamp: str | None = None) -> str:
+    """The page of a run.
+
+    Args:
+        data: what it shows.
+        stamp: of the data, for a page that asks `now` beside it for news; None: for one that stands alone.
+    """
     sections = [
         _reward(data),
         _phases(data),
@@ -40,10 +46,17 @@ def page(data: RunData) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(data.name)}: Paceline report</title><style>{STYLE}</style></head><body><main>"
-        f'<header><p class="brand">Paceline</p><h1>{escape(data.name)}</h1>{_tiles(data)}</header>'
-        f"{''.join(sections)}</main></body></html>\n"
+        f"<title>{escape(data.name)}: Paceline report</title><style>{STYLE}</style></head>"
+        f"<body{_live(stamp)}><main>"
+        f'<header><p class="brand">Paceline</p><h1>{escape(data.name)}</h1>'
+        f'<p class="facts-of-run">{escape(" · ".join(data.facts))}</p>'
+        f'<div id="now"></div>{_tiles(data)}</header>'
+        f"{''.join(sections)}</main><script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def _live(stamp: str | None) -> str:
+    return "" if stamp is None else f' data-live="{escape(stamp)}"'
 
 
 def _tiles(data: RunData) -> str:

@@ -62,7 +62,18 @@ pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monos
 Consolas,monospace}
 .config{margin-top:10px;font-size:12px}
 .none{color:var(--soft);margin:4px 0 10px}
-@media (max-width:760px){.split{grid-template-columns:1fr}}
+.facts-of-run{margin:-14px 0 14px;color:var(--soft);font-size:13.5px;overflow-wrap:anywhere}
+#now{margin:0 0 14px;font-size:13.5px}
+#now:empty{display:none}
+#now b{color:var(--c2)}
+#now .members{display:flex;flex-wrap:wrap;gap:4px 14px;color:var(--soft)}
+.tip{position:fixed;z-index:9;pointer-events:none;white-space:pre;background:var(--card);color:var(--ink);
+border:1px solid var(--line);border-radius:8px;padding:6px 10px;font-size:12.5px;
+font-variant-numeric:tabular-nums;box-shadow:0 2px 10px rgba(0,0,0,.18)}
+.tip[hidden]{display:none}
+@media (max-width:760px){.split{grid-template-columns:1fr}main{padding:20px 12px 48px}
+.wide{overflow-x:auto}.wide svg{min-width:640px}.grid-of{grid-template-columns:1fr}
+table{display:block;overflow-x:auto}dl{grid-template-columns:1fr}}
 @media print{body{background:#fff}figure,article,.tile,.wide{break-inside:avoid}}
 """ + "".join(
     f".c{i}{{--c:var(--c{i})}}.stroke.c{i} polyline{{stroke:var(--c{i})}}"
