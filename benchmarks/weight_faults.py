@@ -201,14 +201,14 @@ class Pair:
         from paceline.weights.plan.spec import WeightGroupSpec
 
         self.epoch += 1
-        layout = RankLayout.from_bytes(self.learner.call("layout"))
+        layouts = [RankLayout.from_bytes(rank.call("layout")) for rank in (self.learner, self.receiver)]
         spec = WeightGroupSpec(
             epoch=self.epoch,
             backend=self.options.backend,
             store_host=self.host,
             store_port=self.port,
-            learner_layouts=(layout,),
-            rollout_layouts=(layout,),
+            learner_layouts=(layouts[0],),
+            rollout_layouts=(layouts[1],),
             wire_dtype="bfloat16",
             round_bytes=self.options.width * self.options.width * 4,
             timeout_s=self.options.deadline_s,
@@ -224,10 +224,9 @@ class Pair:
 
     def must(self) -> None:
         """Both ranks must have succeeded."""
-        for rank in (self.learner, self.receiver):
-            kind, value, _ = rank.result()
-            if kind != "ok":
-                raise RuntimeError(f"{kind}: {value}")
+        answers = [rank.result()[:2] for rank in (self.learner, self.receiver)]
+        if any(kind != "ok" for kind, _ in answers):
+            raise RuntimeError("; ".join(f"{kind}: {value}" for kind, value in answers))
 
     def recover(self) -> str:
         """A fresh receiver, a new group, a push: the words for the table."""
