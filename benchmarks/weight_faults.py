@@ -355,12 +355,16 @@ def main() -> int:
     """Runs the parts and prints the table; 1 if one is not as it must be."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--only-network", action="store_true", help="of the parts, the one over sockets alone"
+    )
     args = parser.parse_args()
     cuda = args.device == "cuda"
     options = Options(device=args.device, layers=256 if cuda else 8, width=4096 if cuda else 64)
     rows: list[tuple[str, Row]] = []
+    parts = {} if args.only_network else PARTS
     pair = Pair(options)
-    for name, part in PARTS.items():
+    for name, part in parts.items():
         try:
             rows.append((name, part(pair)))
         except (RuntimeError, TimeoutError) as error:
