@@ -160,8 +160,11 @@ class BrokerConfig(Section):
 class WeightsConfig(Section):
     """The weight push."""
 
-    backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU."
+    backend: Literal["auto", "gloo", "nccl", "shared"] = Field(
+        "auto",
+        description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU; with "
+        "placement: colocated, shared. shared: a learner rank and a rollout rank on one GPU (or the CPU of a "
+        "machine) have the memory between them open; they must run in one container.",
     )
     staging_mib: int = Field(
         1024,
