@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Builds the images for compose.yaml on this machine; needs Docker with BuildKit (20.10 or newer), no registry.
 #
-#   deploy/compose/build.sh [IMAGE ...]      controller reward learner rollout redis; default: all
+#   deploy/compose/build.sh [IMAGE ...]      default: controller reward learner rollout redis
+#   deploy/compose/build.sh prometheus       where the image of profile observability cannot be pulled
 #
 # BASE_IMAGE     what all images stand on: Debian or Ubuntu with Python 3.11 or 3.12 among its packages. Where it
 #                cannot be pulled, it is made by debootstrap, which needs root (default: debian:bookworm-slim)
-# VARIANT        cpu or cuda (default: cpu); cuda wants BASE_IMAGE with CUDA's libraries, and REQUIREMENTS
-# REQUIREMENTS   lock file (default: requirements/cpu.txt)
+# VARIANT        of learner and rollout: cpu or cuda (default: cpu)
+# REQUIREMENTS   lock file (default: requirements/VARIANT.txt)
+# TORCH_INDEX    where pip finds torch if its own index has not this build (default: PyTorch's index for VARIANT)
 # TAG            of the images (default: VARIANT)
 # PIP_CONF       pip.conf for the build alone, where pip's own index is not enough
 # CA_BUNDLE      certificates that pip trusts in the build alone
@@ -18,6 +20,14 @@ docker=${DOCKER:-docker}
 base=${BASE_IMAGE:-debian:bookworm-slim}
 variant=${VARIANT:-cpu}
 tag=${TAG:-$variant}
+requirements=${REQUIREMENTS:-requirements/$variant.txt}
+case $variant in
+  cpu) builds=cpu ;;
+  cuda) builds=cu130 ;;
+  *) echo "build.sh: VARIANT=$variant must be cpu or cuda" >&2; exit 2 ;;
+esac
+[ -f "$requirements" ] || { echo "build.sh: there is no lock file $requirements" >&2; exit 2; }
+torch_index=${TORCH_INDEX:-https://download.pytorch.org/whl/$builds}
 export DOCKER_BUILDKIT=1
 
 make_base() {
@@ -43,24 +53,26 @@ fi
 
 arguments=(--build-arg "BASE_IMAGE=$base")
 [ -z "${BUILD_NETWORK:-}" ] || arguments+=(--network "$BUILD_NETWORK")
-packages=(--build-arg "REQUIREMENTS=${REQUIREMENTS:-requirements/cpu.txt}")
+packages=(--build-arg "REQUIREMENTS=$requirements")
 [ -z "${PIP_CONF:-}" ] || packages+=(--secret "id=pip_conf,src=$PIP_CONF")
 [ -z "${CA_BUNDLE:-}" ] || packages+=(--secret "id=ca_bundle,src=$CA_BUNDLE")
 
 [ $# -gt 0 ] || set -- controller reward learner rollout redis
 for image in "$@"; do
   began=$SECONDS
-  if [ "$image" = redis ]; then
-    "$docker" build --quiet "${arguments[@]}" --tag "paceline/redis:local" deploy/compose/redis > /dev/null
-    name=paceline/redis:local
-  else
-    variants=()
-    case $image in learner | rollout) variants=(--build-arg "VARIANT=$variant") ;; esac
-    name=paceline/$image:$tag
-    case $image in controller | reward) name=paceline/$image:local ;; esac
-    "$docker" build --quiet "${arguments[@]}" "${packages[@]}" "${variants[@]}" \
-      --file "services/$image/Dockerfile" --tag "$name" . > /dev/null
-  fi
+  name=paceline/$image:local
+  options=("${packages[@]}" --file "services/$image/Dockerfile" .)
+  case $image in
+    redis | prometheus) options=("deploy/compose/$image") ;;
+    controller | reward) ;;
+    learner | rollout)
+      name=paceline/$image:$tag
+      options=(--build-arg "VARIANT=$variant" --build-arg "TORCH_INDEX=$torch_index" "${options[@]}")
+      ;;
+    *) echo "build.sh: $image must be controller, reward, learner, rollout, redis or prometheus" >&2; exit 2 ;;
+  esac
+  echo "building $name" >&2
+  "$docker" build --quiet "${arguments[@]}" --tag "$name" "${options[@]}" > /dev/null
   bytes=$("$docker" image inspect --format '{{.Size}}' "$name")
   echo "$name  $((bytes / 1000000)) MB  $((SECONDS - began)) s"
 done

@@ -3,11 +3,13 @@
     python packages.py LOCK [EXTRA ...]     the project's own requirements and those of its extras
     python packages.py LOCK --everything    every line of the lock file, without looking at dependencies
 
-Runs in the build stage of each service's image, with that image's own pip.
+Runs in the build stage of each service's image, with that image's own pip. torch comes from pip's own index,
+or from TORCH_INDEX where that has not the lock file's build.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +26,10 @@ def main(lock: Path, words: list[str]) -> int:
     if words == ["--everything"]:
         chosen = ["--no-deps", "--requirement", str(lock)]
     else:
-        chosen = ["--constraint", str(lock), *_requirements(Path("pyproject.toml"), words)]
+        requirements = _requirements(Path("pyproject.toml"), words)
+        if any(_name(line) == "torch" for line in requirements):
+            _install_torch(lock)
+        chosen = ["--constraint", str(lock), *requirements]
     subprocess.run([*PIP, "install", "--quiet", "--no-warn-script-location", *chosen], check=True)
     strangers = _installed() - _locked(lock) - _OF_THE_ENVIRONMENT
     if strangers:
@@ -38,6 +43,14 @@ def _requirements(project: Path, extras: list[str]) -> list[str]:
     tables = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
     optional = tables["optional-dependencies"]
     return [*tables["dependencies"], *(line for extra in extras for line in optional[extra])]
+
+
+def _install_torch(lock: Path) -> None:
+    """Without its dependencies, which TORCH_INDEX may have in other versions."""
+    (pin,) = (line for line in lock.read_text(encoding="utf-8").splitlines() if _name(line) == "torch")
+    command = [*PIP, "install", "--quiet", "--no-warn-script-location", "--no-deps", pin]
+    if subprocess.run(command, check=False).returncode != 0:
+        subprocess.run([*command, "--index-url", os.environ["TORCH_INDEX"]], check=True)
 
 
 def _installed() -> set[str]:

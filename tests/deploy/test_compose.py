@@ -5,12 +5,10 @@ Needs a Docker daemon and the images of deploy/compose/build.sh. Each test takes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from support import compose_stack
 from support.compose_stack import Stack
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
@@ -28,20 +26,6 @@ LONG = ("trainer.total_steps=50", *_SMALL)
 END_S = 500.0
 
 Events = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    why = compose_stack.lacking()
-    if why:
-        pytest.skip(why)
-    stack = Stack()
-    try:
-        stack.prepare()
-        yield stack
-    finally:
-        left = stack.remove()
-    assert left == []
 
 
 def finished(events: Events) -> int:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from paceline.cli.launch.machine import free_port
 from support import compose_stack
-from support.compose_stack import DOCKER, FOLDER, Stack
+from support.compose_stack import Stack
 from support.otlp_collector import ReceivedSpan, collector
-from support.prometheus_server import PrometheusServer, program, prometheus_server
+from support.prometheus_server import PrometheusServer
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
@@ -32,34 +28,29 @@ SERVICES = {"paceline.controller", "paceline.learner", "paceline.rollout", "pace
 
 
 @pytest.fixture
-def stack() -> Iterator[Stack]:
-    why = compose_stack.lacking()
+def prometheus() -> str:
+    """An image that the profile observability can start here; skips without it."""
+    why = compose_stack.lacking((compose_stack.PROMETHEUS,))
     if why:
         pytest.skip(why)
-    program("prometheus")
-    stack = Stack()
-    try:
-        stack.prepare("0", "sft.steps=60")
-        yield stack
-    finally:
-        left = stack.remove()
-    assert left == []
+    return compose_stack.PROMETHEUS
 
 
-def test_members_come_and_go_seen_by_prometheus_and_a_collector(stack: Stack, tmp_path: Path) -> None:
+def test_members_come_and_go_seen_by_prometheus_and_a_collector(prometheus: str, stack: Stack) -> None:
+    server = PrometheusServer(free_port())
     with contextlib.ExitStack() as resources:
-        resources.enter_context(stack.settings("scaled", *STEPS))
-        stack.compose("up", "--detach", "redis")
-        config = local_config(stack, tmp_path)
-        server = resources.enter_context(prometheus_server(config, tmp_path / "tsdb"))
+        ours = {"PROMETHEUS_IMAGE": prometheus, "PROMETHEUS_UI_PORT": str(server.port)}
+        resources.enter_context(stack.settings("scaled", *STEPS, **ours))
+        stack.compose("--profile", "observability", "up", "--detach", "prometheus")
         kept = resources.enter_context(collector(host=stack.gateway()))
         resources.enter_context(stack.up("scaled", *STEPS, OTLP_ENDPOINT=kept.endpoint))
         stack.wait_for("step 1", lambda events: finished(events) >= 1, 400.0)
         certificate = stack.in_volumes("cat", "tls/rollout/cert.pem").stdout
+        wait_until_up(server, controller=1, learner=1, rollout=1, reward=1)
         stack.scale(rollout=3, reward=2)
         stack.wait_for("three servers hold the policy", lambda events: len(holders(events)) == 3, 400.0)
         assert stack.in_volumes("cat", "tls/rollout/cert.pem").stdout == certificate
-        wait_until_up(server, stack, tmp_path, rollout=3, reward=2)
+        wait_until_up(server, controller=1, learner=1, rollout=3, reward=2)
         kinds = "count by (service_name) (paceline_process_open_files)"
         assert {labels["service_name"]: value for labels, value in server.values(kinds)} == {
             "paceline.controller": 1,
@@ -68,9 +59,14 @@ def test_members_come_and_go_seen_by_prometheus_and_a_collector(stack: Stack, tm
             "paceline.reward": 2,
         }
         assert any(value >= 1 for _, value in server.values("paceline_training_step"))
+        assert {group["name"] for group in server.ask("rules")["groups"]} == {
+            "paceline-guard",
+            "paceline-services",
+        }
         stack.scale(rollout=1, reward=1)
         stack.wait_for("one server holds the policy", lambda events: len(holders(events)) == 1, 240.0)
-        wait_until_up(server, stack, tmp_path, rollout=1, reward=1)
+        wait_until_up(server, controller=1, learner=1, rollout=1, reward=1)
+        print(f"scaled back after step {finished(stack.lines('events.jsonl'))}")
         assert stack.exit_code("follow", 500.0) == 0, stack.logs()
         last = finished(stack.lines("events.jsonl"))
         checked = stack.in_volumes("paceline", "verify", "runs/scaled", check=False)
@@ -96,16 +92,17 @@ def holders(events: list[dict[str, Any]]) -> set[str]:
     return servers
 
 
-def wait_until_up(server: PrometheusServer, stack: Stack, folder: Path, **scaled: int) -> None:
-    """Waits until so many containers are scraped, and no other."""
-    wanted = {"controller": 1, "learner": 1, **scaled}
+def wait_until_up(server: PrometheusServer, **wanted: int) -> None:
+    """Waits until so many containers of each service are scraped, and no other."""
+    jobs = {f"paceline-{service}": number for service, number in wanted.items()}
 
-    def all_are_up() -> bool:
-        for service in wanted:
-            targets(folder, service).write_text(json.dumps(addresses(stack, service)))
-        return up(server) == wanted
+    def up() -> dict[str, int]:
+        return {labels["job"]: int(value) for labels, value in server.values("sum by (job) (up)")}
 
-    server.wait_for(all_are_up, f"as many targets up: {wanted}", timeout_s=180)
+    def targets() -> dict[str, int]:
+        return {labels["job"]: int(value) for labels, value in server.values("count by (job) (up)")}
+
+    server.wait_for(lambda: up() == targets() == jobs, f"as many targets up: {wanted}", timeout_s=180)
 
 
 def steps_by_trace(spans: list[ReceivedSpan]) -> dict[int, set[str]]:
@@ -117,43 +114,3 @@ def steps_by_trace(spans: list[ReceivedSpan]) -> dict[int, set[str]]:
         if span.trace_id in roots:
             services[roots[span.trace_id]].add(span.service)
     return services
-
-
-def targets(folder: Path, service: str) -> Path:
-    """The file with a service's addresses."""
-    return folder / f"{service}.json"
-
-
-def local_config(stack: Stack, folder: Path) -> Path:
-    """Compose's own configuration of Prometheus for this machine, which cannot ask the containers' DNS."""
-    tree = yaml.safe_load((FOLDER.parent / "observability" / "prometheus.yaml").read_text())
-    tree["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    del tree["rule_files"]
-    for file in ("ca.pem", "cert.pem", "key.pem"):
-        (folder / file).write_text(stack.in_volumes("cat", f"tls/client-prometheus/{file}").stdout)
-    for job in tree["scrape_configs"]:
-        service = job["job_name"].removeprefix("paceline-")
-        del job["dns_sd_configs"]
-        targets(folder, service).write_text("[]")
-        job["file_sd_configs"] = [{"files": [str(targets(folder, service))], "refresh_interval": "1s"}]
-        job["tls_config"] |= {f"{name}_file": str(folder / f"{name}.pem") for name in ("ca", "cert", "key")}
-    config = folder / "prometheus.yaml"
-    config.write_text(yaml.safe_dump(tree))
-    return config
-
-
-def addresses(stack: Stack, service: str) -> list[dict[str, object]]:
-    """A service's addresses on the run's network, as compose's own Prometheus would find them by DNS."""
-    form = "{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}"
-    answers: list[dict[str, object]] = []
-    for container in stack.containers(service):
-        words = [DOCKER, "inspect", "--format", form, container]
-        ips = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout.split()
-        # The controller is on a second network, too: either address leads to it.
-        answers += [{"targets": [f"{ip}:9464"], "labels": {"service": service}} for ip in ips[:1]]
-    return answers
-
-
-def up(server: PrometheusServer) -> dict[str, int]:
-    """How many targets of each service are up."""
-    return {labels["service"]: int(value) for labels, value in server.values("sum by (service) (up)")}

@@ -377,11 +377,58 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     run = Run(tmp_path, "wait", {"rollout-0": DEAF, "learner-0": DEAF, "reward": DEAF}, budget_s=60)
     run.wait_for_pids(3)
     run.process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    run.read_until("send it again to stop at once")
     sent = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     run.finish()
     assert time.monotonic() - sent < 10
+
+
+def begun(tmp_path: Path, script: str, service: str) -> Run:
+    """A run that is in its first step."""
+    run = Run(tmp_path, script, {"rollout-0": service, "learner-0": service, "reward": service}, budget_s=60)
+    run.wait_for_pids(3)
+    note = tmp_path / "run" / "run.json"
+    deadline = time.monotonic() + 15
+    while not note.exists() or '"running"' not in note.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.5)  # the launcher follows the run
+    return run
+
+
+def test_ctrl_c_lets_the_step_in_progress_end(tmp_path: Path) -> None:
+    run = begun(tmp_path, "train", WELL)
+    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGINT)  # as a program around it may pass it on
+    assert run.finish() == (False, 130, "stopped: SIGINT")
+    assert "SIGINT: the run ends after this step, with a checkpoint; again stops it at once" in run.output
+    assert (run.run_dir / "controller.calls").read_text() == "stop after the step: SIGINT"
+
+
+def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
+    run = begun(tmp_path, "train on", DEAF)
+    run.process.send_signal(signal.SIGINT)
+    run.read_until("again stops it at once")
+    time.sleep(0.6)
+    assert run.process.poll() is None
+    sent = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish() == (False, 130, "stopped by SIGINT")
+    assert time.monotonic() - sent < 4
+
+
+def test_another_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
+    run = begun(tmp_path, "train on", WELL)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(2.5)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish() == (False, 143, "stopped by SIGTERM")
+    asked, *again, stopped = (run.run_dir / "controller.calls").read_text().split("\n")
+    # It is asked again: a controller that was started again has forgotten it.
+    assert again
+    assert {asked, *again} == {"stop after the step: SIGINT"}
+    assert stopped == "stop stopped by SIGTERM"
 
 
 def test_services_die_with_a_killed_launcher(tmp_path: Path) -> None:

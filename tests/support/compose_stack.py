@@ -24,20 +24,22 @@ IMAGES: Final = (
     "paceline/rollout:cpu",
     "paceline/redis:local",
 )
+PROMETHEUS: Final = "paceline/prometheus:local"
 TLS_NAMES: Final = ("controller", "learner", "rollout", "reward", "client", "redis", "client-prometheus")
 DOCKER: Final = os.environ.get("DOCKER", "docker")
 
 
-def lacking() -> str:
-    """Why containers cannot be started here, and what to do about it; "" if they can."""
+def lacking(images: tuple[str, ...] = IMAGES) -> str:
+    """Why containers of some images cannot be started here, and what to do about it; "" if they can."""
     if shutil.which(DOCKER) is None:
         return "there is no docker; install Debian's docker.io and docker-compose"
     if _run([DOCKER, "info"], check=False).returncode != 0:
         return "no Docker daemon answers; start dockerd"
     if not command():
         return "there is no docker compose; install Debian's docker-compose, or Docker's plugin"
-    missing = [name for name in IMAGES if _run([DOCKER, "image", "inspect", name], check=False).returncode]
-    return f"no image {', '.join(missing)}; run deploy/compose/build.sh" if missing else ""
+    missing = [name for name in images if _run([DOCKER, "image", "inspect", name], check=False).returncode]
+    names = " ".join(name.removeprefix("paceline/").partition(":")[0] for name in missing)
+    return f"no image {', '.join(missing)}; run deploy/compose/build.sh {names}" if missing else ""
 
 
 def command() -> list[str]:
@@ -69,6 +71,10 @@ class Stack:
         ]  # fmt: skip
         subprocess.run([str(FOLDER / "secrets.sh")], check=True, timeout=30)
 
+    def down(self, *words: str) -> None:
+        """Ends and removes the containers, those that only observe included."""
+        self.compose("--profile", "observability", "down", *words, check=False)
+
     def compose(self, *words: str, check: bool = True, timeout_s: float = 120.0) -> str:
         """Runs a compose command; returns what it printed."""
         return _run([*self._words, *words], check=check, timeout_s=timeout_s, env=self._env).stdout
@@ -81,7 +87,7 @@ class Stack:
         try:
             yield
         finally:
-            self.compose("down", "--timeout", "20", check=False)
+            self.down("--timeout", "20")
 
     @contextlib.contextmanager
     def up(
@@ -187,7 +193,7 @@ class Stack:
 
     def remove(self) -> list[str]:
         """Removes everything of the project; returns what is left of it."""
-        self.compose("down", "--volumes", "--timeout", "10", check=False)
+        self.down("--volumes", "--timeout", "10")
         label = ["--quiet", "--filter", f"label=com.docker.compose.project={self.project}"]
         kinds = (["ps", "--all"], ["volume", "ls"], ["network", "ls"])
         return [line for kind in kinds for line in _run([DOCKER, *kind, *label]).stdout.split()]

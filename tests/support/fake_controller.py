@@ -1,7 +1,8 @@
 """A controller of a few lines, as a servicer for in-process tests and as a program for the launcher's.
 
 As a program it takes the real controller's arguments; FAKE_SCRIPT names what it does:
-`steps` (default) ends well after two steps, `wait` runs until StopRun, `fail` ends with an error.
+`steps` (default) ends well after two steps, `wait` runs until StopRun, `fail` ends with an error, `train` is
+in the first step of several until it is told to stop after it.
 FAKE_MEMBERS names a file of lines "MEMBER STATE", which GetStatus reports; FILE.told holds what it read last.
 """
 
@@ -46,6 +47,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.script: list[pb.WatchEvent] = []
         self.end_after_stop = True
+        self.deaf = self.stops_well = False
         self.members_file: Path | None = None
         self._dead_since: dict[str, float] = {}
 
@@ -109,7 +111,9 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         return time.monotonic() - self._dead_since.setdefault(name, time.monotonic())
 
     async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
-        self.calls.append(f"stop {request.reason}")
+        self.calls.append(f"stop {'after the step: ' if request.after_step else ''}{request.reason}")
+        if request.after_step and self.deaf:
+            return pb.StopRunResponse()
         if not self.stopped.done():
             self.stopped.set_result(request.reason)
         return pb.StopRunResponse()
@@ -119,7 +123,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
             yield event
         if self.end_after_stop:
             reason = await self.stopped
-            yield pb.WatchEvent(end=pb.EndEvent(ok=False, message=f"stopped: {reason}"))
+            yield pb.WatchEvent(end=pb.EndEvent(ok=self.stops_well, message=f"stopped: {reason}"))
 
 
 async def serve(controller: FakeController, *, token: str = "", port: int = 0) -> RunningServer:
@@ -158,6 +162,10 @@ async def _main(context: ServiceContext) -> None:
             controller.script = [*steps, end_event(ok=True, message="2 steps done")]
         case "fail":
             controller.script = [*steps, end_event(ok=False, message="COLLECT: the barrier is stuck")]
+        case "train" | "train on" as script:
+            phase = pb.PhaseEvent(step=1, phase="dispatch")
+            controller.script = [pb.WatchEvent(phase=phase)]
+            controller.stops_well, controller.deaf = True, script == "train on"
         case _:
             controller.script = steps
     server = await serve(controller, token=Credentials.from_env().token, port=args.port)

@@ -58,8 +58,8 @@ class Bench:
         request = pb.LeaveRequest(member_id=member_id, incarnation="a", reason=reason)
         await channels.call(self._stub.Leave, request, timeout_s=5, phase="L", peer="controller")
 
-    async def stop(self, reason: str) -> None:
-        request = pb.StopRunRequest(reason=reason)
+    async def stop(self, reason: str, *, after_step: bool = False) -> None:
+        request = pb.StopRunRequest(reason=reason, after_step=after_step)
         await channels.call(self._stub.StopRun, request, timeout_s=5, phase="S", peer="controller")
 
     async def drain(self, member_id: str) -> None:
@@ -318,3 +318,10 @@ async def test_a_follower_gets_the_steps_it_missed_and_everything_until_the_end(
         pb.WatchEvent(end=pb.EndEvent(ok=True, message="3 steps done")),
     ]
     assert [event.WhichOneof("event") for event in await bench.follow(from_step=9)] == ["phase", "end"]
+
+
+async def test_a_run_is_stopped_at_once_or_after_its_step(bench: Bench) -> None:
+    await bench.stop("SIGINT", after_step=True)
+    assert (bench.progress.stop_reason, bench.stops) == ("SIGINT", [])
+    await bench.stop("enough")
+    assert bench.stops == ["enough"]

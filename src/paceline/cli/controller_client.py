@@ -89,9 +89,9 @@ class ControllerClient:
             if event is not None:
                 yield event
 
-    async def stop_run(self, reason: str) -> None:
-        """Ends the run with this reason."""
-        request = controller_pb2.StopRunRequest(reason=reason)
+    async def stop_run(self, reason: str, *, after_step: bool = False) -> None:
+        """Ends the run with this reason, at once or after the step in progress, with a checkpoint."""
+        request = controller_pb2.StopRunRequest(reason=reason, after_step=after_step)
         await channels.call(self._stub.StopRun, request, timeout_s=2.0, phase="STOP", peer=self._peer)
 
     async def drain(self, member_id: str) -> None:

@@ -34,9 +34,10 @@ class TrainerConfig(Section):
     )
     val_before_train: bool = Field(True, description="Validate the starting model, before step 1.")
     save_freq: int = Field(
-        10,
+        50,
         ge=0,
-        description="Checkpoint every so many steps, which a lost learner goes back to; 0: only at the end.",
+        description="Checkpoint every so many steps, which a lost learner goes back to, beside those at the "
+        "end, after Ctrl-C and after a rollback; 0: only those.",
     )
     checkpoint_url: str | None = Field(
         None,
@@ -67,6 +68,10 @@ class TrainerConfig(Section):
         description="At the end of a run, `paceline train` writes the last weights as a Hugging Face folder, "
         "model/ in the run directory.",
     )
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint follows a step in any case."""
+        return step == self.total_steps or (self.save_freq > 0 and step % self.save_freq == 0)
 
     def validates_after(self, step: int) -> bool:
         """Whether a validation follows a step."""
@@ -156,8 +161,11 @@ class BrokerConfig(Section):
 class WeightsConfig(Section):
     """The weight push."""
 
-    backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU."
+    backend: Literal["auto", "gloo", "nccl", "shared"] = Field(
+        "auto",
+        description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU; with "
+        "placement: colocated, shared. shared: a learner rank and a rollout rank on one GPU (or the CPU of a "
+        "machine) have the memory between them open; they must run in one container.",
     )
     staging_mib: int = Field(
         1024,

@@ -55,6 +55,42 @@ def test_on_a_terminal_it_asks(project: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(asked) == 5
 
 
+def test_a_wrong_answer_is_asked_again(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter(["", "model", "gone.parquet", "train.parquet", "", "", "", "ppp", "ppo", "many", "0", "5"])
+    monkeypatch.setattr(init.sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+    assert main(["init", "a.yaml"]) == 0
+    config = load(RunConfig, "a.yaml")
+    assert (config.trainer.total_steps, config.needs_critic) == (5, True)
+    assert [line.partition("; Ctrl-D ends this")[0] for line in capsys.readouterr().out.splitlines()[:5]] == [
+        "an answer is needed",
+        "data file gone.parquet does not exist",
+        "'ppp' is none of grpo, dapo, ppo",
+        "'many' is not a whole number from 1",
+        "'0' is not a whole number from 1",
+    ]
+
+
+def test_ctrl_d_ends_the_questions(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(prompt: str) -> str:
+        if prompt.startswith("Training steps"):
+            raise EOFError
+        return ""
+
+    monkeypatch.setattr(init.sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", answer)
+    assert main(["init", "a.yaml", "--model", "model", "--data", "train.parquet"]) == 2
+    assert (
+        "no answer to 'Training steps', so nothing was written; begin again, or give --steps"
+        in capsys.readouterr().err
+    )
+    assert not (project / "a.yaml").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -62,7 +98,10 @@ def test_on_a_terminal_it_asks(project: Path, monkeypatch: pytest.MonkeyPatch) -
         (["a.yaml"], "folder of the model is missing: give --model"),
         (["a.yaml", "--model", "model", "--data", "gone.jsonl"], "gone.jsonl does not exist; correct --data"),
         (["a.yaml", "--model", "model", "--data", "odd.jsonl"], "prompt is missing: give --prompt-key"),
-        (["a.yaml", "--model", "model", "--data", "train.parquet", "--steps", "0"], "trainer.total_steps=0"),
+        (
+            ["a.yaml", "--model", "model", "--data", "train.parquet", "--steps", "0"],
+            "0' is not a whole number from 1; correct --steps",
+        ),
     ],
 )
 def test_what_it_cannot_know_it_says(

@@ -250,7 +250,7 @@ async def _run_to_the_end(
         )
         ok = running.done() and failure is None
         if ok:
-            message = f"{progress.step} steps done"
+            message = sequencer.result
         elif failure is not None:
             message = _sentence(failure)
         else:

@@ -40,6 +40,7 @@ class Progress:
         policy: the committed one.
         admitted, wanted: trajectories of the collection in progress.
         metrics: those of the last step.
+        stop_reason: why the run is to end after the step in progress; "" where it is not.
     """
 
     def __init__(self, run: Run, *, step: int = 0) -> None:
@@ -48,6 +49,7 @@ class Progress:
         self.policy: PolicyTag | None = None
         self.admitted = self.wanted = 0
         self.metrics: dict[str, float] = {}
+        self.stop_reason = ""
 
     def move(self, to: Phase) -> None:
         """Journals a phase, then enters it; raises IllegalTransitionError for a move that does not exist."""

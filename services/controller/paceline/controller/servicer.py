@@ -38,7 +38,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         credentials: for asking members whether they still serve.
         checkpoints: returns the folders that a learner may load before it serves, newest first; in a thread.
         checkpoint_marker: the text of the marker in the folder of the checkpoints.
-        stop: called with the reason when a client asks to end the run.
+        stop: called with the reason when a client asks to end the run at once.
     """
 
     def __init__(
@@ -217,8 +217,12 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     async def StopRun(
         self, request: controller_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.StopRunResponse:
-        """Requests an orderly end of the run."""
-        self._stop(clip(request.reason) or "asked to stop")
+        """Requests an orderly end of the run, at once or after the step in progress."""
+        reason = clip(request.reason) or "asked to stop"
+        if request.after_step:
+            self._progress.stop_reason = reason
+        else:
+            self._stop(reason)
         return controller_pb2.StopRunResponse()
 
 

@@ -15,7 +15,7 @@ from paceline.cli.launch.preflight import has_chat_template
 from paceline.config.load import load
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
-from paceline.core.errors import ConfigError, DataError
+from paceline.core.errors import ConfigError
 from paceline.data.rows import first_row, value_at
 
 # What data sets call their columns, the most particular first.
@@ -54,13 +54,31 @@ _CHAT = "prompt_format: chat          # strings go through the chat template, as
 _AUTO = "prompt_format: auto          # messages go through the chat template, strings do not"
 
 
+def _no_file(answer: str) -> str:
+    return "" if Path(answer).is_file() else f"data file {answer} does not exist"
+
+
+def _no_count(answer: str) -> str:
+    return "" if answer.isdecimal() and int(answer) > 0 else f"{answer!r} is not a whole number from 1"
+
+
+def _no_algorithm(answer: str) -> str:
+    return "" if answer in _ALGORITHMS else f"{answer!r} is none of {', '.join(_ALGORITHMS)}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Question:
-    """A value that the file needs, by the name of its flag."""
+    """A value that the file needs, by the name of its flag; `fault` says what is wrong with an answer."""
 
     name: str
     words: str
     default: str = ""
+    fault: Callable[[str], str] = lambda answer: ""
+
+    @property
+    def flag(self) -> str:
+        """The flag that answers it."""
+        return f"--{self.name.replace('_', '-')}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,25 +105,26 @@ def run(args: argparse.Namespace) -> int:
     if args.file.exists():
         raise ConfigError(f"{args.file} exists; give another name, or remove it")
     answers = {name: str(value) for name, value in vars(args).items() if value is not None}
-    ask = _ask if sys.stdin.isatty() else None
+    ask = _ask if sys.stdin.isatty() else _default
     for question in (
         _Question(name="model", words="Folder of the model"),
-        _Question(name="data", words="File with the training prompts (.parquet or .jsonl)"),
+        _Question(name="data", words="File with the training prompts (.parquet or .jsonl)", fault=_no_file),
     ):
-        if question.name not in answers:
-            answers[question.name] = _answer(question, ask)
-    row = _row(answers["data"])
+        _answer(question, answers, ask)
+    row = first_row(answers["data"])
     for question in (
         _Question(name="prompt_key", words="Column with the prompt", default=_known(row, _PROMPTS)),
         _Question(name="ground_truth_key", words="Column with the answer", default=_known(row, _TRUTHS)),
         _Question(name="reward", words="Reward function", default="exact_match"),
-        _Question(name="algorithm", words=f"Algorithm ({', '.join(_ALGORITHMS)})", default="grpo"),
-        _Question(name="steps", words="Training steps", default="200"),
+        _Question(
+            name="algorithm",
+            words=f"Algorithm ({', '.join(_ALGORITHMS)})",
+            default="grpo",
+            fault=_no_algorithm,
+        ),
+        _Question(name="steps", words="Training steps", default="200", fault=_no_count),
     ):
-        if question.name not in answers:
-            answers[question.name] = _answer(question, ask)
-    if answers["algorithm"] not in _ALGORITHMS:
-        raise ConfigError(f"{answers['algorithm']!r} is none of {', '.join(_ALGORITHMS)}")
+        _answer(question, answers, ask)
     args.file.write_text(configuration(answers, row), encoding="utf-8")
     try:
         load(RunConfig, args.file)
@@ -146,26 +165,41 @@ trainer:
   name: {_name(answers["file"])}
   total_steps: {int(answers["steps"])}
   test_freq: 10                # validate every so many steps
-  save_freq: 10                # checkpoint every so many steps
+  save_freq: 50                # checkpoint every so many steps; Ctrl-C saves one, too
 """
 
 
-def _answer(question: _Question, ask: Callable[[_Question], str] | None) -> str:
-    answer = ask(question) if ask else question.default
-    if not answer:
-        raise ConfigError(f"{question.words.lower()} is missing: give --{question.name.replace('_', '-')}")
-    return answer
+def _answer(question: _Question, answers: dict[str, str], ask: Callable[[_Question], str]) -> None:
+    """Adds the answer to a question, unless a flag gave it; a fault of that is an error."""
+    answer = answers.get(question.name)
+    if answer is None:
+        answers[question.name] = ask(question)
+    elif fault := question.fault(answer):
+        raise ConfigError(f"{fault}; correct {question.flag}")
+
+
+def _default(question: _Question) -> str:
+    if not question.default:
+        raise ConfigError(f"{question.words.lower()} is missing: give {question.flag}")
+    return question.default
 
 
 def _ask(question: _Question) -> str:
+    """Asks on the terminal until the answer has no fault."""
     shown = f" [{question.default}]" if question.default else ""
-    return input(f"{question.words}{shown}: ").strip() or question.default
-
-
-def _row(file: str) -> dict[str, Any]:
-    if not Path(file).is_file():
-        raise DataError(f"data file {file} does not exist; correct --data")
-    return first_row(file)
+    while True:
+        try:
+            answer = input(f"{question.words}{shown}: ").strip() or question.default
+        except EOFError:
+            print()
+            flag = question.flag
+            raise ConfigError(
+                f"no answer to {question.words!r}, so nothing was written; begin again, or give {flag}"
+            ) from None
+        fault = question.fault(answer) if answer else "an answer is needed"
+        if not fault:
+            return answer
+        print(f"{fault}; Ctrl-D ends this")
 
 
 def _known(row: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -3,7 +3,8 @@
     Redis -> controller -> (address file) -> members -> follow the run -> stop in order -> nothing left behind
 
 What ends before the run does is started again (services, own_redis); what hangs is killed first (liveness).
-The stop always happens: after success, an error, SIGINT, SIGTERM, or a loss that cannot be mended.
+The stop always happens: after success, an error, a signal, or a loss that cannot be mended. A first SIGINT
+while steps are trained lets the step in progress end, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ log = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # After an error the services get less time to end, so that people see the error within 20 s.
 _FAILURE_BUDGET_S = 8.0
+# The request to end after a step is repeated: a controller that was started again has not heard it.
+_ASK_AGAIN_S = 2.0
+# A terminal signals its whole group, and what runs this command (uv, make) may pass the same signal on.
+_SAME_SIGNAL_S = 0.5
 
 # How long after its peers noticed a killed process may still be seen as running; and how long ago it may have
 # been killed for the controller's error to come from that.
@@ -118,6 +123,8 @@ class _Launcher:
         )
         self._redis: OwnRedis | None = None
         self._signal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._last_step: asyncio.Task[None] | None = None
+        self._asked_at = 0.0
         self._following: asyncio.Task[EndEvent] | None = None
         self._address, self._began = "", False
 
@@ -130,16 +137,17 @@ class _Launcher:
             waiting: list[asyncio.Future[Any]] = [running, self._signal]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
-                outcome = running.result()
+                outcome = self._if_interrupted(running.result())
             else:
                 number = signal.Signals(self._signal.result())
                 outcome = Outcome(ok=False, message=f"stopped by {number.name}", exit_code=128 + number)
         except PacelineError as error:
             outcome = Outcome(ok=False, message=str(error), exit_code=exit_code(error))
         finally:
-            running.cancel()
-            pulse.cancel()
-            await asyncio.gather(running, pulse, return_exceptions=True)
+            tasks = [running, pulse, *([self._last_step] if self._last_step else [])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._stop(outcome)
         return replace(outcome, began=self._began)
 
@@ -150,24 +158,54 @@ class _Launcher:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """The first signal stops the run in order, the second one at once."""
+        """SIGINT ends the run after the step in progress, other signals in order; a second one at once."""
         loop = asyncio.get_running_loop()
-
-        def on_signal(number: int) -> None:
-            if self._signal.done():
-                self._tree.hurry()
-            else:
-                name = signal.Signals(number).name
-                self._view.notice(f"{name}: stopping in order; send it again to stop at once")
-                self._signal.set_result(number)
-
         for number in _STOP_SIGNALS:
-            loop.add_signal_handler(number, on_signal, number)
+            loop.add_signal_handler(number, self._on_signal, signal.Signals(number))
         try:
             yield
         finally:
             for number in _STOP_SIGNALS:
                 loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        now, asked_before = time.monotonic(), self._last_step is not None
+        if asked_before and number is signal.SIGINT and now - self._asked_at < _SAME_SIGNAL_S:
+            return
+        if self._signal.done():
+            self._tree.hurry()
+        elif number is signal.SIGINT and not asked_before and self._view.trains:
+            self._view.notice(
+                f"{number.name}: the run ends after this step, with a checkpoint; again stops it at once"
+            )
+            self._asked_at = now
+            self._last_step = asyncio.create_task(self._ask_for_last_step(), name="last step")
+        else:
+            self._signal.set_result(number)
+            if asked_before and number is signal.SIGINT:
+                self._tree.hurry()
+                self._view.notice(f"{number.name}: stopping at once")
+            else:
+                self._view.notice(f"{number.name}: stopping in order; send it again to stop at once")
+
+    async def _ask_for_last_step(self) -> None:
+        while True:
+            try:
+                async with ControllerClient(self._address, self._credentials) as controller:
+                    await controller.stop_run(signal.SIGINT.name, after_step=True)
+            except PacelineError as error:
+                log.info("could not tell the controller to end after this step: %s", error)
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    def _if_interrupted(self, outcome: Outcome) -> Outcome:
+        """The outcome of a run that has ended in order, but earlier than its configuration says."""
+        if (
+            not outcome.ok
+            or self._last_step is None
+            or self._view.finished >= self._config.trainer.total_steps
+        ):
+            return outcome
+        return replace(outcome, ok=False, exit_code=128 + signal.SIGINT)
 
     # --- start
 
@@ -377,7 +415,8 @@ class _Launcher:
             budget_s = min(budget_s, _FAILURE_BUDGET_S)
         try:
             self._view.milestone("stopping the services")
-            await self._ask_to_stop(outcome)
+            if not self._tree.hurried:
+                await self._ask_to_stop(outcome)
             killed = await self._tree.stop(budget_s=budget_s)
             if killed:
                 log.warning("killed, because they did not end in time: %s", ", ".join(killed))

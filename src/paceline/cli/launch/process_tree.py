@@ -69,6 +69,11 @@ class ProcessTree:
         """The processes of a role that have not ended."""
         return [p for p in self._processes if p.spec.role is role and p.running]
 
+    @property
+    def hurried(self) -> bool:
+        """Whether `stop` is to kill at once."""
+        return self._hurry.is_set()
+
     def hurry(self) -> None:
         """Makes `stop` kill at once what still runs."""
         self._hurry.set()

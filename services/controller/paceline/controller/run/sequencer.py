@@ -89,6 +89,15 @@ class Sequencer:
             metrics_file=self._metrics_file,
         )
         self._losses, self._last_loss = Losses(run.config.service.recovery_timeout_s), ""
+        self._saved = 0
+
+    @property
+    def result(self) -> str:
+        """How a run that has ended in order ended, in words."""
+        finished, total = self._run.journal.standing.finished, self._config.trainer.total_steps
+        if finished >= total:
+            return f"{finished} steps done"
+        return f"stopped after step {finished} of {total}: {self.progress.stop_reason}"
 
     async def run(self) -> None:
         """Runs to the end; aligns again when a member is lost that a step cannot do without.
@@ -142,11 +151,15 @@ class Sequencer:
         trainer, standing = self._config.trainer, self._run.journal.standing
         if standing.finished < 0:
             await self._start()
-        while standing.finished < trainer.total_steps:
+        while standing.finished < trainer.total_steps and not self._may_stop(standing.finished):
             self.progress.step = standing.finished + 1
             with span("step", attributes={"paceline.step": self.progress.step}):
                 await self._step()
         await self._checkpoints.written()
+
+    def _may_stop(self, finished: int) -> bool:
+        """Whether the run is to stop, and nothing would be lost."""
+        return bool(self.progress.stop_reason) and self._saved == finished
 
     async def _start(self) -> None:
         """Step 0: the starting model is published, and measured."""
@@ -154,18 +167,19 @@ class Sequencer:
         if self._config.trainer.val_before_train:
             metrics |= await self._validation.validate(self._policy)
         if self._guard.may_roll_back:
-            metrics |= await self._checkpoint(metrics)
+            metrics |= await self._checkpoint(metrics, good=self._guard.good)
         self._finish_step(metrics)
 
     async def _step(self) -> None:
         trainer, step = self._config.trainer, self.progress.step
         metrics, rolled_back = await self._train_step()
-        last = step == trainer.total_steps
         if trainer.validates_after(step):
             metrics |= await self._validation.validate(self._policy)
         # A rollback is saved at once, so that a resumed run does not repeat the steps that led to it.
-        if last or rolled_back or (trainer.save_freq and step % trainer.save_freq == 0):
-            metrics |= await self._checkpoint(metrics)
+        is_due = rolled_back or trainer.saves_after(step)
+        if is_due or self.progress.stop_reason:
+            # A rollback goes where it would go had nobody stopped the run.
+            metrics |= await self._checkpoint(metrics, good=is_due and self._guard.good)
         self._finish_step(metrics)
 
     # --- a training step
@@ -300,7 +314,7 @@ class Sequencer:
 
     # --- the end of a step
 
-    async def _checkpoint(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    async def _checkpoint(self, metrics: Mapping[str, float], *, good: bool) -> dict[str, float]:
         """CHECKPOINT; returns the time it took as a metric."""
         self.progress.move(Phase.CHECKPOINT)
         state = ControllerState(
@@ -308,11 +322,13 @@ class Sequencer:
             step=self.progress.step,
             cursor=self._inputs.cursor.state,
             guard=self._guard.state_dict(),
-            good=self._guard.good,
+            good=good,
             metrics={**metrics, "timing_s/checkpoint": 0.0},
         )
         with span("checkpoint"):
-            return {"timing_s/checkpoint": await self._checkpoints.save(self._alignment.learner, state)}
+            seconds = await self._checkpoints.save(self._alignment.learner, state)
+        self._saved = state.step
+        return {"timing_s/checkpoint": seconds}
 
     def _finish_saved(self, state: ControllerState) -> None:
         """Finishes a step of which only the end was left when its checkpoint was written."""
