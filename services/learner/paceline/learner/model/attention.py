@@ -40,7 +40,8 @@ def keep_out_of_graphs() -> None:
     """From now on compiled layers call the attention as it is."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
+    uncompiled = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(PACKED_ATTENTION, uncompiled)
 
 
 def packed_attention(

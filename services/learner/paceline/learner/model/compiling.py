@@ -34,7 +34,7 @@ def compile_layers(layers: nn.ModuleList, kept_share: float) -> None:
     partitioner.activation_memory_budget = kept_share or 1.0
     _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, MAX_VARIANTS)
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, backend=BACKEND, dynamic=True)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward, backend=BACKEND, dynamic=True)
 
 
 class CompileClock:
