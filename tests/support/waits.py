@@ -16,7 +16,6 @@ NEEDLESS: dict[str, str] = {
     "paceline.cli.commands.export:run: subprocess.run": _USERS,
     "paceline.cli.commands.verify:run: subprocess.run": _USERS,
     "paceline.cli.commands.chaos:_verify: subprocess.run": _USERS,
-    "paceline.cli.launch.preflight:_learner_check: subprocess.run": _USERS,
     "paceline.cli.controller_client:ControllerClient.watch: channels.stream": (
         "follows a run for as long as it lasts; the channel's keep-alive ends it 15 s after the peer froze"
     ),

@@ -169,11 +169,11 @@ class EngineMemory:
     def of(cls, config: RunConfig, shape: ModelShape) -> EngineMemory:
         """Of a run."""
         ranks = config.rollout.tensor_model_parallel_size
-        number = 2 if config.model.dtype == "bfloat16" else 4
-        head_dim_share = max(1, shape.kv_width // ranks)
+        bytes_per_number = 2 if config.model.dtype == "bfloat16" else 4
+        kv_width = max(1, shape.kv_width // ranks)
         return cls(
-            weights=-(-shape.num_parameters * number // ranks),
-            bytes_per_token=2 * shape.num_layers * head_dim_share * number,
+            weights=-(-shape.num_parameters * bytes_per_number // ranks),
+            bytes_per_token=2 * shape.num_layers * kv_width * bytes_per_number,
         )
 
     def generation(self, budget: int) -> Parts:
