@@ -1,4 +1,4 @@
-"""Learner and rollout servers take turns where they share GPUs: who may use the memory, and the orders for it.
+"""Learner and rollout servers take turns where they share GPUs: who may use the memory, and the orders.
 
     any --> ROLLOUT   every server is awake; the learner has given back the memory that it only caches
     any --> LEARNER   every server is asleep
