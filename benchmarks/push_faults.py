@@ -113,7 +113,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "response_tokens": 64,
         "micro_batch_tokens": 8192,
         "max_num_seqs": 64,
-        "checkpointed_share": 0.0,
+        "recompute": "none",
     }
     for name, value in small.items():
         setattr(args, name, value)

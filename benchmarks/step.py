@@ -95,7 +95,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
-        "--checkpointed-share", type=float, default=1.0, help="of the layers; 0 keeps all activations"
+        "--recompute", default="auto", help="actor.memory.recompute: none, full, or the share that is kept"
     )
     parser.add_argument("--work", help="folder for inputs and the run; default: a temporary one")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
@@ -155,13 +155,12 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             "path": str(work / "model"),
             "dtype": "bfloat16" if cuda else "float32",
             "load_format": "random",
-            "enable_gradient_checkpointing": args.checkpointed_share > 0,
-            "gradient_checkpointing_share": args.checkpointed_share or 1.0,
         },
         "algorithm": {"adv_estimator": "grpo"},
         "actor": {
             "ppo_mini_batch_size": args.prompts // args.mini_batches,
             "ppo_max_token_len_per_gpu": args.micro_batch_tokens,
+            "memory": {"recompute": yaml.safe_load(args.recompute)},
             "optim": {"lr": 1e-6},
         },
         "rollout": {

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from paceline.config.base import Section
 from paceline.config.data import Files
+from paceline.config.memory import Memory, MemoryConfig
 
 
 class TrainerConfig(Section):
@@ -239,6 +240,7 @@ class SftConfig(Section):
     steps: int = Field(gt=0, description="Optimizer steps.")
     batch_size: int = Field(256, gt=0, description="Pairs per step.")
     max_token_len_per_gpu: int = Field(16384, gt=0, description="Token budget of a micro-batch on one rank.")
+    memory: Memory = Field(MemoryConfig(), description="What the update keeps in memory; as actor.memory.")
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
     lr_scheduler: Literal["constant", "cosine"] = Field("cosine", description="Shape after the warm-up.")

@@ -69,22 +69,21 @@ def test_weights_that_fill_a_gpu_get_more_gpus_per_engine(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "num_gpus", "given", "dtype", "checkpointing"),
+    ("stored", "num_gpus", "given", "dtype"),
     [
-        ("bfloat16", 2, {}, "bfloat16", True),
-        ("float16", 2, {}, "bfloat16", True),
-        ("float32", 2, {}, "float32", True),
-        ("bfloat16", 0, {}, "float32", False),
-        ("bfloat16", 2, {"dtype": "float32", "enable_gradient_checkpointing": False}, "float32", False),
+        ("bfloat16", 2, {}, "bfloat16"),
+        ("float16", 2, {}, "bfloat16"),
+        ("float32", 2, {}, "float32"),
+        ("bfloat16", 0, {}, "float32"),
+        ("bfloat16", 2, {"dtype": "float32"}, "float32"),
     ],
 )
 def test_the_data_type_comes_from_model_and_device(
-    folder: Path, stored: str, num_gpus: int, given: dict[str, object], dtype: str, checkpointing: bool
+    folder: Path, stored: str, num_gpus: int, given: dict[str, object], dtype: str
 ) -> None:
     store(folder, dtype=stored)
     settled, _ = on(num_gpus, model={"path": "model", **given})
     assert settled.model.dtype == dtype
-    assert settled.model.enable_gradient_checkpointing is checkpointing
 
 
 def test_nothing_changes_on_a_cpu_but_what_is_said() -> None:

@@ -1,4 +1,4 @@
-"""Fills in what a configuration leaves open, from model and machine: data type, checkpointing, GPUs.
+"""Fills in what a configuration leaves open, from model and machine: data type, memory, GPUs.
 
 What a file names stays as it is, so that a configuration that names everything means the same everywhere.
 """
@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.memory_choice import LEAST, choose_memory
+from paceline.cli.launch.memory_plan import ModelShape
+from paceline.cli.launch.plan import share_gpus
+from paceline.config.memory import MemoryConfig
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
 from paceline.service.gpu_metrics import gpu_memory
 from paceline.storage.models import local_model
 
@@ -46,7 +51,35 @@ def settle(config: RunConfig, machine: Machine) -> Settled:
         )
     if on_gpus and config.placement != "given":
         config = _on_gpus(config, machine.gpus)
+    if on_gpus and config.actor.memory.is_open:
+        config = with_memory(config, _memory(config, machine))
+        remarks.append(_words(config.actor.memory))
     return Settled(config=config, remarks=(*remarks, _layout(config, machine, on_gpus=on_gpus)))
+
+
+def _memory(config: RunConfig, machine: Machine) -> MemoryConfig:
+    try:
+        learner, engines = share_gpus(config, machine.gpus)
+    except ConfigError:
+        return config.actor.memory.with_rest_of(LEAST)  # the checks say what is wrong with the devices
+    return choose_memory(
+        config,
+        ModelShape.of(_model_tree(config.model)),
+        learner_gpus=learner,
+        engine_gpus=[gpu for gpus in engines for gpu in gpus],
+        totals=gpu_memory(),
+    )
+
+
+def with_memory(config: RunConfig, memory: MemoryConfig) -> RunConfig:
+    """The configuration with this `actor.memory`."""
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"memory": memory})})
+
+
+def _words(memory: MemoryConfig) -> str:
+    return "actor.memory: " + ", ".join(
+        f"{name}={str(value).lower()}" for name, value in memory.model_dump().items()
+    )
 
 
 def settle_model(model: ModelConfig, *, on_gpus: bool) -> tuple[ModelConfig, str]:
@@ -56,8 +89,6 @@ def settle_model(model: ModelConfig, *, on_gpus: bool) -> tuple[ModelConfig, str
         stored = _model_tree(model)
         is_float32 = stored.get("dtype", stored.get("torch_dtype")) == "float32"
         chosen["dtype"] = "bfloat16" if on_gpus and not is_float32 else "float32"
-    if "enable_gradient_checkpointing" not in model.model_fields_set:
-        chosen["enable_gradient_checkpointing"] = on_gpus
     other = {key: value for key, value in chosen.items() if value != getattr(model, key)}
     words = [f"model.{key}={str(value).lower()}" for key, value in other.items()]
     return model.model_copy(update=chosen), ", ".join(words)
