@@ -66,17 +66,16 @@ def _ask(command: Sequence[str], order: bytes) -> tuple[int | None, str, str]:
     """Exit code, None where there is none in time, output and errors of the remote shell."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
-            shell = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=errors)
+            shell = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=output, stderr=errors)
         except OSError as error:
             raise EnvironmentLackError(
                 f"{command[0]} does not start ({error.strerror}): install it, or correct shell in HOSTS.yaml"
             ) from error
         # The remote process ends with its input: it stays open until there is an answer.
-        with shell, contextlib.suppress(BrokenPipeError):
+        with shell:
             assert shell.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 shell.stdin.write(order)
-                shell.stdin.flush()
             try:
                 code: int | None = shell.wait(_LIMIT_S)
             except subprocess.TimeoutExpired:
