@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import torch
+
 from paceline.core.errors import CheckpointError, IllegalTransitionError
 from paceline.core.training import TrainResult
 from paceline.learner.batch.fetch import Blobs, fetch_rows
@@ -27,7 +29,7 @@ from paceline.weights.receipt import PushReceipt
 from paceline.wire.training import decode_order
 
 TRAIN, SAVE, LOAD, DESCRIBE = "train", "save", "load", "describe"
-JOIN, PUBLISH, LEAVE = "join", "publish", "leave"
+JOIN, PUBLISH, LEAVE, FREE = "join", "publish", "leave", "free"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +60,7 @@ class Commands:
             JOIN: self._join,
             PUBLISH: self._publish,
             LEAVE: self._leave,
+            FREE: self._free,
         }
 
     def finish(self) -> None:
@@ -140,6 +143,12 @@ class Commands:
     def _reshard(self) -> None:
         """Frees gathered parameters: the publisher reads the language model inside the sharded network."""
         as_fsdp(self._learner.actor.network).reshard()
+
+    def _free(self, arguments: Arguments) -> None:
+        """Gives the memory that torch's allocator keeps for later back to the GPU."""
+        self._reshard()
+        if self._learner.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _leave(self, arguments: Arguments) -> None:
         attempt(self._learner.ranks, self._publisher.leave)

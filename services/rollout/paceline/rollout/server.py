@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.core.errors import ProtocolError, VersionMismatchError
+from paceline.core.errors import IllegalTransitionError, ProtocolError, VersionMismatchError
 from paceline.core.members import EnginePart, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rollout import states
@@ -77,6 +77,8 @@ class RolloutServer:
         """Joins the weight group of a membership epoch; every other rank must join meanwhile."""
         async with self._order_lock:
             parts = self._ready()
+            if EnginePart.WEIGHTS in self._standing.asleep:
+                raise IllegalTransitionError("a server that is asleep joins no weight group; wake it first")
             self._epoch = None
             await parts.engine.join(spec, rank_offset, parts.join_timeout_s)
             self._epoch = epoch
