@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from paceline.cli.launch.memory_plan import LearnerMemory, ModelShape
+from paceline.cli.launch.memory_plan import (
+    LearnerMemory,
+    ModelShape,
+    engine_budget,
+    engine_while_training,
+)
 from paceline.config.memory import MemoryConfig
 from paceline.config.run import RunConfig
 
@@ -37,6 +42,14 @@ def _forms() -> list[MemoryConfig]:
     ]
 
 
+def fits_awake(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> bool:
+    """Whether the learner has room for its fastest form beside engines that never sleep."""
+    fastest = config.actor.memory.with_rest_of(_forms()[0])
+    settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": fastest})})
+    most = LearnerMemory.of(settled, shape).most
+    return all(most <= USABLE_SHARE * (total - engine_budget(config, total)) for total in totals)
+
+
 def choose_memory(
     config: RunConfig,
     shape: ModelShape | None,
@@ -58,8 +71,10 @@ def choose_memory(
     known = [gpu for gpu in learner_gpus if gpu in totals]
     if not memory.is_open or shape is None or not known:
         return memory.with_rest_of(LEAST)
-    share = config.rollout.gpu_memory_utilization
-    free = min(totals[gpu] * (1.0 - share if gpu in engine_gpus else 1.0) for gpu in known)
+    free = min(
+        totals[gpu] - (engine_while_training(config, totals[gpu]) if gpu in engine_gpus else 0)
+        for gpu in known
+    )
     forms = [memory.with_rest_of(form) for form in _forms()]
     for form in forms:
         settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": form})})
