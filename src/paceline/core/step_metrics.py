@@ -145,7 +145,7 @@ STEP_METRICS: Mapping[str, str] = {
         "`actor.shared_prompts`."
     ),
     "perf/memory_gib/NAME": (
-        "On GPUs: the most that tensors took in a phase of the learner's step, of the rank that took the most."
+        "On GPUs: the most that tensors took in a phase of the learner's step, of the rank that took most."
     ),
     "perf/compile_s": "With `actor.compile`: seconds of the step that compiling took, mostly of the first.",
     # --- the weight push
