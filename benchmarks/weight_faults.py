@@ -12,6 +12,7 @@ receiver and pushes again.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import signal
 import sys
@@ -128,6 +129,7 @@ def refuse(*args: object) -> Any:
 
 def rank_main(pipe: Any, options: Options, kind: str, gpu: int) -> None:
     """Answers calls until the pipe closes."""
+    faulthandler.register(signal.SIGUSR1)
     member = Member(options, kind, gpu)
     pipe.send("ready")
     while True:
@@ -171,6 +173,9 @@ class Rank:
         except (EOFError, ConnectionError):
             self.process.join(10)
             return "dead", self.process.exitcode, 0.0
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGUSR1)  # it prints where it is
+        time.sleep(1.0)
         return "no answer", None, timeout_s
 
     def call(self, method: str, *args: Any) -> Any:
@@ -307,6 +312,7 @@ def network(options: Options) -> list[tuple[str, Row]]:
         plain[1].kill()
         began = time.monotonic()
         kind, text, seconds = pair.learner.result()
+        print(f"in the push over sockets: {kind} after {seconds:.2f} s: {text}", flush=True)
         plain[0].process.join(WATCHDOG_S)
         code = plain[0].process.exitcode
         died = "lives on" if code is None else f"ended with {code} after {time.monotonic() - began:.0f} s"

@@ -11,6 +11,17 @@ from paceline.config.data import Files
 from paceline.config.memory import Memory, MemoryConfig
 
 
+class ProfileConfig(Section):
+    """Which training steps torch's profiler records, on which learner ranks."""
+
+    steps: tuple[int, ...] = Field(
+        (),
+        description="Training steps to record, counted from 1; the first ones compile and fill caches. Each "
+        "goes to profile/ in the run directory, which `paceline profile` joins with the services' spans.",
+    )
+    ranks: tuple[int, ...] = Field((0,), description="Learner ranks that record.")
+
+
 class TrainerConfig(Section):
     """The run."""
 
@@ -72,6 +83,8 @@ class TrainerConfig(Section):
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint follows a step in any case."""
         return step == self.total_steps or (self.save_freq > 0 and step % self.save_freq == 0)
+
+    profile: ProfileConfig = ProfileConfig()
 
     def validates_after(self, step: int) -> bool:
         """Whether a validation follows a step."""

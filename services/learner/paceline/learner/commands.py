@@ -23,6 +23,7 @@ from paceline.learner.distributed.command_loop import Arguments, Handler
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.train.learner import Learner
+from paceline.learner.train.profiler import StepProfiler
 from paceline.learner.train.step import train_step
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
@@ -45,8 +46,10 @@ class Description:
 class Commands:
     """The handlers of one rank."""
 
-    def __init__(self, learner: Learner, blobs: Blobs, publisher: WeightPublisher) -> None:
-        self._learner, self._blobs, self._publisher = learner, blobs, publisher
+    def __init__(
+        self, learner: Learner, blobs: Blobs, publisher: WeightPublisher, profiler: StepProfiler
+    ) -> None:
+        self._learner, self._blobs, self._publisher, self._profiler = learner, blobs, publisher, profiler
         self._writer = CheckpointWriter(learner)
 
     @property
@@ -86,7 +89,8 @@ class Commands:
                 ),
             )
 
-        return train_step(learner, order, fetch)
+        with self._profiler.recording(order.step):
+            return train_step(learner, order, fetch)
 
     def _save(self, arguments: Arguments) -> Future[float]:
         """Returns the seconds that the writing takes, when it is done."""
