@@ -103,6 +103,9 @@ NEEDLESS: dict[str, str] = {
     "paceline.rollout.capacity:Capacity.wait_for_room: self._changed.wait": (
         "room comes when a group ends, and each group has a deadline"
     ),
+    "paceline.rollout.app:RolloutApp._start: self._session.link.may_start.wait": (
+        "the learner's turn, which the controller bounds; without a controller the heartbeats end the process"
+    ),
     "paceline.rollout.capacity:Capacity.wait_until_idle: self._changed.wait": "each group has a deadline",
     "paceline.rollout.sampler:Sampler._begin: asyncio.wait": "it draws one group, which has a deadline",
     "paceline.rollout.engines.vllm.engine:VllmEngine.generate.result: collector.get": (

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from paceline.cli.launch.memory_plan import LearnerMemory, ModelShape
+from paceline.cli.launch.memory_plan import (
+    LearnerMemory,
+    ModelShape,
+    engine_budget,
+    engine_while_training,
+)
 from paceline.config.memory import MemoryConfig
 from paceline.config.run import RunConfig
 
@@ -16,7 +21,7 @@ Recompute = float | Literal["none", "full"]
 LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True)
 """Where nothing is known of model or GPUs."""
 
-# Shares of an update's time, measured with compiled layers of 7B on four GPUs (docs/measurements-gpu.md).
+# Shares of an update's time, from measurements of compiled layers of 7B on four GPUs; they only set an order.
 _RECOMPUTING: Mapping[Recompute, float] = {"none": 0.0, 0.75: 0.03, 0.5: 0.06, 0.25: 0.1, "full": 0.2}
 _GATHERING, _REDUCING = 0.05, 0.03
 
@@ -35,6 +40,14 @@ def _forms() -> list[MemoryConfig]:
         MemoryConfig(recompute=recompute, keep_gathered=keep_gathered, accumulate=accumulate)
         for recompute, keep_gathered, accumulate in sorted(costs, key=costs.__getitem__)
     ]
+
+
+def fits_awake(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> bool:
+    """Whether the learner has room for its fastest form beside engines that never sleep."""
+    fastest = config.actor.memory.with_rest_of(_forms()[0])
+    settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": fastest})})
+    most = LearnerMemory.of(settled, shape).most
+    return all(most <= USABLE_SHARE * (total - engine_budget(config, total)) for total in totals)
 
 
 def choose_memory(
@@ -58,8 +71,10 @@ def choose_memory(
     known = [gpu for gpu in learner_gpus if gpu in totals]
     if not memory.is_open or shape is None or not known:
         return memory.with_rest_of(LEAST)
-    share = config.rollout.gpu_memory_utilization
-    free = min(totals[gpu] * (1.0 - share if gpu in engine_gpus else 1.0) for gpu in known)
+    free = min(
+        totals[gpu] - (engine_while_training(config, totals[gpu]) if gpu in engine_gpus else 0)
+        for gpu in known
+    )
     forms = [memory.with_rest_of(form) for form in _forms()]
     for form in forms:
         settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": form})})

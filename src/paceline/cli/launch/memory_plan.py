@@ -16,6 +16,8 @@ from paceline.core.errors import ConfigError
 GIB = 1 << 30
 CONTEXT = 3 * GIB // 2
 """CUDA's context, NCCL's buffers and libraries of one process."""
+ENGINE_ASLEEP = 2 * GIB
+"""What an engine that sleeps keeps: its context and its captured graphs."""
 ENGINE_REST = 2 * GIB
 """An engine's activations and CUDA graphs."""
 LOGITS = GIB
@@ -229,6 +231,16 @@ class EngineMemory:
         return {"context": CONTEXT, "weights": self.weights, "graphs": ENGINE_REST, "kv cache": cache}
 
 
+def engine_budget(config: RunConfig, total: int) -> int:
+    """Bytes of a GPU with `total` that an engine takes."""
+    return int(config.rollout.gpu_memory_utilization * total)
+
+
+def engine_while_training(config: RunConfig, total: int) -> int:
+    """Bytes that an engine keeps while the learner trains on its GPU."""
+    return ENGINE_ASLEEP if config.rollout.sleep == "always" else engine_budget(config, total)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
     """The plan of a run.
@@ -264,13 +276,23 @@ class MemoryPlan:
             totals=totals,
         )
 
+    @property
+    def shared_gpus(self) -> list[int]:
+        """GPUs with a learner rank and an engine."""
+        return sorted({*self.learner_gpus} & {*self.engine_gpus})
+
+    @property
+    def _staging(self) -> int:
+        """What a learner rank keeps for pushes; twice, where it keeps an engine's too."""
+        return (self.config.weights.staging_mib << 20) * (2 if self.shared_gpus else 1)
+
     def lines(self) -> list[str]:
         """The plan for people: a line per kind of GPU and phase.
 
         Raises:
             ConfigError: something cannot fit; says what to change.
         """
-        staging = self.config.weights.staging_mib << 20
+        staging = self._staging
         phases = {
             "scoring": self.learner.scoring,
             "update": self.learner.update,
@@ -280,11 +302,28 @@ class MemoryPlan:
             f"learner {_list(self.learner_gpus)}, {name}: {_sum(parts)}" for name, parts in phases.items()
         ]
         for total in sorted({self.totals[gpu] for gpu in self.engine_gpus if gpu in self.totals}):
-            budget = int(self.config.rollout.gpu_memory_utilization * total)
+            budget = engine_budget(self.config, total)
             gpus = [gpu for gpu in self.engine_gpus if self.totals.get(gpu) == total]
             lines.append(f"rollout {_list(gpus)}, generation: {_sum(self.engine.generation(budget))}")
-            lines.append(f"rollout {_list(gpus)}, push: staging {_gib(staging)} more")
+            if not self.shared_gpus:
+                lines.append(f"rollout {_list(gpus)}, push: staging {_gib(staging)} more")
+        lines += self._together()
         self._check()
+        return lines
+
+    def _together(self) -> list[str]:
+        """Both sides on the GPUs that they share, by turn."""
+        lines = []
+        shared = self.shared_gpus
+        for total in sorted({self.totals[gpu] for gpu in shared if gpu in self.totals}):
+            gpus = [gpu for gpu in shared if self.totals.get(gpu) == total]
+            resident, budget = sum(self.learner.resident.values()), engine_budget(self.config, total)
+            training = engine_while_training(self.config, total)
+            turns = {
+                "generation": {"learner": resident, "staging": self._staging, "engine": budget},
+                "training": {"learner": self.learner.most, "staging": self._staging, "engine": training},
+            }
+            lines += [f"together {_list(gpus)}, {name}: {_sum(parts)}" for name, parts in turns.items()]
         return lines
 
     def _check(self) -> None:
@@ -293,19 +332,35 @@ class MemoryPlan:
             total = self.totals[gpu]
             engine = 0
             if gpu in self.engine_gpus:
-                engine = int(self.config.rollout.gpu_memory_utilization * total)
-                self._check_cache(gpu, engine)
+                engine = engine_while_training(self.config, total)
+                self._check_cache(gpu, engine_budget(self.config, total))
+            if gpu in self.shared_gpus and self.config.rollout.sleep == "always":
+                self._check_generation(gpu, total)
             if gpu not in self.learner_gpus or peak + engine <= total:
                 continue
-            if engine and peak <= total:
+            sleeps = self.config.rollout.sleep == "always"
+            if engine and peak <= total and not sleeps:
                 fitting = max(0.0, (total - peak) / total)
                 raise ConfigError(
                     f"GPU {gpu} has {_gib(total)}; the learner needs {_gib(peak)} and the engine beside it "
-                    f"takes {_gib(engine)}: set rollout.gpu_memory_utilization to at most {fitting:.2f}, or "
-                    "give them GPUs of their own"
+                    f"takes {_gib(engine)}: set rollout.gpu_memory_utilization to at most {fitting:.2f}, "
+                    "rollout.sleep: always, or give them GPUs of their own"
                 )
+            asleep = engine if sleeps else 0
+            beside = f" beside {_gib(asleep)} of a sleeping engine" if asleep else ""
             raise ConfigError(
-                f"GPU {gpu} has {_gib(total)}, the learner's update needs {_gib(peak)}: {self._advice(total)}"
+                f"GPU {gpu} has {_gib(total)}, the learner's update needs {_gib(peak)}{beside}: "
+                f"{self._advice(total - asleep)}"
+            )
+
+    def _check_generation(self, gpu: int, total: int) -> None:
+        """What stays of the learner has to fit beside an engine that is awake."""
+        stays = sum(self.learner.resident.values()) + self._staging
+        if stays + engine_budget(self.config, total) > total:
+            raise ConfigError(
+                f"GPU {gpu} has {_gib(total)}; {_gib(stays)} of the learner stay while the engine takes "
+                f"{_gib(engine_budget(self.config, total))}: set rollout.gpu_memory_utilization to at most "
+                f"{max(0.0, (total - stays) / total):.2f}"
             )
 
     def _check_cache(self, gpu: int, budget: int) -> None:
