@@ -198,6 +198,31 @@ async def test_the_service_gets_the_token_of_its_own_file(
     assert "name a file with its token as token_file" in score.error[1]
 
 
+async def test_a_service_has_limits_of_its_own() -> None:
+    server = OddServer("hang")
+    async with serving(server) as address:
+        service = RewardServiceConfig(name="judge", address=address, timeout_s=0.2, retry_for_s=0.0)
+        settings = ScorerSettings(config=RewardConfig(services=(service,), timeout_s=60.0))
+        (remote,) = RemoteScorer.configured(settings)
+        await remote.start()
+        (score,) = await remote.score(items("a"))
+        await remote.close()
+    assert kinds([score]) == ["timeout"]
+    assert score.error is not None
+    assert "within 0.2 s" in score.error[1]
+
+
+async def test_calls_are_repeated_for_as_long_as_the_service_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.reward.remote.scorer._REACH_TIMEOUT_S", 0.1)
+    service = RewardServiceConfig(name="judge", address="127.0.0.1:1", retry_for_s=0.0)
+    (remote,) = RemoteScorer.configured(ScorerSettings(config=RewardConfig(services=(service,))))
+    await remote.start()
+    started = time.monotonic()
+    assert kinds(await remote.score(items("a"))) == ["unavailable"]
+    assert time.monotonic() - started < 10
+    await remote.close()
+
+
 def test_a_token_file_that_cannot_be_read_is_named() -> None:
     service = RewardServiceConfig(name="judge", address="a:1", token_file="/nowhere/token")
     with pytest.raises(ConfigError, match="token_file=/nowhere/token of the reward service 'judge' cannot"):
