@@ -25,7 +25,7 @@ help:
 	@echo "make test       all tests but those of test-chaos; starts Redis by itself"
 	@echo "make test-fast  the tests without a real engine or a whole run"
 	@echo "make test-chaos runs under faults: about a quarter of an hour"
-	@echo "make test-deploy  the deployed forms: containers; skips what lacks a program, and says which"
+	@echo "make test-deploy  the deployed forms: hosts, Prometheus, containers; skips what lacks a program, and says which"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
 
 venv: $(VENV)/.installed

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
 # Small steps, and enough of them for servers to start meanwhile.
 STEPS = (
-    "trainer.total_steps=90",
+    "trainer.total_steps=70",
     "trainer.test_freq=0",
     "trainer.save_freq=0",
     "data.val_files=[]",
@@ -72,7 +72,7 @@ def test_members_come_and_go_seen_by_prometheus_and_a_collector(prometheus: str,
         checked = stack.in_volumes("paceline", "verify", "runs/scaled", check=False)
         assert checked.returncode == 0, checked.stdout + checked.stderr
         print(checked.stdout)
-    assert last == 90
+    assert last == 70
     assert steps_by_trace(kept.spans) == dict.fromkeys(range(1, last + 1), SERVICES)
 
 
