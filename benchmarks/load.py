@@ -164,11 +164,12 @@ def measure(size: Size, folder: Path, args: argparse.Namespace) -> list[Step]:
     resolved.write_text(dump_yaml(config))
     with ExitStack() as stack:
         server = stack.enter_context(RedisServer.start(folder / "redis"))
-        paths = [ROOT / "src", *(ROOT / "services").iterdir()]
+        paths = [*map(str, [ROOT / "src", *(ROOT / "services").iterdir()])]
+        paths += filter(None, [os.environ.get("PYTHONPATH")])
         environment = os.environ | {
             "PACELINE_BROKER_URL": server.url,
             "PACELINE_TOKEN": secrets.token_hex(8),
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
         }
 
@@ -184,7 +185,7 @@ def measure(size: Size, folder: Path, args: argparse.Namespace) -> list[Step]:
             *("-m", "paceline.controller", "--config", str(resolved), "--run-dir", str(run_dir)),
             *("--port", "0", "--address-file", str(address_file)),
         )
-        address = _wait_for_address(address_file, controller)
+        address = _wait_for_address(address_file, controller, run_dir / "logs" / "controller.log")
         reward = start("reward", "-m", "paceline.reward", "--controller", address, "--member-id", "reward-0")
         members = str(HERE / "load_members.py")
         start("learner", members, "learner", "--controller", address)
@@ -209,11 +210,11 @@ def measure(size: Size, folder: Path, args: argparse.Namespace) -> list[Step]:
     return watched.steps[2:]
 
 
-def _wait_for_address(file: Path, controller: psutil.Process) -> str:
+def _wait_for_address(file: Path, controller: psutil.Process, log: Path) -> str:
     deadline = time.monotonic() + 120
     while not file.exists():
         if time.monotonic() > deadline or controller.poll() is not None:
-            raise TimeoutError("the controller did not come up; its log is in the run directory")
+            raise TimeoutError(f"the controller did not come up:\n{log.read_text(errors='replace')[-3000:]}")
         time.sleep(0.05)
     return file.read_text(encoding="utf-8")
 

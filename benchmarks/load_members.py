@@ -21,7 +21,7 @@ import numpy as np
 
 from paceline.config.run import RunConfig
 from paceline.core.manifest import manifest_text
-from paceline.core.members import LearnerState, MemberKind
+from paceline.core.members import EnginePart, LearnerState, MemberKind
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainResult
 from paceline.core.trajectory import FinishReason
@@ -110,6 +110,12 @@ class PaperEngine(Engine):
             )
             ended()
         return samples
+
+    async def sleep(self) -> None:
+        """No memory to give up."""
+
+    async def wake(self, part: EnginePart) -> None:
+        """No memory to take."""
 
     async def check_health(self) -> None:
         """Always well."""

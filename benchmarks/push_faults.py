@@ -73,7 +73,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
         Kill(moment=moment, step=2 * number + 2, victim=f"rollout-{num_engines - 1 - number}")
         for number, moment in enumerate(args.kill)
     ]
-    args.steps = kills[-1].step + 2
+    args.steps = kills[-1].step + args.steps_after
     config = write_inputs(args, work)
     command = [sys.executable, "-m", "paceline.cli.main", "train", str(config), "--plain", *args.overrides]
     run = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
@@ -95,6 +95,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--delay-ms", type=float, default=20.0, help="from the beginning of a push to a kill during it"
     )
+    parser.add_argument(
+        "--steps-after",
+        type=int,
+        default=2,
+        help="of the run after the last kill's; with 60 or so the servers come back and get weights in it",
+    )
     parser.add_argument("--shape", default="0.5B")
     parser.add_argument("--learners", type=int, default=1)
     parser.add_argument(
@@ -113,7 +119,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "response_tokens": 64,
         "micro_batch_tokens": 8192,
         "max_num_seqs": 64,
-        "checkpointed_share": 0.0,
+        "recompute": "none",
     }
     for name, value in small.items():
         setattr(args, name, value)

@@ -46,7 +46,7 @@ SHAPES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures each prompt length and prints the table."""
     args = parse_args(argv)
-    device = torch.device(args.device)
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     ranks = form_group(RankEnvironment.read(), open_store(RankEnvironment.read(), 60), device, 60)
     try:
         with tempfile.TemporaryDirectory() as folder:

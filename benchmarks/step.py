@@ -2,12 +2,14 @@
 
     python benchmarks/step.py --shape 7B --learners 4 --engines 4x1      # 8 GPUs
     python benchmarks/step.py --shape 7B --learners 2 --engines 2x1      # 4 GPUs
+    python benchmarks/step.py --shape 7B --learners 4 --engines 4x1 --placement colocated   # 4 GPUs
     python benchmarks/step.py --shape tiny --learners 1 --engines 1x1 --device cpu \\
         --prompts 8 --prompt-tokens 32 --response-tokens 16
 
 Runs GRPO without a reference model by `paceline train`. All prompts have the given number of random tokens,
 responses end at the limit, and the reward is a cheap function of the text. `--engines 2x1` means two rollout
-servers of tensor-parallel size 1. Learner ranks take the first GPUs, engines the next.
+servers of tensor-parallel size 1. Learner ranks take the first GPUs, engines the next; with `--placement
+colocated` both are on the same GPUs and take turns.
 
 Prints medians from the second step on. tokens/s count prompts and responses over the step. MFU is the
 update's arithmetic, without activation recomputation, as a share of the measured rate of an 8,192 x 8,192 x
@@ -53,6 +55,7 @@ PHASES = (
     ("advantages", "timing_s/adv"),
     ("actor update", "timing_s/update_actor"),
     ("weights, pause", "timing_s/update_weights"),
+    ("turns, part of pause and other", "timing_s/turns"),
     ("cleanup and other", "timing_s/other"),
 )
 
@@ -85,6 +88,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--engines", type=lambda text: tuple(int(word) for word in text.split("x")), default=(2, 1)
     )
+    parser.add_argument("--placement", choices=("split", "colocated"), default="split")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
@@ -95,7 +99,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
-        "--checkpointed-share", type=float, default=1.0, help="of the layers; 0 keeps all activations"
+        "--recompute", default="auto", help="actor.memory.recompute: none, full, or the share that is kept"
     )
     parser.add_argument("--work", help="folder for inputs and the run; default: a temporary one")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
@@ -141,8 +145,12 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     num_engines, parallel_size = args.engines
     cuda = args.device == "cuda"
     first = list(range(args.learners))
-    after = list(range(args.learners, args.learners + num_engines * parallel_size))
+    begin = 0 if args.placement == "colocated" else args.learners
+    engines = list(range(begin, begin + num_engines * parallel_size))
+    # Side by side an engine has its GPU to itself; in turns, `paceline train` chooses its share.
+    share = {"gpu_memory_utilization": 0.85} if args.placement == "split" else {}
     return {
+        "placement": "colocated" if args.placement == "colocated" else "given",
         "data": {
             "train_files": str(work / "prompts.jsonl"),
             "ground_truth_key": "answer",
@@ -155,13 +163,12 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             "path": str(work / "model"),
             "dtype": "bfloat16" if cuda else "float32",
             "load_format": "random",
-            "enable_gradient_checkpointing": args.checkpointed_share > 0,
-            "gradient_checkpointing_share": args.checkpointed_share or 1.0,
         },
         "algorithm": {"adv_estimator": "grpo"},
         "actor": {
             "ppo_mini_batch_size": args.prompts // args.mini_batches,
             "ppo_max_token_len_per_gpu": args.micro_batch_tokens,
+            "memory": {"recompute": yaml.safe_load(args.recompute)},
             "optim": {"lr": 1e-6},
         },
         "rollout": {
@@ -169,8 +176,8 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             "tensor_model_parallel_size": parallel_size,
             "n": args.samples,
             "max_num_seqs": args.max_num_seqs,
-            "gpu_memory_utilization": 0.85,
-            "devices": after if cuda else None,
+            **share,
+            "devices": engines if cuda else None,
             "engine_kwargs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
             if cuda
             else {},
@@ -226,13 +233,16 @@ def report(
     num_engines, parallel_size = args.engines
     rollout_gpus = num_engines * parallel_size
     num_gpus = args.learners + rollout_gpus
+    if args.placement == "colocated":
+        num_gpus = max(args.learners, rollout_gpus)
     step_s, learn_s = metrics["timing_s/step"], metrics["timing_s/learn"]
     samples = args.prompts * args.samples
     response_tokens = samples * metrics["response_length/mean"]
     all_tokens = samples * args.prompt_tokens + response_tokens
     console = Console(width=130)
     table = Table(
-        title=f"{args.shape}, {args.learners} learner ranks, {num_engines} x TP {parallel_size}, "
+        title=f"{args.shape}, {args.placement}, {args.learners} learner ranks, "
+        f"{num_engines} x TP {parallel_size}, "
         f"{args.prompts} prompts x {args.samples} samples, "
         f"{args.prompt_tokens} + {args.response_tokens} tokens, medians of {num_steps} steps"
     )

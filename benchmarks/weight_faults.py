@@ -12,6 +12,7 @@ receiver and pushes again.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import signal
 import sys
@@ -128,6 +129,7 @@ def refuse(*args: object) -> Any:
 
 def rank_main(pipe: Any, options: Options, kind: str, gpu: int) -> None:
     """Answers calls until the pipe closes."""
+    faulthandler.register(signal.SIGUSR1)
     member = Member(options, kind, gpu)
     pipe.send("ready")
     while True:
@@ -171,6 +173,9 @@ class Rank:
         except (EOFError, ConnectionError):
             self.process.join(10)
             return "dead", self.process.exitcode, 0.0
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGUSR1)  # it prints where it is
+        time.sleep(1.0)
         return "no answer", None, timeout_s
 
     def call(self, method: str, *args: Any) -> Any:
@@ -201,14 +206,14 @@ class Pair:
         from paceline.weights.plan.spec import WeightGroupSpec
 
         self.epoch += 1
-        layout = RankLayout.from_bytes(self.learner.call("layout"))
+        layouts = [RankLayout.from_bytes(rank.call("layout")) for rank in (self.learner, self.receiver)]
         spec = WeightGroupSpec(
             epoch=self.epoch,
             backend=self.options.backend,
             store_host=self.host,
             store_port=self.port,
-            learner_layouts=(layout,),
-            rollout_layouts=(layout,),
+            learner_layouts=(layouts[0],),
+            rollout_layouts=(layouts[1],),
             wire_dtype="bfloat16",
             round_bytes=self.options.width * self.options.width * 4,
             timeout_s=self.options.deadline_s,
@@ -224,10 +229,9 @@ class Pair:
 
     def must(self) -> None:
         """Both ranks must have succeeded."""
-        for rank in (self.learner, self.receiver):
-            kind, value, _ = rank.result()
-            if kind != "ok":
-                raise RuntimeError(f"{kind}: {value}")
+        answers = [rank.result()[:2] for rank in (self.learner, self.receiver)]
+        if any(kind != "ok" for kind, _ in answers):
+            raise RuntimeError("; ".join(f"{kind}: {value}" for kind, value in answers))
 
     def recover(self) -> str:
         """A fresh receiver, a new group, a push: the words for the table."""
@@ -308,6 +312,7 @@ def network(options: Options) -> list[tuple[str, Row]]:
         plain[1].kill()
         began = time.monotonic()
         kind, text, seconds = pair.learner.result()
+        print(f"in the push over sockets: {kind} after {seconds:.2f} s: {text}", flush=True)
         plain[0].process.join(WATCHDOG_S)
         code = plain[0].process.exitcode
         died = "lives on" if code is None else f"ended with {code} after {time.monotonic() - began:.0f} s"
@@ -356,12 +361,16 @@ def main() -> int:
     """Runs the parts and prints the table; 1 if one is not as it must be."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--only-network", action="store_true", help="of the parts, the one over sockets alone"
+    )
     args = parser.parse_args()
     cuda = args.device == "cuda"
     options = Options(device=args.device, layers=256 if cuda else 8, width=4096 if cuda else 64)
     rows: list[tuple[str, Row]] = []
+    parts = {} if args.only_network else PARTS
     pair = Pair(options)
-    for name, part in PARTS.items():
+    for name, part in parts.items():
         try:
             rows.append((name, part(pair)))
         except (RuntimeError, TimeoutError) as error:

@@ -18,6 +18,7 @@ from weights_sides import TIMEOUT_S, Case, serve
 
 from paceline.weights.digest.agreement import disagreement
 from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.plan.backend import choose_wire
 from paceline.weights.plan.plan import TransferPlan
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
@@ -46,7 +47,7 @@ class Fleet:
         for rank in range(case.num_learners):
             self.learners.append(self._spawn("learner", (case, rank, port), gpus[rank : rank + 1]))
         for index in range(case.num_engines):
-            begin = case.num_learners + index * case.parallel_size
+            begin = index * case.parallel_size + (0 if case.colocated else case.num_learners)
             self.servers.append(
                 self._spawn("server", (case, folder), gpus[begin : begin + case.parallel_size])
             )
@@ -76,7 +77,7 @@ class Fleet:
         order(self.servers, worker_method, *args)
         return answers(self.learners), answers(self.servers)
 
-    def describe(self, round_bytes: int, relay: str) -> TransferPlan:
+    def describe(self, round_bytes: int, relay: str, backend: Any = "auto") -> TransferPlan:
         """Makes the spec of the next group; returns its transfer plan."""
         self.epoch += 1
         order(self.learners, "layout")
@@ -84,12 +85,15 @@ class Fleet:
         learners = answers(self.learners)
         needed = [[RankLayout.from_bytes(data) for data in layouts] for layouts in answers(self.servers)]
         host, port = learners[0][1]
+        layouts = [RankLayout.from_bytes(data) for data, _ in learners]
+        wire = choose_wire(backend, layouts, [layout for server in needed for layout in server])
         spec = WeightGroupSpec(
             epoch=self.epoch,
-            backend="nccl" if self.case.device == "cuda" else "gloo",
+            backend=wire.backend,
+            shared=wire.shared,
             store_host=host,
             store_port=port,
-            learner_layouts=tuple(RankLayout.from_bytes(data) for data, _ in learners),
+            learner_layouts=tuple(layouts),
             rollout_layouts=tuple(layout for layouts in needed for layout in layouts),
             wire_dtype=self.case.dtype,
             round_bytes=round_bytes,
@@ -111,14 +115,17 @@ class Fleet:
         for index, server in enumerate(self.servers):
             server.send((method, (self.spec, self.case.num_learners + index * self.case.parallel_size)))
 
-    def push(self, version: int, head_start_s: float) -> tuple[float, float, list[Any], list[Any]]:
-        """Changes the weights and pushes them.
+    def push(
+        self, version: int, head_start_s: float, *, change: bool = True
+    ) -> tuple[float, float, list[Any], list[Any]]:
+        """Changes the weights, unless told not to, and pushes them.
 
         Returns:
             Milliseconds of the transfer, milliseconds of the pause, and the answers of learners and servers.
         """
-        order(self.learners, "change")
-        answers(self.learners)
+        if change:
+            order(self.learners, "change")
+            answers(self.learners)
         began = time.perf_counter()
         order(self.servers, "push", version)
         time.sleep(head_start_s)

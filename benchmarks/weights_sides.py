@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from shapes import SHAPES
 
+from paceline.core.members import EnginePart
+from paceline.core.trajectory import SamplingSpec
+from paceline.rollout.engines.base import SampleRequest
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 
@@ -35,6 +38,7 @@ class Case:
     num_engines: int
     parallel_size: int
     device: str
+    colocated: bool = False
 
     @property
     def dtype(self) -> str:
@@ -153,6 +157,10 @@ class Learner:
             torch.cuda.reset_peak_memory_stats()
         return memory
 
+    def free(self) -> int:
+        """Free bytes of its GPU."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+
     def trace(self, folder: str | None) -> None:
         """Begins a trace, or ends it and writes the file of this rank."""
         from weights_exchange import Trace
@@ -189,6 +197,7 @@ class Server:
             "max_num_seqs": 16,
             "gpu_memory_utilization": 0.3,
             "engine_kwargs": engine_kwargs,
+            "sleep": "always" if case.colocated else "never",
         }
         config = parse(
             RunConfig,
@@ -246,6 +255,31 @@ class Server:
             "rank_bytes": [rank.num_bytes for rank in ranks],
             "receipt": receipt.to_bytes(),
         }
+
+    async def sleep(self) -> float:
+        """Milliseconds to give weights and KV cache up."""
+        began = time.perf_counter()
+        await self.engine.sleep()
+        return 1e3 * (time.perf_counter() - began)
+
+    async def wake(self, part: str) -> float:
+        """Milliseconds to take a part again."""
+        began = time.perf_counter()
+        await self.engine.wake(EnginePart(part))
+        return 1e3 * (time.perf_counter() - began)
+
+    async def draw(self, num_tokens: int) -> tuple[float, list[int]]:
+        """Milliseconds, and greedy tokens."""
+        spec = SamplingSpec(temperature=0.0, max_tokens=num_tokens)
+        request = SampleRequest(
+            request_id=f"draw {time.perf_counter()}",
+            prompt_token_ids=list(range(5, 69)),
+            sampling=spec,
+            seed=0,
+        )
+        began = time.perf_counter()
+        (sample,) = await self.engine.generate([request])
+        return 1e3 * (time.perf_counter() - began), sample.token_ids.tolist()
 
     async def leave(self) -> None:
         """All ranks leave."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support.training_run import TRANSPORT, Row, assert_same_metrics, assert_sound, only, training
+from paceline.api import load_run, train
+from support.training_run import TRANSPORT, Row, assert_same_metrics, assert_sound, only, read_jsonl, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -31,3 +32,19 @@ def test_a_run_goes_on_where_ctrl_c_has_stopped_it(
         assert not only(run.events, "rewind"), "no step was done twice"
         assert_same_metrics(run.metrics, undisturbed, without=TRANSPORT)
         assert_sound(run)
+
+
+def test_a_loop_that_is_left_and_begun_again_is_one_run(
+    config: dict[str, object], undisturbed: list[Row], tmp_path: Path
+) -> None:
+    overrides, notes = (f"trainer.run_dir={tmp_path}/run", "trainer.save_freq=0"), list[str]()
+    for step in train(config, *overrides, say=notes.append):
+        if step.number == 4:
+            assert len(step.samples) == 8
+            break
+    last = load_run(tmp_path / "run").metrics["step"][-1].as_py()
+    assert last in (5, 6), notes
+    assert [step.number for step in train(config, *overrides, say=notes.append)] == [*range(last + 1, 17)]
+    run = load_run(tmp_path / "run")
+    assert len(run.samples(3)) == 8
+    assert_same_metrics(read_jsonl(run.run_dir / "metrics.jsonl"), undisturbed, without=TRANSPORT)

@@ -25,7 +25,7 @@ from paceline.core.errors import (
     PeerLostError,
     WeightSyncError,
 )
-from paceline.core.members import MemberKind, RankRef
+from paceline.core.members import EnginePart, MemberKind, RankRef
 from paceline.core.trajectory import FinishReason, SamplingSpec
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.sampler import Sampler
@@ -346,6 +346,37 @@ async def test_an_idle_engine_leaves_the_cores_to_the_learner(subject: Subject) 
     before = cpu_seconds()
     await asyncio.sleep(0.8)
     assert cpu_seconds() - before < 0.3
+
+
+async def test_an_engine_that_slept_draws_the_same_samples_after_a_push(subject: Subject) -> None:
+    learner, engine = subject.learner, subject.engine
+    await learner.join(engine)
+    await learner.push_seed(engine, seed=0, version=14)
+    before = await engine.generate(requests("before sleep"))
+    await engine.sleep()
+    await engine.sleep()
+    await engine.check_health()
+    await engine.wake(EnginePart.WEIGHTS)
+    learner.set_seed(0)
+    sent, received = await learner.push(engine, version=15)
+    assert disagreement(sent.reports[0], received.reports) is None
+    await engine.wake(EnginePart.KV_CACHE)
+    await engine.wake(EnginePart.KV_CACHE)
+    check_same(await engine.generate(requests("after sleep")), before)
+
+
+async def test_a_push_arrives_through_memory_that_learner_and_engine_share(subject: Subject) -> None:
+    learner, engine = subject.learner, subject.engine
+    await learner.join(engine)
+    await learner.push_seed(engine, seed=0, version=16)
+    before = await engine.generate(requests("over the wire"))
+    spec = await learner.join(engine, shared=True)
+    assert len(spec.stand_ins) == len(await engine.describe())
+    for seed, version in ((1, 17), (0, 18)):
+        learner.set_seed(seed)
+        sent, received = await learner.push(engine, version)
+        assert disagreement(sent.reports[0], received.reports) is None
+    check_same(await engine.generate(requests("through memory")), before)
 
 
 # Last: it takes the engine down.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.learner.checkpoint.state import pinned_memory
 from support.learner_cuda import findings
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
@@ -32,3 +33,16 @@ def test_a_gpu_computes_what_the_cpu_does(tmp_path: Path) -> None:
         assert rough["actor/entropy"] == pytest.approx(host["actor/entropy"], abs=2e-2)
         assert rough["critic/vf_loss"] == pytest.approx(host["critic/vf_loss"], rel=5e-2)
     assert results["resumed_equals"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; the unpinning has a CPU test")
+def test_memory_that_was_pinned_can_be_used_again() -> None:
+    size = 64 << 20
+    for _ in range(3):
+        buffer = pinned_memory(size)
+        assert buffer.is_pinned()
+        address = buffer.data_ptr()
+        del buffer
+        other = torch.ones(size, dtype=torch.uint8)
+        assert other.data_ptr() == address, "lies elsewhere, so this shows nothing"
+        assert other.cuda().sum().item() == size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +23,14 @@ from paceline.rollout.engines.vllm.layout import describe_model
 from paceline.weights.digest.agreement import disagreement, model_digest
 from paceline.weights.digest.job import TensorDigester
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.geometry.layout import RankLayout, RankPlace
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.connecting import Connecting
 from paceline.weights.transport.group import WeightGroup
+from paceline.weights.transport.place import place_of
 from paceline.weights.transport.rendezvous import Abandonment, Deadline, abandon, open_store
+from paceline.weights.transport.shared_group import SharedGroup, form_group
 from support.fake_vllm import fake_qwen2
 from support.reference_digest import digest_array
 from support.weight_layouts import DenseModel, fsdp_layout, tp_layout
@@ -149,10 +152,11 @@ def check_parameters(fleet: Fleet, model: DenseModel, dtype: torch.dtype = torch
 @pytest.mark.parametrize(
     ("size", "kv_heads", "tied"), [(1, 2, False), (2, 1, True), (4, 2, False), (8, 1, True)]
 )
-def test_a_push_fills_every_rank(size: int, kv_heads: int, tied: bool) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_push_fills_every_rank(size: int, kv_heads: int, tied: bool, shared: bool) -> None:
     model = dense(kv_heads=kv_heads, tied=tied)
     fleet = Fleet(model, size)
-    fleet.join(fleet.spec())
+    fleet.join(fleet.spec(shared=shared))
     for version in (1, 2):
         sent, received = fleet.push(version)
         check_parameters(fleet, model)
@@ -162,8 +166,10 @@ def test_a_push_fills_every_rank(size: int, kv_heads: int, tied: bool) -> None:
         by_numpy = sum(digest_array(n, v.shape, Box.full(v.shape), v) for n, v in named.items()) % 2**64
         assert model_digest(sent.reports) == model_digest(reports) == by_numpy
         assert sent.num_bytes == sum(receipt.num_bytes for receipt in received)
-        assert sent.peak_extra_bytes <= 2 * size * 1000
-        assert all(receipt.peak_extra_bytes <= 2 * 1000 for receipt in received)
+        if not shared:
+            assert sent.peak_extra_bytes <= 2 * size * 1000
+        # What a rollout rank shares with the learner is the learner's.
+        assert all(receipt.peak_extra_bytes <= 2 * 1000 * (not shared) for receipt in received)
         with torch.no_grad():
             for param in fleet.source.parameters():
                 param.mul_(1.5).add_(0.25)
@@ -438,10 +444,12 @@ def test_a_spec_of_another_model_is_refused_before_anything_connects() -> None:
         fleet.receivers[0].join(fleet.spec(), 0, 1.0)
 
 
-def test_several_learners_share_the_work_and_their_digests_add_up() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_several_learners_share_the_work_and_their_digests_add_up(shared: bool) -> None:
     model = dense(kv_heads=1)
     shapes, named = model.shapes(), dict(FlatModel(model.shapes(), seed=3).named_parameters())
-    sources = [fsdp_layout(shapes, rank=r, world_size=3, dtype="float32") for r in range(3)]
+    here = place_of(CPU)
+    sources = [fsdp_layout(shapes, rank=r, world_size=3, dtype="float32").at(here) for r in range(3)]
     receivers = [RankReceiver(fake_qwen2(model, r, 2), CPU, describe_model, refuse_full) for r in range(2)]
     store = open_store("127.0.0.1", 10)
     spec = WeightGroupSpec(
@@ -454,11 +462,12 @@ def test_several_learners_share_the_work_and_their_digests_add_up() -> None:
         wire_dtype="float32",
         round_bytes=777,
         timeout_s=10.0,
+        shared=shared,
     )
 
     def learn(rank: int) -> torch.Tensor:
         own = None if rank else store
-        group = WeightGroup.form(spec, rank=rank, layout=sources[rank], device=CPU, timeout_s=10, store=own)
+        group = form_group(spec, rank=rank, layout=sources[rank], device=CPU, timeout_s=10, store=own)
         shards = {part.param: named[part.name].detach()[part.box.slices] for part in sources[rank].slices}
         group.send(shards, Deadline("push", 10))
         total = group.sum_at_first(torch.tensor([rank + 1, -(2**62)]), Deadline("sum", 10))
@@ -478,6 +487,102 @@ def test_several_learners_share_the_work_and_their_digests_add_up() -> None:
         for n, p in named.items()
     )
     assert model_digest([*first.reports, *second.reports]) == expected % 2**64
+
+
+def test_a_rollout_rank_elsewhere_takes_part_beside_those_that_share_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = dense()
+    fleet = Fleet(model, 1, engines=2)
+    describe = RankReceiver.describe
+
+    def place(receiver: RankReceiver) -> RankLayout:
+        layout = describe(receiver)
+        return layout.at(RankPlace(node="elsewhere")) if receiver is fleet.receivers[1] else layout
+
+    monkeypatch.setattr(RankReceiver, "describe", place)
+    spec = fleet.spec(shared=True)
+    assert spec.stand_ins == {1: 0}
+    assert spec.wire_ranks == (0, 2)
+    fleet.join(spec)
+    for version in (1, 2):
+        sent, received = fleet.push(version)
+        check_parameters(fleet, model)
+        assert agree(sent, received)
+        assert [receipt.peak_extra_bytes > 0 for receipt in received] == [False, True]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_leaves_a_shared_group_frees_the_others_at_once(lost: int) -> None:
+    fleet = Fleet(dense(), 1, engines=2)
+    fleet.join(fleet.spec(shared=True, timeout_s=20.0))
+    leaving = threading.Timer(0.3, fleet.receivers[lost].leave)
+    leaving.start()
+    began = time.monotonic()
+    other = fleet.receivers[1 - lost]
+    sending, waiting = start_all(lambda: fleet.publisher.publish(1), lambda: other.receive(1, 20.0))
+    error = sending.exception(30)
+    assert isinstance(error, PeerLostError), error
+    assert error.peer == RankRef(MemberKind.ROLLOUT, lost)
+    assert isinstance(waiting.exception(30), PeerLostError)
+    assert time.monotonic() - began < 5
+    leaving.join()
+    fleet.join(fleet.spec(shared=True))
+    sent, received = fleet.push(2)
+    assert agree(sent, received)
+
+
+def test_a_side_of_a_shared_group_that_stalls_is_named_when_time_is_up() -> None:
+    fleet = Fleet(dense(), 1)
+    fleet.join(fleet.spec(shared=True))
+    with pytest.raises(DeadlineError, match="no answer from learner rank 0 within 1 s"):
+        fleet.receivers[0].receive(1, 1.0)
+    fleet.join(fleet.spec(shared=True, round_bytes=1000))
+    with pytest.raises(DeadlineError, match="no answer from rollout rank 0 within 1 s"):
+        fleet.publisher.publish(2, timeout_s=1.0)
+
+
+def test_memory_that_cannot_be_opened_fails_the_join_for_all_and_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet(dense(), 1)
+    spec = fleet.spec(shared=True, timeout_s=20.0)
+    announce = SharedGroup.announce
+
+    def close_first(group: SharedGroup, store: Any) -> None:
+        announce(group, store)
+        for behind in group._behind:
+            behind.staging.close()
+
+    monkeypatch.setattr(SharedGroup, "announce", close_first)
+    began = time.monotonic()
+    sending, opening = start_all(
+        lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, 20.0)
+    )
+    with pytest.raises(WeightSyncError, match=r"cannot be opened .* same container.*weights.backend: gloo"):
+        opening.result(30)
+    error = sending.exception(30)
+    assert isinstance(error, PeerLostError), error
+    assert error.peer == RankRef(MemberKind.ROLLOUT, 0)
+    assert time.monotonic() - began < 10
+
+
+def test_shared_memory_is_gone_when_the_group_is_left() -> None:
+    fleet = Fleet(dense(), 1, engines=2)
+    before = staging_files()
+    for _ in range(2):
+        fleet.join(fleet.spec(shared=True))
+        assert len(staging_files()) == len(before) + 2
+        fleet.push(1)
+    fleet.publisher.leave()
+    for receiver in fleet.receivers:
+        receiver.leave()
+    assert staging_files() == before
+
+
+def staging_files() -> list[str]:
+    links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
+    return [link for link in links if "paceline-staging" in link]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -18,7 +18,7 @@ from paceline.core.manifest import MANIFEST
 from paceline.learner.checkpoint import write
 from paceline.learner.checkpoint.load import load, load_newest, roll_back
 from paceline.learner.checkpoint.manifest import Manifest
-from paceline.learner.checkpoint.state import state_of
+from paceline.learner.checkpoint.state import pinned_memory, state_of
 from paceline.learner.checkpoint.write import CheckpointWriter
 from paceline.learner.distributed.collectives import CommandError
 from paceline.learner.distributed.ranks import Ranks
@@ -302,3 +302,25 @@ def test_a_store_that_refuses_the_shards_costs_the_checkpoint_and_not_the_learne
     assert take_step(learner, 1).step == 1
     with pytest.raises(CheckpointError, match="is no complete checkpoint"):
         Manifest.read(place)
+
+
+def test_pinned_memory_is_given_back_before_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(address: int, num_bytes: int, flags: int) -> int:
+            calls.append(("register", address))
+            return 0
+
+        @staticmethod
+        def cudaHostUnregister(address: int) -> int:
+            calls.append(("unregister", address))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    buffer = pinned_memory(1024)
+    address = buffer.data_ptr()
+    assert calls == [("register", address)]
+    del buffer
+    assert calls == [("register", address), ("unregister", address)]

@@ -19,6 +19,7 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import loading
 from paceline.learner.model import networks as models
 from paceline.learner.model.attention import packed_attention
+from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, as_fsdp, draw_normal, load_critic, load_policy
 from support.learner_fakes import VOCAB_SIZE, write_model
 
@@ -99,8 +100,8 @@ def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
 def test_gradient_checkpointing_changes_no_gradient(folder: Path, ranks: Ranks) -> None:
     batch = pack(make_rows(), CPU)
     gradients = []
-    for share, expected in ((0.0, [False, False]), (0.5, [True, False]), (1.0, [True, True])):
-        network = load_policy(folder, ranks, FLOAT32, checkpointed_share=share)
+    for share, expected in ((1.0, [False, False]), (0.5, [True, False]), (0.0, [True, True])):
+        network = load_policy(folder, ranks, FLOAT32, options=LayerOptions(kept_share=share))
         layers = models.decoder_layers(models.body_of(network.lm))
         assert [layer.gradient_checkpointing for layer in layers] == expected
         network(batch)[0].sum().backward()

@@ -67,9 +67,9 @@ class ContractLearner:
         )
         return replace(spec, **changes)
 
-    async def join(self, engine: Engine) -> WeightGroupSpec:
+    async def join(self, engine: Engine, **changes: Any) -> WeightGroupSpec:
         """Forms the next epoch's group."""
-        spec = await self.spec(engine)
+        spec = await self.spec(engine, **changes)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._in_thread(lambda: self._publisher.join(spec)))
             tasks.create_task(engine.join(spec, spec.num_learners, 20.0))

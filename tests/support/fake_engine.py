@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.core.errors import InvalidMessageError, PacelineError, PeerLostError, WeightSyncError
+from paceline.core.members import EnginePart
 from paceline.core.trajectory import FinishReason
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.weights.digest.agreement import DigestReport, SliceDigest, model_digest
@@ -71,7 +72,8 @@ class FakeEngine(Engine):
     """Implements `Engine`.
 
     `events` has what happened, in order: ("generate", prompt ids) once per group, ("abort", prompt ids),
-    ("join", epoch), ("receive", version), ("leave", None), ("shutdown", None). `hold()` makes generation wait
+    ("join", epoch), ("receive", version), ("sleep", None), ("wake", part), ("leave", None),
+    ("shutdown", None). `hold()` makes generation wait
     until `release()`. A prompt in `errors` fails with its error, one in `stuck` does not end.
 
     Args:
@@ -104,6 +106,7 @@ class FakeEngine(Engine):
         self._open.set()
         self._stirred = asyncio.Event()
         self._failed: set[str] = set()
+        self.asleep: set[EnginePart] = set()
 
     @property
     def vocab_size(self) -> int:
@@ -148,6 +151,8 @@ class FakeEngine(Engine):
         self.events.append(("receive", version))
         if self.push_failure is not None:
             raise self.push_failure
+        if EnginePart.WEIGHTS in self.asleep:
+            raise WeightSyncError(f"version {version} arrived while the engine was asleep")
         receipts = await _on_all(lambda rank=rank: rank.receive(version, timeout_s) for rank in self._ranks)
         if self._under_way:
             raise WeightSyncError(f"version {version} arrived while requests were running")
@@ -177,6 +182,8 @@ class FakeEngine(Engine):
                 )
         prompt = tuple(requests[0].prompt_token_ids)
         self.events.append(("generate", prompt))
+        if self.asleep:
+            raise PeerLostError("a sleeping engine was asked for samples", peer="engine")
         self._under_way += len(requests)
         self.max_under_way = max(self.max_under_way, self._under_way)
         try:
@@ -224,6 +231,16 @@ class FakeEngine(Engine):
             token_ids[-1], reason = rng.choice(stops), FinishReason.STOP
         log_probs = np.full(count, self.log_prob, np.float32)
         return Sample(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)
+
+    async def sleep(self) -> None:
+        self._check_alive()
+        self.events.append(("sleep", None))
+        self.asleep = set(EnginePart)
+
+    async def wake(self, part: EnginePart) -> None:
+        self._check_alive()
+        self.events.append(("wake", part))
+        self.asleep.discard(part)
 
     async def check_health(self) -> None:
         self._check_alive()

@@ -23,7 +23,7 @@ from paceline.core.errors import (
 )
 from paceline.core.guard import Adjustments, Reading
 from paceline.core.manifest import MANIFEST, manifest_text
-from paceline.core.members import RolloutState
+from paceline.core.members import EnginePart, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.core.trajectory import FinishReason, GroupRefusal, PromptGroup, ScoredHeader
@@ -51,6 +51,7 @@ class FakeServices:
 
     Attributes:
         lose: members whose receive fails.
+        sleepless: members that fail to sleep.
         corrupt: members that report a wrong digest.
         readings: the guard's, by step.
         writes: whether a checkpoint leaves its manifest.
@@ -66,6 +67,7 @@ class FakeServices:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.lose: set[str] = set()
+        self.sleepless: set[str] = set()
         self.corrupt: set[str] = set()
         self.orders: list[TrainOrder] = []
         self.saved: list[bytes] = []
@@ -134,6 +136,9 @@ class FakeLearner:
     async def leave(self, member: Member, *, epoch: int) -> None:
         self.services.calls.append(f"leave {member.member_id} e{epoch}")
 
+    async def free(self, member: Member) -> None:
+        self.services.calls.append("free")
+
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
         key = (order.step, order.digest)
         if self.services.trained[-1:] == [key]:
@@ -201,6 +206,18 @@ class FakeRollout:
             digest_ms=1,
             peak_extra_bytes=32,
         )
+
+    async def sleep(self, member: Member) -> None:
+        self.services.calls.append(f"sleep {member.member_id}")
+        if member.member_id in self.services.sleepless:
+            raise PeerLostError(f"{member.member_id} went away", peer=member.member_id)
+        self.services.policies.pop(member.member_id, None)
+        member.policy, member.state = None, RolloutState.ASLEEP
+
+    async def wake(self, member: Member, part: EnginePart) -> None:
+        self.services.calls.append(f"wake {member.member_id} {part.value}")
+        if member.state is RolloutState.ASLEEP:
+            member.state = RolloutState.STALE
 
     async def commit(self, member: Member, policy: PolicyTag) -> None:
         self.services.calls.append(f"commit {member.member_id} {policy.version}")

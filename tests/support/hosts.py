@@ -69,6 +69,10 @@ class Host:
         )
         return done.stdout
 
+    def pids(self) -> list[int]:
+        """Of all processes in the namespace."""
+        return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
+
     def stop(self) -> None:
         """Kills what still runs."""
         for process in self.processes.values():
@@ -141,5 +145,6 @@ def _add(host: Host, switch: str) -> None:
         _ip("-n", host.namespace, "link", "set", device, "up")
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+def _ip(*words: str) -> str:
+    done = subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+    return done.stdout

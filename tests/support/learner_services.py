@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from paceline.controller.fleet.membership import Member
@@ -15,6 +16,7 @@ from paceline.learner.distributed.collectives import CommandError
 from paceline.learner.distributed.command_loop import CommandQueue
 from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner
+from paceline.learner.train.profiler import StepProfiler
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire.training import order_to_proto, result_from_proto
 from support.fake_fleet import FakeLearner, FakeServices
@@ -61,8 +63,9 @@ class _RealLearner(FakeLearner):
         super().__init__(services)
         self._shape, self._blobs = shape, DictBlobs({})
         publisher: Any = None
+        profiler = StepProfiler(learner.config.trainer.profile, Path("profile"), 0)
         self._servicer = LearnerServicer(
-            _AtOnce(Commands(learner, self._blobs, publisher).table), lambda: None
+            _AtOnce(Commands(learner, self._blobs, publisher, profiler).table), lambda: None
         )
         self._servicer.ready(learner.version, 60.0)
 

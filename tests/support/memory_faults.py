@@ -89,7 +89,7 @@ def bits(learner: Learner) -> list[list[float]]:
     ]
 
 
-def one_rank_runs_out(ranks: Ranks, model: str, *places: str) -> list[Any]:
+def one_rank_runs_out(ranks: Ranks, model: str, *places: str, **actor: Any) -> list[Any]:
     """By place: notes, sizes of both steps' passes, metrics and bits after the second, disturbed step.
 
     The last entry is of a run in which each rank fails at once, before any pass has left a trace.
@@ -98,7 +98,7 @@ def one_rank_runs_out(ranks: Ranks, model: str, *places: str) -> list[Any]:
     last = ranks.world_size - 1
     for place in (*(places or PLACES), "all"):
         notes: list[str] = []
-        learner = build(ranks, model, notes)
+        learner = build(ranks, model, notes, **actor)
         take_step(learner, 1)
         everywhere = place == "all"
         passes = {0} if everywhere else {1} if ranks.rank == last else set[int]()
@@ -109,3 +109,9 @@ def one_rank_runs_out(ranks: Ranks, model: str, *places: str) -> list[Any]:
             later = numbers(take_step(learner, 3))
         results.append([notes, [sizes, later_sizes], metrics, after_step, later])
     return results
+
+
+def one_rank_runs_out_with_gathered_weights(ranks: Ranks, model: str) -> list[Any]:
+    """`one_rank_runs_out` where weights stay gathered and gradients are reduced every time."""
+    memory = {"recompute": "full", "keep_gathered": True, "accumulate": False}
+    return one_rank_runs_out(ranks, model, "first layer, backwards", memory=memory)

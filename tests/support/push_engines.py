@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from paceline.core.trajectory import SamplingSpec
 from paceline.rollout.engines.base import Engine, SampleRequest
@@ -34,6 +35,9 @@ async def running_engine(
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if torch.cuda.is_available():
+        # A forked engine hangs in its first parallel region if the tests' process has had one.
+        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

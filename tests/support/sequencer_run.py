@@ -21,6 +21,7 @@ from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.events import EventHub
 from paceline.controller.fleet.membership import Fleet
 from paceline.controller.fleet.supervisor import Supervisor
+from paceline.controller.fleet.turns import Turns
 from paceline.controller.guard.report import Guard
 from paceline.controller.journal import Journal
 from paceline.controller.progress import Progress, Run
@@ -55,6 +56,14 @@ def config(**changes: Any) -> RunConfig:
         section, _, name = key.partition("__")
         tree.setdefault(section, {})[name] = value
     return parse(RunConfig, tree)
+
+
+def turns_of(run: Run, supervisor: Supervisor, services: FakeServices | None = None) -> Turns:
+    """The turns of a run, taken by fake services."""
+    services = services or FakeServices()
+    learner: Any = services.learner
+    rollout: Any = services.rollout
+    return Turns(run, supervisor, learner, rollout)
 
 
 def prompts(num: int) -> PromptSet:
@@ -96,6 +105,7 @@ class SequencerRun:
         learner: Any = self.services.learner
         rollout: Any = self.services.rollout
         epochs = Epochs(cfg, learner, rollout, self.supervisor.expel, self.supervisor.gone, term=0)
+        self.turns = turns_of(run, self.supervisor, self.services)
         self.sequencer = Sequencer(
             run,
             Progress(run),
@@ -117,6 +127,7 @@ class SequencerRun:
             push=WeightPush(epochs, learner, rollout),
             supervisor=self.supervisor,
             guard=self.guard,
+            turns=self.turns,
         )
 
     async def wait_for_services(self) -> None:

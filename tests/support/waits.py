@@ -16,7 +16,6 @@ NEEDLESS: dict[str, str] = {
     "paceline.cli.commands.export:run: subprocess.run": _USERS,
     "paceline.cli.commands.verify:run: subprocess.run": _USERS,
     "paceline.cli.commands.chaos:_verify: subprocess.run": _USERS,
-    "paceline.cli.launch.preflight:_learner_check: subprocess.run": _USERS,
     "paceline.cli.controller_client:ControllerClient.watch: channels.stream": (
         "follows a run for as long as it lasts; the channel's keep-alive ends it 15 s after the peer froze"
     ),
@@ -104,6 +103,9 @@ NEEDLESS: dict[str, str] = {
     "paceline.rollout.capacity:Capacity.wait_for_room: self._changed.wait": (
         "room comes when a group ends, and each group has a deadline"
     ),
+    "paceline.rollout.app:RolloutApp._start: self._session.link.may_start.wait": (
+        "the learner's turn, which the controller bounds; without a controller the heartbeats end the process"
+    ),
     "paceline.rollout.capacity:Capacity.wait_until_idle: self._changed.wait": "each group has a deadline",
     "paceline.rollout.sampler:Sampler._begin: asyncio.wait": "it draws one group, which has a deadline",
     "paceline.rollout.engines.vllm.engine:VllmEngine.generate.result: collector.get": (
@@ -114,7 +116,7 @@ NEEDLESS: dict[str, str] = {
         "a step of the shutdown, which has a budget; the workers it talks to were killed just before"
     ),
     # torch
-    "paceline.weights.transport.group:_Pending.wait: work.wait": (
+    "paceline.weights.transport.group:Pending.wait: work.wait": (
         "on a CUDA stream wait() only orders kernels; the host polls the events with a deadline"
     ),
     "paceline.weights.transport.rendezvous:_nccl_group: ProcessGroupNCCL": (

@@ -26,7 +26,7 @@ from paceline.service import channels
 from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import start_server
 from paceline.storage.folder import Folder
-from support.sequencer_run import config
+from support.sequencer_run import config, turns_of
 
 
 class Bench:
@@ -87,6 +87,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         run,
         progress,
         supervisor,
+        turns=turns_of(run, supervisor),
         broker_url="memory://",
         credentials=Credentials(),
         checkpoints=lambda: [Folder.at(tmp_path / "step_000002")],

@@ -20,7 +20,7 @@ from paceline.service.connection import common_options
 from paceline.service.credentials import Credentials
 from paceline.storage.folder import Folder
 from support.clocks import ManualClock
-from support.sequencer_run import config
+from support.sequencer_run import config, turns_of
 
 
 @pytest.mark.parametrize(("suspect_after_s", "dead_after_s"), [(3.0, 7.0), (5.0, 30.0)])
@@ -66,6 +66,7 @@ async def test_a_member_learns_the_term_the_heartbeat_and_the_checkpoints_newest
         run,
         Progress(run),
         supervisor,
+        turns=turns_of(run, supervisor),
         broker_url="memory://",
         credentials=Credentials(),
         checkpoints=lambda: [Folder.at(folder) for folder in folders],

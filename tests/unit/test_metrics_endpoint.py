@@ -19,7 +19,7 @@ from paceline.service import prometheus, telemetry
 from paceline.service.credentials import CA_FILE, TLS_DIR, TlsFiles
 from paceline.service.metrics_server import PLAIN
 
-pytest.importorskip("prometheus_client", reason="pip install 'paceline[prometheus]'")
+pytest.importorskip("prometheus_client", reason="pip install opentelemetry-exporter-prometheus")
 
 DOCS = Path(__file__).parents[2] / "docs" / "security.md"
 EVERYWHERE = "0.0.0.0"

@@ -15,13 +15,14 @@ import pytest
 from paceline.broker import names
 from paceline.broker.memory import MemoryBroker
 from paceline.core.errors import (
+    IllegalTransitionError,
     NumericsError,
     PeerLostError,
     ProtocolError,
     VersionMismatchError,
     WeightSyncError,
 )
-from paceline.core.members import RolloutState
+from paceline.core.members import EnginePart, RolloutState
 from paceline.rollout import app
 from paceline.rollout.server import RolloutServer
 from paceline.service.runtime import ServiceContext
@@ -256,3 +257,29 @@ async def test_a_model_that_is_being_copied_when_the_process_fails_is_broken_off
         loading.cancel()
         await asyncio.wait([loading])
     assert told == [True]
+
+
+async def test_a_server_that_sleeps_aborts_what_is_under_way_and_draws_again_after_a_push() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        b.engine.hold()
+        await b.ask(group(1))
+        await b.quiet(1)
+        b.engine.events.clear()
+        await b.server.sleep()
+        await b.server.sleep()
+        assert b.engine.events[:2] == [("abort", (5, 1)), ("sleep", None)]
+        assert b.server.standing.state is RolloutState.ASLEEP
+        b.engine.release()
+        await b.ask(group(2, V1))
+        with pytest.raises(IllegalTransitionError, match="asleep has no move for ReceiveBegan"):
+            await b.server.receive(1, 1)
+        await b.server.wake(EnginePart.WEIGHTS)
+        await b.server.receive(1, 1)
+        with pytest.raises(IllegalTransitionError, match="kv_cache of the engine is asleep"):
+            await b.server.commit(V1)
+        await b.server.wake(EnginePart.KV_CACHE)
+        await b.server.wake(EnginePart.KV_CACHE)
+        await b.server.commit(V1)
+        assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {2}
+        assert b.engine.named("wake") == [EnginePart.WEIGHTS, EnginePart.KV_CACHE]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from paceline.core.errors import IllegalTransitionError, VersionMismatchError
-from paceline.core.members import RolloutState
+from paceline.core.members import EnginePart, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rollout import states
 from paceline.rollout.states import Standing, advance
@@ -20,6 +20,9 @@ EVENTS: list[states.Event] = [
     states.Committed(V3),
     states.Forgotten(),
     states.Drained(),
+    states.Slept(),
+    states.Woken(EnginePart.WEIGHTS),
+    states.Woken(EnginePart.KV_CACHE),
 ]
 
 
@@ -83,5 +86,43 @@ def test_serving_is_reached_through_a_complete_push_alone() -> None:
                 begun = max(i for i, event in enumerate(sequence) if event == states.ReceiveBegan())
                 assert states.ReceiveEnded(3) in sequence[begun:]
                 assert standing.policy == V3
-    # The shortest way, and with one more event: either push event twice, or a repeated commit.
-    assert reached == 4
+    # The shortest way, and with one more event: either push event twice, a repeated commit, or a part that is
+    # awake woken after any of the four.
+    assert reached == 4 + 4 * 2
+
+
+WEIGHTS, KV_CACHE = states.Woken(EnginePart.WEIGHTS), states.Woken(EnginePart.KV_CACHE)
+V4_RECEIVED = (states.ReceiveBegan(), states.ReceiveEnded(4))
+
+
+def test_a_server_that_slept_serves_after_weights_a_push_and_the_kv_cache_alone() -> None:
+    asleep = run(*SERVING_V3, states.Slept())
+    assert (asleep.state, asleep.policy, asleep.asleep) == (RolloutState.ASLEEP, None, frozenset(EnginePart))
+    assert run(*SERVING_V3, states.Slept(), WEIGHTS).state is RolloutState.STALE
+    serving = run(*SERVING_V3, states.Slept(), WEIGHTS, *V4_RECEIVED, KV_CACHE, states.Committed(V4))
+    assert serving == Standing(state=RolloutState.SERVING, policy=V4)
+    early = run(*SERVING_V3, states.Slept(), WEIGHTS, KV_CACHE, *V4_RECEIVED, states.Committed(V4))
+    assert early == serving
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        (V4_RECEIVED, "asleep has no move for ReceiveBegan"),
+        ([KV_CACHE], "wakes its weights first"),
+        ([states.Committed(V3)], "asleep has no move for Committed"),
+        ([WEIGHTS, *V4_RECEIVED, states.Committed(V4)], "while kv_cache of the engine is asleep"),
+    ],
+)
+def test_a_sleeping_engine_neither_receives_nor_serves(events: list[states.Event], reason: str) -> None:
+    with pytest.raises(IllegalTransitionError, match=reason):
+        run(*SERVING_V3, states.Slept(), *events)
+
+
+def test_to_sleep_and_to_wake_may_be_repeated_and_a_broken_push_keeps_what_is_asleep() -> None:
+    asleep = run(*SERVING_V3, states.Slept())
+    assert advance(asleep, states.Slept()) is asleep
+    awake = run(*SERVING_V3)
+    assert advance(awake, KV_CACHE) is awake
+    broken = run(*SERVING_V3, states.Slept(), WEIGHTS, states.ReceiveBegan(), states.ReceiveFailed())
+    assert (broken.state, broken.asleep) == (RolloutState.STALE, {EnginePart.KV_CACHE})

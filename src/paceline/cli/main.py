@@ -25,6 +25,8 @@ COMMANDS: dict[str, str] = {
     "sft": "train a starting model on prompt/answer pairs",
     "export": "write a checkpoint as a safetensors folder",
     "report": "write the report of a run, one HTML page",
+    "profile": "join the recorded steps of a run with its services' spans, for Perfetto",
+    "ui": "show runs in a browser, while they train",
     "track": "send what a past run has written to experiment trackers",
     "verify": "check what a run has written against what Paceline promises",
     "reward": "score one response with a reward function",

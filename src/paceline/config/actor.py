@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.algorithm import KL_KINDS, KLKind
 from paceline.config.base import Section
+from paceline.config.memory import Memory, MemoryConfig
 from paceline.config.policy_losses import Clip, PolicyLossConfig, PPOClip
 
 
@@ -46,6 +47,23 @@ class ActorConfig(Section):
         "same numbers up to rounding, with less arithmetic. auto: in steps where that saves a sixth of it; "
         "the first such batch is computed both ways, and if they differ nothing is shared. on: in every "
         "step; a difference ends the run.",
+    )
+    memory: Memory = Field(
+        MemoryConfig(),
+        description="What the update keeps in memory, of policy and critic; auto leaves all of it to the "
+        "memory plan.",
+    )
+    compile: bool = Field(
+        False,
+        description="Compile the decoder layers of policy, critic and reference with torch.compile: "
+        "elementwise operations are fused. The first steps take longer, by what the log says; old log-probs "
+        "are then computed as the update computes them, with a graph that is dropped, because the compiler "
+        "rounds otherwise without one.",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="What gradients are summed over the ranks in, and over the micro-batches where "
+        "memory.accumulate adds up whole ones. bfloat16 halves that traffic and memory, and rounds.",
     )
     policy_loss: PolicyLossConfig = Field(
         PPOClip(),

@@ -35,18 +35,6 @@ class ModelConfig(Section):
         "travel in; masters are float32. Where it is left out, `paceline train` and `sft` take bfloat16 on "
         "GPUs, unless the stored weights are float32.",
     )
-    enable_gradient_checkpointing: bool = Field(
-        False,
-        description="Recompute activations in the backward pass: less memory, about a third more time. Where "
-        "it is left out, `paceline train` and `sft` turn it on on GPUs.",
-    )
-    gradient_checkpointing_share: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="With enable_gradient_checkpointing: share of the layers that recompute; the rest "
-        "keep their activations, where there is memory.",
-    )
     load_format: Literal["auto", "random"] = Field(
         "auto", description="random: ignore the weights on disk and draw them from the seed (benchmarks)."
     )
@@ -61,8 +49,3 @@ class ModelConfig(Section):
         description="Most disk that copies of URLs take on a machine, below PACELINE_CACHE_DIR "
         "(~/.cache/paceline); the least recently used ones make room.",
     )
-
-    @property
-    def checkpointed_share(self) -> float:
-        """Share of the layers that recompute their activations; 0 for none."""
-        return self.gradient_checkpointing_share if self.enable_gradient_checkpointing else 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from paceline.config.base import Section
@@ -33,6 +35,11 @@ class RolloutConfig(Section):
     val: ValSamplingConfig = ValSamplingConfig()
     gpu_memory_utilization: float = Field(
         0.85, gt=0, lt=1, description="Share of a GPU's memory that an engine may take."
+    )
+    sleep: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether engines give up the GPU memory of weights and KV cache while the learner "
+        "trains. auto: `paceline train` decides, with placement: colocated, by whether both fit.",
     )
     kv_cache_gib: int = Field(1, gt=0, description="CPU: KV cache of an engine in GiB.")
     max_num_seqs: int = Field(256, gt=0, description="Most sequences that an engine decodes at once.")

@@ -31,13 +31,15 @@ from paceline.core.guard import Action
 class RunConfig(Section):
     """Everything that `paceline train` needs; every service reads its part of the resolved form."""
 
-    placement: Literal["auto", "fit", "given"] = Field(
+    placement: Literal["auto", "fit", "given", "colocated"] = Field(
         "auto",
         description="How `paceline train` uses the GPUs of this machine where learner.devices and "
         "rollout.devices are not set. auto: learner.world_size, rollout.replicas and "
         "rollout.tensor_model_parallel_size, where they are left out, are chosen so that all visible GPUs "
         "work, about half of them as learner ranks; with one GPU, learner and engine share it. fit: the "
-        "same, and counts for which there are too few GPUs are lowered. given: the defaults below.",
+        "same, and counts for which there are too few GPUs are lowered. given: the defaults below. "
+        "colocated: learner ranks and rollout servers are on the same GPUs, all that are visible unless "
+        "learner.devices and rollout.devices say which, and take turns.",
     )
     data: DataConfig
     model: ModelConfig

@@ -8,6 +8,18 @@ from pydantic import Field
 
 from paceline.config.base import Section
 from paceline.config.data import Files
+from paceline.config.memory import Memory, MemoryConfig
+
+
+class ProfileConfig(Section):
+    """Which training steps torch's profiler records, on which learner ranks."""
+
+    steps: tuple[int, ...] = Field(
+        (),
+        description="Training steps to record, counted from 1; the first ones compile and fill caches. Each "
+        "goes to profile/ in the run directory, which `paceline profile` joins with the services' spans.",
+    )
+    ranks: tuple[int, ...] = Field((0,), description="Learner ranks that record.")
 
 
 class TrainerConfig(Section):
@@ -71,6 +83,8 @@ class TrainerConfig(Section):
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint follows a step in any case."""
         return step == self.total_steps or (self.save_freq > 0 and step % self.save_freq == 0)
+
+    profile: ProfileConfig = ProfileConfig()
 
     def validates_after(self, step: int) -> bool:
         """Whether a validation follows a step."""
@@ -160,8 +174,11 @@ class BrokerConfig(Section):
 class WeightsConfig(Section):
     """The weight push."""
 
-    backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU."
+    backend: Literal["auto", "gloo", "nccl", "shared"] = Field(
+        "auto",
+        description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU; with "
+        "placement: colocated, shared. shared: a learner rank and a rollout rank on one GPU (or the CPU of a "
+        "machine) have the memory between them open; they must run in one container.",
     )
     staging_mib: int = Field(
         1024,
@@ -236,6 +253,7 @@ class SftConfig(Section):
     steps: int = Field(gt=0, description="Optimizer steps.")
     batch_size: int = Field(256, gt=0, description="Pairs per step.")
     max_token_len_per_gpu: int = Field(16384, gt=0, description="Token budget of a micro-batch on one rank.")
+    memory: Memory = Field(MemoryConfig(), description="What the update keeps in memory; as actor.memory.")
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
     lr_scheduler: Literal["constant", "cosine"] = Field("cosine", description="Shape after the warm-up.")

@@ -22,7 +22,15 @@ class RolloutState(enum.Enum):
     STALE = "stale"
     SYNCING = "syncing"
     SERVING = "serving"
+    ASLEEP = "asleep"
     DRAINING = "draining"
+
+
+class EnginePart(enum.Enum):
+    """A part of an engine's GPU memory that it can give up and take again."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
 
 
 class LearnerState(enum.Enum):
@@ -51,8 +59,10 @@ READY_STATES: frozenset[MemberState] = frozenset(
 )
 """States in which a member can be given work, or the weights that it needs for work."""
 
-RECEIVABLE_STATES = frozenset({RolloutState.STALE, RolloutState.SYNCING, RolloutState.SERVING})
-"""States in which a rollout server takes a push."""
+RECEIVABLE_STATES = frozenset(
+    {RolloutState.STALE, RolloutState.SYNCING, RolloutState.SERVING, RolloutState.ASLEEP}
+)
+"""States of the rollout servers that take part in a push; a server that is asleep is woken for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,10 @@ STEP_METRICS: Mapping[str, str] = {
     "timing_s/update_actor": "The policy's update.",
     "timing_s/update_weights": "Pause in which no server samples, while weights are pushed.",
     "timing_s/cleanup": "Removing what the step before left in the broker.",
+    "timing_s/turns": (
+        "`rollout.sleep`: what it takes that learner and rollout servers change places on their GPUs; a part "
+        "of `timing_s/other` and, for the KV cache, of `timing_s/update_weights`."
+    ),
     "timing_s/other": "The rest of the step.",
     "timing_s/validate": "The validation after the step.",
     "timing_s/checkpoint": (

@@ -62,6 +62,7 @@ class Registration:
     checkpoints: tuple[str, ...]
     checkpoint_root: str = ""
     checkpoint_marker: str = ""
+    hold: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +76,11 @@ class MemberReport:
 
 
 class ControllerLink:
-    """The connection of one incarnation of a member to its controller."""
+    """The connection of one incarnation of a member to its controller.
+
+    Attributes:
+        may_start: set once the controller lets this member take the GPU memory that it starts with.
+    """
 
     def __init__(
         self,
@@ -96,6 +101,7 @@ class ControllerLink:
         self._channel = channels.connect(controller_address, credentials=credentials, role="controller")
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
         self._poked = asyncio.Event()
+        self.may_start = asyncio.Event()
         self._registration: Registration | None = None
 
     async def register(self, timeout_s: float, report: MemberReport) -> Registration:
@@ -122,6 +128,8 @@ class ControllerLink:
         answer = _read(await self._ask_to_register(request, timeout_s))
         self._terms.note(answer.term)
         self._registration = answer
+        if not answer.hold:
+            self.may_start.set()
         log.info("registered with run %s as %s, term %d", answer.run_id, self.member_id, answer.term)
         return answer
 
@@ -195,6 +203,8 @@ class ControllerLink:
             if answer.run_over:
                 log.info("the controller says that the run is over")
                 return
+            if answer.known and not answer.hold:
+                self.may_start.set()
             if answer.drain and on_drain is not None:
                 on_drain()
             if answer.known:
@@ -286,6 +296,7 @@ def _read(answer: controller_pb2.RegisterResponse) -> Registration:
         checkpoints=tuple(answer.checkpoints),
         checkpoint_root=answer.checkpoint_root,
         checkpoint_marker=answer.checkpoint_marker,
+        hold=answer.hold,
     )
 
 

@@ -53,8 +53,8 @@ def exporters(endpoint: str) -> tuple[SpanExporter, MetricReader]:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise EnvironmentLackError(
-            f"telemetry.otlp_endpoint={endpoint} needs the OTLP exporter: pip install 'paceline[otlp]', "
-            "or unset it"
+            f"telemetry.otlp_endpoint={endpoint} needs the OTLP exporter: pip install "
+            "opentelemetry-exporter-otlp-proto-grpc, or unset it"
         ) from error
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 

@@ -66,7 +66,7 @@ class PrometheusEndpoint:
         except ImportError as error:
             raise EnvironmentLackError(
                 f"a Prometheus endpoint on port {port} needs its exporter: pip install "
-                "'paceline[prometheus]', or set telemetry.prometheus_port=0"
+                "opentelemetry-exporter-prometheus, or set telemetry.prometheus_port=0"
             ) from error
         # Not the library's global registry: an engine in this process has metrics of its own there.
         registry = CollectorRegistry()

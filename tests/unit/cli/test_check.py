@@ -93,7 +93,7 @@ def test_a_self_test_that_never_ends_is_a_fault(
     monkeypatch.setattr(preflight, "_LEARNER_CHECK_S", 0.02)
     assert main(["check", "run.yaml"]) == 2
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "self-test" in line]
-    assert line.startswith("FAULT self-test: no answer within 0 s from ")
+    assert line.startswith("FAULT self-test: the self-test gave no answer within 0 s: ")
 
 
 @pytest.mark.usefixtures("without_torch")

@@ -96,7 +96,20 @@ def test_a_source_tree_that_is_not_installed_has_commands_too(
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "init", "check", "doctor", "status", "rollout", "health", "sft", "export", "report", "reward"],
+    [
+        "train",
+        "init",
+        "check",
+        "doctor",
+        "status",
+        "rollout",
+        "health",
+        "sft",
+        "export",
+        "report",
+        "profile",
+        "reward",
+    ],
 )
 def test_every_command_has_help_and_loads_no_torch(command: str) -> None:
     program = (

@@ -74,14 +74,35 @@ def test_parameters_are_those_of_the_published_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "num_tokens", "measured_gib"), [(1.0, 16 * 1536, 65.8), (0.0, 8 * 1536, 132.0)]
+    ("compiled", "recompute", "keep_gathered", "reduce_dtype", "sequences", "measured_gib"),
+    [
+        (False, "full", False, "float32", 16, 65.8),
+        (False, "none", False, "float32", 8, 132.0),
+        (True, "full", False, "float32", 16, 63.2),
+        (True, "none", False, "float32", 8, 111.0),
+        (True, "none", True, "float32", 8, 123.0),
+        (True, 0.5, False, "float32", 8, 83.0),
+        (True, 0.5, False, "float32", 16, 112.0),
+        (True, 0.7, True, "bfloat16", 8, 88.0),
+    ],
 )
 def test_the_peaks_of_7b_on_four_gpus_are_those_measured(
-    share: float, num_tokens: int, measured_gib: float
+    compiled: bool,
+    recompute: float | str,
+    keep_gathered: bool,
+    reduce_dtype: str,
+    sequences: int,
+    measured_gib: float,
 ) -> None:
-    """Uncompiled layers, all or none recomputed; torch's allocated memory, so without the context."""
-    checkpointing = {"enable_gradient_checkpointing": True} if share else {}
-    config = run_of(actor={"ppo_max_token_len_per_gpu": num_tokens}, model=checkpointing)
+    """Torch's allocated memory, so without the context."""
+    num_tokens = sequences * 1536
+    actor = {
+        "ppo_max_token_len_per_gpu": num_tokens,
+        "compile": compiled,
+        "reduce_dtype": reduce_dtype,
+        "memory": {"recompute": recompute, "keep_gathered": keep_gathered},
+    }
+    config = run_of(actor=actor)
     memory = LearnerMemory.of(config, shape_of(SEVEN))
     assert memory.num_tokens == num_tokens
     assert (sum(memory.update.values()) - CONTEXT) / GIB == pytest.approx(measured_gib, rel=0.05)
@@ -114,7 +135,7 @@ def test_an_engine_by_hand() -> None:
 
 
 def test_the_plan_has_a_line_for_every_phase() -> None:
-    config = run_of(model={"enable_gradient_checkpointing": True})
+    config = run_of(actor={"memory": {"recompute": "full"}})
     lines = plan_for(config).lines()
     assert [line.split(":")[0] for line in lines] == [
         "learner GPU 0, 1, 2, 3, scoring",
@@ -134,15 +155,20 @@ def test_the_plan_has_a_line_for_every_phase() -> None:
         (
             {"actor": {"ppo_max_token_len_per_gpu": 1536}, "learner": {"world_size": 4}},
             60,
-            "set model.enable_gradient_checkpointing: true",
+            "set actor.memory.recompute: full",
         ),
         (
             {"learner": {"world_size": 4}},
             60,
-            "set model.enable_gradient_checkpointing: true and actor.ppo_max_token_len_per_gpu to at most",
+            "set actor.memory.recompute: full and actor.ppo_max_token_len_per_gpu to at most",
         ),
-        ({"learner": {"world_size": 1}}, 80, "set learner.world_size to 2, model.enable_gradient"),
-        ({}, 24, "each rank holds a whole float32 gradient of 28.4 GiB"),
+        (
+            {"learner": {"world_size": 1}},
+            80,
+            "set learner.world_size to 2, actor.memory to {recompute: full, ",
+        ),
+        ({}, 50, "set actor.memory to {recompute: full, accumulate: false} and actor.ppo_max"),
+        ({}, 10, "do not fit on 32 such GPUs either"),
     ],
 )
 def test_what_cannot_fit_is_refused_with_the_setting_to_change(
@@ -166,19 +192,41 @@ def test_the_advice_fits() -> None:
 
 
 def test_an_engine_beside_the_learner_gets_what_it_leaves() -> None:
-    config = run_of(model={"enable_gradient_checkpointing": True})
+    config = run_of(actor={"memory": {"recompute": "full"}})
     with pytest.raises(ConfigError, match=r"set rollout\.gpu_memory_utilization to at most 0\.5\d") as caught:
         plan_for(config, shared=True).lines()
     share = float(str(caught.value).split("at most ")[1].split(",")[0])
     fitting = run_of(
-        model={"enable_gradient_checkpointing": True}, rollout={"gpu_memory_utilization": share - 0.01}
+        actor={"memory": {"recompute": "full"}}, rollout={"gpu_memory_utilization": share - 0.01}
     )
     assert plan_for(fitting, shared=True).lines()
 
 
 def test_an_engine_without_room_for_a_sequence_is_refused() -> None:
-    config = run_of(rollout={"gpu_memory_utilization": 0.12}, model={"enable_gradient_checkpointing": True})
+    config = run_of(rollout={"gpu_memory_utilization": 0.12}, actor={"memory": {"recompute": "full"}})
     with pytest.raises(
         ConfigError, match=r"0\.0 GiB for its KV cache.*raise rollout\.gpu_memory_utilization"
     ):
         plan_for(config).lines()
+
+
+def test_engines_that_sleep_leave_the_gpu_to_the_update_and_what_stays_of_the_learner_to_them() -> None:
+    rollout: dict[str, Any] = {"sleep": "always", "gpu_memory_utilization": 0.75}
+    config = run_of(actor={"memory": {"recompute": "none"}, "compile": True}, rollout=rollout)
+    lines = plan_for(config, shared=True).lines()
+    assert [line.split(":")[0] for line in lines[-2:]] == [
+        "together GPU 0, 1, 2, 3, generation",
+        "together GPU 0, 1, 2, 3, training",
+    ]
+    assert lines[-1].endswith("engine 2.0 GiB")
+    awake = run_of(
+        actor={"memory": {"recompute": "none"}, "compile": True},
+        rollout={"gpu_memory_utilization": 0.75},
+    )
+    with pytest.raises(ConfigError, match="rollout.sleep: always, or give them"):
+        plan_for(awake, shared=True).lines()
+    greedy = run_of(
+        actor={"memory": {"recompute": "none"}}, rollout=rollout | {"gpu_memory_utilization": 0.9}
+    )
+    with pytest.raises(ConfigError, match=r"of the learner stay while the engine takes .* at most 0\.8"):
+        plan_for(greedy, shared=True).lines()

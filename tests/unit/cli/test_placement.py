@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.launch import machine, placement, plan
+from paceline.cli.launch import colocation, machine, placement, plan
 from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.placement import settle
 from paceline.cli.main import main
@@ -19,6 +19,7 @@ from support.cli_configs import config
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(placement, "gpu_memory", lambda: {0: 80_000_000_000})
+    monkeypatch.setattr(colocation, "gpu_memory", lambda: {0: 80_000_000_000})
     store(tmp_path, dtype="bfloat16")
     return tmp_path
 
@@ -61,6 +62,71 @@ def test_the_gpus_are_shared_out(
     assert settled.rollout.gpu_memory_utilization == (0.4 if num_gpus == 1 else 0.85)
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "sections", "layout"),
+    [
+        (4, {}, ([0, 1, 2, 3], [[0], [1], [2], [3]])),
+        (4, {"rollout": {"tensor_model_parallel_size": 2}}, ([0, 1, 2, 3], [[0, 1], [2, 3]])),
+        (4, {"rollout": {"replicas": 2}}, ([0, 1, 2, 3], [[0], [1]])),
+        (1, {}, ([0], [[0]])),
+        (4, {"learner": {"devices": [0, 1, 2]}, "rollout": {"devices": [2, 3]}}, ([0, 1, 2], [[2], [3]])),
+    ],
+)
+def test_colocated_both_are_on_the_same_gpus(
+    num_gpus: int, sections: dict[str, object], layout: tuple[list[int], list[list[int]]]
+) -> None:
+    settled, _ = on(num_gpus, placement="colocated", **sections)
+    learner, rollout = plan.share_gpus(settled, tuple(range(num_gpus)))
+    assert (list(learner), [list(gpus) for gpus in rollout]) == layout
+    assert settled.weights.backend == "shared"
+    assert settled.rollout.sleep == "always"  # config.json does not say how large the model is
+
+
+SIZES = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+
+
+def sized(folder: Path, monkeypatch: pytest.MonkeyPatch, layers: int, gib: int) -> None:
+    totals = dict.fromkeys(range(4), gib << 30)
+    monkeypatch.setattr(placement, "gpu_memory", lambda: totals)
+    monkeypatch.setattr(colocation, "gpu_memory", lambda: totals)
+    (folder / "model" / "config.json").write_text(json.dumps(SIZES | {"num_hidden_layers": layers}))
+
+
+def test_engines_sleep_where_the_learner_has_no_room_beside_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sized(folder, monkeypatch, layers=28, gib=141)
+    settled, said = on(4, placement="colocated")
+    assert settled.rollout.sleep == "always"
+    assert said == "layout: learner and 4 rollout servers share GPUs [0, 1, 2, 3], in turns"
+    # 21.3 GiB of shards and optimizer, 1.5 of context and 2 of staging stay beside the engine.
+    assert settled.rollout.gpu_memory_utilization == pytest.approx(1 - 24.8 / 141 - 0.04, abs=0.01)
+    cache = settled.rollout.engine_kwargs["kv_cache_memory_bytes"]
+    assert isinstance(cache, int)
+    budget = settled.rollout.gpu_memory_utilization * 141
+    assert cache / 2**30 == pytest.approx(budget - 1.5 - 2 - 14.2, abs=0.1)
+    sized(folder, monkeypatch, layers=1, gib=141)
+    settled, said = on(4, placement="colocated")
+    assert (settled.rollout.sleep, settled.rollout.gpu_memory_utilization) == ("never", 0.4)
+    assert not said.endswith("in turns")
+    settled, _ = on(4, placement="colocated", rollout={"sleep": "always", "gpu_memory_utilization": 0.5})
+    assert (settled.rollout.sleep, settled.rollout.gpu_memory_utilization) == ("always", 0.5)
+
+
+def test_colocated_on_a_cpu_the_push_goes_through_shared_memory() -> None:
+    settled, _ = on(0, placement="colocated", learner={"world_size": 2})
+    assert (settled.weights.backend, settled.rollout.sleep) == ("shared", "never")
+    settled, _ = on(0, placement="colocated", weights={"backend": "gloo"}, rollout={"sleep": "always"})
+    assert (settled.weights.backend, settled.rollout.sleep) == ("gloo", "always")
+
+
 def test_weights_that_fill_a_gpu_get_more_gpus_per_engine(folder: Path) -> None:
     store(folder, dtype="bfloat16", num_bytes=64_000_000_000)
     settled, said = on(8)
@@ -69,22 +135,21 @@ def test_weights_that_fill_a_gpu_get_more_gpus_per_engine(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "num_gpus", "given", "dtype", "checkpointing"),
+    ("stored", "num_gpus", "given", "dtype"),
     [
-        ("bfloat16", 2, {}, "bfloat16", True),
-        ("float16", 2, {}, "bfloat16", True),
-        ("float32", 2, {}, "float32", True),
-        ("bfloat16", 0, {}, "float32", False),
-        ("bfloat16", 2, {"dtype": "float32", "enable_gradient_checkpointing": False}, "float32", False),
+        ("bfloat16", 2, {}, "bfloat16"),
+        ("float16", 2, {}, "bfloat16"),
+        ("float32", 2, {}, "float32"),
+        ("bfloat16", 0, {}, "float32"),
+        ("bfloat16", 2, {"dtype": "float32"}, "float32"),
     ],
 )
 def test_the_data_type_comes_from_model_and_device(
-    folder: Path, stored: str, num_gpus: int, given: dict[str, object], dtype: str, checkpointing: bool
+    folder: Path, stored: str, num_gpus: int, given: dict[str, object], dtype: str
 ) -> None:
     store(folder, dtype=stored)
     settled, _ = on(num_gpus, model={"path": "model", **given})
     assert settled.model.dtype == dtype
-    assert settled.model.enable_gradient_checkpointing is checkpointing
 
 
 def test_nothing_changes_on_a_cpu_but_what_is_said() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -76,6 +78,35 @@ def test_a_run_is_sent_in_order_from_another_thread(run_dir: Path, monkeypatch: 
     ]
     assert threading.get_ident() not in book.threads
     assert notes == ["mlflow failed and gets nothing more: ValueError: no space left"]
+
+
+def test_wandb_goes_on_with_the_run_of_the_same_id(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[dict[str, object]] = []
+    logged: list[tuple[object, object]] = []
+
+    class WandbRun:
+        def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+            logged.append((step, metrics))
+
+        def finish(self, *, exit_code: int) -> None:
+            logged.append(("finish", exit_code))
+
+    def init(**options: object) -> WandbRun:
+        opened.append(options)
+        return WandbRun()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setenv("WANDB_PROJECT", "sums")
+    for steps, ok in (((0, 1), False), ((2,), True)):
+        sending = Sink(["wandb"], run_dir, say=pytest.fail)
+        for step in steps:
+            sending.step(step, {"actor/lr": 0.5}, 1.0)
+        sending.end(ok=ok)
+    assert [(options["project"], options["id"], options["resume"]) for options in opened] == [
+        ("sums", "adder-01", "allow")
+    ] * 2
+    assert [step for step, _ in logged] == [0, 1, "finish", 2, "finish"]
+    assert [code for step, code in logged if step == "finish"] == [1, 0]
 
 
 def test_a_tracker_that_hangs_is_left_after_a_while(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,13 @@ from paceline.config.load import dump_yaml, load
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.dispatch import Dispatcher
-from paceline.controller.batch.inputs import Inputs, load_inputs
+from paceline.controller.batch.inputs import load_inputs
 from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.events import EventHub
 from paceline.controller.fleet.clients import Channels, LearnerClient, RolloutClient
 from paceline.controller.fleet.membership import Fleet
 from paceline.controller.fleet.supervisor import Supervisor
+from paceline.controller.fleet.turns import Turns
 from paceline.controller.guard.report import Guard
 from paceline.controller.health import measure_mailboxes, observe_run
 from paceline.controller.phases import Phase
@@ -93,18 +94,21 @@ async def serve(context: ServiceContext, options: Options) -> None:
     measuring = context.spawn("mailbox lengths", measure_mailboxes(broker, run_id, progress))
     context.defer("mailbox lengths", lambda: _cancel(measuring))
     stop = asyncio.get_running_loop().create_future()
+    channels = Channels(config, credentials, journal.term)
+    context.defer("channels", channels.close)
+    learner, rollout = LearnerClient(config, channels, supervisor.gone), RolloutClient(config, channels)
+    turns = Turns(run, supervisor, learner, rollout)
     servicer = ControllerServicer(
         run,
         progress,
         supervisor,
+        turns=turns,
         broker_url=broker_url,
         credentials=credentials,
         checkpoints=lambda: list(checkpoints.candidates(run.checkpoints, run.id)),
         checkpoint_marker=await asyncio.to_thread(mark, run.checkpoints),
         stop=lambda reason: None if stop.done() else stop.set_result(reason),
     )
-    channels = Channels(config, credentials, journal.term)
-    context.defer("channels", channels.close)
     await _listen(context, options, config, servicer, credentials)
     mailboxes = Mailboxes(broker, run_id, own_server=config.broker.url is None)
     collector = Collector(
@@ -115,7 +119,18 @@ async def serve(context: ServiceContext, options: Options) -> None:
         wait_for_services=lambda: _services(supervisor, config.service.recovery_timeout_s),
         count=progress.count,
     )
-    sequencer = _sequencer(run, progress, inputs, collector, channels, supervisor)
+    epochs = Epochs(config, learner, rollout, supervisor.expel, supervisor.gone, term=journal.term)
+    sequencer = Sequencer(
+        run,
+        progress,
+        inputs=inputs,
+        collector=collector,
+        learner=learner,
+        push=WeightPush(epochs, learner, rollout),
+        supervisor=supervisor,
+        guard=Guard(run),
+        turns=turns,
+    )
     try:
         await _run_to_the_end(context, run, sequencer, supervisor, servicer, stop)
     finally:
@@ -179,29 +194,6 @@ async def _services(supervisor: Supervisor, timeout_s: float) -> None:
     """Returns when there are the members that a collection needs."""
     await supervisor.rollouts_ready(timeout_s)
     await supervisor.reward_ready(timeout_s)
-
-
-def _sequencer(
-    run: Run,
-    progress: Progress,
-    inputs: Inputs,
-    collector: Collector,
-    channels: Channels,
-    supervisor: Supervisor,
-) -> Sequencer:
-    learner = LearnerClient(run.config, channels, supervisor.gone)
-    rollout = RolloutClient(run.config, channels)
-    epochs = Epochs(run.config, learner, rollout, supervisor.expel, supervisor.gone, term=run.journal.term)
-    return Sequencer(
-        run,
-        progress,
-        inputs=inputs,
-        collector=collector,
-        learner=learner,
-        push=WeightPush(epochs, learner, rollout),
-        supervisor=supervisor,
-        guard=Guard(run),
-    )
 
 
 async def _listen(

@@ -12,6 +12,7 @@ import grpc
 from paceline.controller.fleet.clients import is_serving
 from paceline.controller.fleet.membership import Health, Member
 from paceline.controller.fleet.supervisor import Supervisor
+from paceline.controller.fleet.turns import Turns
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.core.errors import ConfigError, InvalidMessageError
@@ -47,6 +48,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         progress: Progress,
         supervisor: Supervisor,
         *,
+        turns: Turns,
         broker_url: str,
         credentials: Credentials,
         checkpoints: Callable[[], Sequence[Folder]],
@@ -54,6 +56,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         stop: Callable[[str], None],
     ) -> None:
         self._run, self._progress, self._supervisor = run, progress, supervisor
+        self._turns = turns
         self._broker_url, self._stop = broker_url, stop
         self._checkpoints, self._checkpoint_marker = checkpoints, checkpoint_marker
         self._credentials = credentials
@@ -102,6 +105,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             checkpoints=[str(folder) for folder in folders],
             checkpoint_root=str(self._run.checkpoints) if is_learner else "",
             checkpoint_marker=self._checkpoint_marker if is_learner else "",
+            hold=not self._may_start(request.member_id),
         )
 
     async def _refuse_second_holder(self, request: controller_pb2.RegisterRequest) -> None:
@@ -158,7 +162,12 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             known=known,
             run_over=self._over.is_set(),
             drain=known and member.is_draining and self._progress.phase not in _PUSHING,
+            hold=known and not self._turns.may_start(member),
         )
+
+    def _may_start(self, member_id: str) -> bool:
+        member = self._supervisor.fleet.get(member_id)
+        return member is None or self._turns.may_start(member)
 
     async def Drain(
         self, request: controller_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]

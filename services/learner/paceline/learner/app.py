@@ -91,6 +91,7 @@ class LearnerApp:
             checkpoints=registration.checkpoints,
             checkpoint_root=registration.checkpoint_root,
             checkpoint_marker=registration.checkpoint_marker,
+            run_dir=str(registration.run_dir),
             host=to_bind(self._session.options.host),
             advertise=split(self._session.link.address)[0],
         )

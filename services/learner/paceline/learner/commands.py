@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import torch
+
 from paceline.core.errors import CheckpointError, IllegalTransitionError
 from paceline.core.training import TrainResult
 from paceline.learner.batch.fetch import Blobs, fetch_rows
@@ -21,13 +23,14 @@ from paceline.learner.distributed.command_loop import Arguments, Handler
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.train.learner import Learner
+from paceline.learner.train.profiler import StepProfiler
 from paceline.learner.train.step import train_step
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 from paceline.wire.training import decode_order
 
 TRAIN, SAVE, LOAD, DESCRIBE = "train", "save", "load", "describe"
-JOIN, PUBLISH, LEAVE = "join", "publish", "leave"
+JOIN, PUBLISH, LEAVE, FREE = "join", "publish", "leave", "free"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +46,10 @@ class Description:
 class Commands:
     """The handlers of one rank."""
 
-    def __init__(self, learner: Learner, blobs: Blobs, publisher: WeightPublisher) -> None:
-        self._learner, self._blobs, self._publisher = learner, blobs, publisher
+    def __init__(
+        self, learner: Learner, blobs: Blobs, publisher: WeightPublisher, profiler: StepProfiler
+    ) -> None:
+        self._learner, self._blobs, self._publisher, self._profiler = learner, blobs, publisher, profiler
         self._writer = CheckpointWriter(learner)
 
     @property
@@ -58,6 +63,7 @@ class Commands:
             JOIN: self._join,
             PUBLISH: self._publish,
             LEAVE: self._leave,
+            FREE: self._free,
         }
 
     def finish(self) -> None:
@@ -83,7 +89,8 @@ class Commands:
                 ),
             )
 
-        return train_step(learner, order, fetch)
+        with self._profiler.recording(order.step):
+            return train_step(learner, order, fetch)
 
     def _save(self, arguments: Arguments) -> Future[float]:
         """Returns the seconds that the writing takes, when it is done."""
@@ -140,6 +147,12 @@ class Commands:
     def _reshard(self) -> None:
         """Frees gathered parameters: the publisher reads the language model inside the sharded network."""
         as_fsdp(self._learner.actor.network).reshard()
+
+    def _free(self, arguments: Arguments) -> None:
+        """Gives the memory that torch's allocator keeps for later back to the GPU."""
+        self._reshard()
+        if self._learner.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _leave(self, arguments: Arguments) -> None:
         attempt(self._learner.ranks, self._publisher.leave)

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from torch._C._distributed_c10d import Store
@@ -38,6 +39,7 @@ from paceline.learner.distributed.ranks import (
 )
 from paceline.learner.model.self_test import check_models
 from paceline.learner.train.learner import Learner
+from paceline.learner.train.profiler import StepProfiler
 from paceline.service.logs import set_level
 from paceline.storage.folder import Folder
 from paceline.storage.models import local_folder, local_model
@@ -56,6 +58,7 @@ class Assignment:
 
     Attributes:
         checkpoints: may be loaded, newest first.
+        run_dir: of the run, where this host sees it.
         host, advertise: of rank 0: what it listens on, and where others reach it.
     """
 
@@ -64,6 +67,7 @@ class Assignment:
     checkpoints: tuple[str, ...]
     checkpoint_root: str
     checkpoint_marker: str
+    run_dir: str
     host: str
     advertise: str
 
@@ -251,4 +255,5 @@ def _load(assignment: Assignment, ranks: Ranks, head: Head | None, stack: contex
     )
     if head is not None:
         head.ready(learner)
-    return Commands(learner, blobs, publisher)
+    profiler = StepProfiler(config.trainer.profile, Path(assignment.run_dir) / "profile", ranks.rank)
+    return Commands(learner, blobs, publisher, profiler)

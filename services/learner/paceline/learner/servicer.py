@@ -159,6 +159,13 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
             await self._run(commands.LEAVE, {})
         return learner_pb2.LeaveLearnerGroupResponse()
 
+    async def FreeMemory(
+        self, request: learner_pb2.FreeMemoryRequest, context: Any
+    ) -> learner_pb2.FreeMemoryResponse:
+        """Gives back GPU memory that is only cached; a step that still trains goes first."""
+        await self._run(commands.FREE, {})
+        return learner_pb2.FreeMemoryResponse()
+
     async def AbandonPush(
         self, request: learner_pb2.AbandonPushRequest, context: Any
     ) -> learner_pb2.AbandonPushResponse:

@@ -41,6 +41,7 @@ from paceline.learner.distributed.ranks import (
 )
 from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.folder import gather_tensors, write_folder
+from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, load_policy
 from paceline.learner.model.networks import PolicyNetwork, num_parameters
 from paceline.learner.model.self_test import check_model
@@ -148,6 +149,8 @@ class SftTrainer:
         self._trainable = Trainable(
             network=network,
             collectives=count_collectives(network, ranks),
+            accumulates=sft.memory.accumulates,
+            keeps_gathered=sft.memory.keeps_gathered,
             optimizer=Optimizer(network, weight_decay=sft.weight_decay, grad_clip=sft.grad_clip),
             schedule=Schedule(
                 peak=sft.lr,
@@ -227,7 +230,7 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
         model.path,
         ranks,
         Precision(compute=DTYPES[model.dtype]),
-        checkpointed_share=model.checkpointed_share,
+        options=LayerOptions.of(config.sft.memory),
         random_seed=config.seed if model.load_format == "random" else None,
     )
     pairs, num_left_out = read_pairs(config)

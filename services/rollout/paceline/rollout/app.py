@@ -8,6 +8,7 @@ order.
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from paceline.broker.opening import open_broker
 from paceline.config.run import RunConfig
@@ -23,6 +24,8 @@ from paceline.service.controller_link import MemberReport, Registration
 from paceline.service.member import MemberSession
 from paceline.service.threads import in_stoppable_thread
 from paceline.storage.models import local_model
+
+log = logging.getLogger(__name__)
 
 _HEALTH_S = 1.0
 _ENGINE_SHUTDOWN_S = 8.0
@@ -61,6 +64,9 @@ class RolloutApp:
                 await asyncio.wait([loading])
 
     async def _start(self, config: RunConfig) -> Engine:
+        if not self._session.link.may_start.is_set():
+            log.info("waiting for the end of the learner's turn on the GPUs")
+            await self._session.link.may_start.wait()
         model = await in_stoppable_thread(
             lambda stopped: local_model(config.model, "rollout", stopped=stopped)
         )

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.core.errors import ProtocolError, VersionMismatchError
-from paceline.core.members import RolloutState
+from paceline.core.errors import IllegalTransitionError, ProtocolError, VersionMismatchError
+from paceline.core.members import EnginePart, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rollout import states
 from paceline.rollout.engines.base import Engine
@@ -77,6 +77,8 @@ class RolloutServer:
         """Joins the weight group of a membership epoch; every other rank must join meanwhile."""
         async with self._order_lock:
             parts = self._ready()
+            if EnginePart.WEIGHTS in self._standing.asleep:
+                raise IllegalTransitionError("a server that is asleep joins no weight group; wake it first")
             self._epoch = None
             await parts.engine.join(spec, rank_offset, parts.join_timeout_s)
             self._epoch = epoch
@@ -115,6 +117,23 @@ class RolloutServer:
                 raise
             self._move(states.ReceiveEnded(version))
             return receipt
+
+    async def sleep(self) -> None:
+        """Closes the sampler and gives the engine's memory up. -> ASLEEP; may be repeated."""
+        async with self._order_lock:
+            parts = self._ready()
+            self._move(states.Slept())
+            await parts.sampler.close()
+            await parts.engine.sleep()
+
+    async def wake(self, part: EnginePart) -> None:
+        """Takes a part of the engine's memory again, the weights first. ASLEEP -> STALE; may be repeated."""
+        async with self._order_lock:
+            parts = self._ready()
+            after = states.advance(self._standing, states.Woken(part))
+            if after is not self._standing:
+                await parts.engine.wake(part)
+                self._move(states.Woken(part))
 
     async def commit(self, policy: PolicyTag) -> None:
         """Makes the received version the policy and opens the sampler. SYNCING -> SERVING; may be repeated.

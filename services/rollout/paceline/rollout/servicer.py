@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.core.errors import InvalidMessageError
+from paceline.core.members import EnginePart
 from paceline.rollout.server import RolloutServer
 from paceline.rpc.v1 import rollout_pb2, rollout_pb2_grpc
 from paceline.weights.plan.spec import WeightGroupSpec
@@ -45,9 +47,29 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         await self._server.commit(policy_tag_from_proto(request.policy))
         return rollout_pb2.CommitResponse()
 
+    async def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
+        """Gives the engine's memory up."""
+        await self._server.sleep()
+        return rollout_pb2.SleepResponse()
+
+    async def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:
+        """Takes a part of it again."""
+        await self._server.wake(_part(request.part))
+        return rollout_pb2.WakeResponse()
+
     async def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveRolloutGroupRequest, context: Any
     ) -> rollout_pb2.LeaveRolloutGroupResponse:
         """Leaves the weight group."""
         await self._server.leave(request.epoch)
         return rollout_pb2.LeaveRolloutGroupResponse()
+
+
+def _part(word: str) -> EnginePart:
+    try:
+        return EnginePart(word)
+    except ValueError:
+        known = ", ".join(part.value for part in EnginePart)
+        raise InvalidMessageError(
+            f"an engine has the parts {known}, got {word[:40]!r}", reason="unknown_part"
+        ) from None

@@ -4,11 +4,12 @@
                                ^                     |  ^                      |
                                +----ReceiveFailed----+  +-----ReceiveBegan-----+
     SYNCING, SERVING --Forgotten--> STALE
+    STALE, SYNCING, SERVING --Slept--> ASLEEP --Woken(weights)--> STALE; no commit before Woken(kv_cache)
     every state --Drained--> DRAINING, for good
 
 Only `Committed` leads to SERVING. It is legal in SYNCING alone, and there only for the version that has been
 received
-completely: no token is ever drawn from weights that did not arrive.
+completely, with a KV cache: no token is ever drawn from weights that did not arrive.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from paceline.core.errors import IllegalTransitionError, VersionMismatchError
-from paceline.core.members import RECEIVABLE_STATES, RolloutState
+from paceline.core.members import EnginePart, RolloutState
 from paceline.core.policy import PolicyTag
 
 
@@ -27,12 +28,13 @@ class Standing:
     """A state with the weights that go with it.
 
     `received` is the version that has been received completely but not committed; `policy` is what tokens are
-    drawn from.
+    drawn from. `asleep` are the parts of the engine whose memory is given up.
     """
 
     state: RolloutState = RolloutState.JOINING
     received: int | None = None
     policy: PolicyTag | None = None
+    asleep: frozenset[EnginePart] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +72,54 @@ class Forgotten:
 
 
 @dataclass(frozen=True, slots=True)
+class Slept:
+    """The engine gives up the memory of weights and KV cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """The engine has the memory of a part again; weights first."""
+
+    part: EnginePart
+
+
+@dataclass(frozen=True, slots=True)
 class Drained:
     """The server was told to finish its work and leave."""
 
 
-Event = Drained | EngineReady | ReceiveBegan | ReceiveEnded | ReceiveFailed | Committed | Forgotten
+Event = (
+    Drained
+    | EngineReady
+    | ReceiveBegan
+    | ReceiveEnded
+    | ReceiveFailed
+    | Committed
+    | Forgotten
+    | Slept
+    | Woken
+)
+
+_AT_WORK: Final = (RolloutState.STALE, RolloutState.SYNCING, RolloutState.SERVING)
 
 _LEGAL_IN: Final[dict[type[Event], Collection[RolloutState]]] = {
     EngineReady: (RolloutState.JOINING,),
-    ReceiveBegan: RECEIVABLE_STATES,
+    ReceiveBegan: _AT_WORK,
     ReceiveEnded: (RolloutState.SYNCING,),
     ReceiveFailed: (RolloutState.SYNCING,),
     Committed: (RolloutState.SYNCING,),
     Forgotten: (RolloutState.SYNCING, RolloutState.SERVING),
+    Slept: (*_AT_WORK, RolloutState.ASLEEP),
+    Woken: (*_AT_WORK, RolloutState.ASLEEP),
     Drained: tuple(RolloutState),
 }
 
 
 def advance(standing: Standing, event: Event) -> Standing:
-    """The standing after `event`; a repeated commit returns the same object.
+    """The standing after `event`; a repeated commit, sleep or wake returns the same object.
 
     Raises:
-        IllegalTransitionError: the state does not have this move; names state and event.
+        IllegalTransitionError: the state, or a sleeping engine, does not have this move; names both.
         VersionMismatchError: a commit of a version that was not received.
     """
     if isinstance(event, Committed) and _is_repeated(standing, event):
@@ -102,16 +130,42 @@ def advance(standing: Standing, event: Event) -> Standing:
         )
     match event:
         case ReceiveBegan():
-            return Standing(state=RolloutState.SYNCING)
+            return Standing(state=RolloutState.SYNCING, asleep=standing.asleep)
         case ReceiveEnded(version):
             return replace(standing, received=version)
         case Committed(policy):
             _check_received(standing, policy)
+            _check_awake(standing)
             return Standing(state=RolloutState.SERVING, policy=policy)
         case Drained():
             return Standing(state=RolloutState.DRAINING, policy=standing.policy)
+        case Slept():
+            return standing if standing.state is RolloutState.ASLEEP else _ASLEEP
+        case Woken(part):
+            return _woken(standing, part)
         case EngineReady() | ReceiveFailed() | Forgotten():
-            return Standing(state=RolloutState.STALE)
+            return Standing(state=RolloutState.STALE, asleep=standing.asleep)
+
+
+_ASLEEP: Final = Standing(state=RolloutState.ASLEEP, asleep=frozenset(EnginePart))
+
+
+def _woken(standing: Standing, part: EnginePart) -> Standing:
+    if part not in standing.asleep:
+        return standing
+    if part is EnginePart.WEIGHTS:
+        return Standing(state=RolloutState.STALE, asleep=standing.asleep - {part})
+    if EnginePart.WEIGHTS in standing.asleep:
+        raise IllegalTransitionError("a rollout server that is asleep wakes its weights first")
+    return replace(standing, asleep=frozenset())
+
+
+def _check_awake(standing: Standing) -> None:
+    if standing.asleep:
+        parts = ", ".join(sorted(part.value for part in standing.asleep))
+        raise IllegalTransitionError(
+            f"nothing can be committed while {parts} of the engine is asleep; wake it"
+        )
 
 
 def _is_repeated(standing: Standing, event: Committed) -> bool:

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Makes what `action` says."""
     days = _DAYS[args.action] if args.days is None else args.days
     if importlib.util.find_spec("cryptography") is None:
-        raise EnvironmentLackError("paceline certs needs cryptography: pip install 'paceline[certs]'")
+        raise EnvironmentLackError("paceline certs needs cryptography: pip install cryptography")
     if days <= 0:
         raise ConfigError(f"--days must be above 0, got {days:g}")
     if args.action == "acl":

@@ -41,9 +41,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"FAULT {name}: {error}")
     for remark in () if args.elsewhere else settled.remarks:
         print(f"note  {remark}")
-    if not num_faults:
-        for note in notes(config):
-            print(note.replace("note: ", "note  "))
+    for remark in () if num_faults else notes(config):
+        print(f"note  {remark}")
     if num_faults:
         print(f"{num_faults} fault(s); nothing was started")
         return 2

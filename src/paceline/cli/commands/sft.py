@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.cli.commands import arguments
 from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.memory_choice import LEAST
 from paceline.cli.launch.placement import settle_model
 from paceline.cli.launch.ranks import run_ranks
 from paceline.config.load import dump_yaml
@@ -60,4 +61,6 @@ def _settled(config: SftRunConfig) -> SftRunConfig:
     if gpus and learner.devices is None and learner.world_size > len(gpus):
         print(f"learner.world_size={len(gpus)}: there are no more GPUs")
         learner = learner.model_copy(update={"world_size": len(gpus)})
-    return config.model_copy(update={"model": model, "learner": learner})
+    memory = config.sft.memory.with_rest_of(LEAST) if gpus else config.sft.memory
+    sft = config.sft.model_copy(update={"memory": memory})
+    return config.model_copy(update={"model": model, "learner": learner, "sft": sft})

@@ -27,6 +27,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import EXIT_FAILED
 from paceline.service.grpc_server import check_port
 from paceline.service.logs import LineFormatter
+from paceline.service.process import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
+    die_with_parent()
     config = arguments.load_config(RunConfig, args.config, args.overrides)
     settled = settle(config, Machine.here())
     config = settled.config

@@ -10,7 +10,8 @@ from paceline.cli.commands import arguments
 from paceline.cli.commands.train import train
 from paceline.cli.launch import hosts as several
 from paceline.cli.launch.launcher import Planner
-from paceline.cli.launch.placement import settle_model
+from paceline.cli.launch.memory_choice import LEAST
+from paceline.cli.launch.placement import settle_model, with_memory
 from paceline.cli.launch.preflight import notes, quick_check
 from paceline.config.load import load
 from paceline.config.run import RunConfig
@@ -33,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     on_gpus = config.learner.device != "cpu" and any(host.gpus for host in hosts.hosts)
     model, words = settle_model(config.model, on_gpus=on_gpus)
     config = config.model_copy(update={"model": model})
+    if on_gpus:
+        config = with_memory(config, config.actor.memory.with_rest_of(LEAST))
     quick_check(config, here=False)
     planner = Planner(members=functools.partial(several.members, hosts))
     return train(config, form=args.form, planner=planner, remarks=[*filter(None, [words]), *notes(config)])

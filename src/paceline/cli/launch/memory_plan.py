@@ -7,7 +7,7 @@ peaks of a 7B model confirm within a twentieth (tests/unit/cli/test_memory_plan.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.config.run import RunConfig
@@ -16,6 +16,8 @@ from paceline.core.errors import ConfigError
 GIB = 1 << 30
 CONTEXT = 3 * GIB // 2
 """CUDA's context, NCCL's buffers and libraries of one process."""
+ENGINE_ASLEEP = 2 * GIB
+"""What an engine that sleeps keeps: its context and its captured graphs."""
 ENGINE_REST = 2 * GIB
 """An engine's activations and CUDA graphs."""
 LOGITS = GIB
@@ -89,29 +91,42 @@ class LearnerMemory:
         shape: of the policy, and of critic and reference if they are in use.
         world_size: ranks that share the shards.
         bytes_per_number: of the forward pass.
+        bytes_per_gradient: of what gradients are summed in.
         num_tokens: of a micro-batch.
-        checkpointed_share: share of the layers that recompute their activations.
+        kept_share: share of the activations that the update keeps.
+        compiled: whether the layers are.
+        keeps_gathered: whether weights stay gathered within a mini-batch.
+        accumulates: whether a rank adds up whole gradients.
     """
 
     shape: ModelShape
     world_size: int
     bytes_per_number: int
+    bytes_per_gradient: int
     num_tokens: int
-    checkpointed_share: float
+    kept_share: float
+    compiled: bool
+    keeps_gathered: bool
+    accumulates: bool
     has_critic: bool
     has_reference: bool
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape) -> LearnerMemory:
         """Of a run, whose micro-batches are taken to be as large as its settings allow."""
-        sequences = config.actor.ppo_mini_batch_size * config.rollout.n
+        actor = config.actor
+        sequences = actor.ppo_mini_batch_size * config.rollout.n
         most = -(-sequences // config.learner.world_size) * config.max_model_len
         return cls(
             shape=shape,
             world_size=config.learner.world_size,
             bytes_per_number=2 if config.model.dtype == "bfloat16" else 4,
-            num_tokens=min(config.actor.ppo_max_token_len_per_gpu, most),
-            checkpointed_share=config.model.checkpointed_share,
+            bytes_per_gradient=2 if actor.reduce_dtype == "bfloat16" else 4,
+            num_tokens=min(actor.ppo_max_token_len_per_gpu, most),
+            kept_share=actor.memory.kept_share,
+            compiled=actor.compile,
+            keeps_gathered=actor.memory.keeps_gathered,
+            accumulates=actor.memory.accumulates,
             has_critic=config.needs_critic,
             has_reference=config.needs_reference,
         )
@@ -130,31 +145,65 @@ class LearnerMemory:
 
     @property
     def scoring(self) -> Parts:
-        """Old log-probs, reference and values: one layer at a time."""
-        return {**self.resident, "gathered": self._gathered, "activations": self._layer + LOGITS}
+        """Old log-probs, reference and values: a layer at a time; compiled, with the update's graph."""
+        activations = self._activations if self.compiled else self._layer
+        return {**self.resident, "gathered": self._gathered, "activations": activations + LOGITS}
 
     @property
     def update(self) -> Parts:
-        """Forward and backward of one network; every rank adds up a whole float32 gradient."""
-        recomputed = round(self.checkpointed_share * self.shape.num_layers)
-        boundaries = recomputed * self.num_tokens * self.shape.hidden * self.bytes_per_number
-        layers = self.shape.num_layers - recomputed + (1 if recomputed else 0)
+        """Forward and backward of one network."""
         return {
             **self.resident,
-            "gradients": 4 * self.shape.num_parameters,
+            "gradients": self._gradients,
             "gathered": self._gathered,
-            "activations": boundaries + layers * self._layer + LOGITS,
+            "activations": self._activations + LOGITS,
         }
+
+    def changed(self, **fields: Any) -> LearnerMemory:
+        """The same with other values."""
+        return replace(self, **fields)
+
+    @property
+    def most(self) -> int:
+        """Bytes of the phase that needs the most."""
+        return max(sum(self.scoring.values()), sum(self.update.values()))
+
+    @property
+    def _gradients(self) -> int:
+        """Whole ones, or this rank's share and those of the layers that are being reduced."""
+        if self.accumulates:
+            return self.bytes_per_gradient * self.shape.num_parameters
+        shard = -(-self.shape.num_parameters // self.world_size)
+        return 4 * shard + self.bytes_per_gradient * self._in_flight
 
     @property
     def _gathered(self) -> int:
-        """Embedding and head, the layer at work and the next one."""
-        return self.bytes_per_number * (self.shape.root + 2 * self.shape.layer)
+        """The whole model, or embedding and head, the layer at work and the next one."""
+        number = self.shape.num_parameters if self.keeps_gathered else self._in_flight
+        return self.bytes_per_number * number
+
+    @property
+    def _in_flight(self) -> int:
+        return self.shape.root + 2 * self.shape.layer
+
+    @property
+    def _activations(self) -> int:
+        """Of all layers: the inputs of those that recompute, one of them at work, and what others keep."""
+        if self.compiled and self.kept_share:
+            return round(self.kept_share * self.shape.num_layers * self._layer)
+        recomputed = round((1.0 - self.kept_share) * self.shape.num_layers)
+        inputs = recomputed * self.num_tokens * self.shape.hidden * self.bytes_per_number
+        return inputs + (self.shape.num_layers - recomputed + (1 if recomputed else 0)) * self._layer
 
     @property
     def _layer(self) -> int:
-        """A layer's activations, uncompiled: four widths of the MLP and thirteen of the states per token."""
-        width = 4 * self.shape.intermediate + 13 * self.shape.hidden
+        """A layer's activations per token: four widths of the MLP and thirteen of the states.
+
+        Compiled, three and nine: products of what is kept are computed again where that costs no matrix
+        product.
+        """
+        inner, states = (3, 9) if self.compiled else (4, 13)
+        width = inner * self.shape.intermediate + states * self.shape.hidden
         return self.num_tokens * self.bytes_per_number * width
 
 
@@ -169,17 +218,27 @@ class EngineMemory:
     def of(cls, config: RunConfig, shape: ModelShape) -> EngineMemory:
         """Of a run."""
         ranks = config.rollout.tensor_model_parallel_size
-        number = 2 if config.model.dtype == "bfloat16" else 4
-        head_dim_share = max(1, shape.kv_width // ranks)
+        bytes_per_number = 2 if config.model.dtype == "bfloat16" else 4
+        kv_width = max(1, shape.kv_width // ranks)
         return cls(
-            weights=-(-shape.num_parameters * number // ranks),
-            bytes_per_token=2 * shape.num_layers * head_dim_share * number,
+            weights=-(-shape.num_parameters * bytes_per_number // ranks),
+            bytes_per_token=2 * shape.num_layers * kv_width * bytes_per_number,
         )
 
     def generation(self, budget: int) -> Parts:
         """What an engine with `budget` bytes makes of them; the cache may be negative."""
         cache = budget - CONTEXT - ENGINE_REST - self.weights
         return {"context": CONTEXT, "weights": self.weights, "graphs": ENGINE_REST, "kv cache": cache}
+
+
+def engine_budget(config: RunConfig, total: int) -> int:
+    """Bytes of a GPU with `total` that an engine takes."""
+    return int(config.rollout.gpu_memory_utilization * total)
+
+
+def engine_while_training(config: RunConfig, total: int) -> int:
+    """Bytes that an engine keeps while the learner trains on its GPU."""
+    return ENGINE_ASLEEP if config.rollout.sleep == "always" else engine_budget(config, total)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,13 +276,23 @@ class MemoryPlan:
             totals=totals,
         )
 
+    @property
+    def shared_gpus(self) -> list[int]:
+        """GPUs with a learner rank and an engine."""
+        return sorted({*self.learner_gpus} & {*self.engine_gpus})
+
+    @property
+    def _staging(self) -> int:
+        """What a learner rank keeps for pushes; twice, where it keeps an engine's too."""
+        return (self.config.weights.staging_mib << 20) * (2 if self.shared_gpus else 1)
+
     def lines(self) -> list[str]:
         """The plan for people: a line per kind of GPU and phase.
 
         Raises:
             ConfigError: something cannot fit; says what to change.
         """
-        staging = self.config.weights.staging_mib << 20
+        staging = self._staging
         phases = {
             "scoring": self.learner.scoring,
             "update": self.learner.update,
@@ -233,32 +302,63 @@ class MemoryPlan:
             f"learner {_list(self.learner_gpus)}, {name}: {_sum(parts)}" for name, parts in phases.items()
         ]
         for total in sorted({self.totals[gpu] for gpu in self.engine_gpus if gpu in self.totals}):
-            budget = int(self.config.rollout.gpu_memory_utilization * total)
+            budget = engine_budget(self.config, total)
             gpus = [gpu for gpu in self.engine_gpus if self.totals.get(gpu) == total]
             lines.append(f"rollout {_list(gpus)}, generation: {_sum(self.engine.generation(budget))}")
-            lines.append(f"rollout {_list(gpus)}, push: staging {_gib(staging)} more")
+            if not self.shared_gpus:
+                lines.append(f"rollout {_list(gpus)}, push: staging {_gib(staging)} more")
+        lines += self._together()
         self._check()
         return lines
 
+    def _together(self) -> list[str]:
+        """Both sides on the GPUs that they share, by turn."""
+        lines = []
+        shared = self.shared_gpus
+        for total in sorted({self.totals[gpu] for gpu in shared if gpu in self.totals}):
+            gpus = [gpu for gpu in shared if self.totals.get(gpu) == total]
+            resident, budget = sum(self.learner.resident.values()), engine_budget(self.config, total)
+            training = engine_while_training(self.config, total)
+            turns = {
+                "generation": {"learner": resident, "staging": self._staging, "engine": budget},
+                "training": {"learner": self.learner.most, "staging": self._staging, "engine": training},
+            }
+            lines += [f"together {_list(gpus)}, {name}: {_sum(parts)}" for name, parts in turns.items()]
+        return lines
+
     def _check(self) -> None:
-        peak = max(sum(parts.values()) for parts in (self.learner.scoring, self.learner.update))
+        peak = self.learner.most
         for gpu in sorted({*self.learner_gpus, *self.engine_gpus} & self.totals.keys()):
             total = self.totals[gpu]
             engine = 0
             if gpu in self.engine_gpus:
-                engine = int(self.config.rollout.gpu_memory_utilization * total)
-                self._check_cache(gpu, engine)
+                engine = engine_while_training(self.config, total)
+                self._check_cache(gpu, engine_budget(self.config, total))
+            if gpu in self.shared_gpus and self.config.rollout.sleep == "always":
+                self._check_generation(gpu, total)
             if gpu not in self.learner_gpus or peak + engine <= total:
                 continue
-            if engine and peak <= total:
+            if engine and peak <= total and self.config.rollout.sleep != "always":
                 fitting = max(0.0, (total - peak) / total)
                 raise ConfigError(
                     f"GPU {gpu} has {_gib(total)}; the learner needs {_gib(peak)} and the engine beside it "
-                    f"takes {_gib(engine)}: set rollout.gpu_memory_utilization to at most {fitting:.2f}, or "
-                    "give them GPUs of their own"
+                    f"takes {_gib(engine)}: set rollout.gpu_memory_utilization to at most {fitting:.2f}, "
+                    "rollout.sleep: always, or give them GPUs of their own"
                 )
             raise ConfigError(
-                f"GPU {gpu} has {_gib(total)}, the learner's update needs {_gib(peak)}: {self._advice(total)}"
+                f"GPU {gpu} has {_gib(total)}, the learner's update needs {_gib(peak)}"
+                f"{f' beside {_gib(engine)} of a sleeping engine' if engine else ''}: "
+                f"{self._advice(total - engine)}"
+            )
+
+    def _check_generation(self, gpu: int, total: int) -> None:
+        """What stays of the learner has to fit beside an engine that is awake."""
+        stays = sum(self.learner.resident.values()) + self._staging
+        if stays + engine_budget(self.config, total) > total:
+            raise ConfigError(
+                f"GPU {gpu} has {_gib(total)}; {_gib(stays)} of the learner stay while the engine takes "
+                f"{_gib(engine_budget(self.config, total))}: set rollout.gpu_memory_utilization to at most "
+                f"{max(0.0, (total - stays) / total):.2f}"
             )
 
     def _check_cache(self, gpu: int, budget: int) -> None:
@@ -275,38 +375,30 @@ class MemoryPlan:
     def _advice(self, total: int) -> str:
         """The first setting that makes the update fit."""
         learner, longest = self.learner, self.config.max_model_len
+        lean = learner.changed(kept_share=0.0, keeps_gathered=False)
 
-        def fits(changed: LearnerMemory) -> bool:
-            return max(sum(changed.update.values()), sum(changed.scoring.values())) <= total
-
-        def changed(**fields: Any) -> LearnerMemory:
-            values = {name: getattr(learner, name) for name in learner.__slots__}
-            return LearnerMemory(**(values | fields))
-
-        tokens = _largest(longest, learner.num_tokens, lambda number: fits(changed(num_tokens=number)))
-        if tokens is not None:
-            return f"set actor.ppo_max_token_len_per_gpu to at most {tokens}, or recompute activations"
-        if fits(changed(checkpointed_share=1.0)):
-            return "set model.enable_gradient_checkpointing: true"
-        tokens = _largest(
-            longest,
-            learner.num_tokens,
-            lambda number: fits(changed(num_tokens=number, checkpointed_share=1.0)),
-        )
-        if tokens is not None:
-            return (
-                "set model.enable_gradient_checkpointing: true and actor.ppo_max_token_len_per_gpu to at "
-                f"most {tokens}"
+        def most_tokens(memory: LearnerMemory) -> int | None:
+            return _largest(
+                longest, learner.num_tokens, lambda number: memory.changed(num_tokens=number).most <= total
             )
-        for world_size in (2 * learner.world_size, 4 * learner.world_size, 8 * learner.world_size):
-            if fits(changed(world_size=world_size, num_tokens=longest, checkpointed_share=1.0)):
+
+        if (tokens := most_tokens(learner)) is not None:
+            return f"set actor.ppo_max_token_len_per_gpu to at most {tokens}, or recompute activations"
+        if lean.most <= total:
+            return "set actor.memory.recompute: full"
+        if (tokens := most_tokens(lean)) is not None:
+            return f"set actor.memory.recompute: full and actor.ppo_max_token_len_per_gpu to at most {tokens}"
+        leanest = lean.changed(accumulates=False, num_tokens=longest)
+        for world_size in (learner.world_size, *(learner.world_size << doubled for doubled in (1, 2, 3))):
+            if leanest.changed(world_size=world_size).most <= total:
+                ranks = "" if world_size == learner.world_size else f"learner.world_size to {world_size}, "
                 return (
-                    f"set learner.world_size to {world_size}, model.enable_gradient_checkpointing: true and "
+                    f"set {ranks}actor.memory to {{recompute: full, accumulate: false}} and "
                     f"actor.ppo_max_token_len_per_gpu: {longest}"
                 )
         return (
-            f"each rank holds a whole float32 gradient of {_gib(4 * learner.shape.num_parameters)}, whatever "
-            "learner.world_size is; use a smaller model or GPUs with more memory"
+            f"weights, optimizer and the least that an update keeps do not fit on {8 * learner.world_size} "
+            "such GPUs either; use a smaller model or GPUs with more memory"
         )
 
 

@@ -1,4 +1,4 @@
-"""Fills in what a configuration leaves open, from model and machine: data type, checkpointing, GPUs.
+"""Fills in what a configuration leaves open, from model and machine: data type, memory, GPUs.
 
 What a file names stays as it is, so that a configuration that names everything means the same everywhere.
 """
@@ -11,18 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.launch.colocation import (
+    SHARED_MEMORY,
+    engine_size,
+    settle_colocated,
+    with_layout,
+    with_shared_memory,
+)
 from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.memory_choice import LEAST, choose_memory
+from paceline.cli.launch.memory_plan import ModelShape
+from paceline.cli.launch.plan import share_gpus
+from paceline.config.memory import MemoryConfig
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
 from paceline.service.gpu_metrics import gpu_memory
 from paceline.storage.models import local_model
-
-# An engine and a learner rank on one GPU: the engine may take this share of its memory.
-_SHARED_MEMORY = 0.4
-# Largest share of an engine's memory that weights may take; the rest is the KV cache.
-_WEIGHTS_SHARE = 0.6
-# Bytes of a GPU, where nothing says how many it has.
-_USUAL_MEMORY = 80_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +49,39 @@ def settle(config: RunConfig, machine: Machine) -> Settled:
             f"{machine.num_unusable_gpus} GPUs are here, but torch is the CPU build: everything runs on the "
             "CPU (`paceline doctor`)"
         )
-    if on_gpus and config.placement != "given":
+    if config.placement == "colocated":
+        config = settle_colocated(config, machine.gpus if on_gpus else (), _model_tree(config.model))
+    elif on_gpus and config.placement != "given":
         config = _on_gpus(config, machine.gpus)
+    if on_gpus and config.actor.memory.is_open:
+        config = with_memory(config, _memory(config, machine))
+        remarks.append(_words(config.actor.memory))
     return Settled(config=config, remarks=(*remarks, _layout(config, machine, on_gpus=on_gpus)))
+
+
+def _memory(config: RunConfig, machine: Machine) -> MemoryConfig:
+    try:
+        learner, engines = share_gpus(config, machine.gpus)
+    except ConfigError:
+        return config.actor.memory.with_rest_of(LEAST)  # the checks say what is wrong with the devices
+    return choose_memory(
+        config,
+        ModelShape.of(_model_tree(config.model)),
+        learner_gpus=learner,
+        engine_gpus=[gpu for gpus in engines for gpu in gpus],
+        totals=gpu_memory(),
+    )
+
+
+def with_memory(config: RunConfig, memory: MemoryConfig) -> RunConfig:
+    """The configuration with this `actor.memory`."""
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"memory": memory})})
+
+
+def _words(memory: MemoryConfig) -> str:
+    return "actor.memory: " + ", ".join(
+        f"{name}={str(value).lower()}" for name, value in memory.model_dump().items()
+    )
 
 
 def settle_model(model: ModelConfig, *, on_gpus: bool) -> tuple[ModelConfig, str]:
@@ -56,8 +91,6 @@ def settle_model(model: ModelConfig, *, on_gpus: bool) -> tuple[ModelConfig, str
         stored = _model_tree(model)
         is_float32 = stored.get("dtype", stored.get("torch_dtype")) == "float32"
         chosen["dtype"] = "bfloat16" if on_gpus and not is_float32 else "float32"
-    if "enable_gradient_checkpointing" not in model.model_fields_set:
-        chosen["enable_gradient_checkpointing"] = on_gpus
     other = {key: value for key, value in chosen.items() if value != getattr(model, key)}
     words = [f"model.{key}={str(value).lower()}" for key, value in other.items()]
     return model.model_copy(update=chosen), ", ".join(words)
@@ -82,7 +115,7 @@ def _on_gpus(config: RunConfig, gpus: tuple[int, ...]) -> RunConfig:
     ranks = learner.world_size if "world_size" in learner.model_fields_set else None
     servers = rollout.replicas if "replicas" in rollout.model_fields_set else None
     if "tensor_model_parallel_size" not in rollout.model_fields_set:
-        per_engine = _engine_size(config, len(gpus))
+        per_engine = engine_size(config, len(gpus), _model_tree(config.model))
     if fits and (ranks or 1) + (servers or 1) * per_engine > len(gpus):
         ranks, servers = None if len(gpus) > 1 else 1, 1
     if len(gpus) == 1 and ranks in (None, 1) and servers in (None, 1) and per_engine == 1:
@@ -92,7 +125,7 @@ def _on_gpus(config: RunConfig, gpus: tuple[int, ...]) -> RunConfig:
         servers = max(1, left // per_engine)
     if ranks is None:
         ranks = max(1, len(gpus) - servers * per_engine)
-    return _with(
+    return with_layout(
         config,
         learner={"world_size": ranks},
         rollout={"replicas": servers, "tensor_model_parallel_size": per_engine},
@@ -102,33 +135,9 @@ def _on_gpus(config: RunConfig, gpus: tuple[int, ...]) -> RunConfig:
 def _on_one_gpu(config: RunConfig, gpu: int) -> RunConfig:
     rollout: dict[str, Any] = {"replicas": 1, "devices": (gpu,)}
     if "gpu_memory_utilization" not in config.rollout.model_fields_set:
-        rollout["gpu_memory_utilization"] = _SHARED_MEMORY
-    return _with(config, learner={"world_size": 1, "devices": (gpu,)}, rollout=rollout)
-
-
-def _with(config: RunConfig, *, learner: dict[str, Any], rollout: dict[str, Any]) -> RunConfig:
-    return config.model_copy(
-        update={
-            "learner": config.learner.model_copy(update=learner),
-            "rollout": config.rollout.model_copy(update=rollout),
-        }
-    )
-
-
-def _engine_size(config: RunConfig, num_gpus: int) -> int:
-    """GPUs per engine: the fewest on which the weights leave room for a KV cache, at most half of all."""
-    num_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    heads = _model_tree(config.model).get("num_attention_heads")
-    smallest = min(gpu_memory().values(), default=_USUAL_MEMORY)
-    room = smallest * config.rollout.gpu_memory_utilization * _WEIGHTS_SHARE
-    size = 1
-    while (
-        num_bytes / size > room
-        and 4 * size <= num_gpus
-        and not (isinstance(heads, int) and heads % (2 * size))
-    ):
-        size *= 2
-    return size
+        rollout["gpu_memory_utilization"] = SHARED_MEMORY
+    config = with_shared_memory(config)
+    return with_layout(config, learner={"world_size": 1, "devices": (gpu,)}, rollout=rollout)
 
 
 def _layout(config: RunConfig, machine: Machine, *, on_gpus: bool) -> str:
@@ -140,7 +149,8 @@ def _layout(config: RunConfig, machine: Machine, *, on_gpus: bool) -> str:
             f"layout: {_many(ranks, 'learner rank')} and {engines} on {_many(machine.num_cores, 'CPU core')}"
         )
     if config.learner.devices is not None and config.learner.devices == config.rollout.devices:
-        return f"layout: learner and {engines} share GPUs {list(config.learner.devices)}"
+        turns = ", in turns" if config.rollout.sleep == "always" else ""
+        return f"layout: learner and {engines} share GPUs {list(config.learner.devices)}{turns}"
     used = ranks + servers * size
     idle = len(machine.gpus) - used
     words = f"layout: {_many(ranks, 'learner rank')} and {engines} on {_many(used, 'GPU')}"

@@ -62,12 +62,12 @@ def notes(config: RunConfig) -> list[str]:
         and _first_prompt_is_text(config)
     ):
         words.append(
-            "note: the prompts are strings, which go to the model without its chat template; "
+            "the prompts are strings, which go to the model without its chat template; "
             "data.prompt_format=chat uses it, as an instruct model expects; text says that this is meant"
         )
     if config.rollout.n == 1 and config.algorithm.estimator.compares_samples:
         words.append(
-            f"note: algorithm.adv_estimator={config.algorithm.adv_estimator} compares the samples of a "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the samples of a "
             "prompt, and rollout.n=1 draws only one"
         )
     return words
@@ -232,7 +232,12 @@ def _learner_check(config: RunConfig, *options: str) -> str:
                 command, capture_output=True, text=True, timeout=_LEARNER_CHECK_S, check=False
             )
         except subprocess.TimeoutExpired:
-            raise fault(f"no answer within {_LEARNER_CHECK_S:.0f} s from {' '.join(command)}") from None
+            what = "the self-test" if "--self-test" in options else "the loss"
+            raise fault(
+                f"{what} gave no answer within {_LEARNER_CHECK_S:.0f} s: this machine is too busy, or "
+                f"{'the model' if '--self-test' in options else 'actor.policy_loss'} hangs; look at "
+                f"`{' '.join(['python', *command[1:-1], 'CONFIG'])}`"
+            ) from None
     if process.returncode:
         raise fault(process.stderr.rpartition("fatal: ")[2].strip())
     return process.stdout.strip()

@@ -67,9 +67,7 @@ def line_chart(series: Sequence[Series], canvas: Canvas = CARD) -> str:
     return _figure(canvas, parts, [line.label for line in drawn])
 
 
-def stacked_bars(
-    columns: Sequence[float], layers: Mapping[str, Sequence[float]], canvas: Canvas = WIDE
-) -> str:
+def stacked_bars(columns: Sequence[float], layers: Mapping[str, Sequence[float]], canvas: Canvas) -> str:
     """One bar per column with its layers stacked; many columns are averaged into fewer bars.
 
     Args:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from paceline.broker.address import redact
 from paceline.cli.metrics import PHASES, STEP_SECONDS, charts
 from paceline.cli.report.guard import FiredRule, fired_rules, is_routine
@@ -41,9 +43,15 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """A run's numbers, events and samples. `metrics` are the lines of metrics.jsonl, by step."""
+    """A run's numbers, events and samples.
+
+    Attributes:
+        facts: what is trained how, and how the run ended, in a few words each.
+        metrics: the lines of metrics.jsonl, by step.
+    """
 
     name: str
+    facts: Sequence[str]
     metrics: Sequence[Row]
     events: Sequence[Event]
     fired: Sequence[FiredRule]
@@ -69,6 +77,7 @@ def read_run(run_dir: Path) -> RunData:
     config = run_dir / "config.resolved.yaml"
     return RunData(
         name=run_dir.name,
+        facts=_facts(config, journal),
         metrics=metrics,
         events=events[:_MAX_EVENTS],
         fired=fired_rules(journal),
@@ -77,6 +86,23 @@ def read_run(run_dir: Path) -> RunData:
         samples=_samples(run_dir / "trajectories"),
         config_text=redact(config.read_text(encoding="utf-8")) if config.is_file() else "",
     )
+
+
+def _facts(config: Path, journal: Sequence[Row]) -> list[str]:
+    tree = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    model, algorithm, learner, rollout = (
+        tree.get(name) or {} for name in ("model", "algorithm", "learner", "rollout")
+    )
+    facts = [
+        model.get("path"),
+        algorithm.get("adv_estimator"),
+        f"learner ranks: {learner['world_size']}" if "world_size" in learner else None,
+        f"rollout servers: {rollout['replicas']}" if "replicas" in rollout else None,
+    ]
+    last = next((e for e in reversed(journal) if e.get("event") in ("run", "end")), {})
+    if last.get("event") == "end":
+        facts.append(str(last.get("message", "ended")))
+    return [str(fact) for fact in facts if fact]
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from statistics import median
 from typing import Any
@@ -18,16 +18,22 @@ from paceline.cli.metrics import (
     Metric,
     charts,
 )
-from paceline.cli.report.charts import WIDE, Series, line_chart, stacked_bars
+from paceline.cli.report.charts import CARD, WIDE, Canvas, Series, line_chart, stacked_bars
 from paceline.cli.report.data import RunData, Samples, phase_seconds
 from paceline.cli.report.guard import guard_section
+from paceline.cli.report.script import SCRIPT
 from paceline.cli.report.style import STYLE
 
 _TEXTS = {"prompt": "prompt", "response": "response", "truth": "ground_truth"}
 
 
-def page(data: RunData) -> str:
-    """The page of a run."""
+def page(data: RunData, *, stamp: str | None = None) -> str:
+    """The page of a run.
+
+    Args:
+        data: what it shows.
+        stamp: of the data, for a page that asks `now` beside it for news; None: for one that stands alone.
+    """
     sections = [
         _reward(data),
         _phases(data),
@@ -40,10 +46,17 @@ def page(data: RunData) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(data.name)}: Paceline report</title><style>{STYLE}</style></head><body><main>"
-        f'<header><p class="brand">Paceline</p><h1>{escape(data.name)}</h1>{_tiles(data)}</header>'
-        f"{''.join(sections)}</main></body></html>\n"
+        f"<title>{escape(data.name)}: Paceline report</title><style>{STYLE}</style></head>"
+        f"<body{_live(stamp)}><main>"
+        f'<header><p class="brand">Paceline</p><h1>{escape(data.name)}</h1>'
+        f'<p class="facts-of-run">{escape(" · ".join(data.facts))}</p>'
+        f'<div id="now"></div>{_tiles(data)}</header>'
+        f"{''.join(sections)}</main><script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def _live(stamp: str | None) -> str:
+    return "" if stamp is None else f' data-live="{escape(stamp)}"'
 
 
 def _tiles(data: RunData) -> str:
@@ -88,7 +101,7 @@ def _reward(data: RunData) -> str:
         ]
     if not any(line.points for line in series):
         return '<section><h2>Reward</h2><p class="none">No step is finished yet.</p></section>'
-    return f'<section><h2>Reward</h2><div class="wide">{line_chart(series, WIDE)}</div></section>'
+    return f"<section><h2>Reward</h2>{_in_both_widths(lambda canvas: line_chart(series, canvas))}</section>"
 
 
 def _phases(data: RunData) -> str:
@@ -103,10 +116,13 @@ def _phases(data: RunData) -> str:
     )
     head = "<tr><th>phase</th><th>mean</th><th>share</th></tr>"
     table = f"<table><thead>{head}</thead><tbody>{shares}</tbody></table>"
-    return (
-        '<section><h2>Seconds per phase</h2><div class="split">'
-        f'<div class="wide">{stacked_bars(steps, layers)}</div>{table}</div></section>'
-    )
+    bars = _in_both_widths(lambda canvas: stacked_bars(steps, layers, canvas))
+    return f'<section><h2>Seconds per phase</h2><div class="split">{bars}{table}</div></section>'
+
+
+def _in_both_widths(draw: Callable[[Canvas], str]) -> str:
+    """A chart for desktops and one for phones, of which the style sheet shows one: text has a fixed size."""
+    return f'<div class="wide">{draw(WIDE)}</div><div class="wide narrow">{draw(CARD)}</div>'
 
 
 def _curves(data: RunData) -> str:

@@ -19,10 +19,11 @@ h2{margin:40px 0 12px;font-size:18px}
 .tile{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px;display:flex;
 flex-direction:column}
 .tile span,.tile i{color:var(--soft);font-size:12.5px;font-style:normal}
-.tile b{font-size:20px;font-weight:620;font-variant-numeric:tabular-nums;white-space:nowrap}
+.tile b{font-size:18px;font-weight:620;font-variant-numeric:tabular-nums;white-space:nowrap}
 figure,.wide,article,details,table{background:var(--card);border:1px solid var(--line);border-radius:10px}
 figure{margin:0;padding:12px 12px 8px}
 .wide{padding:14px 14px 10px}
+.narrow{display:none}
 figcaption{display:flex;flex-direction:column;line-height:1.35;margin:0 0 6px 4px}
 figcaption span{color:var(--soft);font-size:12.5px}
 .grid-of{display:grid;grid-template-columns:repeat(auto-fill,minmax(340px,1fr));gap:14px}
@@ -62,7 +63,18 @@ pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monos
 Consolas,monospace}
 .config{margin-top:10px;font-size:12px}
 .none{color:var(--soft);margin:4px 0 10px}
-@media (max-width:760px){.split{grid-template-columns:1fr}}
+.facts-of-run{margin:-14px 0 14px;color:var(--soft);font-size:13.5px;overflow-wrap:anywhere}
+#now{margin:0 0 14px;font-size:13.5px}
+#now:empty{display:none}
+#now b{color:var(--c2)}
+#now .members{display:flex;flex-wrap:wrap;gap:4px 14px;color:var(--soft)}
+.tip{position:fixed;z-index:9;pointer-events:none;white-space:pre;background:var(--card);color:var(--ink);
+border:1px solid var(--line);border-radius:8px;padding:6px 10px;font-size:12.5px;
+font-variant-numeric:tabular-nums;box-shadow:0 2px 10px rgba(0,0,0,.18)}
+.tip[hidden]{display:none}
+@media (max-width:760px){.split{grid-template-columns:1fr}main{padding:20px 12px 48px}
+.wide{display:none}.wide.narrow{display:block}.grid-of{grid-template-columns:1fr}.tile b{font-size:16px}
+table{display:block;overflow-x:auto}dl{grid-template-columns:1fr}}
 @media print{body{background:#fff}figure,article,.tile,.wide{break-inside:avoid}}
 """ + "".join(
     f".c{i}{{--c:var(--c{i})}}.stroke.c{i} polyline{{stroke:var(--c{i})}}"

@@ -77,6 +77,7 @@ class RegisterResponse(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_ROOT_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
     CHECKPOINT_MARKER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     run_dir: _builtins.str
@@ -88,6 +89,8 @@ class RegisterResponse(_message.Message):
     """counts the starts of this run's controller, from 1"""
     checkpoint_root: _builtins.str
     """folder or URL that the checkpoints are in"""
+    hold: _builtins.bool
+    """do not start the engine yet: the learner has the turn"""
     checkpoint_marker: _builtins.str
     """what its marker file says; every learner rank must find it"""
     @_builtins.property
@@ -110,11 +113,12 @@ class RegisterResponse(_message.Message):
         policy: _common_pb2.PolicyTag | None = ...,
         checkpoints: _abc.Iterable[_builtins.str] | None = ...,
         checkpoint_root: _builtins.str = ...,
+        hold: _builtins.bool = ...,
         checkpoint_marker: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_url", b"broker_url", "checkpoint_marker", b"checkpoint_marker", "checkpoint_root", b"checkpoint_root", "checkpoints", b"checkpoints", "config_json", b"config_json", "heartbeat_s", b"heartbeat_s", "policy", b"policy", "run_dir", b"run_dir", "run_id", b"run_id", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_url", b"broker_url", "checkpoint_marker", b"checkpoint_marker", "checkpoint_root", b"checkpoint_root", "checkpoints", b"checkpoints", "config_json", b"config_json", "heartbeat_s", b"heartbeat_s", "hold", b"hold", "policy", b"policy", "run_dir", b"run_dir", "run_id", b"run_id", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -175,22 +179,26 @@ class HeartbeatResponse(_message.Message):
     KNOWN_FIELD_NUMBER: _builtins.int
     RUN_OVER_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     """false: register again"""
     run_over: _builtins.bool
     """the run has ended; leave"""
     drain: _builtins.bool
     """take no new work, finish what is under way, leave"""
+    hold: _builtins.bool
+    """do not start the engine yet: the learner has the turn"""
     def __init__(
         self,
         *,
         known: _builtins.bool = ...,
         run_over: _builtins.bool = ...,
         drain: _builtins.bool = ...,
+        hold: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "known", b"known", "run_over", b"run_over"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "hold", b"hold", "known", b"known", "run_over", b"run_over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -104,6 +104,36 @@ class JoinLearnerGroupResponse(_message.Message):
 Global___JoinLearnerGroupResponse: _TypeAlias = JoinLearnerGroupResponse  # noqa: Y015
 
 @_typing.final
+class FreeMemoryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FreeMemoryRequest: _TypeAlias = FreeMemoryRequest  # noqa: Y015
+
+@_typing.final
+class FreeMemoryResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FreeMemoryResponse: _TypeAlias = FreeMemoryResponse  # noqa: Y015
+
+@_typing.final
 class PublishWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -60,6 +60,11 @@ class LearnerServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.AbandonPushRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.AbandonPushResponse.FromString,
                 _registered_method=True)
+        self.FreeMemory = channel.unary_unary(
+                '/paceline.rpc.v1.LearnerService/FreeMemory',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.FreeMemoryRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.FreeMemoryResponse.FromString,
+                _registered_method=True)
         self.TrainStep = channel.unary_unary(
                 '/paceline.rpc.v1.LearnerService/TrainStep',
                 request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.TrainStepRequest.SerializeToString,
@@ -120,6 +125,13 @@ class LearnerServiceServicer(object):
     def AbandonPush(self, request, context):
         """Frees every rank that waits for a lost rank in the join or a push of this epoch. Answered while
         JoinWeightGroup or PublishWeights is under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FreeMemory(self, request, context):
+        """Gives back the GPU memory that the ranks only cache, to the engines that share their GPUs. May be repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -191,6 +203,11 @@ def add_LearnerServiceServicer_to_server(servicer, server):
                     servicer.AbandonPush,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.AbandonPushRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.AbandonPushResponse.SerializeToString,
+            ),
+            'FreeMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.FreeMemory,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.FreeMemoryRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.FreeMemoryResponse.SerializeToString,
             ),
             'TrainStep': grpc.unary_unary_rpc_method_handler(
                     servicer.TrainStep,
@@ -354,6 +371,33 @@ class LearnerService(object):
             '/paceline.rpc.v1.LearnerService/AbandonPush',
             paceline_dot_rpc_dot_v1_dot_learner__pb2.AbandonPushRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_learner__pb2.AbandonPushResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FreeMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.rpc.v1.LearnerService/FreeMemory',
+            paceline_dot_rpc_dot_v1_dot_learner__pb2.FreeMemoryRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_learner__pb2.FreeMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,6 +26,8 @@ class LearnerServiceStub:
     """Frees every rank that waits for a lost rank in the join or a push of this epoch. Answered while
     JoinWeightGroup or PublishWeights is under way.
     """
+    FreeMemory: _aio.UnaryUnaryMultiCallable[_learner_pb2.FreeMemoryRequest, _learner_pb2.FreeMemoryResponse]
+    """Gives back the GPU memory that the ranks only cache, to the engines that share their GPUs. May be repeated."""
     TrainStep: _aio.UnaryUnaryMultiCallable[_learner_pb2.TrainStepRequest, _learner_pb2.TrainStepResponse]
     """One training step. Idempotent: a step asked for again with the same digest gets the first call's result; with
     another digest it is refused.
@@ -87,6 +89,14 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Frees every rank that waits for a lost rank in the join or a push of this epoch. Answered while
         JoinWeightGroup or PublishWeights is under way.
         """
+
+    @_abc_1.abstractmethod
+    def FreeMemory(
+        self,
+        request: _learner_pb2.FreeMemoryRequest,
+        context: _aio.ServicerContext[_learner_pb2.FreeMemoryRequest, _abc.Awaitable[_learner_pb2.FreeMemoryResponse]],
+    ) -> _abc.Awaitable[_learner_pb2.FreeMemoryResponse]:
+        """Gives back the GPU memory that the ranks only cache, to the engines that share their GPUs. May be repeated."""
 
     @_abc_1.abstractmethod
     def TrainStep(

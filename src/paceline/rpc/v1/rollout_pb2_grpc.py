@@ -55,6 +55,16 @@ class RolloutServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.CommitRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.CommitResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/paceline.rpc.v1.RolloutService/Sleep',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/paceline.rpc.v1.RolloutService/Wake',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
+                _registered_method=True)
         self.LeaveWeightGroup = channel.unary_unary(
                 '/paceline.rpc.v1.RolloutService/LeaveWeightGroup',
                 request_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.LeaveRolloutGroupRequest.SerializeToString,
@@ -94,6 +104,20 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Closes the sampler, aborts what is in flight, gives the GPU memory of weights and KV cache up. -> ASLEEP.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Takes the memory of a part again: the weights for a push, the KV cache for the commit after it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LeaveWeightGroup(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -122,6 +146,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.Commit,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.CommitRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.CommitResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.SleepRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.WakeRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_rollout__pb2.WakeResponse.SerializeToString,
             ),
             'LeaveWeightGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.LeaveWeightGroup,
@@ -238,6 +272,60 @@ class RolloutService(object):
             '/paceline.rpc.v1.RolloutService/Commit',
             paceline_dot_rpc_dot_v1_dot_rollout__pb2.CommitRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_rollout__pb2.CommitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.rpc.v1.RolloutService/Sleep',
+            paceline_dot_rpc_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.rpc.v1.RolloutService/Wake',
+            paceline_dot_rpc_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,6 +24,10 @@ class RolloutServiceStub:
     """Stops taking prompts, aborts what is in flight, receives a version, resets caches. -> SYNCING."""
     Commit: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitRequest, _rollout_pb2.CommitResponse]
     """Makes the received version the policy: the server takes prompts of that version. SYNCING -> SERVING."""
+    Sleep: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]
+    """Closes the sampler, aborts what is in flight, gives the GPU memory of weights and KV cache up. -> ASLEEP."""
+    Wake: _aio.UnaryUnaryMultiCallable[_rollout_pb2.WakeRequest, _rollout_pb2.WakeResponse]
+    """Takes the memory of a part again: the weights for a push, the KV cache for the commit after it."""
     LeaveWeightGroup: _aio.UnaryUnaryMultiCallable[_rollout_pb2.LeaveRolloutGroupRequest, _rollout_pb2.LeaveRolloutGroupResponse]
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -60,6 +64,22 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_rollout_pb2.CommitRequest, _abc.Awaitable[_rollout_pb2.CommitResponse]],
     ) -> _abc.Awaitable[_rollout_pb2.CommitResponse]:
         """Makes the received version the policy: the server takes prompts of that version. SYNCING -> SERVING."""
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _rollout_pb2.SleepRequest,
+        context: _aio.ServicerContext[_rollout_pb2.SleepRequest, _abc.Awaitable[_rollout_pb2.SleepResponse]],
+    ) -> _abc.Awaitable[_rollout_pb2.SleepResponse]:
+        """Closes the sampler, aborts what is in flight, gives the GPU memory of weights and KV cache up. -> ASLEEP."""
+
+    @_abc_1.abstractmethod
+    def Wake(
+        self,
+        request: _rollout_pb2.WakeRequest,
+        context: _aio.ServicerContext[_rollout_pb2.WakeRequest, _abc.Awaitable[_rollout_pb2.WakeResponse]],
+    ) -> _abc.Awaitable[_rollout_pb2.WakeResponse]:
+        """Takes the memory of a part again: the weights for a push, the KV cache for the commit after it."""
 
     @_abc_1.abstractmethod
     def LeaveWeightGroup(

@@ -1,26 +1,75 @@
-"""What weights travel over: NCCL between GPUs, gloo where there is a rank without a GPU or two on one."""
+"""What weights travel over: NCCL or gloo, or memory that two ranks share; and who stands in for whom."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.geometry.layout import RankLayout, RankPlace
 
 
-def choose_backend(
-    configured: Literal["auto", "gloo", "nccl"], layouts: Sequence[RankLayout]
-) -> Literal["gloo", "nccl"]:
-    """The backend of a group of ranks.
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What a group's weights travel over.
 
-    NCCL refuses two ranks on one GPU. GPUs are compared by their own ids: an index names different GPUs on
-    different machines and in different containers.
+    Attributes:
+        backend: between ranks that exchange messages.
+        shared: whether a rollout rank gets its weights from a learner rank at its own place, through memory
+            that both have open.
+    """
+
+    backend: Literal["gloo", "nccl"]
+    shared: bool
+
+
+def choose_wire(
+    configured: Literal["auto", "gloo", "nccl", "shared"],
+    learners: Sequence[RankLayout],
+    rollouts: Sequence[RankLayout],
+) -> Wire:
+    """The wire of a group of ranks.
+
+    NCCL refuses two ranks on one GPU: there a learner rank stands in for the rollout ranks, or all goes over
+    gloo. GPUs are compared by their own ids: an index names different GPUs on different machines and in
+    different containers.
 
     Args:
         configured: weights.backend.
-        layouts: of all ranks.
+        learners, rollouts: layouts of all ranks.
     """
-    if configured != "auto":
-        return configured
-    gpus = [layout.place.gpu for layout in layouts]
-    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+    places = [layout.place for layout in learners]
+    behind = stand_ins(places, [layout.place for layout in rollouts])
+    apart = [layout.place for rank, layout in enumerate(rollouts) if rank not in behind]
+    if configured == "shared":
+        if _all_apart([*places, *apart]):
+            return Wire("nccl", shared=True)
+        # gloo works on the host's memory: it cannot fill what two ranks share on a GPU.
+        return Wire("gloo", shared=not any(place.gpu for place in [*places, *apart]))
+    if configured == "auto":
+        everywhere = [*places, *(layout.place for layout in rollouts)]
+        return Wire("nccl" if _all_apart(everywhere) else "gloo", shared=False)
+    return Wire(configured, shared=False)
+
+
+def _all_apart(places: Sequence[RankPlace]) -> bool:
+    """Whether every rank has a GPU of its own."""
+    gpus = [place.gpu for place in places]
+    return all(gpus) and len(set(gpus)) == len(gpus)
+
+
+def stand_ins(learners: Sequence[RankPlace], rollouts: Sequence[RankPlace]) -> Mapping[int, int]:
+    """The learner rank that stands in for each rollout rank, by its number among the rollout ranks.
+
+    A rollout rank without a learner rank at its place has none. Where several learner ranks are at one place,
+    as on a CPU, they share the rollout ranks there.
+    """
+    taken: Counter[RankPlace] = Counter()
+    chosen: dict[int, int] = {}
+    for rank, place in enumerate(rollouts):
+        here = [number for number, other in enumerate(learners) if other == place]
+        if here:
+            chosen[rank] = here[taken[place] % len(here)]
+            taken[place] += 1
+    return chosen

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import msgpack
@@ -11,15 +13,16 @@ import msgpack
 from paceline.core.errors import InvalidMessageError
 from paceline.core.members import MemberKind, RankRef
 from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout, RankPlace, expand_all, tensor_shapes
+from paceline.weights.plan.backend import stand_ins
 from paceline.weights.plan.plan import RELAY_MODES, TransferPlan, build_plan
 
-SPEC_SCHEMA: Final = 3
+SPEC_SCHEMA: Final = 4
 _FAST: Final = 1
 _MOST_BYTES: Final = 1 << 30
 BACKENDS: Final = ("gloo", "nccl")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WeightGroupSpec:
     """The weight group of one membership epoch.
 
@@ -33,6 +36,7 @@ class WeightGroupSpec:
         wire_dtype: element type on the wire; equal to that of the rollout ranks' parameters.
         round_bytes: most bytes that any rank packs or receives in a round; staging on each side is two
             rounds.
+        shared: whether learner ranks stand in for the rollout ranks at their places.
         relay: whether rollout ranks relay to each other what several need; see `build_plan`.
         timeout_s: deadline of forming the group, and of each push that has no deadline of its own.
     """
@@ -46,6 +50,7 @@ class WeightGroupSpec:
     wire_dtype: str
     round_bytes: int = 512 << 20
     relay: str = "never"
+    shared: bool = False
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -95,8 +100,22 @@ class WeightGroupSpec:
             self.rollout_layouts,
             item_bytes=ITEM_SIZES[self.wire_dtype],
             round_bytes=self.round_bytes,
-            relay=self.relay,
+            relay="never" if self.shared else self.relay,
         )
+
+    @cached_property
+    def stand_ins(self) -> Mapping[int, int]:
+        """The learner rank that stands in for a rollout rank, by group rank; {} unless memory is shared."""
+        if not self.shared:
+            return {}
+        learners = [layout.place for layout in self.learner_layouts]
+        chosen = stand_ins(learners, [layout.place for layout in self.rollout_layouts])
+        return {self.num_learners + rank: learner for rank, learner in chosen.items()}
+
+    @cached_property
+    def wire_ranks(self) -> tuple[int, ...]:
+        """The group ranks that exchange messages: all but those that another one stands in for."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self.stand_ins)
 
     def rank_ref(self, rank: int) -> RankRef:
         """A group rank by its kind and its number among that kind."""
@@ -121,6 +140,7 @@ class WeightGroupSpec:
             "wire_dtype": self.wire_dtype,
             "round_bytes": self.round_bytes,
             "relay": self.relay,
+            "shared": self.shared,
             "timeout_s": float(self.timeout_s),
         }
         # Names repeat from layout to layout: compressed, a spec is a few percent of its size.
@@ -202,5 +222,6 @@ _KINDS: Final[dict[str, type]] = {
     "wire_dtype": str,
     "round_bytes": int,
     "relay": str,
+    "shared": bool,
     "timeout_s": float,
 }

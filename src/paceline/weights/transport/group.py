@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from paceline.core.errors import WeightSyncError
+from paceline.core.errors import PacelineError, WeightSyncError
 from paceline.core.members import SOME_MEMBER, LocalPart, Peer
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.geometry.parameters import AddressCache
-from paceline.weights.plan.plan import MessageKey, Piece, TransferPlan
+from paceline.weights.plan.plan import Piece, TransferPlan
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.transport.connecting import Connecting
 from paceline.weights.transport.copies import CopyJob
@@ -37,9 +36,9 @@ from paceline.weights.transport.rendezvous import (
     connect_store,
     make_process_group,
 )
+from paceline.weights.transport.staging import NUM_SLOTS, Slice, lay_out
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NUM_SLOTS: Final = 2
 _GREETING_BYTES: Final = 128
 _TAG_GREETING, _TAG_DIGESTS, _TAG_ROUND = 1, 2, 16
 
@@ -48,16 +47,6 @@ Message = tuple[torch.Tensor, int, int]
 
 Round = tuple[tuple[Piece, torch.Tensor], ...]
 """Pieces of a round, each with its elements in staging, in the piece's shape"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slice:
-    """A message's place in staging; `slot` is the parity of the round that fills it."""
-
-    key: MessageKey
-    slot: int
-    begin: int
-    size: int
 
 
 class WeightGroup:
@@ -77,21 +66,13 @@ class WeightGroup:
         self.spec, self.rank, self.plan, self.device = spec, rank, plan, device
         self._process_group: Any = None
         self._abandonment = abandonment
-        self._pending: list[_Pending] = []
-        placed = self._layout_rounds()
-        sizes = [0] * _NUM_SLOTS
-        for message in (message for messages in (*self._sends, *self._receives) for message in messages):
-            sizes[message.slot] = max(sizes[message.slot], message.begin + message.size)
+        self._pending: list[Pending] = []
+        self._layout = lay_out(plan, spec.num_learners, rank)
         self._wire_device = device if spec.backend == "nccl" else torch.device("cpu")
-        self._slots = self._allocate(sizes)
-        self.rounds: tuple[Round, ...] = tuple(
-            tuple(
-                (piece, self._slots[number % _NUM_SLOTS][at : at + piece.box.volume].view(piece.box.shape))
-                for piece, at in pieces
-            )
-            for number, pieces in enumerate(placed)
-        )
+        self._slots: list[torch.Tensor] = []
+        self.rounds: tuple[Round, ...] = ()
         self._packing = AddressCache[list[CopyJob]]()
+        self._take_staging()
 
     @classmethod
     def form(
@@ -132,9 +113,13 @@ class WeightGroup:
         except BaseException as error:
             abandonment.report(spec.rank_ref(rank), error)
             raise
+        group.announce(store)
         await_all(spec, rank, store, deadline)
         group._connect(store, deadline)
         return group
+
+    def announce(self, store: Store) -> None:
+        """Tells the other ranks what they need before they connect; here nothing."""
 
     @property
     def staging_bytes(self) -> int:
@@ -165,16 +150,16 @@ class WeightGroup:
             shards: this rank's shards by name, as its layout describes them.
             meanwhile: called once while the last rounds are being transferred.
         """
-        pending: list[_Pending] = []
+        pending: list[Pending] = []
         with self._aborting():
             for number, packing in enumerate(self.prepare(shards)):
-                if number >= _NUM_SLOTS:
-                    pending[number - _NUM_SLOTS].wait(deadline)
+                if number >= NUM_SLOTS:
+                    pending[number - NUM_SLOTS].wait(deadline)
                 packing.run()
                 pending.append(self._post_round(number, deadline))
             if meanwhile is not None:
                 meanwhile()
-            for work in pending[-_NUM_SLOTS:]:
+            for work in pending[-NUM_SLOTS:]:
                 work.wait(deadline)
             self._finish(deadline)
 
@@ -229,6 +214,20 @@ class WeightGroup:
         self._slots, self.rounds = [], ()
         self._packing.clear()
 
+    def _take_staging(self) -> None:
+        self._use(self._allocate(self._layout.slot_sizes))
+
+    def _use(self, slots: list[torch.Tensor]) -> None:
+        """Makes `slots` the staging memory."""
+        self._slots = slots
+        self.rounds = tuple(
+            tuple(
+                (piece, slots[number % NUM_SLOTS][at : at + piece.box.volume].view(piece.box.shape))
+                for piece, at in pieces
+            )
+            for number, pieces in enumerate(self._layout.pieces)
+        )
+
     def _allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         pinned = self.device.type == "cuda" and self._wire_device.type == "cpu"
         dtype = DTYPES[self.spec.wire_dtype]
@@ -250,7 +249,9 @@ class WeightGroup:
 
         def connect() -> None:
             try:
-                self._process_group = make_process_group(self.spec, self.rank, store, deadline)
+                self._make_groups(store, deadline)
+            except PacelineError:
+                raise
             except RuntimeError as error:
                 raise deadline.translate(error, SOME_MEMBER) from error
             self._greet(deadline)
@@ -265,63 +266,34 @@ class WeightGroup:
                     self._process_group = None
                 raise
 
-    def _layout_rounds(self) -> list[list[tuple[Piece, int]]]:
-        """Lays out this rank's messages in staging; returns its pieces by round, with offsets in the slot.
+    def _make_groups(self, store: Store, deadline: Deadline) -> None:
+        self._process_group = make_process_group(self.spec, self.rank, store, deadline)
 
-        What a learner sends equally to several replicas is packed once. What a rollout rank relays lies in
-        one stretch, channel by channel and learner after learner, so that it is sent as one message.
-        """
-        plan, first = self.plan, self.spec.num_learners
-        sending = self.rank < first
-        pieces: dict[MessageKey, list[Piece]] = {}
-        for piece in plan.of_source(self.rank) if sending else plan.of_destination(self.rank - first):
-            pieces.setdefault(plan.message_of(piece), []).append(piece)
-        self._sends: list[list[_Slice]] = [[] for _ in range(plan.num_rounds)]
-        self._receives: list[list[_Slice]] = [[] for _ in range(plan.num_rounds)]
-        rounds: list[list[tuple[Piece, int]]] = [[] for _ in range(plan.num_rounds)]
-        places: dict[object, int] = {}
-        filled = [0] * plan.num_rounds
-        for key in sorted(pieces, key=lambda key: (key.round, key.channel, key.sender, key.receiver)):
-            number, size = key.round, plan.message_sizes[key]
-            alike = tuple((piece.source_param, piece.source_box) for piece in pieces[key]) if sending else key
-            begin = places.setdefault((number, alike), filled[number])
-            messages = self._sends if sending else self._receives
-            messages[number].append(_Slice(key=key, slot=number % _NUM_SLOTS, begin=begin, size=size))
-            if begin == filled[number]:
-                rounds[number] += [(piece, begin + piece.offset) for piece in pieces[key]]
-                filled[number] += size
-        if not sending:
-            for key in sorted(key for key in plan.message_sizes if key.sender == self.rank):
-                self._sends[key.round].append(self._relayed(key))
-        return rounds
-
-    def _relayed(self, key: MessageKey) -> _Slice:
-        """The place in staging at which the content of a relayed message arrived, one round earlier."""
-        parts = [
-            part
-            for part in self._receives[key.round - 1]
-            if part.key.channel == key.channel and part.key.sender < self.spec.num_learners
-        ]
-        size = self.plan.message_sizes[key]
-        begin = min(part.begin for part in parts)
-        assert sum(part.size for part in parts) == size, "a relay passes on exactly what it received"
-        return _Slice(key=key, slot=(key.round - 1) % _NUM_SLOTS, begin=begin, size=size)
-
-    def _post_round(self, number: int, deadline: Deadline) -> _Pending:
+    def _post_round(self, number: int, deadline: Deadline) -> Pending:
         """Starts this rank's sends and receives of a round; none if there is no such round."""
         if number >= self.plan.num_rounds:
             return self._post([], [], deadline)
-        sends = [self._message(part, part.key.receiver) for part in self._sends[number]]
-        receives = [self._message(part, part.key.sender) for part in self._receives[number]]
-        return self._post(sends, receives, deadline)
+        return self._post(*self._round_messages(number), deadline)
 
-    def _message(self, part: _Slice, peer: int) -> Message:
-        tag = _TAG_ROUND + part.key.round * self.plan.num_channels + part.key.channel
-        return self._slots[part.slot][part.begin : part.begin + part.size], peer, tag
+    def _round_messages(self, number: int) -> tuple[list[Message], list[Message]]:
+        """What this rank sends in a round, and what it receives."""
+        sends = [self._message(part, part.key.receiver) for part in self._layout.sends[number]]
+        receives = [self._message(part, part.key.sender) for part in self._layout.receives[number]]
+        return sends, receives
 
-    def _post(self, sends: Sequence[Message], receives: Sequence[Message], deadline: Deadline) -> _Pending:
-        pending = _Pending(on_stream=self.spec.backend == "nccl")
-        self._pending = [other for other in self._pending if not other.done] + [pending]
+    def _message(self, part: Slice, peer: int) -> Message:
+        return self._slots[part.slot][part.begin : part.begin + part.size], peer, self._tag_of(part)
+
+    def _tag_of(self, part: Slice) -> int:
+        return _TAG_ROUND + part.key.round * self.plan.num_channels + part.key.channel
+
+    def _wire_rank(self, rank: int) -> int:
+        """The number in the process group of the rank that takes messages for a group rank."""
+        return rank
+
+    def _post(self, sends: Sequence[Message], receives: Sequence[Message], deadline: Deadline) -> Pending:
+        pending = Pending(on_stream=self.spec.backend == "nccl")
+        self._track(pending)
         calls = [("send", *message) for message in sends] + [("recv", *message) for message in receives]
         if not calls:
             return pending
@@ -330,7 +302,8 @@ class WeightGroup:
             self._live_group()._start_coalescing()
         for call, tensor, peer, tag in calls:
             try:
-                pending.add(getattr(self._live_group(), call)([tensor], peer, tag), self.spec.rank_ref(peer))
+                act = getattr(self._live_group(), call)
+                pending.add(act([tensor], self._wire_rank(peer), tag), self.spec.rank_ref(peer))
             except RuntimeError as error:
                 raise deadline.translate(error, self.spec.rank_ref(peer)) from error
         if pending.on_stream:
@@ -341,6 +314,10 @@ class WeightGroup:
                 raise deadline.translate(error, SOME_MEMBER) from error
         return pending
 
+    def _track(self, pending: Pending) -> None:
+        """Remembers transfers that an abort has to drop."""
+        self._pending = [other for other in self._pending if not other.done] + [pending]
+
     def _live_group(self) -> Any:
         if self._process_group is None:
             raise WeightSyncError(
@@ -350,25 +327,33 @@ class WeightGroup:
 
     def _greet(self, deadline: Deadline) -> None:
         """Exchanges a small message per pair that will communicate: connects them and compares plans."""
-        num_learners, world = self.spec.num_learners, self.spec.world_size
-        learner = self.rank < num_learners
         own = torch.zeros(_GREETING_BYTES, dtype=torch.uint8)
         own[:32] = torch.frombuffer(bytearray(self.plan.fingerprint), dtype=torch.uint8)
         own = own.to(self._wire_device)
-        targets = [*range(num_learners, world), *([0] if self.rank else [])] if learner else []
-        targets += [to for origin, to in self.plan.relay_pairs if origin == self.rank]
-        origins = [*(range(1, num_learners) if self.rank == 0 else range(0 if learner else num_learners))]
-        origins += [origin for origin, to in self.plan.relay_pairs if to == self.rank]
+        targets, origins = self._greeting_pairs()
         received = [(torch.empty_like(own), origin, _TAG_GREETING) for origin in origins]
         sends = [(own, to, _TAG_GREETING) for to in targets]
         self._post(sends, received, deadline).wait(deadline)
         self._finish(deadline)
         for greeting, origin, _ in received:
-            if not torch.equal(greeting, own):
-                raise WeightSyncError(
-                    f"{self.spec.rank_ref(self.rank)} and {self.spec.rank_ref(origin)} computed different "
-                    "transfer plans; both must run the same version of Paceline and get the same spec"
-                )
+            self._check_plan(bytes(greeting[:32].tolist()), origin)
+
+    def _check_plan(self, fingerprint: bytes, origin: int) -> None:
+        if fingerprint != self.plan.fingerprint:
+            raise WeightSyncError(
+                f"{self.spec.rank_ref(self.rank)} and {self.spec.rank_ref(origin)} computed different "
+                "transfer plans; both must run the same version of Paceline and get the same spec"
+            )
+
+    def _greeting_pairs(self) -> tuple[list[int], list[int]]:
+        """The ranks to which this one sends, and those from which it receives."""
+        num_learners, world = self.spec.num_learners, self.spec.world_size
+        learner = self.rank < num_learners
+        targets = [*range(num_learners, world), *([0] if self.rank else [])] if learner else []
+        targets += [to for origin, to in self.plan.relay_pairs if origin == self.rank]
+        origins = [*(range(1, num_learners) if self.rank == 0 else range(0 if learner else num_learners))]
+        origins += [origin for origin, to in self.plan.relay_pairs if to == self.rank]
+        return targets, origins
 
     def _finish(self, deadline: Deadline) -> None:
         """Waits until the device has finished everything that was queued; returns at once on the CPU."""
@@ -406,7 +391,7 @@ class _AbortOnError:
             self._group.fail(error)
 
 
-class _Pending:
+class Pending:
     """Transfers under way, each with its peer. Waits for each once only: gloo hangs on a second wait."""
 
     def __init__(self, *, on_stream: bool) -> None:
@@ -414,9 +399,11 @@ class _Pending:
         self.on_stream = on_stream
 
     def add(self, work: Any, peer: Peer) -> None:
+        """One more transfer, with the peer to blame for it."""
         self._works.append((work, peer))
 
     def wait(self, deadline: Deadline) -> None:
+        """Returns when all have ended; on a stream, makes it wait for them."""
         while self._works:
             work, peer = self._works.pop(0)
             try:
@@ -432,7 +419,9 @@ class _Pending:
 
     @property
     def done(self) -> bool:
+        """Whether all were waited for."""
         return not self._works
 
     def drop(self) -> None:
+        """Forgets them."""
         self._works = []

@@ -108,7 +108,7 @@ class Abandonment:
     """
 
     def __init__(self, store: Store, epoch: int) -> None:
-        self._store, self._next = _epoch_store(store, epoch), 0.0
+        self._store, self._next = epoch_store(store, epoch), 0.0
 
     def rest(self) -> None:
         """Delays the next poll: most pushes are over by then and need none."""
@@ -163,7 +163,8 @@ def abandon(host: str, port: int, *, epoch: int, lost: str, timeout_s: float) ->
     Abandonment(store, epoch).call_off(lost)
 
 
-def _epoch_store(store: Store, epoch: int) -> PrefixStore:
+def epoch_store(store: Store, epoch: int) -> PrefixStore:
+    """The part of the rendezvous store that is an epoch's own."""
     return PrefixStore(f"weights/{epoch}", store)
 
 
@@ -174,7 +175,7 @@ def await_all(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline
         DeadlineError: a rank did not come; the error names it.
         PeerLostError: the join was called off, since a member went away.
     """
-    here, called_off = _epoch_store(store, spec.epoch), Abandonment(store, spec.epoch)
+    here, called_off = epoch_store(store, spec.epoch), Abandonment(store, spec.epoch)
     pause_s, longest_s = _LOOK_EVERY_S
     try:
         here.set(_HERE.format(rank=rank), "1")
@@ -197,22 +198,35 @@ def _first_missing(here: Store, world_size: int) -> int:
 
 
 def make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> Any:
-    """Makes the process group of one epoch, separate from torch's default one; all ranks must be there.
+    """Makes the process group that weights travel over, separate from torch's default one.
 
-    NCCL makes its connections later, with the first messages.
+    All of `spec.wire_ranks` must be there, and `rank` is one of them. NCCL makes its connections later, with
+    the first messages.
     """
-    store = _epoch_store(store, spec.epoch)
+    store = epoch_store(store, spec.epoch)
     store.set_timeout(deadline.remaining(SOME_MEMBER))
+    number, size = spec.wire_ranks.index(rank), len(spec.wire_ranks)
     if spec.backend == "nccl":
-        return _nccl_group(spec, rank, store)
+        return _nccl_group(spec, number, size, store)
+    return _gloo_group(spec, number, size, store, deadline)
+
+
+def make_signal_group(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> Any:
+    """Makes a process group of all ranks, for small messages on the host."""
+    store = PrefixStore("signals", epoch_store(store, spec.epoch))
+    store.set_timeout(deadline.remaining(SOME_MEMBER))
+    return _gloo_group(spec, rank, spec.world_size, store, deadline)
+
+
+def _gloo_group(spec: WeightGroupSpec, rank: int, size: int, store: Store, deadline: Deadline) -> Any:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._timeout = deadline.remaining(SOME_MEMBER)
     options._devices = [gloo.create_device(hostname=on_route_to(spec.store_host, spec.store_port))]
-    return gloo(store, rank, spec.world_size, options)
+    return gloo(store, rank, size, options)
 
 
-def _nccl_group(spec: WeightGroupSpec, rank: int, store: Store) -> Any:
+def _nccl_group(spec: WeightGroupSpec, rank: int, size: int, store: Store) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options: Any = ProcessGroupNCCL.Options()
@@ -227,7 +241,7 @@ def _nccl_group(spec: WeightGroupSpec, rank: int, store: Store) -> Any:
     before = os.environ.get(_WATCHDOG)
     os.environ[_WATCHDOG] = "0"
     try:
-        return ProcessGroupNCCL(store, rank, spec.world_size, options)
+        return ProcessGroupNCCL(store, rank, size, options)
     finally:
         if before is None:
             del os.environ[_WATCHDOG]

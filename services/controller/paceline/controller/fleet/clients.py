@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from paceline.config.run import RunConfig
 from paceline.controller.fleet.membership import Member
 from paceline.core.errors import InvalidMessageError, PacelineError, PeerLostError
+from paceline.core.members import EnginePart
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
@@ -219,6 +220,16 @@ class LearnerClient:
             phase="FORMING",
         )
 
+    async def free(self, member: Member) -> None:
+        """Makes every rank give back the GPU memory that it only caches."""
+        await self._call(
+            member,
+            self._stub(member).FreeMemory,
+            learner_pb2.FreeMemoryRequest(),
+            timeout_s=self._timeouts.quick,
+            phase="TURN",
+        )
+
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
         """Makes the learner train one step."""
         reply = await self._call(
@@ -338,6 +349,26 @@ class RolloutClient:
             rollout_pb2.CommitRequest(policy=policy_tag_to_proto(policy)),
             timeout_s=self._timeouts.quick,
             phase="COMMIT",
+            peer=member.member_id,
+        )
+
+    async def sleep(self, member: Member) -> None:
+        """Makes a server give its engine's GPU memory up."""
+        await call(
+            self._stub(member).Sleep,
+            rollout_pb2.SleepRequest(),
+            timeout_s=self._timeouts.quick + _GRACE_S,
+            phase="TURN",
+            peer=member.member_id,
+        )
+
+    async def wake(self, member: Member, part: EnginePart) -> None:
+        """Makes a server take a part of it again."""
+        await call(
+            self._stub(member).Wake,
+            rollout_pb2.WakeRequest(part=part.value),
+            timeout_s=self._timeouts.quick + _GRACE_S,
+            phase="TURN",
             peer=member.member_id,
         )
 

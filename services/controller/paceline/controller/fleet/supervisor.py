@@ -177,6 +177,19 @@ class Supervisor:
 
         await self._wait(missing, tuple(MemberKind), timeout_s, setting="service.startup_timeout_s")
 
+    async def still_busy(
+        self, kind: MemberKind, is_busy: Callable[[Member], bool], timeout_s: float
+    ) -> list[Member]:
+        """Waits until no usable member of a kind is busy; returns those that still are after `timeout_s`."""
+
+        def busy() -> list[Member]:
+            return [member for member in self.fleet.usable(kind) if is_busy(member)]
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: not busy())
+        return busy()
+
     async def learner_ready(self, timeout_s: float) -> Member:
         """Waits until there is a learner that has loaded its weights, at most `timeout_s`.
 

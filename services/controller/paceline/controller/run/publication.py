@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from paceline.controller.fleet.clients import LearnerClient
 from paceline.controller.fleet.membership import Member
 from paceline.controller.fleet.supervisor import Supervisor
+from paceline.controller.fleet.turns import Turn, Turns
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.weights.push import WeightPush
@@ -53,8 +54,15 @@ class Publication:
     """Brings versions to the rollout servers."""
 
     def __init__(
-        self, run: Run, progress: Progress, push: WeightPush, learner: LearnerClient, supervisor: Supervisor
+        self,
+        run: Run,
+        progress: Progress,
+        push: WeightPush,
+        learner: LearnerClient,
+        supervisor: Supervisor,
+        turns: Turns,
     ) -> None:
+        self._turns = turns
         self._run, self._progress, self._push = run, progress, push
         self._learner, self._supervisor = learner, supervisor
         self._committed: dict[tuple[str, str], float] = {}
@@ -69,6 +77,7 @@ class Publication:
             WeightSyncError: the weights are not those that were committed as this version.
         """
         while True:
+            await self._turns.take(Turn.PUSH)
             await self._ensure_epoch(version)
             self._progress.move(Phase.PUBLISH)
             with span("publish", attributes={"paceline.version": version}):
@@ -83,6 +92,7 @@ class Publication:
             servers=[member.member_id for member in candidate.servers],
         )
         self._progress.move(Phase.COMMIT)
+        await self._turns.take(Turn.ROLLOUT)
         with span("commit", attributes={"paceline.version": version}):
             metrics = await self._push.commit(candidate)
         self._progress.policy = candidate.policy
@@ -95,7 +105,9 @@ class Publication:
         return any(m.policy == policy and m.state is RolloutState.SERVING for m in self._supervisor.rollouts)
 
     async def to_newcomers(self, policy: PolicyTag, collection: Coroutine[Any, Any, T]) -> T:
-        """Awaits `collection`; newcomers get `policy` meanwhile. A push that outlasts it is called off.
+        """Awaits `collection`, in the servers' turn; newcomers get `policy` meanwhile.
+
+        A push that outlasts the collection is called off.
 
         Raises:
             StaleLearnerError: a newcomer came, and the learner, started again, no longer holds the policy.
@@ -154,6 +166,7 @@ class Publication:
     # --- newcomers
 
     async def _serve_newcomers(self, policy: PolicyTag) -> None:
+        await self._turns.take(Turn.ROLLOUT)
         while True:
             await asyncio.sleep(_LOOK_S)
             newcomers = [m for m in self._supervisor.rollouts if not self._has(m, policy)]
@@ -188,6 +201,7 @@ class Publication:
             self._run.journal.record("newcomers", version=policy.version, servers=servers)
 
     async def _transfer_to(self, newcomers: Sequence[Member], policy: PolicyTag) -> list[str]:
+        await self._turns.wake(newcomers)
         await self._form(self._supervisor.learner, newcomers, policy.version)
         try:
             candidate = await self._push.transfer(policy.version)

@@ -30,6 +30,7 @@ from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.training_batch import TrainingBatches, rows
 from paceline.controller.fleet.clients import LearnerClient
 from paceline.controller.fleet.supervisor import Supervisor
+from paceline.controller.fleet.turns import Turn, Turns
 from paceline.controller.guard.policy import GuardDecision
 from paceline.controller.guard.report import Guard, StepOutcome
 from paceline.controller.phases import Phase
@@ -68,14 +69,16 @@ class Sequencer:
         push: WeightPush,
         supervisor: Supervisor,
         guard: Guard,
+        turns: Turns,
     ) -> None:
+        self._turns = turns
         self._run, self._config, self.progress, self._inputs = run, run.config, progress, inputs
         self._collector, self._learner, self._guard = collector, learner, guard
         self._supervisor = supervisor
         self._batches = TrainingBatches(run, inputs)
         self._checkpoints = Checkpoints(run, learner)
         self._metrics_file = MetricsFile(run.dir / "metrics.jsonl")
-        self._publication = Publication(run, progress, push, learner, supervisor)
+        self._publication = Publication(run, progress, push, learner, supervisor, turns)
         self._validation = Validation(run, progress, inputs, collector, self._publication)
         self._alignment = Alignment(
             run,
@@ -201,7 +204,7 @@ class Sequencer:
             cleanup_s=cleanup.seconds,
             step_s=time.monotonic() - began,
         )
-        return metrics, decision.rollback
+        return metrics | self._turns.take_metrics(), decision.rollback
 
     async def _clean_up(self, step: int) -> None:
         """Removes what the last step left in the broker; now, because that step is finished only now."""
@@ -267,6 +270,7 @@ class Sequencer:
             name="save trajectories",
         )
         try:
+            await self._turns.take(Turn.LEARNER)
             with span("learn"), _timer() as learn:
                 result = await self._learner.train(self._alignment.learner, order)
                 await saving

@@ -19,7 +19,7 @@ from paceline.controller.fleet.membership import Member
 from paceline.controller.weights import blame
 from paceline.core.errors import PacelineError, PeerLostError
 from paceline.weights.geometry.layout import RankLayout
-from paceline.weights.plan.backend import choose_backend
+from paceline.weights.plan.backend import choose_wire
 from paceline.weights.plan.fit import misfit
 from paceline.weights.plan.spec import WeightGroupSpec
 
@@ -171,9 +171,11 @@ class Epochs:
     def _spec(
         self, epoch: Epoch, weights: LearnerWeights, rollout_layouts: Sequence[RankLayout]
     ) -> WeightGroupSpec:
+        wire = choose_wire(self._config.weights.backend, weights.layouts, rollout_layouts)
         return WeightGroupSpec(
             epoch=epoch.number,
-            backend=choose_backend(self._config.weights.backend, [*weights.layouts, *rollout_layouts]),
+            backend=wire.backend,
+            shared=wire.shared,
             store_host=weights.store_host,
             store_port=weights.store_port,
             learner_layouts=weights.layouts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,7 +54,9 @@ class HostCopy:
         """The state in host memory; it overwrites the copy that was taken before."""
         num_bytes = sum(_padded(_local(tensor)) for tensors in state.values() for tensor in tensors.values())
         if num_bytes != self._buffer.numel():
-            self._buffer = _allocate(num_bytes, pinned=self._device.type == "cuda")
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # before there is a second one
+            is_cuda = self._device.type == "cuda"
+            self._buffer = pinned_memory(num_bytes) if is_cuda else torch.empty(num_bytes, dtype=torch.uint8)
         copied: State = {}
         offset = 0
         for part, tensors in state.items():
@@ -89,16 +92,20 @@ def _padded(tensor: Tensor) -> int:
     return math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
 
 
-def _allocate(num_bytes: int, *, pinned: bool) -> Tensor:
-    """Bytes of host memory. torch's own pinned allocator would round them up to a power of two."""
+def pinned_memory(num_bytes: int) -> Tensor:
+    """Host memory that is pinned until the tensor is dropped; torch's own would be a power of two of bytes.
+
+    CUDA refuses to copy to and from memory that comes to lie where a buffer was that is still registered.
+    """
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
-    if pinned:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
-        if code != 0:
-            log.warning(
-                "%d MiB of host memory for checkpoints cannot be pinned (CUDA error %d); copies are slower",
-                num_bytes >> 20,
-                code,
-            )
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+    if code == 0:
+        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
+    else:
+        log.warning(
+            "%d MiB of host memory for checkpoints cannot be pinned (CUDA error %d); copies are slower",
+            num_bytes >> 20,
+            code,
+        )
     return buffer

@@ -3,6 +3,9 @@
 The ranks of a sharded network run the same collectives in the same order. One that runs out of memory has
 taken part in the first k of a pass; the others wait for it in the next. It runs the pass again on two masked
 tokens, and the first k collectives of that stay on this rank: what they would gather is not used.
+
+Gathers and reductions are counted apart. Where weights stay gathered from one pass to the next, only the
+first pass gathers. A rank that failed in a later one has lost them, and all its gathers stay on it.
 """
 
 from __future__ import annotations
@@ -29,21 +32,21 @@ class PassCollectives:
     """
 
     def __init__(self, network: nn.Module) -> None:
-        self._num_taken, self._num_skipped = 0, 0
-        gather, scatter = _Gather(self), _Scatter(self)
+        self._gathers, self._scatters = _Gather(), _Scatter()
         for module in network.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(gather)  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+                module.set_custom_all_gather(self._gathers)  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(self._scatters)  # type: ignore[arg-type]
 
-    def begin(self, *, again: bool) -> None:
-        """A pass begins; with `again`, the one that failed last."""
-        self._num_skipped, self._num_taken = self._num_taken if again else 0, 0
+    def begin(self, *, again: bool, still_gathered: bool) -> None:
+        """A pass begins.
 
-    def take_part(self) -> bool:
-        """Whether this rank takes part in the next collective."""
-        self._num_taken += 1
-        return self._num_taken > self._num_skipped
+        Args:
+            again: the one that failed last, with all weights sharded.
+            still_gathered: what the passes before have gathered was kept.
+        """
+        self._scatters.begin(again=again, goes_on=False)
+        self._gathers.begin(again=again, goes_on=still_gathered)
 
 
 def count_collectives(network: nn.Module, ranks: Ranks) -> PassCollectives | None:
@@ -53,8 +56,22 @@ def count_collectives(network: nn.Module, ranks: Ranks) -> PassCollectives | Non
 
 
 class _Comm:
-    def __init__(self, collectives: PassCollectives) -> None:
-        self._collectives = collectives
+    """Collectives of one kind, of which those that this rank took part in before are left out."""
+
+    def __init__(self) -> None:
+        self._num_taken, self._num_skipped = 0, 0
+
+    def begin(self, *, again: bool, goes_on: bool) -> None:
+        """A pass begins; with `again` the last one once more, with `goes_on` those before still count."""
+        if again:
+            self._num_taken, self._num_skipped = 0, self._num_taken
+        elif not goes_on:
+            self._num_taken, self._num_skipped = 0, 0
+
+    def take_part(self) -> bool:
+        """Whether this rank takes part in the next collective."""
+        self._num_taken += 1
+        return self._num_taken > self._num_skipped
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -66,7 +83,7 @@ class _Gather(_Comm):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        if self._collectives.take_part():
+        if self.take_part():
             return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return None
 
@@ -82,6 +99,6 @@ class _Scatter(_Comm):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        if self._collectives.take_part():
+        if self.take_part():
             return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return None

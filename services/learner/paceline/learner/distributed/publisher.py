@@ -24,6 +24,7 @@ from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.group import DTYPES, WeightGroup
 from paceline.weights.transport.place import place_of
 from paceline.weights.transport.rendezvous import Deadline, open_store
+from paceline.weights.transport.shared_group import form_group
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _STORE_TIMEOUT_S = 60.0
@@ -115,7 +116,7 @@ class WeightPublisher:
         ]
         self._supplies = assign_sources(spec.learner_layouts, needs).of_source(self._rank)
         self._job.clear()
-        self._group = WeightGroup.form(
+        self._group = form_group(
             spec,
             rank=self._rank,
             layout=self.layout(),

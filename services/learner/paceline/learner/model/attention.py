@@ -36,6 +36,14 @@ def register() -> None:
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
+def keep_out_of_graphs() -> None:
+    """From now on compiled layers call the attention as it is."""
+    from transformers import AttentionInterface
+
+    uncompiled = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(PACKED_ATTENTION, uncompiled)
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,

@@ -23,6 +23,7 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import architectures, attention
 from paceline.learner.model.experts import use_float32_routers
 from paceline.learner.model.files import ModelFiles, ReadRows
+from paceline.learner.model.layers import DEFAULT_OPTIONS, LayerOptions
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork, body_of, decoder_layers, hidden_size
 
 VALUE_HEAD_STD = 0.01
@@ -30,10 +31,11 @@ VALUE_HEAD_STD = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """`compute` is the type of the forward pass, `store` that of the parameters."""
+    """`compute` is the type of the forward pass, `store` of the parameters, `reduce` of the ranks' sums."""
 
     compute: torch.dtype
     store: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
 
 
 def read_config(folder: str | Path) -> Any:
@@ -61,7 +63,7 @@ def load_policy(
     ranks: Ranks,
     precision: Precision,
     *,
-    checkpointed_share: float = 0.0,
+    options: LayerOptions = DEFAULT_OPTIONS,
     random_seed: int | None = None,
 ) -> PolicyNetwork:
     """A sharded policy.
@@ -69,18 +71,25 @@ def load_policy(
     Args:
         folder: in the Hugging Face layout.
         ranks: the ranks that shard it.
-        precision: of computing and storing.
-        checkpointed_share: share of the layers, counted from the first, that recompute their activations in
-            the backward pass. The last layers keep theirs: they are freed before the first recomputation.
+        precision: of computing, storing and reducing.
+        options: of its layers.
         random_seed: draws the weights instead of reading them.
 
     Raises:
         ModelError: a tensor is missing or has another shape than the model's.
     """
-    lm = empty_lm(read_config(folder), checkpointed_share)
+    network = unfilled_policy(folder, ranks, precision, options=options)
+    _fill(network, _source(folder, random_seed, network.lm.config))
+    return network
+
+
+def unfilled_policy(
+    folder: str | Path, ranks: Ranks, precision: Precision, *, options: LayerOptions = DEFAULT_OPTIONS
+) -> PolicyNetwork:
+    """A sharded policy whose parameters have memory and no values yet; arguments as `load_policy`."""
+    lm = empty_lm(read_config(folder))
     network = PolicyNetwork(lm)
-    _materialise(network, body_of(lm), lm, ranks, precision)
-    _fill(network, _source(folder, random_seed, lm.config))
+    _materialise(network, body_of(lm), lm, ranks, precision, options)
     return network
 
 
@@ -90,14 +99,14 @@ def load_critic(
     precision: Precision,
     *,
     seed: int,
-    checkpointed_share: float = 0.0,
+    options: LayerOptions = DEFAULT_OPTIONS,
     random_weights: bool = False,
 ) -> ValueNetwork:
     """A sharded critic; the seed draws its value head if the folder has none. Arguments as `load_policy`."""
-    lm = empty_lm(read_config(folder), checkpointed_share)
+    lm = empty_lm(read_config(folder))
     with torch.device("meta"):
         network = ValueNetwork(lm, hidden_size(lm.config))
-    _materialise(network, network.body, lm, ranks, precision)
+    _materialise(network, network.body, lm, ranks, precision, options)
     source = _source(folder, seed if random_weights else None, lm.config)
     _fill(network, _ValueHeadSource(source, seed))
     return network
@@ -140,7 +149,7 @@ def forget_forward_passes(network: nn.Module) -> None:
                 group._post_forward_indices.clear()
 
 
-def empty_lm(config: Any, checkpointed_share: float = 0.0) -> Any:
+def empty_lm(config: Any) -> Any:
     """The model on the meta device: shapes without storage.
 
     Raises:
@@ -159,21 +168,19 @@ def empty_lm(config: Any, checkpointed_share: float = 0.0) -> Any:
             f"model_type {config.model_type!r} is no causal language model with exchangeable attention "
             f"({type(error).__name__}: {error}); use one of the architectures of docs/models.md"
         ) from error
-    if checkpointed_share:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        layers = decoder_layers(body_of(lm))
-        for layer in layers[math.ceil(checkpointed_share * len(layers)) :]:
-            layer.gradient_checkpointing = False  # type: ignore[assignment]
     use_float32_routers(lm)
     lm.train()
     return lm
 
 
-def _materialise(network: nn.Module, body: nn.Module, lm: Any, ranks: Ranks, precision: Precision) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=torch.float32)
+def _materialise(
+    network: nn.Module, body: nn.Module, lm: Any, ranks: Ranks, precision: Precision, options: LayerOptions
+) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+    options.apply(lm, decoder_layers(body))
     for layer in decoder_layers(body):
         give_storage(layer, lm, ranks.device, precision.store)
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=not options.keep_gathered)
     give_storage(network, lm, ranks.device, precision.store)
     if isinstance(network, PolicyNetwork):
         lm.tie_weights()  # tied parameters got storage one by one

@@ -15,6 +15,8 @@ from paceline.core.guard import Histories
 from paceline.learner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.compiling import CompileClock
+from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, load_critic, load_policy
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.losses import loss_function
@@ -40,6 +42,7 @@ class Learner:
     histories: Histories
     shared_prompts: SharedPrompts
     memory: MemoryRoom
+    compile_clock: CompileClock | None = None
     version: int = 0
 
     @property
@@ -59,40 +62,63 @@ class Learner:
         seed, model = config.trainer.seed, config.model
         random_weights = model.load_format == "random"
         compute = DTYPES[model.dtype]
-        masters = Precision(compute=compute)
+        options = LayerOptions.of_actor(config.actor)
+        masters = Precision(compute=compute, reduce=DTYPES[config.actor.reduce_dtype])
         policy = load_policy(
             model.path,
             ranks,
             masters,
-            checkpointed_share=model.checkpointed_share,
+            options=options,
             random_seed=seed if random_weights else None,
         )
         critic = reference = None
         if config.needs_critic:
-            values = load_critic(
+            critic = load_critic(
                 config.critic.path or model.path,
                 ranks,
                 masters,
                 seed=seed,
-                checkpointed_share=model.checkpointed_share,
+                options=options,
                 random_weights=random_weights,
             )
-            critic = _trainable(values, config.critic.optim, config.critic.grad_clip, config, ranks)
         if config.needs_reference:
             # It is never updated, so it is kept in the type that it computes in.
             frozen = Precision(compute=compute, store=compute)
-            reference = load_policy(model.path, ranks, frozen, random_seed=seed if random_weights else None)
+            reference = load_policy(
+                model.path,
+                ranks,
+                frozen,
+                options=LayerOptions(compiled=options.compiled),
+                random_seed=seed if random_weights else None,
+            )
             reference.requires_grad_(False)
+        return cls.around(config, ranks, policy, critic=critic, reference=reference, notify=notify)
+
+    @classmethod
+    def around(
+        cls,
+        config: RunConfig,
+        ranks: Ranks,
+        policy: PolicyNetwork,
+        *,
+        critic: ValueNetwork | None = None,
+        reference: PolicyNetwork | None = None,
+        notify: Callable[[str], None] = log.warning,
+    ) -> Learner:
+        """A learner at version 0 with networks that are loaded already."""
         return cls(
             config=config,
             ranks=ranks,
             actor=_trainable(policy, config.actor.optim, config.actor.grad_clip, config, ranks),
-            critic=critic,
+            critic=None
+            if critic is None
+            else _trainable(critic, config.critic.optim, config.critic.grad_clip, config, ranks),
             reference=reference,
             kl_controller=_kl_controller(config.algorithm.kl_ctrl),
             histories=Histories(window=config.guard.window, min_history=config.guard.min_history),
-            shared_prompts=SharedPrompts(config.actor.shared_prompts, compute, notify),
+            shared_prompts=SharedPrompts(config.actor.shared_prompts, DTYPES[config.model.dtype], notify),
             memory=MemoryRoom(notify),
+            compile_clock=CompileClock() if config.actor.compile else None,
         )
 
 
@@ -102,6 +128,8 @@ def _trainable(
     return Trainable(
         network=network,
         collectives=count_collectives(network, ranks),
+        accumulates=config.actor.memory.accumulates,
+        keeps_gathered=config.actor.memory.keeps_gathered,
         optimizer=Optimizer(
             network,
             betas=optim.betas,

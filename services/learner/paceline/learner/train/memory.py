@@ -83,5 +83,5 @@ class MemoryRoom:
         if int(ranks.all_max(torch.tensor([float(most)], device=ranks.device)).item()) <= 1:
             raise EnvironmentLackError(
                 f"{error}: already one row per micro-batch, which cannot be halved; set "
-                "model.enable_gradient_checkpointing, shorten data.max_response_length, or use more GPUs"
+                "actor.memory.recompute: full, shorten data.max_response_length, or use more GPUs"
             ) from error

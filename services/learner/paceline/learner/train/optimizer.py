@@ -174,12 +174,20 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trainable(Generic[N]):
-    """A sharded network with its optimizer and schedule."""
+    """A sharded network with its optimizer and schedule.
+
+    Attributes:
+        accumulates: gradients add up unsharded over a mini-batch's micro-batches and are reduced once; else
+            those of every micro-batch are reduced.
+        keeps_gathered: weights stay gathered from one micro-batch to the next.
+    """
 
     network: N
     optimizer: Optimizer
     schedule: Schedule
     collectives: PassCollectives | None = None
+    accumulates: bool = True
+    keeps_gathered: bool = False
 
     def update(
         self,
@@ -227,16 +235,18 @@ class Trainable(Generic[N]):
         total: Tensor | None = None
         failed = False
         for number, part_loss in enumerate(losses):
-            # Gradients add up unsharded; the last micro-batch reduces them over the ranks, once.
             last = number == len(losses) - 1
-            fsdp.set_is_last_backward(last)
-            fsdp.set_requires_gradient_sync(last)
-            self._begin_pass(again=False)
+            reduces = last or not self.accumulates
+            fsdp.set_is_last_backward(reduces)
+            fsdp.set_requires_gradient_sync(reduces)
+            fsdp.set_reshard_after_backward(last or not self.keeps_gathered)
+            goes_on = number > 0 and self.keeps_gathered
+            self._begin_pass(again=False, still_gathered=goes_on)
             sums = None if failed else self._pass(part_loss, ranks)
             if sums is None:
                 if not failed:
                     self._recover(ranks)
-                self._begin_pass(again=not failed)
+                self._begin_pass(again=not failed, still_gathered=goes_on)
                 failed = True
                 self._filler_pass(ranks)
             else:
@@ -272,6 +282,6 @@ class Trainable(Generic[N]):
         numbers = output[0] if isinstance(output, tuple) else output
         torch.autograd.backward(numbers.sum() * 0.0)
 
-    def _begin_pass(self, *, again: bool) -> None:
+    def _begin_pass(self, *, again: bool, still_gathered: bool) -> None:
         if self.collectives is not None:
-            self.collectives.begin(again=again)
+            self.collectives.begin(again=again, still_gathered=still_gathered)

@@ -1,4 +1,8 @@
-"""Scores a batch before the update: old log-probs, reference log-probs and values, without gradients."""
+"""Scores a batch before the update: old log-probs, reference log-probs and values.
+
+No gradient is computed. Compiled layers run with a graph all the same, which is dropped: without one the
+compiler makes other kernels, which round otherwise than the update's, and the ratio on policy would not be 1.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.learner.batch.types import MicroBatch, OldLogProbs, ScoredBatch
-from paceline.learner.model.loading import as_fsdp, forget_forward_passes
+from paceline.learner.model.layers import free_gathered
+from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.stopwatch import Stopwatch
 
@@ -29,11 +34,17 @@ def score(
     old = [OldLogProbs() for _ in batches[:num_unscored]] + [OldLogProbs(table) for table in scored]
     if reference is not None:
         with stopwatch.phase("ref"):
-            ref = [*_without_gradient(reference, batches, lambda b: b.table(reference(b, temperature)[0]))]
-            forget_forward_passes(reference)
+            ref = [*_score_all(reference, batches, lambda b: b.table(reference(b, temperature)[0]))]
     if critic is not None:
         with stopwatch.phase("values"):
-            values = [*_without_gradient(critic.network, batches, lambda b: b.table(critic.network(b)))]
+            values = [
+                *_score_all(
+                    critic.network,
+                    batches,
+                    lambda b: b.table(critic.network(b)),
+                    with_graph=learner.config.actor.compile,
+                )
+            ]
     return [
         ScoredBatch(batch=batch, old_log_probs=o, ref_log_probs=r, values=v)
         for batch, o, r, v in zip(batches, old, ref, values, strict=True)
@@ -49,18 +60,24 @@ def score_rest(learner: Learner, scored: Sequence[ScoredBatch]) -> None:
 
 def _old_log_probs(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:
     policy, temperature = learner.actor.network, learner.config.rollout.temperature
-    return _without_gradient(policy, batches, lambda b: b.table(policy(b, temperature)[0]))
+    return _score_all(
+        policy,
+        batches,
+        lambda b: b.table(policy(b, temperature)[0]),
+        with_graph=learner.config.actor.compile,
+    )
 
 
-def _without_gradient(
-    network: nn.Module, batches: Sequence[MicroBatch], call: Callable[[MicroBatch], Tensor]
+def _score_all(
+    network: nn.Module,
+    batches: Sequence[MicroBatch],
+    call: Callable[[MicroBatch], Tensor],
+    *,
+    with_graph: bool = False,
 ) -> list[Tensor]:
-    """Calls every micro-batch without a graph, then frees the network's gathered root parameters.
-
-    FSDP keeps the root's parameters gathered after a forward pass that no backward pass follows. The next
-    forward pass would use the embeddings from before the update.
-    """
-    with torch.no_grad():
-        results = [call(batch) for batch in batches]
-    as_fsdp(network).reshard()
+    """Calls every micro-batch; leaves neither gathered weights nor FSDP's notes for a backward pass."""
+    with torch.set_grad_enabled(with_graph):
+        results = [call(batch).detach() for batch in batches]
+    free_gathered(network)
+    forget_forward_passes(network)
     return results

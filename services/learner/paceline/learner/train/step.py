@@ -5,6 +5,7 @@ plan -> fetch -> score -> prepare (advantages, shaping) -> update critic, policy
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from paceline.learner.train.score import score, score_rest
 from paceline.learner.train.stopwatch import Stopwatch
 from paceline.learner.train.update import UpdateReport, update_critic, update_policy
 from paceline.learner.train.update_guard import UpdateGuard
+
+log = logging.getLogger(__name__)
 
 Fetch = Callable[[Sequence[int]], dict[int, PackedRow]]
 """Fetches rows by their index in the batch; raises on every rank if any rank's rows are unusable."""
@@ -63,6 +66,8 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
         **guard.metrics,
         **learner.memory.metrics,
         **stopwatch.seconds,
+        **stopwatch.memory(ranks),
+        **_compiling(learner),
         **_utilisation(learner, flops, stopwatch),
         "perf/imbalance": plan.imbalance,
         "perf/computed_share": plan.cost / flops,
@@ -237,6 +242,16 @@ def _report_metrics(reports: dict[str, UpdateReport], *, is_audited: bool) -> di
         metrics["actor/first_ppo_kl"] = actor.metrics[0]["ppo_kl"]
         metrics["actor/first_pg_clipfrac"] = actor.metrics[0]["pg_clipfrac"]
     return metrics
+
+
+def _compiling(learner: Learner) -> dict[str, float]:
+    """`perf/compile_s` of a run with compiled layers; a step that compiled says so in the log."""
+    if learner.compile_clock is None:
+        return {}
+    count, seconds = learner.compile_clock.take()
+    if count:
+        log.info("step %d: %d compilations of layers took %.1f s", learner.version, count, seconds)
+    return {"perf/compile_s": seconds}
 
 
 def _utilisation(learner: Learner, flops: int, stopwatch: Stopwatch) -> dict[str, float]:

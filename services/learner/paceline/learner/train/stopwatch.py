@@ -1,4 +1,4 @@
-"""Times the phases of a training step, for `timing_s/*`."""
+"""Times the phases of a training step, for `timing_s/*`, and measures their memory on a GPU."""
 
 from __future__ import annotations
 
@@ -9,19 +9,38 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paceline.learner.distributed.ranks import Ranks
+
+GIB = 1 << 30
+
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds by phase, under `timing_s/`."""
+    """Seconds by phase, under `timing_s/`; on a GPU also the most memory that tensors took, in bytes."""
 
     device: torch.device
     seconds: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a block; on CUDA until its kernels are done."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
         began = time.monotonic()
         yield
-        if self.device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(self.device)
+            self.peaks[name] = torch.cuda.max_memory_allocated(self.device)
         self.seconds[f"timing_s/{name}"] = time.monotonic() - began
+
+    def memory(self, ranks: Ranks) -> dict[str, float]:
+        """`perf/memory_gib/*`: by phase, of the rank that took the most; every rank calls it."""
+        if not self.peaks:
+            return {}
+        peaks = torch.tensor([*self.peaks.values()], dtype=torch.float64, device=self.device)
+        return {
+            f"perf/memory_gib/{name}": peak / GIB
+            for name, peak in zip(self.peaks, ranks.all_max(peaks).tolist(), strict=True)
+        }

@@ -61,7 +61,7 @@ def load_library() -> ModuleType:
         importlib.import_module("math_verify.errors")
     except ModuleNotFoundError as error:
         raise RuntimeError(
-            f"math_verify needs the package math-verify ({error}): pip install 'paceline[reward]'"
+            f"math_verify needs the package math-verify ({error}): pip install math-verify"
         ) from error
     return library
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.core.members import EnginePart
 from paceline.core.trajectory import FinishReason, Float32Array, Int32Array, SamplingSpec
 from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.layout import RankLayout
@@ -124,6 +125,26 @@ class Engine(Protocol):
                 others is drawn.
             Exception: any other error is taken for that of these requests. The engine is asked for its
                 health, and they are drawn again.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Gives up the GPU memory of weights and KV cache; requests under way are aborted. May be repeated.
+
+        Until it is awake, an engine can neither receive nor generate. It may hold no more than its captured
+        graphs then; parameters keep their addresses. On a CPU nothing is given up.
+
+        Raises:
+            DeadlineError, PeerLostError: the engine hangs, or died.
+        """
+        ...
+
+    async def wake(self, part: EnginePart) -> None:
+        """Takes the memory of a part again, whose content is lost: weights need a push. May be repeated.
+
+        Raises:
+            DeadlineError, PeerLostError: the engine hangs, or died.
+            WeightSyncError: there is not enough free memory.
         """
         ...
 

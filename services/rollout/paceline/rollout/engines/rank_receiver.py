@@ -26,6 +26,7 @@ from paceline.weights.transport.copies import CopyJob
 from paceline.weights.transport.group import DTYPES, WeightGroup
 from paceline.weights.transport.place import place_of
 from paceline.weights.transport.rendezvous import Deadline
+from paceline.weights.transport.shared_group import form_group
 
 Describe = Callable[[nn.Module], RankLayout]
 LoadFull = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
@@ -76,7 +77,7 @@ class RankReceiver:
                 f"group rank {rank} is no rollout rank: those are {spec.num_learners}..{spec.world_size - 1}"
             )
         self.rank_ref = spec.rank_ref(rank)
-        self._group = WeightGroup.form(
+        self._group = form_group(
             spec, rank=rank, layout=self.describe(), device=self._device, timeout_s=timeout_s
         )
         slices = self.describe().slices

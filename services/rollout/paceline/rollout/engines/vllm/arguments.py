@@ -55,6 +55,7 @@ def engine_arguments(
         arguments |= _cpu_arguments(config)
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = rollout.sleep == "always"
     return arguments | rollout.engine_kwargs
 
 

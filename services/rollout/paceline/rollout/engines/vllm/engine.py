@@ -10,12 +10,12 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
-from paceline.core.members import LocalPart
+from paceline.core.members import EnginePart, LocalPart
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.processes import EngineProcesses, kill
 from paceline.rollout.engines.vllm import calls
@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 _DESCRIBE_S = 60.0
 _LEAVE_S = 30.0
+_SLEEP_S = 30.0
+# vLLM's second level keeps neither weights nor cache; the first would copy the weights to the host.
+_SLEEP_LEVEL = 2
 _SHUTDOWN_S = 3
 _WORKER_END_S = 0.5
 
@@ -41,6 +44,7 @@ class VllmEngine(Engine):
     def __init__(self, llm: Any, processes: EngineProcesses) -> None:
         self._llm, self._processes = llm, processes
         self._unusable: PeerLostError | None = None
+        self._asleep: set[EnginePart] = set()
 
     @classmethod
     async def start(
@@ -166,6 +170,25 @@ class VllmEngine(Engine):
         finally:
             for task in results:
                 task.cancel()
+
+    async def sleep(self) -> None:
+        """Unmaps weights and KV cache on every TP rank."""
+        if self._asleep != set(EnginePart):
+            self._asleep = set(EnginePart)
+            await self._ordered(self._llm.sleep(level=_SLEEP_LEVEL), "sleep")
+
+    async def wake(self, part: EnginePart) -> None:
+        """Maps a part again; vLLM schedules requests once both are there."""
+        if part in self._asleep:
+            await self._ordered(self._llm.wake_up([part.value]), f"wake {part.value}")
+            self._asleep.remove(part)
+
+    async def _ordered(self, call: Awaitable[Any], what: str) -> None:
+        try:
+            await calls.answered(self._llm, call, what, _SLEEP_S)
+        except DeadlineError as error:
+            self._unusable = PeerLostError(str(error), peer=LocalPart.ENGINE)
+            raise
 
     async def check_health(self) -> None:
         """Raises PeerLostError if the engine has died, hangs, or can never be pushed into again."""

@@ -29,6 +29,7 @@ OWN: Final[Refusals] = {
     "max_num_seqs": "Paceline sets it; write rollout.max_num_seqs, by which a server takes its prompts",
     "enforce_eager": "Paceline sets it; write rollout.enforce_eager",
     "gpu_memory_utilization": "Paceline sets it; write rollout.gpu_memory_utilization",
+    "enable_sleep_mode": "Paceline sets it; write rollout.sleep",
 }
 """What the service sets itself"""
 

@@ -1,0 +1,296 @@
+"""The learner's update in several forms, in one run: seconds, MFU, memory, and whether they compute the same.
+
+    torchrun --nproc-per-node 4 benchmarks/update.py                  # 4 GPUs: Qwen2.5-7B's shape
+    python benchmarks/update.py --layers 8                            # one GPU: 8 of its layers
+    python benchmarks/update.py --device cpu --shape tiny --layers 2 --sequences 8 --prompt 16 --response 16
+
+Groups of 8 samples, random weights, GRPO with one mini-batch per step: the learner's own training step, from
+the plan to the optimizer's. Each form takes a step on a quarter of the rows, in which it is compiled, then a
+whole one to fill the allocator, and one that is timed; the last two again with shared prompts for --shared.
+
+MFU counts the operations of the tokens that went through the model, without recomputation, against the
+vendor's peak; tokens/s count the tokens of the batch, per rank. `GiB` is the most that tensors took in the
+update. `scoring` is old log-probs. `gradient` is the norm's difference from the first form's, `ratio` the
+mean log-ratio of the first mini-batch, which must be 0. `compiling` is what the first step spent on it, and
+later ones after the sign +.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from shapes import SHAPES
+
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+from paceline.core.ids import TrajectoryId
+from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow, TrainOrder
+from paceline.learner.batch.types import PackedRow
+from paceline.learner.distributed.ranks import RankEnvironment, Ranks, form_group, leave_group, open_store
+from paceline.learner.model.layers import LayerOptions
+from paceline.learner.model.loading import Precision, hugging_face_names, local_rows, unfilled_policy
+from paceline.learner.train.learner import DTYPES, Learner
+from paceline.learner.train.shared_prompts import SharedPrompts, SharingMode
+from paceline.learner.train.step import train_step
+
+SAMPLES = 8
+POLICY = PolicyTag(version=0, digest="0" * 16)
+WAIT_S = 300.0
+SAID = ("timing_s/", "perf/", "actor/grad_norm", "actor/first_ppo_kl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """A row of the table; `sequences` of a micro-batch."""
+
+    sequences: int = SAMPLES
+    compiled: bool = True
+    recompute: float | str = "none"
+    keep_gathered: bool = False
+    accumulate: bool = True
+    reduce_dtype: str = "float32"
+
+    def actor(self, row_tokens: int) -> dict[str, Any]:
+        """`actor.*`."""
+        return {
+            "compile": self.compiled,
+            "reduce_dtype": self.reduce_dtype,
+            "ppo_max_token_len_per_gpu": self.sequences * row_tokens,
+            "memory": {
+                "recompute": self.recompute,
+                "keep_gathered": self.keep_gathered,
+                "accumulate": self.accumulate,
+            },
+        }
+
+
+FORMS = {
+    "eager, all recomputed": Form(sequences=16, compiled=False, recompute="full"),
+    "compiled, all recomputed": Form(sequences=16, recompute="full"),
+    "compiled": Form(),
+    "compiled, gathered": Form(keep_gathered=True),
+    "compiled, 0.7 kept, gathered, bf16 reduction": Form(
+        recompute=0.7, keep_gathered=True, reduce_dtype="bfloat16"
+    ),
+    "compiled, gathered, reduced every time": Form(keep_gathered=True, accumulate=False),
+    "compiled, 0.7 kept, gathered, bf16 reduced every time": Form(
+        recompute=0.7, keep_gathered=True, accumulate=False, reduce_dtype="bfloat16"
+    ),
+    "eager": Form(compiled=False),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures the forms and prints the table."""
+    args = parse_args(argv)
+    environment = RankEnvironment.read()
+    device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", environment.local_rank)
+    ranks = form_group(environment, open_store(environment, WAIT_S), device, WAIT_S)
+    rows, norms = [], []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            shape = SHAPES[args.shape] | ({} if args.layers is None else {"num_hidden_layers": args.layers})
+            (Path(folder) / "config.json").write_text(json.dumps(shape))
+            for number in args.forms:
+                name, form = list(FORMS.items())[number]
+                for mode, metrics in measure(Path(folder), form, args, ranks).items():
+                    norms.append(metrics["actor/grad_norm"])
+                    rows.append(
+                        cells(name if mode == "off" else "  shared prompts", form, metrics, args, norms)
+                    )
+                    if ranks.rank == 0:
+                        said = {key: metrics[key] for key in metrics if key.startswith(SAID)}
+                        print(f"{name}, {mode}: {json.dumps(said)}", flush=True)
+    finally:
+        leave_group()
+    if ranks.rank == 0:
+        show(rows, args, ranks)
+    assert statistics.pstdev(norms) <= 0.02 * norms[0], f"gradient norms differ: {norms}"
+    return 0
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shape", choices=list(SHAPES), default="7B")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--sequences", type=int, default=32, help="per rank, a multiple of 8")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--response", type=int, default=1024)
+    parser.add_argument("--shared", action="store_true", help="each form with shared prompts, too")
+    parser.add_argument(
+        "--forms",
+        type=lambda text: [int(word) for word in text.split(",")],
+        default=[0, 1, 2, 3, 4],
+        help="\n".join(f"{number}: {name}" for number, name in enumerate(FORMS)),
+    )
+    return parser.parse_args(argv)
+
+
+def measure(
+    folder: Path, form: Form, args: argparse.Namespace, ranks: Ranks
+) -> dict[SharingMode, dict[str, float]]:
+    """Metrics of the timed steps, by whether prompts are shared."""
+    torch.compiler.reset()  # another form of the same layers would find this one's kernels
+    config = configuration(folder, form, args, ranks)
+    precision = Precision(compute=DTYPES[config.model.dtype], reduce=DTYPES[config.actor.reduce_dtype])
+    policy = unfilled_policy(folder, ranks, precision, options=LayerOptions.of_actor(config.actor))
+    fill(policy, ranks)
+    learner = Learner.around(config, ranks, policy, notify=print)
+    num_prompts = args.sequences * ranks.world_size // SAMPLES
+    first = step(learner, max(1, num_prompts // 4), args)
+    results: dict[SharingMode, dict[str, float]] = {}
+    modes: tuple[SharingMode, ...] = ("off", "auto") if args.shared else ("off",)
+    for mode in modes:
+        learner.shared_prompts = SharedPrompts(mode, DTYPES[config.model.dtype], print)
+        warm = step(learner, num_prompts, args)
+        results[mode] = step(learner, num_prompts, args)
+        results[mode]["compile_s"] = first.get("perf/compile_s", 0.0)
+        results[mode]["later_s"] = warm.get("perf/compile_s", 0.0) + results[mode].get("perf/compile_s", 0.0)
+    del learner, policy
+    gc.collect()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return results
+
+
+def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ranks) -> RunConfig:
+    """The run's, with the ratio measured in every step."""
+    tree = {
+        "data": {
+            "train_files": "none.jsonl",
+            "max_prompt_length": args.prompt,
+            "max_response_length": args.response,
+            "train_batch_size": args.sequences * ranks.world_size,
+        },
+        "model": {"path": str(folder), "dtype": "bfloat16" if args.device == "cuda" else "float32"},
+        "actor": {
+            "ppo_mini_batch_size": args.sequences * ranks.world_size,
+            "ratio_audit_freq": 1,
+            "optim": {"lr": 1e-9},
+            **form.actor(args.prompt + args.response),
+        },
+        "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
+        "rollout": {"n": SAMPLES},
+        "reward": {"functions": [{"name": "exact_match"}]},
+        "trainer": {"total_steps": 10},
+        "learner": {"world_size": ranks.world_size},
+    }
+    return parse(RunConfig, tree)
+
+
+@torch.no_grad()
+def fill(policy: torch.nn.Module, ranks: Ranks) -> None:
+    """Draws the weights on the device; the same in every form."""
+    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+    for name, parameter in hugging_face_names(policy):
+        local, _, _ = local_rows(parameter)
+        if parameter.dim() > 1:
+            local.normal_(0.0, 0.02, generator=generator)
+        else:
+            local.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def step(learner: Learner, num_prompts: int, args: argparse.Namespace) -> dict[str, float]:
+    """One training step on drawn rows; its metrics."""
+    rng = np.random.default_rng(0)
+    vocab = learner.vocab_size
+    packed: dict[int, PackedRow] = {}
+    rows = []
+    for prompt_id in range(num_prompts):
+        prompt = rng.integers(0, vocab, args.prompt).astype(np.int32)
+        for sample in range(SAMPLES):
+            index = len(rows)
+            packed[index] = PackedRow(
+                index=index,
+                prompt_token_ids=prompt,
+                response_token_ids=rng.integers(0, vocab, args.response).astype(np.int32),
+                response_mask=np.ones(args.response, np.uint8),
+                response_log_probs=np.full(args.response, -11.9, np.float32),
+            )
+            rows.append(
+                BatchRow(
+                    trajectory_id=TrajectoryId(
+                        step=1, purpose="train", prompt_id=prompt_id, sample_index=sample
+                    ),
+                    blob_key=str(index),
+                    blob_digest="",
+                    reward=float(rng.normal()),
+                    num_prompt_tokens=args.prompt,
+                    num_response_tokens=args.response,
+                )
+            )
+    order = TrainOrder(step=learner.version + 1, policy=POLICY, rows=tuple(rows))
+    result = train_step(learner, order, lambda wanted: {index: packed[index] for index in wanted})
+    assert not result.skip_reasons, result.skip_reasons
+    return dict(result.metrics)
+
+
+def cells(
+    name: str,
+    form: Form,
+    metrics: Mapping[str, float],
+    args: argparse.Namespace,
+    norms: Sequence[float],
+) -> list[str]:
+    """A row of the table."""
+    seconds, scoring = metrics["timing_s/update_actor"], metrics["timing_s/old_log_prob"]
+    tokens = args.sequences * (args.prompt + args.response)
+    mfu = metrics.get("perf/mfu")
+    memory = metrics.get("perf/memory_gib/update_actor")
+    return [
+        name,
+        str(form.sequences),
+        f"{seconds:.2f}",
+        "-" if mfu is None else f"{mfu * metrics['perf/computed_share']:.3f}",
+        f"{tokens / seconds:,.0f}",
+        f"{tokens / scoring:,.0f}",
+        "-" if memory is None else f"{memory:.1f}",
+        f"{metrics['actor/grad_norm'] / norms[0] - 1:+.1e}",
+        f"{metrics['actor/first_ppo_kl']:.1e}",
+        f"{metrics['compile_s']:.0f} + {metrics['later_s']:.0f}" if form.compiled else "",
+    ]
+
+
+def show(rows: Sequence[Sequence[str]], args: argparse.Namespace, ranks: Ranks) -> None:
+    """Prints the table."""
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
+    table = Table(
+        title=f"{args.shape}, {args.layers or 'all'} layers, {ranks.world_size} ranks of {args.sequences} "
+        f"sequences of {args.prompt} + {args.response} tokens, {device}, torch {torch.__version__}"
+    )
+    for column in (
+        "form",
+        "per micro-batch",
+        "update s",
+        "MFU",
+        "tokens/s",
+        "scoring tokens/s",
+        "GiB",
+        "gradient",
+        "ratio",
+        "compiling s",
+    ):
+        table.add_column(column, justify="left" if column == "form" else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

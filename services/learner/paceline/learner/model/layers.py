@@ -1,0 +1,67 @@
+"""How decoder layers run: compiled or not, what they keep for the backward pass, how long they stay gathered.
+
+None of it changes a number beyond rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from paceline.config.actor import ActorConfig
+from paceline.config.memory import MemoryConfig
+from paceline.learner.model.compiling import compile_layers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerOptions:
+    """Of one network.
+
+    Attributes:
+        kept_share: share of the activations that a layer keeps for the backward pass; 0 recomputes all.
+        compiled: by torch.compile.
+        keep_gathered: weights stay gathered after a forward pass, until a backward pass or `free_gathered`.
+    """
+
+    kept_share: float = 1.0
+    compiled: bool = False
+    keep_gathered: bool = False
+
+    @classmethod
+    def of(cls, memory: MemoryConfig, *, compiled: bool = False) -> LayerOptions:
+        """As configured."""
+        return cls(kept_share=memory.kept_share, compiled=compiled, keep_gathered=memory.keeps_gathered)
+
+    @classmethod
+    def of_actor(cls, actor: ActorConfig) -> LayerOptions:
+        """Of policy and critic."""
+        return cls.of(actor.memory, compiled=actor.compile)
+
+    def apply(self, lm: Any, layers: nn.ModuleList) -> None:
+        """Recomputation and compilation; before the layers are sharded, so that FSDP's hooks stay outside."""
+        if self.compiled:
+            compile_layers(layers, self.kept_share)
+        num_recomputed = math.ceil((1.0 - self.kept_share) * len(layers))
+        if self.kept_share == 0.0 or (num_recomputed and not self.compiled):
+            # The last layers keep their activations: they are freed before the first recomputation.
+            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            for layer in layers[num_recomputed:]:
+                layer.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+DEFAULT_OPTIONS = LayerOptions()
+
+
+def free_gathered(network: nn.Module) -> None:
+    """Frees all gathered weights of the network: after forward passes that no backward pass follows.
+
+    FSDP keeps the root's after a forward pass, the layers' with `keep_gathered`. The next forward pass would
+    use the weights from before the update.
+    """
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,75 @@
+"""A run directory as tables: metrics, samples, events, configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.report.data import read_jsonl
+from paceline.core.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedRun:
+    """What a run has written so far.
+
+    Attributes:
+        config: config.resolved.yaml.
+        metrics: a pyarrow.Table with a row per step and a column per metric; null where a step has none.
+        events: the journal, in order.
+    """
+
+    run_dir: Path
+    config: Mapping[str, Any]
+    metrics: Any
+    events: Sequence[Mapping[str, Any]]
+
+    def samples(self, step: int, *, validation: bool = False) -> Any:
+        """The trajectories of a step, or those of the validation after it, as a pyarrow.Table.
+
+        Raises:
+            DataError: none were saved for it (trainer.save_trajectories), or no validation followed it.
+        """
+        import pyarrow.parquet
+
+        path = samples_file(self.run_dir, step, validation=validation)
+        if not path.is_file():
+            raise DataError(f"{self.run_dir} has no {path.name}: there are no samples of that step")
+        return pyarrow.parquet.read_table(path)
+
+
+def load_run(run: str | Path | None = None) -> LoadedRun:
+    """Reads a run that has ended or is under way.
+
+    Args:
+        run: its directory, or its name under runs/; None for the latest one.
+
+    Raises:
+        ConfigError: there is no such run.
+        DataError: the folder holds none.
+    """
+    import pyarrow
+
+    run_dir = run_dirs.find(None if run is None else str(run))
+    config = run_dir / run_dirs.RESOLVED
+    if not config.is_file():
+        raise DataError(f"{run_dir} holds no run (no {config.name}); give a run directory")
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    # from_pylist takes the columns of the first row alone.
+    names = dict.fromkeys(name for row in rows for name in row)
+    return LoadedRun(
+        run_dir=run_dir,
+        config=yaml.safe_load(config.read_text(encoding="utf-8")),
+        metrics=pyarrow.table({name: [row.get(name) for row in rows] for name in names}),
+        events=read_jsonl(run_dir / "events.jsonl"),
+    )
+
+
+def samples_file(run_dir: Path, step: int, *, validation: bool = False) -> Path:
+    """The file with the trajectories of a step."""
+    return run_dir / "trajectories" / f"{'val' if validation else 'step'}_{step:06d}.parquet"

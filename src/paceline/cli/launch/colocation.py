@@ -1,0 +1,133 @@
+"""Learner ranks and rollout servers on the same GPUs: how many of each, and whether engines sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from paceline.cli.launch.memory_choice import fits_awake
+from paceline.cli.launch.memory_plan import EngineMemory, LearnerMemory, ModelShape, engine_budget
+from paceline.config.run import RunConfig
+from paceline.service.gpu_metrics import gpu_memory
+
+SHARED_MEMORY: Final = 0.4
+"""Share of a GPU's memory that an engine may take where a learner rank shares it, and neither sleeps."""
+
+# Largest share of an engine's memory that weights may take; the rest is the KV cache.
+_WEIGHTS_SHARE: Final = 0.6
+# Bytes of a GPU, where nothing says how many it has.
+_USUAL_MEMORY: Final = 80_000_000_000
+_MOST_UTILIZATION: Final = 0.85
+# Of a GPU: other processes' contexts and what the plan does not know.
+_MARGIN: Final = 0.04
+
+
+def settle_colocated(config: RunConfig, gpus: Sequence[int], tree: Mapping[str, Any]) -> RunConfig:
+    """`placement: colocated` with nothing left open.
+
+    Args:
+        gpus: of this machine; empty on a CPU, where both sides share the cores anyway.
+        tree: the model's config.json.
+    """
+    config = with_shared_memory(config)
+    if not gpus:
+        return _with_sleep(config, "never") if config.rollout.sleep == "auto" else config
+    config = _share_out(config, gpus, tree)
+    shape = ModelShape.of(tree)
+    known = gpu_memory()
+    shared = sorted({*(config.learner.devices or ())} & {*(config.rollout.devices or ())})
+    totals = [known[gpu] for gpu in shared if gpu in known]
+    if shape is None or not totals:
+        config = _with_sleep(config, "always") if config.rollout.sleep == "auto" else config
+        return _with_utilization(config, SHARED_MEMORY)
+    awake = _with_utilization(_with_sleep(config, "never"), SHARED_MEMORY)
+    if config.rollout.sleep == "never" or (
+        config.rollout.sleep == "auto" and fits_awake(awake, shape, totals)
+    ):
+        return _with_fixed_cache(awake, shape, totals)
+    config = _with_sleep(config, "always")
+    return _with_fixed_cache(_with_utilization(config, _beside(config, shape, totals)), shape, totals)
+
+
+def engine_size(config: RunConfig, num_gpus: int, tree: Mapping[str, Any]) -> int:
+    """GPUs per engine: the fewest on which the weights leave room for a KV cache, at most half of all."""
+    num_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    heads = tree.get("num_attention_heads")
+    smallest = min(gpu_memory().values(), default=_USUAL_MEMORY)
+    room = smallest * config.rollout.gpu_memory_utilization * _WEIGHTS_SHARE
+    size = 1
+    while (
+        num_bytes / size > room
+        and 4 * size <= num_gpus
+        and not (isinstance(heads, int) and heads % (2 * size))
+    ):
+        size *= 2
+    return size
+
+
+def with_layout(config: RunConfig, *, learner: dict[str, Any], rollout: dict[str, Any]) -> RunConfig:
+    """The configuration with these settings of the two sides."""
+    return config.model_copy(
+        update={
+            "learner": config.learner.model_copy(update=learner),
+            "rollout": config.rollout.model_copy(update=rollout),
+        }
+    )
+
+
+def with_shared_memory(config: RunConfig) -> RunConfig:
+    """Pushes go through memory that both sides have open, unless the file says otherwise."""
+    if config.weights.backend != "auto":
+        return config
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"backend": "shared"})})
+
+
+def _share_out(config: RunConfig, gpus: Sequence[int], tree: Mapping[str, Any]) -> RunConfig:
+    """Every GPU has a learner rank and is part of an engine, unless the file says otherwise."""
+    learner, rollout = config.learner, config.rollout
+    size = rollout.tensor_model_parallel_size
+    if "tensor_model_parallel_size" not in rollout.model_fields_set:
+        size = engine_size(config, len(gpus), tree)
+    ranks = learner.world_size if "world_size" in learner.model_fields_set else len(gpus)
+    learner_gpus = learner.devices if learner.devices is not None else tuple(gpus[:ranks])
+    engine_gpus = rollout.devices if rollout.devices is not None else tuple(gpus)
+    servers = rollout.replicas if "replicas" in rollout.model_fields_set else len(engine_gpus) // size
+    servers = max(1, servers)
+    return with_layout(
+        config,
+        learner={"world_size": len(learner_gpus), "devices": learner_gpus},
+        rollout={
+            "replicas": servers,
+            "tensor_model_parallel_size": size,
+            "devices": engine_gpus[: servers * size],
+        },
+    )
+
+
+def _beside(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> float:
+    """The share of a GPU that an engine may take beside what stays of the learner."""
+    stays = sum(LearnerMemory.of(config, shape).resident.values())
+    stays += 2 * (config.weights.staging_mib << 20)
+    share = 1.0 - stays / min(totals) - _MARGIN
+    return max(0.1, min(_MOST_UTILIZATION, int(100 * share) / 100))
+
+
+def _with_sleep(config: RunConfig, word: str) -> RunConfig:
+    return with_layout(config, learner={}, rollout={"sleep": word})
+
+
+def _with_utilization(config: RunConfig, share: float) -> RunConfig:
+    if "gpu_memory_utilization" in config.rollout.model_fields_set:
+        return config
+    return with_layout(config, learner={}, rollout={"gpu_memory_utilization": share})
+
+
+def _with_fixed_cache(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> RunConfig:
+    """The KV cache's size, which vLLM would otherwise measure while the learner loads on the same GPU."""
+    name = "kv_cache_memory_bytes"
+    given = config.rollout.engine_kwargs
+    num_bytes = EngineMemory.of(config, shape).generation(engine_budget(config, min(totals)))["kv cache"]
+    if config.rollout.name != "vllm" or name in given or num_bytes <= 0:
+        return config
+    return with_layout(config, learner={}, rollout={"engine_kwargs": {**given, name: num_bytes}})

@@ -1,0 +1,83 @@
+"""Chooses what `actor.memory` leaves open: the fastest of the forms that the memory plan has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from paceline.cli.launch.memory_plan import (
+    LearnerMemory,
+    ModelShape,
+    engine_budget,
+    engine_while_training,
+)
+from paceline.config.memory import MemoryConfig
+from paceline.config.run import RunConfig
+
+USABLE_SHARE = 0.92
+"""Of what is free on a GPU: the plan is an estimate, and torch's allocator leaves gaps."""
+
+Recompute = float | Literal["none", "full"]
+LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True)
+"""Where nothing is known of model or GPUs."""
+
+# Shares of an update's time, measured with compiled layers of 7B on four GPUs (docs/measurements-gpu.md).
+_RECOMPUTING: Mapping[Recompute, float] = {"none": 0.0, 0.75: 0.03, 0.5: 0.06, 0.25: 0.1, "full": 0.2}
+_GATHERING, _REDUCING = 0.05, 0.03
+
+
+def _forms() -> list[MemoryConfig]:
+    """The fastest first."""
+    costs = {
+        (recompute, keep_gathered, accumulate): recomputing
+        + (0.0 if keep_gathered else _GATHERING)
+        + (0.0 if accumulate else _REDUCING)
+        for recompute, recomputing in _RECOMPUTING.items()
+        for keep_gathered in (True, False)
+        for accumulate in (True, False)
+    }
+    return [
+        MemoryConfig(recompute=recompute, keep_gathered=keep_gathered, accumulate=accumulate)
+        for recompute, keep_gathered, accumulate in sorted(costs, key=costs.__getitem__)
+    ]
+
+
+def fits_awake(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> bool:
+    """Whether the learner has room for its fastest form beside engines that never sleep."""
+    fastest = config.actor.memory.with_rest_of(_forms()[0])
+    settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": fastest})})
+    most = LearnerMemory.of(settled, shape).most
+    return all(most <= USABLE_SHARE * (total - engine_budget(config, total)) for total in totals)
+
+
+def choose_memory(
+    config: RunConfig,
+    shape: ModelShape | None,
+    *,
+    learner_gpus: Sequence[int],
+    engine_gpus: Sequence[int],
+    totals: Mapping[int, int],
+) -> MemoryConfig:
+    """`actor.memory` of a run on GPUs, with nothing left open.
+
+    Args:
+        config: with the layout settled.
+        shape: of the model; None if config.json names its sizes otherwise.
+        learner_gpus: of the ranks.
+        engine_gpus: of the rollout servers; an engine beside a rank keeps its share.
+        totals: bytes of each GPU, as far as they are known.
+    """
+    memory = config.actor.memory
+    known = [gpu for gpu in learner_gpus if gpu in totals]
+    if not memory.is_open or shape is None or not known:
+        return memory.with_rest_of(LEAST)
+    free = min(
+        totals[gpu] - (engine_while_training(config, totals[gpu]) if gpu in engine_gpus else 0)
+        for gpu in known
+    )
+    forms = [memory.with_rest_of(form) for form in _forms()]
+    for form in forms:
+        settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": form})})
+        if LearnerMemory.of(settled, shape).most <= USABLE_SHARE * free:
+            return form
+    return forms[-1]  # the leanest

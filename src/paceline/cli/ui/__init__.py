@@ -1,0 +1,1 @@
+"""Serves the pages of runs to a browser, read-only."""

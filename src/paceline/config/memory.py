@@ -1,0 +1,68 @@
+"""`actor.memory`: what an update keeps in a GPU's memory, and what it computes or gathers again."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from paceline.config.base import Section
+
+
+class MemoryConfig(Section):
+    """What an update keeps; everything changes speed and memory, and no number beyond rounding."""
+
+    recompute: Literal["auto", "none", "full"] | Annotated[float, Field(gt=0, lt=1)] = Field(
+        "auto",
+        description="What the backward pass computes again. none: nothing. full: every layer, from its "
+        "input. A number: the share of the activations that is kept, chosen by the compiler with "
+        "actor.compile, else as the share of the layers that keep theirs. auto: as much is kept as the "
+        "memory plan allows; nothing is recomputed on a CPU.",
+    )
+    keep_gathered: bool | None = Field(
+        None,
+        description="Keep the layers' gathered weights until the last micro-batch of a mini-batch, instead "
+        "of gathering them twice per micro-batch; takes the whole model in model.dtype on every rank. null: "
+        "where the memory plan has room; not on a CPU.",
+    )
+    accumulate: bool | None = Field(
+        None,
+        description="Add up whole gradients on every rank and reduce them once per mini-batch; false: "
+        "reduce those of every micro-batch, so that a rank has its share only. null: where the memory plan "
+        "has room; always on a CPU.",
+    )
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the activations that are kept; all of them where nothing has chosen yet."""
+        if isinstance(self.recompute, float):
+            return self.recompute
+        return 0.0 if self.recompute == "full" else 1.0
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether weights stay gathered; not where nothing has chosen yet."""
+        return bool(self.keep_gathered)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether whole gradients are added up; they are where nothing has chosen yet."""
+        return self.accumulate is not False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is left to choose."""
+        return self.recompute == "auto" or self.keep_gathered is None or self.accumulate is None
+
+    def with_rest_of(self, other: MemoryConfig) -> MemoryConfig:
+        """The same with the other's values where something is left open."""
+        chosen = {
+            name: getattr(other, name)
+            for name in MemoryConfig.model_fields
+            if getattr(self, name) in (None, "auto")
+        }
+        return self.model_copy(update=chosen)
+
+
+Memory = Annotated[MemoryConfig, BeforeValidator(lambda given: {} if given == "auto" else given)]
+"""The section; `auto` in its place leaves everything open."""

@@ -1,0 +1,95 @@
+"""Device memory that two processes on one GPU share, by calls of CUDA's driver.
+
+torch's own sharing keeps what another process has opened until that process lets go of it, so the memory of a
+server that was killed would never come back. Here the process that allocates frees.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+HANDLE_BYTES: Final = 64
+_LAZY_PEER_ACCESS: Final = 1
+_LIBRARY: Final = "libcuda.so.1"
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
+
+
+class CudaIpcError(RuntimeError):
+    """A call of the driver failed; says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pointer:
+    """Device memory as torch takes it over without a copy."""
+
+    address: int
+    num_bytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        shape, data = (self.num_bytes,), (self.address, False)
+        return {"shape": shape, "typestr": "|u1", "data": data, "strides": None, "version": 3}
+
+
+def allocate(num_bytes: int, device: torch.device) -> int:
+    """The address of new memory on `device`."""
+    address = ctypes.c_uint64()
+    _call(device, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+    return address.value
+
+
+def free(address: int, device: torch.device) -> None:
+    """Frees what `allocate` returned; waits for the device."""
+    _call(device, "cuMemFree_v2", ctypes.c_uint64(address))
+
+
+def export(address: int, device: torch.device) -> bytes:
+    """A handle with which another process on this GPU opens the memory."""
+    handle = _Handle()
+    _call(device, "cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+    return bytes(handle)
+
+
+def open_handle(handle: bytes, device: torch.device) -> int:
+    """The address at which this process sees another one's memory."""
+    address = ctypes.c_uint64()
+    structure = _Handle.from_buffer_copy(handle)
+    _call(
+        device,
+        "cuIpcOpenMemHandle_v2",
+        ctypes.byref(address),
+        structure,
+        ctypes.c_uint(_LAZY_PEER_ACCESS),
+    )
+    return address.value
+
+
+def close_handle(address: int, device: torch.device) -> None:
+    """Unmaps what `open_handle` returned; the memory stays with the process that allocated it."""
+    _call(device, "cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+
+def as_bytes(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """The memory as a uint8 tensor (num_bytes,); it must not outlive the memory."""
+    tensor: torch.Tensor = torch.as_tensor(_Pointer(address, num_bytes), device=device)
+    return tensor
+
+
+def _call(device: torch.device, name: str, *arguments: Any) -> None:
+    # The driver works in the context that is current in this thread: torch's, after a call of torch.
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device)
+        driver = ctypes.CDLL(_LIBRARY)
+        code = getattr(driver, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            driver.cuGetErrorString(code, ctypes.byref(text))
+            reason = (text.value or b"unknown error").decode()
+            raise CudaIpcError(f"{name} failed on {device}: {reason} ({code})")

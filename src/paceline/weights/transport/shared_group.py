@@ -1,0 +1,272 @@
+"""A weight group in which learner ranks stand in for the rollout ranks at their places.
+
+A rollout rank that shares a GPU with a learner rank exchanges no messages with others: its learner rank
+receives what it needs into staging that both have open, and each tells the other how far it is.
+
+    learner     pack round k; wait until the rollout rank has scattered k - 2; copy its own part, receive that
+                of other learners; when all has arrived: "ready k"
+    rollout     wait for "ready k"; scatter it; when it is done: "free k"
+
+Plan, rounds and places in staging are those of any other group. A rollout rank without a learner rank at its
+place takes part as in any other group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from paceline.core.errors import WeightSyncError
+from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.transport.group import DTYPES, Message, Pending, Round, WeightGroup
+from paceline.weights.transport.rendezvous import Deadline, epoch_store, make_signal_group
+from paceline.weights.transport.shared import SharedStaging, Ticket, aligned
+from paceline.weights.transport.staging import NUM_SLOTS, Slice, StagingLayout, lay_out
+
+_TICKET: Final = "staging/{rank}"
+_TAG_READY, _TAG_FREE, _NUM_SIGNALS = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Behind:
+    """A rollout rank for which this learner rank stands in."""
+
+    rank: int
+    layout: StagingLayout
+    staging: SharedStaging
+    slots: list[torch.Tensor]
+
+
+class SharedGroup(WeightGroup):
+    """One rank's end of the group; made by `form_group`."""
+
+    def _take_staging(self) -> None:
+        self._signals: Any = None
+        self._behind: list[_Behind] = []
+        self._opened: SharedStaging | None = None
+        self._in_front = self.spec.stand_ins.get(self.rank)
+        if self._in_front is not None:
+            return  # it is opened when the learner rank has allocated it
+        super()._take_staging()
+        try:
+            for rank, learner in self.spec.stand_ins.items():
+                if learner == self.rank:
+                    self._behind.append(self._allocate_for(rank))
+        except BaseException:
+            self.abort()
+            raise
+
+    def _allocate_for(self, rank: int) -> _Behind:
+        layout = lay_out(self.plan, self.spec.num_learners, rank)
+        dtype = DTYPES[self.spec.wire_dtype]
+        num_bytes = sum(aligned(size * dtype.itemsize) for size in layout.slot_sizes)
+        try:
+            staging = SharedStaging.allocate(num_bytes, self.device)
+        except (RuntimeError, OSError) as error:
+            raise WeightSyncError(
+                f"{self.spec.rank_ref(self.rank)} has no memory for {num_bytes >> 20} MiB of staging that it "
+                f"shares with {self.spec.rank_ref(rank)}: {error}; lower weights.staging_mib"
+            ) from error
+        slots = staging.slots(layout.slot_sizes, dtype)
+        return _Behind(rank=rank, layout=layout, staging=staging, slots=slots)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory used beside the parameters; what a rollout rank has opened is the learner rank's."""
+        if self._in_front is not None:
+            return 0
+        return super().staging_bytes + sum(behind.staging.ticket.num_bytes for behind in self._behind)
+
+    def abort(self) -> None:
+        """As every group; closes the memory that is shared."""
+        super().abort()
+        signals, self._signals = self._signals, None
+        if signals is not None:
+            signals.abort()
+        behind, self._behind = self._behind, []
+        for rank in behind:
+            rank.slots.clear()
+            rank.staging.close()
+        if self._opened is not None:
+            if self._on_gpu:
+                # What still reads from it is this process's own, and ends.
+                torch.cuda.current_stream(self.device).synchronize()
+            self._opened.close()
+        self._opened = None
+
+    # --- connecting
+
+    def announce(self, store: Store) -> None:
+        """Tells the rollout ranks where their staging is; before the roll call."""
+        store = epoch_store(store, self.spec.epoch)
+        for behind in self._behind:
+            words = [self.plan.fingerprint.hex(), behind.staging.ticket.to_bytes().hex()]
+            store.set(_TICKET.format(rank=behind.rank), " ".join(words))
+
+    def _make_groups(self, store: Store, deadline: Deadline) -> None:
+        if self._in_front is not None:
+            self._open(store)
+        self._signals = make_signal_group(self.spec, self.rank, store, deadline)
+        if self._in_front is None:
+            super()._make_groups(store, deadline)
+
+    def _open(self, store: Store) -> None:
+        words = epoch_store(store, self.spec.epoch).get(_TICKET.format(rank=self.rank)).decode().split()
+        fingerprint, ticket = (bytes.fromhex(word) for word in words)
+        self._check_plan(fingerprint, self.spec.stand_ins[self.rank])
+        self._opened = SharedStaging.open(Ticket.from_bytes(ticket), self.device)
+        self._use(self._opened.slots(self._layout.slot_sizes, DTYPES[self.spec.wire_dtype]))
+
+    def _greeting_pairs(self) -> tuple[list[int], list[int]]:
+        if self._in_front is not None:
+            return [], []
+        learners = range(self.spec.num_learners)
+        others = [rank for rank in learners if rank != self.rank]
+        if self.rank not in learners:
+            return [], others
+        return [rank for rank in self.spec.wire_ranks if rank != self.rank], others
+
+    # --- a push
+
+    def send(
+        self,
+        shards: Mapping[str, torch.Tensor],
+        deadline: Deadline,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """A learner rank's part of a push, and that of the rollout ranks behind it."""
+        with self._aborting():
+            following: Callable[[], None] | None = None
+            for number, packing in enumerate(self.prepare(shards)):
+                packing.run()
+                self._await_free(number, deadline)
+                self._copy_own(number)
+                complete = self._completion(number, self._post_round(number, deadline), deadline)
+                if following is not None:
+                    following()
+                following = complete
+            if meanwhile is not None:
+                meanwhile()
+            if following is not None:
+                following()
+            self._finish(deadline)
+
+    def receive(self, deadline: Deadline) -> Iterator[Round]:
+        """A rollout rank's part of a push: yields each round when its elements are in staging."""
+        in_front = self._in_front
+        if in_front is None:
+            yield from super().receive(deadline)
+            return
+        with self._aborting():
+            freeing: list[Pending] = []
+            for number, pieces in enumerate(self.rounds):
+                self._signal([], [in_front], number, _TAG_READY, deadline).wait(deadline)
+                yield pieces
+                self._finish(deadline)
+                if number + NUM_SLOTS < len(self.rounds):
+                    freeing.append(self._signal([in_front], [], number, _TAG_FREE, deadline))
+            for pending in freeing:
+                pending.wait(deadline)
+
+    def _await_free(self, number: int, deadline: Deadline) -> None:
+        """Returns when the rollout ranks behind this one no longer read the slot of a round."""
+        if number >= NUM_SLOTS:
+            waiting = [behind.rank for behind in self._behind]
+            self._signal([], waiting, number - NUM_SLOTS, _TAG_FREE, deadline).wait(deadline)
+
+    def _copy_own(self, number: int) -> None:
+        """Copies what this rank itself sends to the rollout ranks behind it."""
+        places = {part.key: part for part in self._layout.sends[number]}
+        for behind in self._behind:
+            for part in behind.layout.receives[number]:
+                if part.key.sender == self.rank:
+                    _view(behind.slots, part).copy_(_view(self._slots, places[part.key]), non_blocking=True)
+
+    def _round_messages(self, number: int) -> tuple[list[Message], list[Message]]:
+        """The messages of a round that travel: not those to a rollout rank behind the sender itself."""
+        behind = {other.rank for other in self._behind}
+        sends, receives = super()._round_messages(number)
+        sends = [message for message in sends if message[1] not in behind]
+        for other in self._behind:
+            for part in other.layout.receives[number]:
+                if part.key.sender != self.rank:
+                    receives.append((_view(other.slots, part), part.key.sender, self._tag_of(part)))
+        return sends, receives
+
+    def _tag_of(self, part: Slice) -> int:
+        # One learner rank may receive a round's messages to several rollout ranks from the same sender.
+        return super()._tag_of(part) * self.spec.world_size + part.key.receiver
+
+    def _wire_rank(self, rank: int) -> int:
+        return self.spec.wire_ranks.index(self.spec.stand_ins.get(rank, rank))
+
+    def _completion(self, number: int, pending: Pending, deadline: Deadline) -> Callable[[], None]:
+        """What is to be called once the next round is under way: it waits for this one, and says "ready"."""
+        copied = torch.cuda.current_stream(self.device).record_event() if self._on_gpu else None
+
+        def complete() -> None:
+            if copied is None:
+                pending.wait(deadline)
+            else:
+                # On a stream of its own: the next round's packing does not wait for this round's transfer.
+                with torch.cuda.stream(self._completing):
+                    self._completing.wait_event(copied)
+                    pending.wait(deadline)
+                    self._finish(deadline)
+            behind = [other.rank for other in self._behind]
+            self._signal(behind, [], number, _TAG_READY, deadline).wait(deadline)
+
+        return complete
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @functools.cached_property
+    def _completing(self) -> Any:
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def _signal(
+        self, to: Sequence[int], origins: Sequence[int], number: int, kind: int, deadline: Deadline
+    ) -> Pending:
+        """Exchanges "ready" or "free" of a round with other ranks."""
+        pending = Pending(on_stream=False)
+        signals = self._signals
+        if signals is None:
+            raise WeightSyncError(
+                f"{self.spec.rank_ref(self.rank)}: the weight group was aborted; form a new one"
+            )
+        self._track(pending)
+        tag = _NUM_SIGNALS * number + kind
+        for call, peers in (("send", to), ("recv", origins)):
+            for peer in peers:
+                word = torch.zeros(1, dtype=torch.uint8)
+                try:
+                    pending.add(getattr(signals, call)([word], peer, tag), self.spec.rank_ref(peer))
+                except RuntimeError as error:
+                    raise deadline.translate(error, self.spec.rank_ref(peer)) from error
+        return pending
+
+
+def _view(slots: Sequence[torch.Tensor], part: Slice) -> torch.Tensor:
+    return slots[part.slot][part.begin : part.begin + part.size]
+
+
+def form_group(
+    spec: WeightGroupSpec,
+    *,
+    rank: int,
+    layout: RankLayout,
+    device: torch.device,
+    timeout_s: float,
+    store: Store | None = None,
+) -> WeightGroup:
+    """Joins the group of `spec`, of the kind that it asks for; see `WeightGroup.form`."""
+    kind = SharedGroup if spec.shared else WeightGroup
+    return kind.form(spec, rank=rank, layout=layout, device=device, timeout_s=timeout_s, store=store)

@@ -1,0 +1,314 @@
+"""The chart: linted and rendered by helm, checked against Kubernetes' schemas and what the services read."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from cryptography import x509
+
+from paceline.cli.launch import container
+from paceline.config.load import load
+from paceline.config.run import RunConfig
+from paceline.core.errors import EXIT_FAILED, EXIT_FINAL, EXIT_GIVEN
+from support import source
+
+FOLDER = source.ROOT / "deploy" / "helm"
+# The oldest that the chart allows, and the newest that is known.
+VERSIONS = ("1.31", kubernetes_validate.latest_version())
+CONFIG = """\
+data: {train_files: data/t.parquet, val_files: data/v.parquet, train_batch_size: 16}
+model: {path: models/start}
+actor: {ppo_mini_batch_size: 8}
+rollout: {n: 4}
+reward: {functions: [{name: gsm8k}]}
+trainer: {total_steps: 10}
+"""
+CLAIM = {"persistentVolumeClaim": {"claimName": "models"}}
+MANY: dict[str, Any] = {
+    "config": CONFIG,
+    "volumes": {"models": CLAIM, "data": CLAIM, "checkpoints": CLAIM},
+    "images": {"pullSecrets": ["registry"]},
+    "controller": {"storage": {"size": "1Gi", "className": "fast"}, "nodeSelector": {"pool": "cpu"}},
+    "learner": {"nodes": 3, "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]},
+    "reward": {"replicas": 2, "callers": [{"namespaceSelector": {"matchLabels": {"team": "evals"}}}]},
+    "metrics": {"port": 0},
+}
+VALUES = {"small": {"config": CONFIG}, "many": MANY, "example": FOLDER / "example.yaml"}
+
+Manifest = dict[str, Any]
+
+
+def helm(*words: str | Path, code: int = 0) -> str:
+    """Runs helm; returns what it printed."""
+    program = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("there is no helm: python tools/get_helm.py FOLDER puts it into a folder of the PATH")
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + (done.stderr if code else "")
+
+
+@pytest.fixture(scope="module", params=sorted(VALUES))
+def values(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of values."""
+    wanted = VALUES[request.param]
+    return wanted if isinstance(wanted, Path) else write(wanted, tmp_path_factory.mktemp("values"))
+
+
+def write(wanted: dict[str, Any], folder: Path) -> Path:
+    path = folder / "values.yaml"
+    path.write_text(yaml.safe_dump(wanted))
+    return path
+
+
+def render(values: Path, *words: str) -> dict[tuple[str, str], Manifest]:
+    """The manifests of a release `run`, by kind and component."""
+    text = helm("template", "run", FOLDER / "paceline", "--values", values, *words)
+    manifests = [each for each in yaml.safe_load_all(text) if each]
+    by_name = {(each["kind"], each["metadata"]["name"].removeprefix("run-")): each for each in manifests}
+    assert len(by_name) == len(manifests)
+    return by_name
+
+
+@pytest.fixture(scope="module")
+def manifests(values: Path) -> dict[tuple[str, str], Manifest]:
+    return render(values)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Manifest]:
+    return render(write(MANY, tmp_path_factory.mktemp("many")))
+
+
+def pods(manifests: dict[tuple[str, str], Manifest]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Component and specification of each pod."""
+    for (kind, component), manifest in manifests.items():
+        if kind in ("Job", "Deployment", "StatefulSet"):
+            yield component, manifest["spec"]["template"]["spec"]
+
+
+def environment(pod: dict[str, Any]) -> dict[str, str]:
+    return {each["name"]: each.get("value", "") for each in pod["containers"][0]["env"]}
+
+
+def test_helm_has_nothing_to_say_against_the_chart(values: Path) -> None:
+    assert "0 chart(s) failed" in helm("lint", "--strict", FOLDER / "paceline", "--values", values)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_schemas_allow_every_manifest(
+    manifests: dict[tuple[str, str], Manifest], version: str
+) -> None:
+    for manifest in manifests.values():
+        kubernetes_validate.validate(manifest, version, strict=True)
+    misspelt = copy.deepcopy(manifests["Job", "learner"])
+    misspelt["spec"]["template"]["spec"]["subDomain"] = "x"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(misspelt, version, strict=True)
+
+
+def test_what_the_chart_is_made_of(manifests: dict[tuple[str, str], Manifest]) -> None:
+    workloads = {(kind, name) for kind, name in manifests if kind in ("Job", "Deployment", "StatefulSet")}
+    assert workloads == {
+        ("Job", "controller"),
+        ("Job", "learner"),
+        ("Deployment", "rollout"),
+        ("Deployment", "reward"),
+        ("StatefulSet", "redis"),
+    }
+    assert {kind for kind, _ in manifests} >= {"NetworkPolicy", "ConfigMap", "Service"}
+    assert "Secret" not in {kind for kind, _ in manifests}
+
+
+def test_the_controller_reads_its_configuration(
+    manifests: dict[tuple[str, str], Manifest], tmp_path: Path
+) -> None:
+    """With as many ranks and servers as there are pods for."""
+    path = tmp_path / "run.yaml"
+    path.write_text(manifests["ConfigMap", "controller"]["data"]["run.yaml"])
+    (controller,) = (pod for name, pod in pods(manifests) if name == "controller")
+    arguments: list[str] = controller["containers"][0]["args"]
+    config = load(RunConfig, path, [word for word in arguments if "=" in word])
+    assert config.rollout.n > 1
+    learner = manifests["Job", "learner"]["spec"]
+    (container_,) = learner["template"]["spec"]["containers"]
+    ranks = int(environment(learner["template"]["spec"])["PET_NPROC_PER_NODE"])
+    assert config.learner.world_size == learner["completions"] * ranks == learner["parallelism"] * ranks
+    assert config.rollout.replicas == manifests["Deployment", "rollout"]["spec"]["replicas"]
+    gpus = container_["resources"]["limits"].get("nvidia.com/gpu")
+    assert gpus == (ranks if config.learner.device == "cuda" else None)
+    (rollout,) = manifests["Deployment", "rollout"]["spec"]["template"]["spec"]["containers"]
+    gpus = rollout["resources"]["limits"].get("nvidia.com/gpu")
+    assert gpus in (None, config.rollout.tensor_model_parallel_size)
+    mounts = {mount["mountPath"] for mount in container_["volumeMounts"]}
+    url = config.trainer.checkpoint_url
+    assert url is None or url.startswith("s3://") or url in mounts
+
+
+def test_every_rank_of_the_learner_has_its_number(many: dict[tuple[str, str], Manifest]) -> None:
+    pod = many["Job", "learner"]["spec"]["template"]["spec"]
+    places = [
+        place
+        for node in range(3)
+        for place in container.ranks(environment(pod) | {"PET_NODE_RANK": str(node)})
+    ]
+    assert [place["RANK"] for place in places] == [str(rank) for rank in range(6)]
+    assert [place["LOCAL_RANK"] for place in places] == ["0", "1"] * 3
+    # The name that a pod of an indexed job has under its headless service.
+    assert {place["MASTER_ADDR"] for place in places} == {f"run-learner-0.{pod['subdomain']}"}
+    service = many["Service", "learner"]
+    assert (service["metadata"]["name"], service["spec"]["clusterIP"]) == (pod["subdomain"], "None")
+    assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_jobs_end_where_a_new_pod_would_not_mend_the_end(many: dict[tuple[str, str], Manifest]) -> None:
+    final = {
+        name: next(
+            rule["onExitCodes"]["values"]
+            for rule in many["Job", name]["spec"]["podFailurePolicy"]["rules"]
+            if rule["action"] == "FailJob"
+        )
+        for name in ("controller", "learner")
+    }
+    assert final == {
+        "controller": sorted([EXIT_FAILED, EXIT_GIVEN, EXIT_FINAL]),
+        "learner": sorted([EXIT_GIVEN, EXIT_FINAL]),
+    }
+
+
+def test_a_pod_has_no_more_rights_than_it_needs(manifests: dict[tuple[str, str], Manifest]) -> None:
+    for name, pod in pods(manifests):
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        (only,) = pod["containers"]
+        assert only["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }, name
+        assert set(only["resources"]) == {"requests", "limits"}
+        assert "readinessProbe" in only
+        assert "PACELINE_INSECURE" not in environment(pod)
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
+    """What deploy/helm/secrets.sh prints: files by the names of Secrets."""
+    folder = tmp_path_factory.mktemp("secrets")
+    (folder / "paceline").write_text(f'#!/bin/sh\nexec {sys.executable} -m paceline.cli.main "$@"\n')
+    (folder / "paceline").chmod(0o755)
+    env = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    command = ["sh", str(FOLDER / "secrets.sh"), str(folder / "run"), "run"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    made = [each for each in yaml.safe_load_all(done.stdout) if each]
+    for secret in made:
+        kubernetes_validate.validate(secret, VERSIONS[-1], strict=True)
+    return {
+        secret["metadata"]["name"]: {
+            name: base64.b64decode(text, validate=True) for name, text in secret["data"].items()
+        }
+        for secret in made
+    }
+
+
+def test_the_script_prints_every_secret_that_a_pod_mounts(
+    many: dict[tuple[str, str], Manifest], secrets: dict[str, dict[str, bytes]]
+) -> None:
+    mounted = set()
+    for _, pod in pods(many):
+        for volume in pod["volumes"]:
+            if "secret" in volume:
+                name = volume["secret"]["secretName"]
+                mounted.add(name)
+                wanted = {item["key"] for item in volume["secret"].get("items", ())} or {"ca.pem", "key.pem"}
+                assert wanted <= secrets[name].keys()
+    assert mounted == secrets.keys() - {"paceline-tls-client"}
+    # Redis' clients check the name by which they reach it.
+    url = environment(next(pod for name, pod in pods(many) if name == "controller"))["PACELINE_BROKER_URL"]
+    certificate = x509.load_pem_x509_certificate(secrets["paceline-tls-redis"]["cert.pem"])
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    host = url.partition("@")[2].partition(":")[0]
+    assert host in names.get_values_for_type(x509.DNSName)
+    assert ("Service", host.removeprefix("run-")) in many
+    assert secrets["paceline-tls-redis"]["users.acl"].splitlines()[0] == b"user default off"
+    assert secrets["paceline-tls-redis"]["users.acl"].splitlines()[1].startswith(b"user paceline on #")
+
+
+def ways(manifests: dict[tuple[str, str], Manifest]) -> dict[tuple[str, str], set[int | None]]:
+    """Ports that one component may reach on another, None for all: both sides' policies must allow it."""
+
+    def peers(rules: list[dict[str, Any]], side: str) -> dict[str, set[int | None]]:
+        ports_of: dict[str, set[int | None]] = {}
+        for rule in rules:
+            for peer in rule[side]:
+                labels = peer.get("podSelector", {}).get("matchLabels", {})
+                name = labels.get("app.kubernetes.io/component", json.dumps(peer, sort_keys=True))
+                ports = {port["port"] for port in rule.get("ports", ())} or {None}
+                ports_of.setdefault(name, set()).update(ports)
+        return ports_of
+
+    policies = {name: each["spec"] for (kind, name), each in manifests.items() if kind == "NetworkPolicy"}
+    assert all(policy["policyTypes"] == ["Ingress", "Egress"] for policy in policies.values())
+    into = {name: peers(policy["ingress"], "from") for name, policy in policies.items()}
+    out = {name: peers(policy["egress"], "to") for name, policy in policies.items()}
+    return {
+        (one, other): into[other][one] & out[one][other]
+        for other in policies
+        for one in policies
+        if one in into[other] and other in out[one]
+    }
+
+
+def test_services_reach_whom_they_must_and_nobody_else(many: dict[tuple[str, str], Manifest]) -> None:
+    """docs/several-hosts.md, "Ports"."""
+    members = ("learner", "reward", "rollout")
+    # Weights and the ranks' stores take any port.
+    weights: dict[tuple[str, str], set[int | None]] = {
+        ("learner", "learner"): {None},
+        ("learner", "rollout"): {None},
+        ("rollout", "learner"): {None},
+        ("rollout", "rollout"): {None},
+    }
+    assert ways(many) == {
+        **{("controller", member): {7000} for member in members},
+        **{(member, "controller"): {7000} for member in members},
+        **{(service, "redis"): {6379} for service in ("controller", *members)},
+        **weights,
+    }
+    policies = {name: each["spec"] for (kind, name), each in many.items() if kind == "NetworkPolicy"}
+    outside = [rule for rule in policies["reward"]["ingress"] if rule["from"] == MANY["reward"]["callers"]]
+    assert outside == [{"from": MANY["reward"]["callers"], "ports": [{"port": 7000}]}]
+    for name, policy in policies.items():
+        assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == name
+        assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "run"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "config=",
+        "learner.nodes=0",
+        "learner.node=2",
+        "rollout.replicas=0",
+        "images.redis=",
+    ],
+)
+def test_values_that_the_chart_cannot_use_are_refused(wrong: str, tmp_path: Path) -> None:
+    path = write({"config": CONFIG}, tmp_path)
+    said = helm("template", "run", FOLDER / "paceline", "--values", path, "--set", wrong, code=1)
+    assert "values don't meet the specifications of the schema" in said
+    assert wrong.partition("=")[0].split(".")[-1] in said

@@ -1,0 +1,44 @@
+"""Stands for `paceline train --json CONFIG`: prints steps until SIGINT, which it heeds after its step.
+
+A second one ends it at once. `trainer.total_steps=2` ends it well, `trainer.name=bad` with an error.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+
+asked = 0
+
+
+def on_signal(*_: object) -> None:
+    global asked
+    asked += 1
+    if asked == 2:
+        say(event="note", text="stopping at once")
+        sys.exit(130)
+
+
+def say(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+signal.signal(signal.SIGINT, on_signal)
+print("a line of a library", flush=True)
+say(event="milestone", text="starting")
+words = sys.argv[1:]
+if "trainer.name=bad" in words:
+    sys.exit("a traceback\npaceline train: the learner is gone,\nfor good")
+if "trainer.name=refused" in words:
+    print("paceline train: there are no GPUs", file=sys.stderr)
+    sys.exit(2)
+for step in range(3 if "trainer.total_steps=2" in words else 10_000):
+    say(event="step", step=step, metrics={"critic/score/mean": step / 2, "odd": None}, padding="x" * 5000)
+    if asked:
+        if "trainer.name=slow" in words:
+            time.sleep(60)
+        say(event="note", text=f"stopped after step {step}")
+        sys.exit(130)
+    time.sleep(0.02)

@@ -1,0 +1,100 @@
+"""What `actor.memory: auto` becomes on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.cli.launch.memory_choice import LEAST, choose_memory
+from paceline.cli.launch.memory_plan import GIB, LearnerMemory, ModelShape
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+
+SEVEN = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+
+
+def run_of(**actor: Any) -> RunConfig:
+    return parse(
+        RunConfig,
+        {
+            "data": {"train_files": "x.jsonl", "max_prompt_length": 512, "max_response_length": 1024},
+            "model": {"path": "m", "dtype": "bfloat16"},
+            "actor": {"ppo_max_token_len_per_gpu": 12288, "compile": True, **actor},
+            "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
+            "reward": {"functions": [{"name": "exact_match"}]},
+            "trainer": {"total_steps": 1},
+            "learner": {"world_size": 4},
+            "rollout": {"n": 8, "gpu_memory_utilization": 0.3},
+        },
+    )
+
+
+def chosen(gib: int | None, *, shared: bool = False, **actor: Any) -> tuple[Any, ...]:
+    memory = choose_memory(
+        run_of(**actor),
+        ModelShape.of(SEVEN),
+        learner_gpus=(0, 1, 2, 3),
+        engine_gpus=(0, 1, 2, 3) if shared else (4, 5, 6, 7),
+        totals={} if gib is None else dict.fromkeys(range(8), gib * GIB),
+    )
+    assert not memory.is_open
+    return memory.recompute, memory.keep_gathered, memory.accumulate
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected"),
+    [
+        (141, ("none", True, True)),
+        (130, ("none", True, False)),
+        (111, (0.75, True, False)),
+        (80, (0.25, True, False)),
+        (65, (0.25, False, False)),
+        (30, ("full", False, False)),
+        (None, ("full", False, True)),
+    ],
+)
+def test_the_fastest_form_that_fits_is_taken(gib: int | None, expected: tuple[Any, ...]) -> None:
+    assert chosen(gib) == expected
+
+
+def test_an_engine_on_the_same_gpu_keeps_its_share() -> None:
+    assert chosen(141, shared=True) == chosen(99)
+
+
+def test_what_is_given_stays() -> None:
+    assert chosen(141, memory={"recompute": "full"}) == ("full", True, True)
+    assert chosen(141, memory={"keep_gathered": False, "accumulate": False}) == ("none", False, False)
+    given = {"recompute": 0.5, "keep_gathered": True, "accumulate": True}
+    assert chosen(10, memory=given) == (0.5, True, True)
+    assert chosen(None, memory="auto") == (LEAST.recompute, LEAST.keep_gathered, LEAST.accumulate)
+
+
+def test_a_rank_of_32b_needs_82_gib_less_where_gradients_are_reduced_every_time() -> None:
+    shape = ModelShape.of(
+        SEVEN
+        | {
+            "hidden_size": 5120,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+        }
+    )
+    assert shape is not None
+    needed = {
+        accumulate: LearnerMemory.of(
+            run_of(memory={"recompute": "full", "accumulate": accumulate}), shape
+        ).most
+        / GIB
+        for accumulate in (True, False)
+    }
+    assert needed == {True: pytest.approx(231.3, abs=0.1), False: pytest.approx(149.2, abs=0.1)}

