@@ -30,7 +30,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.torch,
     pytest.mark.redis,
-    pytest.mark.long,
     pytest.mark.timeout(900),
 ]
 
