@@ -181,6 +181,13 @@ async def test_servers_that_slept_get_the_policy_again_where_a_step_is_collected
         asked = iter([False])
         it.services.has_blob = lambda key: next(asked, True)
         it.may_answer = lambda: all(member.state is RolloutState.SERVING for member in it.supervisor.rollouts)
+        train = it.services.learner.train
+
+        async def train_later(member: Any, order: Any) -> Any:
+            await asyncio.sleep(0.1)  # until the servers have taken note that nothing is to be drawn
+            return await train(member, order)
+
+        it.services.learner.train = train_later  # type: ignore[method-assign]
         await it.go()
         assert [c for c in it.services.calls if c.startswith("train")] == ["train 1", "train 2"]
         assert [e["version"] for e in it.events() if e["event"] == "newcomers"] == [0]
