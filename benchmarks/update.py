@@ -247,6 +247,7 @@ def step(learner: Learner, num_prompts: int, args: argparse.Namespace) -> dict[s
     order = TrainOrder(step=learner.version + 1, policy=POLICY, rows=tuple(rows))
     result = train_step(learner, order, lambda wanted: {index: packed[index] for index in wanted})
     assert not result.skip_reasons, result.skip_reasons
+    assert result.metrics["actor/first_ppo_kl"] == 0.0, "old log-probs and update were not computed alike"
     return dict(result.metrics)
 
 
