@@ -269,10 +269,14 @@ def report(
     }
     if rates is not None and "perf/mfu" in metrics:
         rate, peak = rates
-        lines["MFU of the update"] = (
-            f"{metrics['perf/mfu'] * peak / rate:.3f} of {rate / 1e12:.0f} TFLOP/s measured; "
-            f"{metrics['perf/mfu']:.3f} of the vendor's peak"
-        )
+        for name, mfu in (
+            ("MFU of the update, on the batch's tokens", metrics["perf/mfu"]),
+            ("on those really computed", metrics["perf/mfu"] * metrics["perf/computed_share"]),
+        ):
+            lines[name] = (
+                f"{mfu * peak / rate:.3f} of {rate / 1e12:.0f} TFLOP/s measured; "
+                f"{mfu:.3f} of the vendor's peak"
+            )
     for name in (
         "rollout/mismatch_kl",
         "rollout/logprob_diff_max",

@@ -132,6 +132,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=32, help="per rank, a multiple of 8")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--response", type=int, default=1024)
+    parser.add_argument(
+        "--kernels", type=int, default=0, help="list so many kernels of a last step of rank 0"
+    )
     parser.add_argument("--shared", action="store_true", help="each form with shared prompts, too")
     parser.add_argument(
         "--forms",
@@ -162,6 +165,12 @@ def measure(
         results[mode] = step(learner, num_prompts, args)
         results[mode]["compile_s"] = first.get("perf/compile_s", 0.0)
         results[mode]["later_s"] = warm.get("perf/compile_s", 0.0) + results[mode].get("perf/compile_s", 0.0)
+    if args.kernels:
+        with torch.profiler.profile() as profile:
+            step(learner, num_prompts, args)
+        if ranks.rank == 0:
+            averages = profile.key_averages()
+            print(averages.table(sort_by="self_cuda_time_total", row_limit=args.kernels), flush=True)
     del learner, policy
     gc.collect()
     if ranks.device.type == "cuda":
@@ -238,6 +247,7 @@ def step(learner: Learner, num_prompts: int, args: argparse.Namespace) -> dict[s
     order = TrainOrder(step=learner.version + 1, policy=POLICY, rows=tuple(rows))
     result = train_step(learner, order, lambda wanted: {index: packed[index] for index in wanted})
     assert not result.skip_reasons, result.skip_reasons
+    assert result.metrics["actor/first_ppo_kl"] == 0.0, "old log-probs and update were not computed alike"
     return dict(result.metrics)
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from paceline.cli.launch import run_dir as run_dirs
-from support.training_run import TRANSPORT, Row, TrainingRun, is_time, training
+from support.kills import kill
+from support.training_run import Row, differences, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -23,38 +18,6 @@ PHASES = ("dispatch", "collect", "learn", "publish", "commit", "checkpoint", "va
 PROCESSES = ("controller", "rollout-0", "learner-0", "learner-1", "reward", "redis")
 # Between a kill and the next, so that none meets the recovery from the last.
 STEPS_APART = 2
-
-
-def kill(run: TrainingRun, name: str) -> None:
-    """Kills the process that has the name now; a fault that cannot happen is an error."""
-    deadline = time.monotonic() + 60
-    while True:
-        note = run_dirs.read_note(run.run_dir)
-        pid = note.pids.get(name) if note is not None else None
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if pid is not None and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                os.kill(pid, signal.SIGKILL)
-                return
-        assert time.monotonic() < deadline, f"there is no {name} to kill"
-        time.sleep(0.05)
-
-
-def differences(rows: list[Row], expected: list[Row]) -> dict[int, list[str]]:
-    """The metrics of each step that differ, but for times and transport."""
-    by_step: dict[int, list[str]] = {}
-    for row, other in itertools.zip_longest(rows, expected, fillvalue={}):
-        names = {name for name in row.keys() | other.keys() if not is_time(name)} - set(TRANSPORT)
-        for name in sorted(names):
-            value, wanted = row.get(name), other.get(name)
-            # The engine's log-probs depend on how many sequences it computes at once.
-            limit = 1e-6 if name.startswith("rollout/") else 0.0
-            same = value == wanted or (
-                value is not None and wanted is not None and abs(value - wanted) <= limit
-            )
-            if not same:
-                step = int(row.get("step", other.get("step", -1)))
-                by_step.setdefault(step, []).append(f"{name}: {value} != {wanted}")
-    return by_step
 
 
 @pytest.mark.parametrize("name", PROCESSES)

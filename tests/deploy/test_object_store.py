@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.torch,
     pytest.mark.redis,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
 ]
 
 LEARN = ("phase", "learn", 3)

@@ -117,7 +117,6 @@ async def test_the_process_scores_survives_its_functions_and_leaves_in_order(
     reward: dict[str, object] = {
         "functions": [{"name": "gsm8k"}, {"name": "support.reward_functions:obedient", "weight": 0.5}],
         "timeout_s": 1.0,
-        "max_retries": 0,
         "max_deliveries": 2,
     }
     samples = ["so #### 18 <|end|>", "#### 19", "hang", "exit", "18"]

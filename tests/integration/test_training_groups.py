@@ -74,7 +74,6 @@ def test_failed_rewards_drop_their_groups_and_end_the_run_when_all_fail(inputs: 
         reward={
             "functions": [{"name": f"{REWARDS}:moody", "kwargs": {"faults_file": str(faults)}}],
             "timeout_s": 1.0,
-            "max_retries": 0,
             "max_deliveries": 1,
         },
         actor={"ppo_mini_batch_size": 4},

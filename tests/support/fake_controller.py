@@ -37,7 +37,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.heartbeats: list[pb.HeartbeatRequest] = []
         self.registrations: list[pb.RegisterRequest] = []
         self.known = True
-        self.run_over = self.drain = False
+        self.run_over = self.drain = self.hold = False
         self.term = 1
         self.run_dir = "/nowhere"
         self.members: list[pb.MemberStatus] = []
@@ -72,13 +72,16 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
             term=self.term,
             policy=policy_tag_to_proto(self.policy) if self.policy else None,
             checkpoints=self.checkpoints,
+            hold=self.hold,
         )
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
         self.calls.append("heartbeat")
         self.heartbeats.append(request)
         self.heard.set()
-        return pb.HeartbeatResponse(known=self.known, run_over=self.run_over, drain=self.drain)
+        return pb.HeartbeatResponse(
+            known=self.known, run_over=self.run_over, drain=self.drain, hold=self.hold
+        )
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         self.calls.append(f"drain {request.member_id}")

@@ -6,9 +6,13 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
 
 from paceline.core.errors import PacelineError
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
+from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import start_server
 
 FOREVER_S = 3600.0
@@ -20,14 +24,27 @@ class OddServer(reward_pb2_grpc.RewardServiceServicer):
     """Answers as its mode says: right, late (`DELAYS`) or changed (`CHANGES`); records the calls."""
 
     def __init__(self, mode: str = "right") -> None:
-        assert mode == "right" or mode in DELAYS or mode in CHANGES, mode
+        assert mode in ("right", "counting") or mode in DELAYS or mode in CHANGES or mode in REFUSALS, mode
         self.mode = mode
         self.calls: list[list[str]] = []
         self.step = -1
+        self.most_at_once = 0
+        self._at_once = 0
 
-    async def Score(self, request: reward_pb2.ScoreRequest, context: object) -> reward_pb2.ScoreResponse:
+    async def Score(
+        self,
+        request: reward_pb2.ScoreRequest,
+        context: grpc.aio.ServicerContext[reward_pb2.ScoreRequest, reward_pb2.ScoreResponse],
+    ) -> reward_pb2.ScoreResponse:
         self.calls.append([item.trajectory_id for item in request.items])
         self.step = request.step
+        if self.mode == "counting":
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+            await asyncio.sleep(0.1)
+            self._at_once -= 1
+        if self.mode in REFUSALS:
+            await REFUSALS[self.mode](self, request, context)
         if self.mode in DELAYS and DELAYS[self.mode](self, request):
             await asyncio.sleep(FOREVER_S)
         results = [_result(item) for item in request.items]
@@ -45,6 +62,23 @@ DELAYS: dict[str, Callable[[OddServer, reward_pb2.ScoreRequest], bool]] = {
     "hang_on_slow": _has_slow_item,
     "slow_once": lambda server, request: len(server.calls) == 1,
 }
+
+
+async def _busy_twice(
+    server: OddServer, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
+) -> None:
+    if len(server.calls) <= 2:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "come back later")
+
+
+async def _refuse_bad(
+    server: OddServer, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
+) -> None:
+    if any(item.response == "bad" for item in request.items):
+        raise PacelineError("one response is bad")
+
+
+REFUSALS = {"busy_twice": _busy_twice, "refuse_bad": _refuse_bad}
 
 
 def _raise(results: Results) -> None:
@@ -96,10 +130,10 @@ def _result(item: reward_pb2.ScoreItem) -> reward_pb2.ScoreResult:
 
 
 @asynccontextmanager
-async def serving(servicer: OddServer, *, port: int = 0) -> AsyncIterator[str]:
+async def serving(servicer: OddServer, *, port: int = 0, token: str = "") -> AsyncIterator[str]:
     """The server's address."""
     add: Callable[..., None] = reward_pb2_grpc.add_RewardServiceServicer_to_server
-    server = await start_server(add, servicer, port=port)
+    server = await start_server(add, servicer, port=port, credentials=Credentials(token=token))
     try:
         yield server.address
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -276,3 +277,21 @@ def _describe(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.NoSuchProcess):
         return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:200]}"
     return f"{process.pid} (gone by now)"
+
+
+def differences(rows: list[Row], expected: list[Row]) -> dict[int, list[str]]:
+    """The metrics of each step that differ, but for times and transport."""
+    by_step: dict[int, list[str]] = {}
+    for row, other in itertools.zip_longest(rows, expected, fillvalue={}):
+        names = {name for name in row.keys() | other.keys() if not is_time(name)} - set(TRANSPORT)
+        for name in sorted(names):
+            value, wanted = row.get(name), other.get(name)
+            # The engine's log-probs depend on how many sequences it computes at once.
+            limit = 1e-6 if name.startswith("rollout/") else 0.0
+            same = value == wanted or (
+                value is not None and wanted is not None and abs(value - wanted) <= limit
+            )
+            if not same:
+                step = int(row.get("step", other.get("step", -1)))
+                by_step.setdefault(step, []).append(f"{name}: {value} != {wanted}")
+    return by_step

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.config.run import RunConfig
 from paceline.controller.events import EventHub
 from paceline.controller.fleet.membership import Fleet, Health
 from paceline.controller.fleet.supervisor import Supervisor
+from paceline.controller.fleet.turns import Turn, Turns
 from paceline.controller.journal import Journal
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
@@ -42,6 +45,7 @@ class Bench:
         self.run, self.progress, self.supervisor = run, progress, supervisor
         self.fleet, self.events, self._stub = supervisor.fleet, run.events, stub
         self.stops: list[str] = []
+        self.turns: Turns
 
     async def register(
         self, kind: common_pb2.MemberKind.ValueType, member_id: str, **fields: Any
@@ -78,16 +82,23 @@ class Bench:
 
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    async with made(tmp_path, config()) as bench:
+        yield bench
+
+
+@contextlib.asynccontextmanager
+async def made(tmp_path: Path, cfg: RunConfig) -> AsyncIterator[Bench]:
     clock, events = SystemClock(), EventHub()
     journal = Journal(tmp_path / "events.jsonl", clock)
     supervisor = Supervisor(Fleet(clock, suspect_after_s=5, dead_after_s=12), journal, events, clock)
-    run = Run(config=config(), id="run-1", dir=tmp_path, journal=journal, events=events)
+    run = Run(config=cfg, id="run-1", dir=tmp_path, journal=journal, events=events)
     progress, stops = Progress(run), list[str]()
+    turns = turns_of(run, supervisor)
     servicer = ControllerServicer(
         run,
         progress,
         supervisor,
-        turns=turns_of(run, supervisor),
+        turns=turns,
         broker_url="memory://",
         credentials=Credentials(),
         checkpoints=lambda: [Folder.at(tmp_path / "step_000002")],
@@ -98,7 +109,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     server = await start_server(add, servicer)
     channel = channels.connect(server.address)
     bench = Bench(run, supervisor, progress, controller_pb2_grpc.ControllerServiceStub(channel))
-    bench.stops = stops
+    bench.stops, bench.turns = stops, turns
     yield bench
     await channel.close()
     await server.stop(0)
@@ -270,6 +281,20 @@ async def test_a_drained_member_is_told_with_its_heartbeat(bench: Bench) -> None
         "rollout-1": "serving",
     }
     assert [m.member_id for m in bench.supervisor.rollouts] == ["rollout-1"]
+
+
+async def test_a_server_that_comes_in_the_learners_turn_is_held_until_it_ends(tmp_path: Path) -> None:
+    async with made(tmp_path, config(rollout__sleep="always")) as bench:
+        rollout = common_pb2.MEMBER_KIND_ROLLOUT
+        assert not (await bench.register(rollout, "rollout-0")).hold
+        await bench.beat("rollout-0", "stale")
+        await bench.turns.take(Turn.LEARNER)
+        assert (await bench.register(rollout, "rollout-1")).hold
+        assert (await bench.beat("rollout-1", "joining")).hold
+        assert not (await bench.beat("rollout-0", "asleep")).hold
+        assert not (await bench.register(common_pb2.MEMBER_KIND_LEARNER, "learner-0")).hold
+        await bench.turns.take(Turn.PUSH)
+        assert not (await bench.beat("rollout-1", "joining")).hold
 
 
 async def test_who_cannot_be_spared_is_not_drained(bench: Bench) -> None:

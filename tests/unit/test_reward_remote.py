@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, join_error, split_error
 from paceline.reward.weighted_sum import WeightedSum
+from paceline.service.credentials import Credentials
 from support.reward_servers import OddServer, serving
 
 
@@ -30,7 +32,7 @@ def items(*responses: str) -> list[ScoreItem]:
 
 @asynccontextmanager
 async def scorer(
-    address: str, *, weight: float = 1.0, timeout_s: float = 5.0, max_retries: int = 0, **options: int
+    address: str, *, weight: float = 1.0, timeout_s: float = 5.0, retry_for_s: float = 0.0, **options: int
 ) -> AsyncIterator[RemoteScorer]:
     remote = RemoteScorer(
         RemoteOptions(
@@ -38,7 +40,7 @@ async def scorer(
             address=address,
             weight=weight,
             timeout_s=timeout_s,
-            max_retries=max_retries,
+            retry_for_s=retry_for_s,
             **options,
         )
     )
@@ -102,39 +104,111 @@ async def test_an_overflow_by_the_weight_is_not_finite() -> None:
 
 async def test_a_timeout_is_tried_again_in_smaller_calls_until_only_the_slow_item_fails() -> None:
     server = OddServer("hang_on_slow")
-    async with serving(server) as address, scorer(address, timeout_s=1.0, max_retries=2) as remote:
+    async with serving(server) as address, scorer(address, timeout_s=1.0, retry_for_s=10.0) as remote:
         scores = await remote.score(items(*["a"] * 20, "slow", *["b"] * 19))
     assert [index for index, kind in enumerate(kinds(scores)) if kind != "1.0"] == [20]
     assert kinds(scores)[20] == "timeout"
-    assert [len(call) for call in server.calls[:4]] == [40, 16, 16, 8]
-    assert sorted(map(len, server.calls[4:])) == [1] * 16
+    assert [len(call) for call in server.calls] == [40, *[2] * 20, 1, 1]
+
+
+async def test_an_item_that_the_service_refuses_fails_alone() -> None:
+    server = OddServer("refuse_bad")
+    async with serving(server) as address, scorer(address, retry_for_s=10.0) as remote:
+        scores = await remote.score(items(*["a"] * 20, "bad", *["b"] * 19))
+    assert [index for index, kind in enumerate(kinds(scores)) if kind != "1.0"] == [20]
+    assert scores[20].error == (RewardErrorKind.RAISED, "judge: one response is bad")
+    assert [len(call) for call in server.calls] == [40, *[2] * 20, 1, 1]
+
+
+async def test_a_service_that_refuses_everything_is_not_asked_item_by_item() -> None:
+    server = OddServer("raise")
+    async with serving(server) as address, scorer(address, retry_for_s=10.0) as remote:
+        assert kinds(await remote.score(items(*["a"] * 64))) == ["raised"] * 64
+    assert [len(call) for call in server.calls] == [64, *[4] * 16]
 
 
 async def test_a_slow_answer_can_be_saved_by_a_second_attempt() -> None:
     async with (
         serving(OddServer("slow_once")) as address,
-        scorer(address, timeout_s=0.3, max_retries=1) as remote,
+        scorer(address, timeout_s=0.3, retry_for_s=5.0) as remote,
     ):
-        assert kinds(await remote.score(items("a"))) == ["1.0"]
+        assert kinds(await remote.score(items("a", "b"))) == ["1.0"] * 2
+
+
+async def test_a_service_with_too_much_to_do_is_asked_again_with_the_same_call() -> None:
+    server = OddServer("busy_twice")
+    async with serving(server) as address, scorer(address, retry_for_s=5.0) as remote:
+        assert kinds(await remote.score(items("a", "b"))) == ["1.0"] * 2
+    assert server.calls == [["t0", "t1"]] * 3
 
 
 async def test_a_service_that_comes_back_is_found_again() -> None:
     async with serving(OddServer()) as address:
         port = int(address.rpartition(":")[2])
-        remote = RemoteScorer(RemoteOptions(name="judge", address=address, timeout_s=5.0, max_retries=4))
+        remote = RemoteScorer(RemoteOptions(name="judge", address=address, timeout_s=5.0, retry_for_s=8.0))
         await remote.start()
     scoring = asyncio.create_task(remote.score(items("a")))
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(1.5)
     async with serving(OddServer(), port=port):
         assert kinds(await scoring) == ["1.0"]
     await remote.close()
+
+
+async def test_no_more_calls_are_made_at_once_than_allowed() -> None:
+    server = OddServer("counting")
+    async with serving(server) as address, scorer(address, max_items_per_call=1, concurrency=3) as remote:
+        assert kinds(await remote.score(items(*["a"] * 12))) == ["1.0"] * 12
+    assert server.most_at_once == 3
+
+
+async def test_a_service_that_hangs_costs_its_timeout_a_few_times_and_is_then_spared() -> None:
+    server = OddServer("hang")
+    async with (
+        serving(server) as address,
+        scorer(address, timeout_s=0.3, retry_for_s=2.0, max_items_per_call=32) as remote,
+    ):
+        started = time.monotonic()
+        scores = await remote.score(items(*["a"] * 512))
+        assert set(kinds(scores)) <= {"timeout", "unavailable"}
+        assert all("no answer from reward service judge" in score.error[1] for score in scores if score.error)
+        # 16 calls of 32 at once; the breaker opens, and lets single calls through.
+        assert len(server.calls) <= 16 + 4
+        assert time.monotonic() - started < 4.0
+        server.mode = "right"
+        assert kinds(await remote.score(items("a"))) == ["1.0"]
+
+
+async def test_the_service_gets_the_token_of_its_own_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("its own\n")
+    async with serving(OddServer(), token="its own") as address:
+        for file, expected in ((str(token_file), "1.0"), (None, "raised")):
+            service = RewardServiceConfig(name="judge", address=address, token_file=file)
+            settings = ScorerSettings(
+                config=RewardConfig(services=(service,)), credentials=Credentials(token="the run's")
+            )
+            (remote,) = RemoteScorer.configured(settings)
+            await remote.start()
+            (score,) = await remote.score(items("a"))
+            assert kinds([score]) == [expected]
+            await remote.close()
+    assert score.error is not None
+    assert "name a file with its token as token_file" in score.error[1]
+
+
+def test_a_token_file_that_cannot_be_read_is_named() -> None:
+    service = RewardServiceConfig(name="judge", address="a:1", token_file="/nowhere/token")
+    with pytest.raises(ConfigError, match="token_file=/nowhere/token of the reward service 'judge' cannot"):
+        RemoteScorer.configured(ScorerSettings(config=RewardConfig(services=(service,))))
 
 
 async def test_a_service_that_is_not_there_is_unavailable_after_the_retries(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.reward.remote.scorer._REACH_TIMEOUT_S", 0.2)
-    remote = RemoteScorer(RemoteOptions(name="judge", address="127.0.0.1:1", max_retries=1))
+    remote = RemoteScorer(RemoteOptions(name="judge", address="127.0.0.1:1", retry_for_s=1.0))
     await remote.start()
     assert "reward service judge at 127.0.0.1:1 cannot be reached (yet)" in caplog.text
     started = time.monotonic()

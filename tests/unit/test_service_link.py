@@ -277,6 +277,27 @@ async def test_an_order_to_drain_is_passed_on(controller: tuple[FakeController, 
     await link.close()
 
 
+async def test_who_is_held_may_start_when_a_heartbeat_says_so_and_from_then_on(
+    controller: tuple[FakeController, Any],
+) -> None:
+    fake, server = controller
+    link = link_to(server.address)
+    fake.hold = True
+    await link.register(5, STALE)
+    running = asyncio.create_task(link.run(lambda: STALE))
+    await heard(fake, 2)
+    assert not link.may_start.is_set()
+    fake.hold = False
+    await asyncio.wait_for(link.may_start.wait(), 5)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await link.close()
+    at_once = link_to(server.address)
+    await at_once.register(5, STALE)
+    assert at_once.may_start.is_set()
+    await at_once.close()
+
+
 async def test_run_before_register_is_refused(controller: tuple[FakeController, Any]) -> None:
     link = link_to("127.0.0.1:1")
     with pytest.raises(ProtocolError, match=r"register\(\) comes before run\(\)"):

@@ -181,6 +181,13 @@ async def test_servers_that_slept_get_the_policy_again_where_a_step_is_collected
         asked = iter([False])
         it.services.has_blob = lambda key: next(asked, True)
         it.may_answer = lambda: all(member.state is RolloutState.SERVING for member in it.supervisor.rollouts)
+        train = it.services.learner.train
+
+        async def train_later(member: Any, order: Any) -> Any:
+            await asyncio.sleep(0.1)  # until the servers have taken note that nothing is to be drawn
+            return await train(member, order)
+
+        it.services.learner.train = train_later  # type: ignore[method-assign]
         await it.go()
         assert [c for c in it.services.calls if c.startswith("train")] == ["train 1", "train 2"]
         assert [e["version"] for e in it.events() if e["event"] == "newcomers"] == [0]
@@ -215,3 +222,18 @@ async def test_a_learner_that_loads_has_no_memory_to_give(tmp_path: Path) -> Non
         await it.enlist("learner", MemberKind.LEARNER, LearnerState.LOADING)
         await it.turns.take(Turn.PUSH)
         assert it.services.calls == []
+
+
+async def test_after_a_restart_of_the_controller_no_engine_starts_beside_a_step_that_still_trains(
+    tmp_path: Path,
+) -> None:
+    async with run(tmp_path, **TURNS) as it:
+        await it.enlist_all()
+        await it.turns.take(Turn.LEARNER)
+    async with run(tmp_path, **TURNS) as again:
+        await again.enlist("rollout-2", MemberKind.ROLLOUT, RolloutState.JOINING)
+        assert not again.turns.may_start(server(again, "rollout-2")), "no learner has told what it does"
+        await again.enlist("learner", MemberKind.LEARNER, LearnerState.TRAINING)
+        assert not again.turns.may_start(server(again, "rollout-2"))
+        await again.enlist("learner", MemberKind.LEARNER, LearnerState.LOADING, incarnation="b")
+        assert again.turns.may_start(server(again, "rollout-2"))

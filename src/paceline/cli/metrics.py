@@ -103,6 +103,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("timing_s/update_weights", PHASES, "update_weights", column="push", format=".2f", unit="s"),
     Metric(STEP_SECONDS, column="step", format=".2f", unit="s"),
     Metric("barrier/wait_s", "Barrier wait", "wait", column="wait", format=".2f", unit="s"),
+    Metric("perf/memory_gib/update_actor", "Learner's GPU memory", "update of the policy"),
+    Metric("perf/memory_gib/update_critic", "Learner's GPU memory", "update of the critic"),
+    Metric("perf/memory_gib/old_log_prob", "Learner's GPU memory", "old log-probs"),
     Metric("actor/lr", "Learning rate", "actor"),
     Metric("critic/lr", "Learning rate", "critic"),
 )
@@ -118,6 +121,7 @@ CHART_NOTES: Mapping[str, str] = {
     "Explained variance": "of the returns by the values; 1 is perfect",
     "Gradient norm": "before clipping",
     "Response length": "tokens",
+    "Learner's GPU memory": "the most that tensors took in a phase, GiB",
     "Cut responses": "share that hit data.max_response_length",
     "Returns and values": "means over tokens",
     "Groups that teach": "share of all that dynamic sampling asked for",

@@ -56,9 +56,9 @@ class ActorConfig(Section):
     compile: bool = Field(
         False,
         description="Compile the decoder layers of policy, critic and reference with torch.compile: "
-        "elementwise operations are fused. The first steps take longer, by what the log says; old log-probs "
-        "are then computed as the update computes them, with a graph that is dropped, because the compiler "
-        "rounds otherwise without one.",
+        "elementwise operations are fused. The first steps take longer, by what the log says; kernels are "
+        "cached where torch keeps them (TORCHINDUCTOR_CACHE_DIR). Old log-probs are then computed as the "
+        "update computes them, with a graph that is dropped: the compiler rounds otherwise without one.",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",

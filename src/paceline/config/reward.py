@@ -24,6 +24,21 @@ class RewardServiceConfig(Section):
     address: str = Field(description="host:port.")
     weight: float = Field(1.0, description="Factor of its value in the sum.")
     max_items_per_call: int = Field(256, gt=0, description="Largest request.")
+    concurrency: int = Field(16, gt=0, description="Requests at once.")
+    timeout_s: float | None = Field(
+        None, gt=0, description="Longest time for one request; null: reward.timeout_s."
+    )
+    retry_for_s: float = Field(
+        30.0,
+        ge=0,
+        description="How long requests are repeated for a response, from when it was delivered: those that "
+        "do not reach the service, that it is too busy for, or that take too long. 0: never.",
+    )
+    token_file: str | None = Field(
+        None,
+        description="A file with the token that the service asks for, on the hosts of the reward service "
+        "of the run. null: the run's own token is sent.",
+    )
 
 
 class RewardConfig(Section):
@@ -35,12 +50,7 @@ class RewardConfig(Section):
     services: tuple[RewardServiceConfig, ...] = Field((), description="Remote scorers.")
     num_processes: int = Field(1, gt=0, description="Child processes that call the functions.")
     timeout_s: float = Field(
-        10.0, gt=0, description="Longest time for one item, or for one call of a service."
-    )
-    max_retries: int = Field(
-        2,
-        ge=0,
-        description="Further calls of a remote service after a timeout or a failed connection, per delivery.",
+        10.0, gt=0, description="Longest time for one item, or for one request to a service."
     )
     max_deliveries: int = Field(
         4,

@@ -144,6 +144,10 @@ STEP_METRICS: Mapping[str, str] = {
         "Arithmetic of the passes over that of a batch without shared prompts; 1 unless "
         "`actor.shared_prompts`."
     ),
+    "perf/memory_gib/NAME": (
+        "On GPUs: the most that tensors took in a phase of the learner's step, of the rank that took most."
+    ),
+    "perf/compile_s": "With `actor.compile`: seconds of the step that compiling took, mostly of the first.",
     # --- the weight push
     "weights/bytes": "Bytes that learner ranks sent.",
     "weights/relayed_bytes": "Bytes that rollout ranks passed on.",

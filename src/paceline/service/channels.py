@@ -160,8 +160,8 @@ def _translate(error: grpc.aio.AioRpcError, *, timeout_s: float, phase: str, pee
         return ConfigError(
             f"{phase}: {peer} refused the certificate ({details}); issue another with `paceline certs issue`"
         )
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "Concurrent RPC limit" in details:
-        return PeerLostError(f"{phase}: {peer} has too many calls under way", peer=peer)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" not in details:
+        return PeerLostError(f"{phase}: {peer} has too much to do ({details})", peer=peer)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return ProtocolError(
             f"{phase}: message to or from {peer} is too large ({details}); raise service.max_message_mib"

@@ -39,6 +39,26 @@ def test_columns_and_the_chat_template_are_looked_for(project: Path) -> None:
     assert config.reward.functions[0].name == "gsm8k"
 
 
+@pytest.mark.parametrize(
+    ("positions", "lengths"), [(64, (21, 43)), (1535, (511, 1024)), (1536, (512, 1024)), (None, (512, 1024))]
+)
+def test_prompt_and_response_fit_the_model(
+    project: Path, positions: int | None, lengths: tuple[int, int]
+) -> None:
+    (project / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    assert main(["init", "a.yaml", "--model", "model", "--data", "train.parquet"]) == 0
+    data = load(RunConfig, "a.yaml").data
+    assert (data.max_prompt_length, data.max_response_length) == lengths
+    assert "\n  train_batch_size: 64         # prompts per step\n" in (project / "a.yaml").read_text()
+
+
+def test_a_model_that_is_not_here_yet_is_noted(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "a.yaml", "--model", "Qwen/Qwen3-0.6B", "--data", "train.parquet"]) == 0
+    assert "there is no folder Qwen/Qwen3-0.6B yet" in capsys.readouterr().out
+    assert main(["init", "b.yaml", "--model", "model", "--data", "train.parquet"]) == 0
+    assert "note" not in capsys.readouterr().out
+
+
 def test_on_a_terminal_it_asks(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     answers = {"Folder of the model": "model", "Training steps": "3"}

@@ -212,7 +212,7 @@ def test_an_engine_without_room_for_a_sequence_is_refused() -> None:
 
 def test_engines_that_sleep_leave_the_gpu_to_the_update_and_what_stays_of_the_learner_to_them() -> None:
     rollout: dict[str, Any] = {"sleep": "always", "gpu_memory_utilization": 0.75}
-    config = run_of(actor={"memory": {"recompute": "none"}, "compile": True}, rollout=rollout)
+    config = run_of(actor={"memory": {"recompute": "full"}}, rollout=rollout)
     lines = plan_for(config, shared=True).lines()
     assert [line.split(":")[0] for line in lines[-2:]] == [
         "together GPU 0, 1, 2, 3, generation",
@@ -220,13 +220,18 @@ def test_engines_that_sleep_leave_the_gpu_to_the_update_and_what_stays_of_the_le
     ]
     assert lines[-1].endswith("engine 2.0 GiB")
     awake = run_of(
-        actor={"memory": {"recompute": "none"}, "compile": True},
+        actor={"memory": {"recompute": "full"}},
         rollout={"gpu_memory_utilization": 0.75},
     )
     with pytest.raises(ConfigError, match="rollout.sleep: always, or give them"):
         plan_for(awake, shared=True).lines()
     greedy = run_of(
-        actor={"memory": {"recompute": "none"}}, rollout=rollout | {"gpu_memory_utilization": 0.9}
+        actor={"memory": {"recompute": "full"}}, rollout=rollout | {"gpu_memory_utilization": 0.9}
     )
     with pytest.raises(ConfigError, match=r"of the learner stay while the engine takes .* at most 0\.8"):
         plan_for(greedy, shared=True).lines()
+    too_much = run_of(
+        actor={"memory": {"recompute": "none"}}, rollout={**rollout, "gpu_memory_utilization": 0.5}
+    )
+    with pytest.raises(ConfigError, match=r"needs 211.9 GiB beside 2.0 GiB of a sleeping engine: set actor"):
+        plan_for(too_much, shared=True).lines()

@@ -15,13 +15,15 @@ import psutil
 import pytest
 import yaml
 
+from paceline.cli.launch import host_check
 from paceline.cli.launch import hosts as several
+from paceline.cli.launch.host_check import check_hosts
 from paceline.cli.launch.hosts import Hosts
 from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.plan import ProcessSpec, Role
 from paceline.cli.launch.processes import ManagedProcess, start
 from paceline.config.load import load, parse
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, EnvironmentLackError
 from support.cli_configs import config
 from support.source import ROOT
 
@@ -171,6 +173,52 @@ async def test_a_remote_process_ends_when_the_connection_is_lost(tmp_path: Path)
 async def test_a_killed_remote_process_is_told_by_its_code(tmp_path: Path) -> None:
     process = await begin(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     assert await asyncio.wait_for(process.exited, 20) == 128 + signal.SIGKILL
+
+
+# --- before anything starts
+
+
+def stand_in(tmp_path: Path, **first: object) -> Hosts:
+    """One host with all services; its shell is /bin/sh of this machine."""
+    host = {"name": "node1", "address": "127.0.0.1", "folder": str(tmp_path), "python": sys.executable}
+    host |= {"learner": 1, "rollout": 1, "reward": 1, **first}
+    return parse(
+        Hosts, {"config": "run.yaml", "address": "127.0.0.1", "shell": ["/bin/sh", "-c"], "hosts": [host]}
+    )
+
+
+def test_a_host_that_can_run_its_services_passes(tmp_path: Path) -> None:
+    check_hosts(stand_in(tmp_path))
+
+
+def test_a_host_that_cannot_run_its_services_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(**changes: object) -> str:
+        with pytest.raises(EnvironmentLackError) as raised:
+            check_hosts(stand_in(tmp_path, **changes))
+        return str(raised.value)
+
+    assert "node1 cannot run its services" in fault(folder="/no/such")
+    assert "check its name, folder (/no/such) and python" in fault(folder="/no/such")
+    assert "/no/python: not found (exit code 127)" in fault(python="/no/python")
+    bare = tmp_path / "python"
+    packages = ROOT / "src"
+    bare.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert "has no paceline.learner, paceline.rollout, paceline.reward; install" in fault(python=str(bare))
+
+
+def test_a_host_that_does_not_answer_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_check, "_LIMIT_S", 0.3)
+    silent = stand_in(tmp_path).model_copy(update={"shell": ("/bin/sh", "-c", "exec sleep 30")})
+    with pytest.raises(EnvironmentLackError, match=r"node1 has not answered /bin/sh for 0\.3 s"):
+        check_hosts(silent)
+    with pytest.raises(EnvironmentLackError, match="no-such-shell does not start"):
+        check_hosts(silent.model_copy(update={"shell": ("no-such-shell",)}))
 
 
 # --- Slurm

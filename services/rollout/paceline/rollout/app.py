@@ -64,12 +64,12 @@ class RolloutApp:
                 await asyncio.wait([loading])
 
     async def _start(self, config: RunConfig) -> Engine:
-        if not self._session.link.may_start.is_set():
-            log.info("waiting for the end of the learner's turn on the GPUs")
-            await self._session.link.may_start.wait()
         model = await in_stoppable_thread(
             lambda stopped: local_model(config.model, "rollout", stopped=stopped)
         )
+        if not self._session.link.may_start.is_set():
+            log.info("waiting for the end of the learner's turn on the GPUs")
+            await self._session.link.may_start.wait()
         return await start_engine(config.model_copy(update={"model": model}))
 
     async def _serve(self, engine: Engine, registration: Registration) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ critic:
 actor:
 """,
 }
+
+_PROMPT_TOKENS, _RESPONSE_TOKENS = 512, 1024
 
 _NO_VAL = "  # val_files: FILE          # held-out prompts\n"
 _CHAT = "prompt_format: chat          # strings go through the chat template, as one user message"
@@ -131,6 +134,11 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError:
         args.file.unlink()
         raise
+    if not Path(answers["model"]).is_dir() and "://" not in answers["model"]:
+        print(
+            f"note: there is no folder {answers['model']} yet; a model of the Hugging Face Hub comes with\n"
+            "      hf download OWNER/NAME --local-dir FOLDER"
+        )
     print(f"wrote {args.file}\nnext: paceline check {args.file}\n      paceline train {args.file}")
     return 0
 
@@ -139,6 +147,7 @@ def configuration(answers: Mapping[str, str], row: Mapping[str, Any]) -> str:
     """The text of the file."""
     prompt = value_at(dict(row), answers["prompt_key"])
     is_chat = isinstance(prompt, str) and has_chat_template(ModelConfig(path=answers["model"]))
+    prompt_length, response_length = _lengths(Path(answers["model"]))
     val = f"  val_files: {_word(answers['val'])}\n" if answers.get("val") else _NO_VAL
     return f"""\
 # Every key with its meaning: docs/configuration.md. What is not here has its default; GPUs are shared out by
@@ -149,8 +158,8 @@ data:
   prompt_key: {_word(answers["prompt_key"])}
   ground_truth_key: {_word(answers["ground_truth_key"])}
   {_CHAT if is_chat else _AUTO}
-  max_prompt_length: 512       # tokens; longer prompts are left out, and counted
-  max_response_length: 1024    # tokens; longer responses are cut off
+  max_prompt_length: {prompt_length:<10}# tokens; longer prompts are left out, and counted
+  max_response_length: {response_length:<8}# tokens; longer responses are cut off
   train_batch_size: 64         # prompts per step
 model:
   path: {_word(answers["model"])}
@@ -164,9 +173,20 @@ reward:
 trainer:
   name: {_name(answers["file"])}
   total_steps: {int(answers["steps"])}
-  test_freq: 10                # validate every so many steps
+  test_freq: 10                # with val_files: validate every so many steps
   save_freq: 50                # checkpoint every so many steps; Ctrl-C saves one, too
 """
+
+
+def _lengths(model: Path) -> tuple[int, int]:
+    """The longest prompt and response, in tokens; less than usual for a model with few positions."""
+    try:
+        positions = json.loads((model / "config.json").read_text("utf-8")).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        positions = None
+    if not isinstance(positions, int) or positions >= _PROMPT_TOKENS + _RESPONSE_TOKENS:
+        return _PROMPT_TOKENS, _RESPONSE_TOKENS
+    return positions // 3, positions - positions // 3
 
 
 def _answer(question: _Question, answers: dict[str, str], ask: Callable[[_Question], str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.cli.commands import arguments
 from paceline.cli.commands.train import train
 from paceline.cli.launch import hosts as several
+from paceline.cli.launch.host_check import check_hosts
 from paceline.cli.launch.launcher import Planner
 from paceline.cli.launch.memory_choice import LEAST
 from paceline.cli.launch.placement import settle_model, with_memory
@@ -37,5 +38,6 @@ def run(args: argparse.Namespace) -> int:
     if on_gpus:
         config = with_memory(config, config.actor.memory.with_rest_of(LEAST))
     quick_check(config, here=False)
+    check_hosts(hosts)
     planner = Planner(members=functools.partial(several.members, hosts))
     return train(config, form=args.form, planner=planner, remarks=[*filter(None, [words]), *notes(config)])

@@ -108,6 +108,12 @@ def members(
     ]
 
 
+def shell_words(hosts: Hosts, host: Host) -> tuple[str, ...]:
+    """The remote shell's command line, which runs `paceline.cli.launch.remote` on a host."""
+    remote = f"cd {shlex.quote(host.folder)} && exec {shlex.quote(host.python)} -m paceline.cli.launch.remote"
+    return (*(word.replace("{name}", host.name) for word in hosts.shell), remote)
+
+
 def _slots(hosts: Hosts, kind: str) -> list[_Slot]:
     return [
         _Slot(host, index, getattr(host, kind))
@@ -173,6 +179,5 @@ def _there(hosts: Hosts, host: Host, spec: ProcessSpec, env: dict[str, str]) -> 
     """The spec as it runs on a host: its interpreter, address and variables, behind the remote shell."""
     words = [host.python, *spec.command[1:]]
     words[words.index("--host") + 1] = host.address
-    remote = f"cd {shlex.quote(host.folder)} && exec {shlex.quote(host.python)} -m paceline.cli.launch.remote"
-    shell = (*(word.replace("{name}", host.name) for word in hosts.shell), remote)
-    return replace(spec, command=tuple(words), env={**spec.env, **env, **host.env}, shell=shell)
+    env = {**spec.env, **env, **host.env}
+    return replace(spec, command=tuple(words), env=env, shell=shell_words(hosts, host))

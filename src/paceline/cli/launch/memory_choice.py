@@ -21,7 +21,7 @@ Recompute = float | Literal["none", "full"]
 LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True)
 """Where nothing is known of model or GPUs."""
 
-# Shares of an update's time, measured with compiled layers of 7B on four GPUs (docs/measurements-gpu.md).
+# Shares of an update's time, from measurements of compiled layers of 7B on four GPUs; they only set an order.
 _RECOMPUTING: Mapping[Recompute, float] = {"none": 0.0, 0.75: 0.03, 0.5: 0.06, 0.25: 0.1, "full": 0.2}
 _GATHERING, _REDUCING = 0.05, 0.03
 

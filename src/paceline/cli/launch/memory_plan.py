@@ -338,17 +338,19 @@ class MemoryPlan:
                 self._check_generation(gpu, total)
             if gpu not in self.learner_gpus or peak + engine <= total:
                 continue
-            if engine and peak <= total and self.config.rollout.sleep != "always":
+            sleeps = self.config.rollout.sleep == "always"
+            if engine and peak <= total and not sleeps:
                 fitting = max(0.0, (total - peak) / total)
                 raise ConfigError(
                     f"GPU {gpu} has {_gib(total)}; the learner needs {_gib(peak)} and the engine beside it "
                     f"takes {_gib(engine)}: set rollout.gpu_memory_utilization to at most {fitting:.2f}, "
                     "rollout.sleep: always, or give them GPUs of their own"
                 )
+            asleep = engine if sleeps else 0
+            beside = f" beside {_gib(asleep)} of a sleeping engine" if asleep else ""
             raise ConfigError(
-                f"GPU {gpu} has {_gib(total)}, the learner's update needs {_gib(peak)}"
-                f"{f' beside {_gib(engine)} of a sleeping engine' if engine else ''}: "
-                f"{self._advice(total - engine)}"
+                f"GPU {gpu} has {_gib(total)}, the learner's update needs {_gib(peak)}{beside}: "
+                f"{self._advice(total - asleep)}"
             )
 
     def _check_generation(self, gpu: int, total: int) -> None:

@@ -7,7 +7,7 @@ server that was killed would never come back. Here the process that allocates fr
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -23,19 +23,6 @@ class _Handle(ctypes.Structure):
 
 class CudaIpcError(RuntimeError):
     """A call of the driver failed; says which and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pointer:
-    """Device memory as torch takes it over without a copy."""
-
-    address: int
-    num_bytes: int
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        shape, data = (self.num_bytes,), (self.address, False)
-        return {"shape": shape, "typestr": "|u1", "data": data, "strides": None, "version": 3}
 
 
 def allocate(num_bytes: int, device: torch.device) -> int:
@@ -78,7 +65,9 @@ def close_handle(address: int, device: torch.device) -> None:
 
 def as_bytes(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     """The memory as a uint8 tensor (num_bytes,); it must not outlive the memory."""
-    tensor: torch.Tensor = torch.as_tensor(_Pointer(address, num_bytes), device=device)
+    interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+    pointer = SimpleNamespace(__cuda_array_interface__={**interface, "strides": None})
+    tensor: torch.Tensor = torch.as_tensor(pointer, device=device)
     return tensor
 
 

@@ -111,7 +111,13 @@ class Publication:
 
         Raises:
             StaleLearnerError: a newcomer came, and the learner, started again, no longer holds the policy.
+            PeerLostError, DeadlineError: the learner does not give its turn up.
         """
+        try:
+            await self._turns.take(Turn.ROLLOUT)
+        except BaseException:
+            collection.close()
+            raise
         serving = asyncio.create_task(self._serve_newcomers(policy), name="newcomers")
         collecting = asyncio.create_task(collection, name="collection")
         try:
@@ -166,7 +172,6 @@ class Publication:
     # --- newcomers
 
     async def _serve_newcomers(self, policy: PolicyTag) -> None:
-        await self._turns.take(Turn.ROLLOUT)
         while True:
             await asyncio.sleep(_LOOK_S)
             newcomers = [m for m in self._supervisor.rollouts if not self._has(m, policy)]

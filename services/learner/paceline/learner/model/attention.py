@@ -108,16 +108,17 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    cu_keys, max_keys = packed.cu_seqlens, packed.max_length
+    if packed.keys is not None:
+        # Before heads are repeated: the gradient of taking rows sorts what it adds up.
+        k, v = (take_rows(x, packed.keys.tokens) for x in (k, v))
+        cu_keys, max_keys = packed.keys.cu_seqlens, packed.keys.max_length
     grouped: dict[str, Any] = {}
     if q.shape[1] != k.shape[1]:
         if _has_grouped_queries():
             grouped["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    cu_keys, max_keys = packed.cu_seqlens, packed.max_length
-    if packed.keys is not None:
-        k, v = (take_rows(x, packed.keys.tokens) for x in (k, v))
-        cu_keys, max_keys = packed.keys.cu_seqlens, packed.keys.max_length
     out = varlen_attn(
         q.contiguous(),
         k.contiguous(),

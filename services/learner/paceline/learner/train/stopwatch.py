@@ -37,10 +37,9 @@ class Stopwatch:
 
     def memory(self, ranks: Ranks) -> dict[str, float]:
         """`perf/memory_gib/*`: by phase, of the rank that took the most; every rank calls it."""
-        if not self.peaks:
-            return {}
-        peaks = torch.tensor([*self.peaks.values()], dtype=torch.float64, device=self.device)
-        return {
-            f"perf/memory_gib/{name}": peak / GIB
-            for name, peak in zip(self.peaks, ranks.all_max(peaks).tolist(), strict=True)
-        }
+        metrics: dict[str, float] = {}
+        if self.peaks:
+            peaks = torch.tensor([*self.peaks.values()], dtype=torch.float64, device=self.device)
+            for name, peak in zip(self.peaks, ranks.all_max(peaks).tolist(), strict=True):
+                metrics[f"perf/memory_gib/{name}"] = peak / GIB
+        return metrics

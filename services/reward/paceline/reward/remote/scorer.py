@@ -1,21 +1,31 @@
-"""Scoring by a remote service: calls cut to size, retried, weighted; a score for every item."""
+"""Scoring by a remote service: calls cut to size, made again, weighted; a score for every item."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import enum
 import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Self
 
 import grpc
 
-from paceline.core.errors import PacelineError, RewardError, RewardErrorKind
+from paceline.config.reward import RewardConfig, RewardServiceConfig
+from paceline.core.errors import (
+    ConfigError,
+    DeadlineError,
+    PacelineError,
+    PeerLostError,
+    RewardError,
+    RewardErrorKind,
+)
 from paceline.core.reward_function import MAX_COMPONENT_CHARS, MAX_COMPONENTS, kind_of
 from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.reward.remote.breaker import Breaker
 from paceline.reward.remote.client import call_score
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, failed, split_error
@@ -26,7 +36,6 @@ from paceline.service.credentials import Credentials
 _log = logging.getLogger(__name__)
 
 _REACH_TIMEOUT_S = 3.0  # how long the start waits for a service that cannot be reached
-_MAX_CALLS = 64
 _SPLIT = 16
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 4.0
@@ -43,8 +52,9 @@ class RemoteOptions:
         address: host:port.
         weight: the factor of its rewards in the sum.
         timeout_s: deadline of one call.
-        max_retries: further calls for an item after a timeout or an unreachable service.
+        retry_for_s: how long after an item came further calls for it begin.
         max_items_per_call: largest call.
+        concurrency: calls at once.
         max_message_bytes: largest message; calls are cut to stay below it.
         credentials: the token for a service that asks for one, and the files for TLS.
     """
@@ -53,10 +63,38 @@ class RemoteOptions:
     address: str
     weight: float = 1.0
     timeout_s: float = 10.0
-    max_retries: int = 2
+    retry_for_s: float = 30.0
     max_items_per_call: int = 256
+    concurrency: int = 16
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     credentials: Credentials = field(default_factory=Credentials)
+
+
+class _Fault(enum.Enum):
+    """Why a call gave none of its items a score."""
+
+    UNREACHABLE = enum.auto()
+    SLOW = enum.auto()
+    REFUSED = enum.auto()
+    """The service answered with an error: for one of the items, maybe."""
+
+    FOR_GOOD = enum.auto()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """The items of one call, with their places; cut from those of a larger call, or not."""
+
+    items: Sequence[tuple[int, ScoreItem]]
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """What became of a call: a score for each of its items, and the fault if there was one."""
+
+    scores: Sequence[tuple[int, Score]]
+    fault: _Fault | None = None
 
 
 class RemoteScorer:
@@ -66,27 +104,17 @@ class RemoteScorer:
         self._options = options
         self._peer = f"reward service {options.name} at {options.address}"
         self._channel: grpc.aio.Channel | None = None
-        self._calls = asyncio.Semaphore(_MAX_CALLS)
+        self._calls = asyncio.Semaphore(options.concurrency)
+        self._breaker = Breaker(self._peer)
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> list[Self]:
-        """One scorer for each configured service."""
-        config = settings.config
-        return [
-            cls(
-                RemoteOptions(
-                    name=service.name,
-                    address=service.address,
-                    weight=service.weight,
-                    timeout_s=config.timeout_s,
-                    max_retries=config.max_retries,
-                    max_items_per_call=service.max_items_per_call,
-                    max_message_bytes=settings.max_message_bytes,
-                    credentials=settings.credentials,
-                )
-            )
-            for service in config.services
-        ]
+        """One scorer for each configured service.
+
+        Raises:
+            ConfigError: the file with a service's token cannot be read.
+        """
+        return [cls(_options(service, settings)) for service in settings.config.services]
 
     @property
     def names(self) -> Sequence[str]:
@@ -117,31 +145,45 @@ class RemoteScorer:
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
         """One score per item, in the order of the items, with the weight applied.
 
-        Items whose call ran out of time are retried in smaller and smaller calls, so that a slow item does
-        not make the others fail.
+        Calls that ran out of time, and calls that the service refused, are made again with fewer and fewer
+        items, so that a slow or a bad item does not make the others fail. Calls that did not reach the
+        service, or came when it had too much to do, are made again as they were.
 
         Raises:
             RewardError: UNAVAILABLE, when the connection is closed or was not opened.
         """
+        until = time.monotonic() + self._options.retry_for_s
         scores: dict[int, Score] = {}
-        pending = list(enumerate(items))
-        size = self._options.max_items_per_call
-        for attempt in itertools.count():
-            calls = [self._call(part, run_id, step) for part in self._cut(pending, size)]
-            outcomes = [pair for part in await asyncio.gather(*calls) for pair in part]
-            scores.update(outcomes)
-            retried = [index for index, score in outcomes if score.may_be_retried]
-            if not retried or attempt >= self._options.max_retries:
-                break
-            if any(scores[index].error_kind is RewardErrorKind.TIMEOUT for index in retried):
-                size = max(1, size // _SPLIT)
-            pending = [(index, items[index]) for index in sorted(retried)]
-            pause_s = min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)
-            _log.info("%s: %d items again in %.2f s", self._options.name, len(pending), pause_s)
+        parts = self._cut(list(enumerate(items)), self._options.max_items_per_call)
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            outcomes = await asyncio.gather(*(self._call(part, run_id, step, until) for part in parts))
+            for outcome in outcomes:
+                scores.update(outcome.scores)
+            parts = self._again(parts, outcomes)
+            if not parts or time.monotonic() + pause_s > until:
+                return [scores[index] for index in range(len(items))]
+            num_items = sum(len(part.items) for part in parts)
+            _log.info("%s: %d items again in %.2f s", self._options.name, num_items, pause_s)
             await asyncio.sleep(pause_s)
-        return [scores[index] for index in range(len(items))]
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _cut(self, pending: Sequence[tuple[int, ScoreItem]], size: int) -> list[list[tuple[int, ScoreItem]]]:
+    def _again(self, parts: Sequence[_Part], outcomes: Sequence[_Outcome]) -> list[_Part]:
+        """The calls that are to be made next."""
+        refuses_all = len(parts) > 1 and all(outcome.fault is _Fault.REFUSED for outcome in outcomes)
+        again: list[_Part] = []
+        for part, outcome in zip(parts, outcomes, strict=True):
+            match outcome.fault:
+                case _Fault.UNREACHABLE:
+                    again.append(part)
+                case _Fault.SLOW | _Fault.REFUSED if len(part.items) > 1:
+                    if not (refuses_all and part.is_cut):
+                        again += self._cut(part.items, max(1, len(part.items) // _SPLIT), is_cut=True)
+        return again
+
+    def _cut(
+        self, pending: Sequence[tuple[int, ScoreItem]], size: int, *, is_cut: bool = False
+    ) -> list[_Part]:
         """Cuts the items into calls of at most `size` items that stay well below the largest message."""
         room = int(self._options.max_message_bytes * _MESSAGE_SHARE)
         parts: list[list[tuple[int, ScoreItem]]] = []
@@ -153,30 +195,63 @@ class RemoteScorer:
                 chars = 0
             parts[-1].append((index, item))
             chars += item_chars
-        return parts
+        return [_Part(items=part, is_cut=is_cut) for part in parts]
 
-    async def _call(
-        self, part: Sequence[tuple[int, ScoreItem]], run_id: str, step: int
-    ) -> list[tuple[int, Score]]:
+    async def _call(self, part: _Part, run_id: str, step: int, until: float) -> _Outcome:
         """One call; when it fails, every item of it gets the error as its score."""
         if self._channel is None:
             raise RewardError(f"{self._peer}: the connection is not open", kind=RewardErrorKind.UNAVAILABLE)
-        items = [item for _, item in part]
-        timeout_s = self._options.timeout_s
+        items = [item for _, item in part.items]
         results: Sequence[ScoreResult | PacelineError]
-        started = time.monotonic()
+        started, fault = time.monotonic(), None
         async with self._calls:
             try:
-                results = await call_score(
-                    self._channel, items, run_id=run_id, step=step, timeout_s=timeout_s, peer=self._peer
-                )
+                results = await self._ask(self._channel, items, run_id, step, until)
             except PacelineError as error:
-                results = [error] * len(items)
+                results = [self._explained(error)] * len(items)
+                fault = _fault_of(error)
         seconds = time.monotonic() - started
-        return [
+        scores = [
             (index, self._score(item, result, seconds))
-            for (index, item), result in zip(part, results, strict=True)
+            for (index, item), result in zip(part.items, results, strict=True)
         ]
+        return _Outcome(scores=scores, fault=fault)
+
+    async def _ask(
+        self, channel: grpc.aio.Channel, items: Sequence[ScoreItem], run_id: str, step: int, until: float
+    ) -> Sequence[ScoreResult | RewardError]:
+        if not await self._breaker.admit(until):
+            raise PeerLostError(self._breaker.explanation, peer=self._peer)
+        try:
+            results = await call_score(
+                channel,
+                items,
+                run_id=run_id,
+                step=step,
+                timeout_s=self._options.timeout_s,
+                peer=self._peer,
+            )
+        except (DeadlineError, PeerLostError) as error:
+            self._breaker.failed(str(error))
+            raise
+        except PacelineError:
+            self._breaker.succeeded()
+            raise
+        except BaseException:
+            self._breaker.called_off()
+            raise
+        self._breaker.succeeded()
+        return results
+
+    def _explained(self, error: PacelineError) -> PacelineError:
+        """The error; that of a refused token with what helps with this service."""
+        cause = error.__cause__
+        if isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNAUTHENTICATED:
+            return ConfigError(
+                f"{self._peer} refused the token; name a file with its token as token_file of this entry of "
+                "reward.services, or give the service the run's token (PACELINE_TOKEN)"
+            )
+        return error
 
     def _score(self, item: ScoreItem, result: ScoreResult | PacelineError, seconds: float) -> Score:
         try:
@@ -208,3 +283,43 @@ class RemoteScorer:
                 kind=RewardErrorKind.WRONG_TYPE,
             )
         return reward, components
+
+
+def _fault_of(error: PacelineError) -> _Fault:
+    match error:
+        case DeadlineError():
+            return _Fault.SLOW
+        case PeerLostError():
+            return _Fault.UNREACHABLE
+        case ConfigError():
+            return _Fault.FOR_GOOD
+        case _:
+            return _Fault.REFUSED
+
+
+def _options(service: RewardServiceConfig, settings: ScorerSettings) -> RemoteOptions:
+    config: RewardConfig = settings.config
+    return RemoteOptions(
+        name=service.name,
+        address=service.address,
+        weight=service.weight,
+        timeout_s=service.timeout_s or config.timeout_s,
+        retry_for_s=service.retry_for_s,
+        max_items_per_call=service.max_items_per_call,
+        concurrency=service.concurrency,
+        max_message_bytes=settings.max_message_bytes,
+        credentials=_credentials(service, settings.credentials),
+    )
+
+
+def _credentials(service: RewardServiceConfig, credentials: Credentials) -> Credentials:
+    if service.token_file is None:
+        return credentials
+    try:
+        token = Path(service.token_file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"token_file={service.token_file} of the reward service {service.name!r} cannot be read "
+            f"({error}); it must be on the host of the run's reward service"
+        ) from error
+    return replace(credentials, token=token)

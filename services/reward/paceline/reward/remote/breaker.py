@@ -1,0 +1,93 @@
+"""Spares a service that does not answer.
+
+CLOSED   every call is made          --several failures in a row--> OPEN
+OPEN     none is made                --after a pause--> TRYING
+TRYING   one is made, the rest wait  --it succeeds--> CLOSED, --it fails--> OPEN, for twice as long
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import time
+from typing import Final
+
+_log = logging.getLogger(__name__)
+
+_LIMIT: Final = 5
+_FIRST_PAUSE_S: Final = 0.5
+_LONGEST_PAUSE_S: Final = 30.0
+
+
+class BreakerState(enum.Enum):
+    """Whether calls are made."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    TRYING = "trying"
+
+
+class Breaker:
+    """The breaker of one service. Whoever was admitted says how the call went, once."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._state = BreakerState.CLOSED
+        self._changed = asyncio.Event()
+        self._num_failures, self._reason = 0, ""
+        self._pause_s, self._opened_until = _FIRST_PAUSE_S, 0.0
+
+    @property
+    def state(self) -> BreakerState:
+        """The current one."""
+        return self._state
+
+    @property
+    def explanation(self) -> str:
+        """Why no call is made."""
+        return f"{self._peer} did not answer {self._num_failures} times in a row: {self._reason}"
+
+    async def admit(self, until: float) -> bool:
+        """Waits for a call's turn; whether it may be made. `until` is a time of `time.monotonic`."""
+        while self._state is not BreakerState.CLOSED:
+            now = time.monotonic()
+            if self._state is BreakerState.OPEN and now >= self._opened_until:
+                self._become(BreakerState.TRYING)
+                return True
+            if now >= until:
+                return False
+            end = min(until, self._opened_until) if self._state is BreakerState.OPEN else until
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), end - now)
+        return True
+
+    def succeeded(self) -> None:
+        """The service answered, whatever it said."""
+        self._num_failures, self._pause_s = 0, _FIRST_PAUSE_S
+        if self._state is not BreakerState.CLOSED:
+            _log.info("%s answers again", self._peer)
+            self._become(BreakerState.CLOSED)
+
+    def failed(self, reason: str) -> None:
+        """The service did not answer."""
+        self._num_failures, self._reason = self._num_failures + 1, reason
+        trying = self._state is BreakerState.TRYING
+        # Calls that were under way when it opened say nothing new.
+        if self._state is BreakerState.OPEN or (self._num_failures < _LIMIT and not trying):
+            return
+        _log.warning("%s; the next call in %.1f s", self.explanation, self._pause_s)
+        self._opened_until = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._become(BreakerState.OPEN)
+
+    def called_off(self) -> None:
+        """The call was cancelled, so another one may try."""
+        if self._state is BreakerState.TRYING:
+            self._become(BreakerState.OPEN)
+
+    def _become(self, state: BreakerState) -> None:
+        self._state = state
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,35 @@
+"""docs/from-verl-and-trl.md names only keys that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from paceline.config.run import RunConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def keys(section: type[BaseModel], prefix: str = "") -> set[str]:
+    """The dotted keys of a section and of those below it."""
+    names: set[str] = set()
+    for name, field in section.model_fields.items():
+        names.add(prefix + name)
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            names |= keys(kind, f"{prefix}{name}.")
+    return names
+
+
+def test_every_key_of_ours_exists() -> None:
+    known, sections = keys(RunConfig), "|".join(RunConfig.model_fields)
+    rows = [
+        line for line in (DOCS / "from-verl-and-trl.md").read_text().splitlines() if re.match(r"\| .*`", line)
+    ]
+    ours = [row.split(" | ")[1] for row in rows]
+    named = {key for cell in ours for key in re.findall(rf"`((?:{sections})[.:][\w.]+|placement)", cell)}
+    named = {key.rstrip(".") for key in named if not key.endswith(".X")}
+    assert len(named) > 35
+    assert named - known == set()
