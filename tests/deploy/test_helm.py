@@ -246,7 +246,7 @@ def test_the_script_prints_every_secret_that_a_pod_mounts(
     host = url.partition("@")[2].partition(":")[0]
     assert host in names.get_values_for_type(x509.DNSName)
     assert ("Service", host.removeprefix("run-")) in many
-    assert secrets["paceline-tls-redis"]["users.acl"].splitlines()[0] == b"user default off"
+    assert secrets["paceline-tls-redis"]["users.acl"].startswith(b"user default off ")
     assert secrets["paceline-tls-redis"]["users.acl"].splitlines()[1].startswith(b"user paceline on #")
 
 

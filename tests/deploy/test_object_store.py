@@ -31,6 +31,8 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.redis,
     pytest.mark.timeout(1800),
+    # First, so that the undisturbed run is not made for a test that is skipped.
+    pytest.mark.usefixtures("moto"),
 ]
 
 LEARN = ("phase", "learn", 3)
