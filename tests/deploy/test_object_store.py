@@ -30,7 +30,9 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.torch,
     pytest.mark.redis,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
+    # First, so that the undisturbed run is not made for a test that is skipped.
+    pytest.mark.usefixtures("moto"),
 ]
 
 LEARN = ("phase", "learn", 3)
