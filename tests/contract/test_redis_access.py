@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shutil
 import socket
 import subprocess
@@ -13,10 +15,12 @@ import pytest
 import redis
 
 from paceline.broker import open_broker
+from paceline.broker.acl import acl_line
 from paceline.broker.blobs import BlobReader
-from paceline.broker.redis_server import RedisServer
+from paceline.broker.redis_server import RedisServer, find_server
 from paceline.cli.certificates import Authority
 from paceline.core.errors import BrokerError
+from support import source
 
 
 @pytest.mark.redis
@@ -41,6 +45,59 @@ def test_the_runs_user_may_do_nothing_else(limited_url: str, words: str) -> None
 def test_a_script_has_no_more_rights_than_its_user(limited_url: str) -> None:
     with redis.Redis.from_url(limited_url) as client, pytest.raises(redis.exceptions.RedisError):
         client.eval("return redis.call('SET', KEYS[1], 'x')", 1, "other:x")
+
+
+@contextlib.contextmanager
+def redis_with_users(folder: Path, port: int) -> Iterator[None]:
+    """A server with the users of `users.acl` in a folder, and its append-only file there."""
+    command = [
+        str(find_server()), "--aclfile", str(folder / "users.acl"), "--dir", str(folder), "--save", "",
+        "--bind", "127.0.0.1", "--port", str(port), "--appendonly", "yes", "--appendfsync", "always",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        try:
+            assert process.poll() is None
+            yield
+        finally:
+            process.kill()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("script", ["compose/certs/issue.sh", "helm/secrets.sh"])
+def test_transactions_outlive_a_restart_of_a_server_whose_default_user_is_off(
+    script: str, tmp_path: Path
+) -> None:
+    """Redis loads its file as the default user: EXEC of one without permissions drops the transaction."""
+    text = (source.ROOT / "deploy" / script).read_text(encoding="utf-8")
+    (default,) = re.findall(r"printf '(user default off.*?)\\n", text)
+    (tmp_path / "users.acl").write_text(f"{default}\n{acl_line('paceline', 'secret')}\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = f"127.0.0.1:{port}/0"
+    with (
+        redis_with_users(tmp_path, port),
+        redis.Redis.from_url(f"redis://paceline:secret@{address}") as client,
+    ):
+        both = "redis.call('SET', KEYS[1], '1') redis.call('SET', KEYS[2], '2')"
+        client.eval(both, 2, "paceline:a", "paceline:b")
+        for stranger in ("redis://", "redis://default:@", "redis://default:secret@"):
+            with (
+                redis.Redis.from_url(stranger + address) as other,
+                pytest.raises(redis.exceptions.AuthenticationError),
+            ):
+                other.ping()
+    with (
+        redis_with_users(tmp_path, port),
+        redis.Redis.from_url(f"redis://paceline:secret@{address}") as client,
+    ):
+        assert client.mget("paceline:a", "paceline:b") == [b"1", b"2"]
 
 
 @pytest.fixture

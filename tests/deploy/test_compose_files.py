@@ -98,7 +98,7 @@ def issue(tmp_path: Path) -> Any:
             cwd=folder,
             env=env,
             check=True,
-            timeout=60,
+            timeout=100,
             capture_output=True,
             text=True,
         ).stdout
@@ -106,6 +106,7 @@ def issue(tmp_path: Path) -> Any:
     return run
 
 
+@pytest.mark.timeout(240)
 def test_certificates_are_issued_once_and_renewed_when_half_of_their_days_are_over(
     issue: Any, tmp_path: Path
 ) -> None:
@@ -126,7 +127,7 @@ def test_certificates_are_issued_once_and_renewed_when_half_of_their_days_are_ov
         "redis/users.acl": 0o640,
     }
     users = (folder / "redis" / "users.acl").read_text().splitlines()
-    assert users[0] == "user default off"
+    assert users[0].split()[:3] == ["user", "default", "off"]
     assert users[1].startswith("user paceline on #")
     assert len(users) == 2
 

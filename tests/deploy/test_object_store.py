@@ -30,7 +30,9 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.torch,
     pytest.mark.redis,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
+    # First, so that the undisturbed run is not made for a test that is skipped.
+    pytest.mark.usefixtures("moto"),
 ]
 
 LEARN = ("phase", "learn", 3)
@@ -46,7 +48,8 @@ CREDENTIALS = {
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of an S3 server with an empty bucket."""
     program = os.environ.get("MOTO_SERVER") or shutil.which("moto_server")
-    if program is None:
+    # A version manager may have a name on the PATH behind which nothing is.
+    if program is None or subprocess.run([program, "--help"], capture_output=True, check=False).returncode:
         pytest.skip("needs moto_server: pip install 'moto[server]', anywhere, and name it in MOTO_SERVER")
     port = free_port()
     url = f"http://127.0.0.1:{port}"

@@ -159,7 +159,7 @@ def test_one_rank_learns_what_two_learn_and_ctrl_c_ends_it(
         run.wait_for_phase("learn", NUM_STEPS)
         run.look()
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
-        assert run.finish(timeout_s=60) == 130, run.output
+        assert run.finish(timeout_s=100) == 130, run.output
         assert_sound(run)
         assert_ended_in_order(run, f"stopped after step {NUM_STEPS} of {NUM_STEPS + 1}: SIGINT")
         assert f"the same command goes on after step {NUM_STEPS}" in run.output

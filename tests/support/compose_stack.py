@@ -183,11 +183,13 @@ class Stack:
     def wait_for(
         self, what: str, condition: Callable[[list[dict[str, Any]]], bool], timeout_s: float
     ) -> None:
-        """Waits until the journal's events fulfil a condition."""
+        """Waits until the journal's events fulfil a condition, at most until the run has ended."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
-            if condition(self.lines("events.jsonl")):
+            events = self.lines("events.jsonl")
+            if condition(events):
                 return
+            assert all(event["event"] != "end" for event in events), f"the run ended before: {what}"
             time.sleep(1.0)
         raise AssertionError(f"not within {timeout_s:g} s: {what}\n{self.logs()}")
 

@@ -148,7 +148,7 @@ class HostsRun:
         files = sorted(self.first.folder.parent.glob("*.log"))
         return "\n".join(f"--- {file.name}\n{self.log_of(file.stem)[-2500:]}" for file in files)
 
-    def wait_for_phase(self, phase: str, step: int, *, seconds: float = 300.0) -> None:
+    def wait_for_phase(self, phase: str, step: int, *, seconds: float = 500.0) -> None:
         """Waits until the run enters a phase of a step."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -162,7 +162,7 @@ class HostsRun:
         """`paceline verify` on the first host has nothing to say against the run."""
         command = [str(PACELINE), "verify", str(OWN / "run")]
         verify = self.first.start("verify", command, self.env)
-        assert verify.wait(60) == 0, self.log_of("verify")
+        assert verify.wait(120) == 0, self.log_of("verify")
 
     def finish(self, seconds: float) -> None:
         """Waits for the end of the run, and of every process that belongs to it."""

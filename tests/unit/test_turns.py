@@ -222,3 +222,18 @@ async def test_a_learner_that_loads_has_no_memory_to_give(tmp_path: Path) -> Non
         await it.enlist("learner", MemberKind.LEARNER, LearnerState.LOADING)
         await it.turns.take(Turn.PUSH)
         assert it.services.calls == []
+
+
+async def test_after_a_restart_of_the_controller_no_engine_starts_beside_a_step_that_still_trains(
+    tmp_path: Path,
+) -> None:
+    async with run(tmp_path, **TURNS) as it:
+        await it.enlist_all()
+        await it.turns.take(Turn.LEARNER)
+    async with run(tmp_path, **TURNS) as again:
+        await again.enlist("rollout-2", MemberKind.ROLLOUT, RolloutState.JOINING)
+        assert not again.turns.may_start(server(again, "rollout-2")), "no learner has told what it does"
+        await again.enlist("learner", MemberKind.LEARNER, LearnerState.TRAINING)
+        assert not again.turns.may_start(server(again, "rollout-2"))
+        await again.enlist("learner", MemberKind.LEARNER, LearnerState.LOADING, incarnation="b")
+        assert again.turns.may_start(server(again, "rollout-2"))

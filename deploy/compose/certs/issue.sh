@@ -15,6 +15,8 @@ for name in controller learner rollout reward client redis client-prometheus; do
   fi
 done
 # Redis and Prometheus run as other users, who are in the group of these files.
-printf 'user default off\n%s\n' "$(paceline certs acl)" > redis/users.acl.new
+# Nobody can log in as `default`; but Redis loads its append-only file with that user's permissions, and drops each
+# transaction that these do not allow.
+printf 'user default off resetpass allkeys allchannels +@all\n%s\n' "$(paceline certs acl)" > redis/users.acl.new
 chmod 640 redis/key.pem client-prometheus/key.pem redis/users.acl.new
 mv redis/users.acl.new redis/users.acl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import subprocess
 import sys
@@ -11,6 +12,9 @@ import pytest
 import yaml
 
 from paceline.cli.main import main
+from paceline.config.load import dump_yaml
+from paceline.storage.folder import Folder
+from support.cli_configs import config
 
 
 def test_reward_scores_one_response(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,9 +28,19 @@ def test_reward_scores_one_response(project: Path, capsys: pytest.CaptureFixture
     assert "has no 'whole'" in capsys.readouterr().err
 
 
-def test_export_knows_which_steps_are_complete(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("url", [None, "elsewhere"])
+def test_export_knows_which_steps_are_complete(
+    project: Path, capsys: pytest.CaptureFixture[str], url: str | None
+) -> None:
+    run_dir = project / "runs" / "mine"
+    run_dir.mkdir(parents=True)
+    trainer = {"total_steps": 2, "checkpoint_url": url and str(project / url)}
+    dump = dump_yaml(config(trainer=trainer))
+    (run_dir / "config.resolved.yaml").write_text(dump)
+    (run_dir / "run.id").write_text("mine-1")
+    checkpoints = project / url / "mine-1" if url else run_dir / "checkpoints"
     for step, complete in ((10, True), (20, True), (30, False)):
-        folder = project / "runs" / "mine" / "checkpoints" / f"step_{step:06d}"
+        folder = checkpoints / f"step_{step:06d}"
         folder.mkdir(parents=True)
         if complete:
             (folder / "manifest.json").write_text("{}")
@@ -36,6 +50,20 @@ def test_export_knows_which_steps_are_complete(project: Path, capsys: pytest.Cap
     (project / "out" / "x").touch()
     assert main(["export", "mine", "20", "out"]) == 1
     assert "out is not empty" in capsys.readouterr().err
+
+
+def test_export_says_why_it_cannot_read_the_checkpoints(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "runs" / "mine").mkdir(parents=True)
+    (project / "runs" / "mine" / "config.resolved.yaml").write_text(dump_yaml(config()))
+
+    def refuse(folder: Folder) -> list[str]:
+        raise OSError(errno.EIO, "NoCredentialsError: Unable to locate credentials")
+
+    monkeypatch.setattr(Folder, "folders", refuse)
+    assert main(["export", "mine", "latest", "out"]) == 1
+    assert "cannot be read: NoCredentialsError: Unable to locate" in capsys.readouterr().err
 
 
 def test_sft_says_what_is_missing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

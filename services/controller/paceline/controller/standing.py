@@ -52,6 +52,7 @@ class Standing:
         commits: the digest of every version that was committed and is not void.
         current: the step in progress; None between steps.
         ended: whether the last controller ended in order.
+        turn: who may use the memory of shared GPUs (`fleet/turns`); "" before the first turn.
     """
 
     run_id: str = ""
@@ -65,6 +66,7 @@ class Standing:
     commits: dict[int, str] = field(default_factory=dict)
     current: StepInProgress | None = None
     ended: bool = False
+    turn: str = ""
 
     @property
     def committed(self) -> PolicyTag | None:
@@ -140,6 +142,9 @@ class Standing:
         self.cursor, self.guard = event["cursor"], event["guard"]
         self.commits = {v: digest for v, digest in self.commits.items() if v <= self.finished}
 
+    def _on_turn(self, event: Mapping[str, Any]) -> None:
+        self.turn = str(event["holder"])
+
     def _on_end(self, event: Mapping[str, Any]) -> None:
         self.ended = True
 
@@ -155,5 +160,6 @@ _HANDLERS: Mapping[str, Callable[[Standing, Mapping[str, Any]], None]] = {
     "commit": Standing._on_commit,
     "step": Standing._on_step,
     "rewind": Standing._on_rewind,
+    "turn": Standing._on_turn,
     "end": Standing._on_end,
 }

@@ -48,6 +48,7 @@ from paceline.storage.places import require_marker
 log = logging.getLogger(__name__)
 
 _FIRST_WAIT_S = 120.0
+_PROFILING_SILENT_S = 120.0
 _GROUP_KEY = "paceline/group"
 _LOCAL_KEY = "paceline/local"
 
@@ -114,13 +115,16 @@ def lead(environment: RankEnvironment, assignment: Assignment, head: Head) -> No
     """
     settings = assignment.config.learner
     store = open_store(environment, settings.collective_timeout_s)
+    # A rank that writes a profile may hold the interpreter for seconds.
+    profiles = bool(assignment.config.trainer.profile.steps)
+    silent_s = max(settings.rank_silent_s, _PROFILING_SILENT_S) if profiles else settings.rank_silent_s
     # The other ranks know only the store's address; they need these settings to form the group.
     group = [
         settings.device,
         settings.devices,
         settings.threads,
         settings.collective_timeout_s,
-        settings.rank_silent_s,
+        silent_s,
     ]
     store.set(_GROUP_KEY, json.dumps(group))
     _serve(environment, store, assignment, head)

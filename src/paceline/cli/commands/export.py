@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 from paceline.cli.launch import run_dir as run_dirs
+from paceline.config.load import load
+from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError
 
 
@@ -21,7 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the learner's exporter in another process, so that this one needs no torch."""
     folder = run_dirs.find(args.run_name)
-    steps = _checkpoint_steps(folder)
+    config = load(RunConfig, folder / run_dirs.RESOLVED)
+    try:
+        steps = run_dirs.checkpoint_steps(config, folder)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints of {folder} cannot be read: {error.strerror}") from error
     step = steps[-1] if args.step == "latest" and steps else args.step
     if not str(step).isdigit() or int(step) not in steps:
         known = ", ".join(map(str, steps)) or "none"
@@ -30,9 +36,3 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{args.out} is not empty; give a new folder")
     command = [sys.executable, "-m", "paceline.learner.export", str(folder), str(int(step)), str(args.out)]
     return subprocess.run(command, check=False).returncode
-
-
-def _checkpoint_steps(folder: Path) -> list[int]:
-    """Steps with a complete checkpoint, ascending. A checkpoint's manifest is written last."""
-    manifests = (folder / "checkpoints").glob("step_*/manifest.json")
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in manifests)

@@ -119,15 +119,23 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(config=resolved, run_dir=run_dir, remarks=remarks, created=created, aside=aside)
 
 
+def checkpoint_steps(config: RunConfig, run_dir: Path) -> list[int]:
+    """Steps with a complete checkpoint, ascending; a checkpoint's manifest is written last.
+
+    Raises:
+        OSError: the folder of the checkpoints cannot be read.
+    """
+    root = checkpoints_of(config, run_dir)
+    names = [name for name in root.folders() if name.startswith("step_")]
+    return sorted(int(name.removeprefix("step_")) for name in names if root.child(name).has(MANIFEST))
+
+
 def newest_checkpoint(config: RunConfig, run_dir: Path) -> int | None:
     """The step of the newest complete checkpoint; None where there is none, or it cannot be seen."""
-    root = checkpoints_of(config, run_dir)
     try:
-        names = [name for name in root.folders() if name.startswith("step_")]
-        newest = next((name for name in reversed(names) if root.child(name).has(MANIFEST)), None)
+        return max(checkpoint_steps(config, run_dir), default=None)
     except OSError:
         return None
-    return int(newest.removeprefix("step_")) if newest else None
 
 
 def _move_aside(run_dir: Path) -> Path | None:

@@ -8,7 +8,6 @@ import hashlib
 import hmac
 import json
 import logging
-from dataclasses import asdict
 from urllib.parse import quote, unquote
 
 from paceline.cli.report.script import SCRIPT
@@ -84,7 +83,8 @@ class PageServer:
                 return 302, f"/{token}/{quote(next(iter(runs)))}/", ""
             return 200, "text/html", await asyncio.to_thread(index, runs)
         if run is not None and rest == "now":
-            return 200, "application/json", json.dumps(asdict(await run.news()))
+            news = await run.news()
+            return 200, "application/json", json.dumps({"html": news.html, "stamp": news.stamp})
         if run is not None and not rest:
             return 200, "text/html", await asyncio.to_thread(run.page)
         return 404, "text/plain", "no such run"

@@ -60,6 +60,7 @@ class Turns:
         self._learner, self._rollout = learner, rollout
         self._are_taken = run.config.rollout.sleep == "always"
         self._turn = Turn.NOBODY
+        self._was_learners = run.journal.standing.turn == Turn.LEARNER.value
         self._started: set[tuple[str, str]] = set()
         self._seconds = 0.0
 
@@ -73,10 +74,18 @@ class Turns:
         if not self._are_taken or member.kind is not MemberKind.ROLLOUT:
             return True
         name = member.member_id, member.incarnation
-        if name not in self._started and self._turn is Turn.LEARNER:
+        if name not in self._started and self._is_learners:
             return False
         self._started.add(name)
         return True
+
+    @property
+    def _is_learners(self) -> bool:
+        """Whether the learner may be training, also on the order of a controller that has died."""
+        if self._turn is not Turn.NOBODY:
+            return self._turn is Turn.LEARNER
+        learners = self._supervisor.fleet.usable(MemberKind.LEARNER)
+        return self._was_learners and all(m.state in (None, LearnerState.TRAINING) for m in learners)
 
     async def take(self, turn: Turn) -> None:
         """Grants a turn: returns when every member has done its part.

@@ -33,7 +33,7 @@ class StepProfiler:
         if step not in self._steps:
             yield
             return
-        with torch.profiler.profile(record_shapes=True) as profile:
+        with torch.profiler.profile() as profile:
             yield
         path = self._folder / f"step_{step:06d}.learner-{self._rank}.json.gz"
         try:
