@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 
 from paceline.service import telemetry
 from paceline.service.loop_lag import measure_loop_lag
 from paceline.service.metrics import Metric
+from paceline.service.runtime import ServiceContext
 from paceline.service.shutdown import ShutdownStack
 
 PROGRAM = """
@@ -49,6 +52,19 @@ def read_line(process: subprocess.Popen[str]) -> str:
 def end(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
     out, err = process.communicate(timeout=20)
     return process.returncode, out.splitlines(), err
+
+
+async def test_tasks_that_have_ended_are_let_go_of() -> None:
+    """A server spawns one per policy: what it keeps of each would grow with the run."""
+    async with asyncio.TaskGroup() as tasks:
+        context = ServiceContext("demo-0", tasks)
+        ended = [context.spawn("returns", asyncio.sleep(0)), context.spawn("cancelled", asyncio.sleep(60))]
+        ended[1].cancel()
+        await asyncio.wait(ended, timeout=20)
+        kept = [weakref.ref(task) for task in ended]
+        ended.clear()
+        gc.collect()
+        assert [ref() for ref in kept] == [None, None]
 
 
 def test_returning_ends_well_in_reverse_order() -> None:

@@ -33,7 +33,8 @@ class ServiceContext:
         self.stopping = asyncio.Event()
         self._tasks = tasks
         self._stack = ShutdownStack()
-        self._spawned: list[asyncio.Task[Any]] = []
+        # Those that run. One that has ended keeps its traceback, and with it what its frames held.
+        self._spawned: dict[asyncio.Task[Any], None] = {}
 
     def defer(self, name: str, step: Step, *, budget_s: float = 5.0) -> None:
         """Adds a step to the end of the service; steps run in reverse order, also after an error."""
@@ -42,7 +43,8 @@ class ServiceContext:
     def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Starts a named task beside main; its error ends the service. Cancelled after the deferred steps."""
         task = self._tasks.create_task(work, name=f"{self.name}/{name}")
-        self._spawned.append(task)
+        self._spawned[task] = None
+        task.add_done_callback(lambda task: self._spawned.pop(task, None))
         return task
 
     async def stopping_or(self, *work: asyncio.Future[Any]) -> None:
@@ -61,7 +63,7 @@ class ServiceContext:
 
     async def _finish(self) -> None:
         await self._stack.close()
-        for task in self._spawned:
+        for task in [*self._spawned]:
             task.cancel()
 
 
