@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,16 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def children() -> list[psutil.Process]:
-    return psutil.Process().children()
+    """The runs of this process: other tests' servers may be its children too."""
+    return [child for child in psutil.Process().children() if str(FAKE) in child.cmdline()]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell's background process ignores SIGINT, and so would the tests that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_loop_over_the_steps(tmp_path: Path) -> None:
@@ -66,6 +76,7 @@ def test_leaving_the_loop_ends_the_run_after_its_step() -> None:
     assert not children()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_is_passed_on_and_a_second_one_too() -> None:
     said: list[str] = []
 

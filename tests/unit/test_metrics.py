@@ -164,7 +164,7 @@ def test_a_taken_port_costs_the_endpoint_and_not_the_training(caplog: pytest.Log
 
 def test_without_the_exporter_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.prometheus", None)
-    with pytest.raises(EnvironmentLackError, match=r"pip install 'paceline\[prometheus\]'"):
+    with pytest.raises(EnvironmentLackError, match="pip install opentelemetry-exporter-prometheus"):
         telemetry.setup("x", run_dir=None, prometheus_port=free_port())
 
 

@@ -121,7 +121,7 @@ def test_processes_share_a_file_without_tearing_lines(tmp_path: Path) -> None:
 
 def test_an_endpoint_without_the_exporter_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    with pytest.raises(EnvironmentLackError, match=r"pip install 'paceline\[otlp\]'"):
+    with pytest.raises(EnvironmentLackError, match="pip install opentelemetry-exporter-otlp-proto-grpc"):
         telemetry.setup("x", run_dir=None, otlp_endpoint="http://127.0.0.1:4317")
 
 

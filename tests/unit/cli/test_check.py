@@ -60,7 +60,7 @@ def test_check_plans_the_memory_of_gpus(
     )
     monkeypatch.setattr(preflight, "gpu_memory", lambda: {0: 1 << 30, 1: 80 << 30})
     assert main(["check", "run.yaml", *words]) == 2
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "memory" in line]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAULT memory")]
     assert line.startswith("FAULT memory: GPU 0 has 1.0 GiB, the learner's update needs")
     main(["check", "run.yaml", "--elsewhere", "learner.device=auto"])
     assert "      learner ranks, update: " in capsys.readouterr().out
