@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -27,24 +29,35 @@ from support.training_run import (
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
-def lose_step(run: TrainingRun) -> None:
-    """Empties Redis and kills the controller; meanwhile that does nothing."""
+def lose_step(run: TrainingRun, wanted: Callable[[Row], bool]) -> None:
+    """Empties Redis and kills the controller as soon as it has recorded an event, before it goes on.
+
+    It runs in slices of a few milliseconds until then.
+    """
     controller = psutil.Process(run.pid_of("controller"))
     controller.suspend()
+    while not any(map(wanted, run.events)):
+        controller.resume()
+        time.sleep(0.005)
+        controller.suspend()
     run.look()
     with redis.Redis.from_url(controller.environ()[BROKER_URL]) as server:
         server.flushall()
     os.kill(controller.pid, signal.SIGKILL)
 
 
+def is_trained(step: int) -> Callable[[Row], bool]:
+    return lambda e: e["event"] == "trained" and e["step"] == step
+
+
 def test_a_learner_that_trained_what_cannot_be_finished_is_sent_back(
     config: dict[str, object], undisturbed: list[Row], tmp_path: Path
 ) -> None:
     with training(config, tmp_path / "run", "trainer.save_freq=3") as run:
-        run.wait_for(lambda e: e["event"] == "trained" and e["step"] == 2)
-        lose_step(run)
-        run.wait_for(lambda e: e["event"] == "commit" and e["version"] == 5)
-        lose_step(run)
+        run.wait_for(is_trained(2))
+        lose_step(run, is_trained(2))
+        run.wait_for(is_trained(5))
+        lose_step(run, lambda e: e["event"] == "commit" and e["version"] == 5)
         assert run.finish() == 0, run.output
         events = run.events
         assert [event["step"] for event in only(events, "lost")] == [2, 5]
