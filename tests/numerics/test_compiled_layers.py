@@ -32,7 +32,7 @@ GROUPS = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type"
 
 
 class Compiler:
-    """Counts compilations; graphs without gradients round otherwise."""
+    """Counts compilations; graphs without gradients round differently."""
 
     def __init__(self) -> None:
         self.num_graphs = 0

@@ -58,7 +58,7 @@ class ActorConfig(Section):
         description="Compile the decoder layers of policy, critic and reference with torch.compile: "
         "elementwise operations are fused. The first steps take longer, by what the log says; kernels are "
         "cached where torch keeps them (TORCHINDUCTOR_CACHE_DIR). Old log-probs are then computed as the "
-        "update computes them, with a graph that is dropped: the compiler rounds otherwise without one.",
+        "update computes them, with a graph that is dropped: the compiler rounds differently without one.",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",

@@ -1,7 +1,7 @@
 """Scores a batch before the update: old log-probs, reference log-probs and values.
 
 No gradient is computed. Compiled layers run with a graph all the same, which is dropped: without one the
-compiler makes other kernels, which round otherwise than the update's, and the ratio on policy would not be 1.
+compiler makes other kernels, which round differently, and the ratio on policy would not be 1.
 """
 
 from __future__ import annotations
