@@ -218,7 +218,9 @@ def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code:
     newcomers = [event for event in events if event["event"] == "newcomers"]
     for event in newcomers:
         after = event["time"] - max(kill.killed for kill in kills if kill.killed < event["time"])
-        console.print(f"newcomers {event['servers']} got version {event['version']}, {after:.1f} s after the kill")
+        console.print(
+            f"newcomers {event['servers']} got version {event['version']}, {after:.1f} s after the kill"
+        )
     lost = {event["member"] for event in events if event["event"] == "member" and event["what"] in _PUT_OUT}
     fine = fine and lost == {kill.victim for kill in kills}
     fine = fine and (len(kills) < args.engines[0] or bool(newcomers))
