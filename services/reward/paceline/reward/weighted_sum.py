@@ -10,6 +10,7 @@ from typing import Self
 
 from paceline.core.errors import ConfigError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
+from paceline.reward.environment import EnvironmentReward
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scorer import Scorer, ScorerSettings
@@ -20,6 +21,7 @@ _log = logging.getLogger(__name__)
 KINDS: tuple[Callable[[ScorerSettings], Sequence[Scorer]], ...] = (
     RemoteScorer.configured,
     FunctionPool.configured,
+    EnvironmentReward.configured,
 )
 """Each builds the scorers of its kind that a configuration asks for, possibly none."""
 
