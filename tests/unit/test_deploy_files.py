@@ -99,16 +99,6 @@ def test_no_service_talks_in_plain_text() -> None:
     assert "--port 0 --tls-port 6379 --tls-auth-clients yes" in start
 
 
-def test_prometheus_scrapes_every_service_of_the_run() -> None:
-    tree = yaml.safe_load((source.ROOT / "deploy/observability/prometheus.yaml").read_text(encoding="utf-8"))
-    for job in tree["scrape_configs"]:
-        (found,) = job["dns_sd_configs"]
-        role = job["tls_config"]["server_name"].removesuffix(".paceline")
-        # All controllers go by one name on the run's network.
-        members = [name for name, each in IDENTITIES.items() if each == role != "controller"]
-        assert sorted(found["names"]) == (sorted(members) or ["controller"])
-
-
 @pytest.mark.parametrize(
     "service",
     sorted(
