@@ -58,6 +58,11 @@ class RunConfig(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @property
+    def has_episodes(self) -> bool:
+        """Whether samples are episodes of turns, not single answers."""
+        return bool(self.rollout.tools)
+
+    @property
     def needs_critic(self) -> bool:
         """Whether advantages are made from values."""
         return self.algorithm.estimator.needs_critic
@@ -116,6 +121,15 @@ class RunConfig(Section):
                 f"algorithm.kl_ctrl.horizon={control.horizon} would let one step of {sequences} sequences "
                 "(data.train_batch_size x rollout.n) take the coefficient to 0 or below; raise it above "
                 f"{sequences // 5}, or to {10 * sequences} for a fiftieth a step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _chat_episodes(self) -> RunConfig:
+        if self.has_episodes and self.data.prompt_format == "text":
+            raise ValueError(
+                "rollout.tools makes conversations of several turns, and data.prompt_format=text has none; "
+                "write chat, or auto with lists of messages"
             )
         return self
 
