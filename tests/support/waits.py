@@ -104,7 +104,7 @@ NEEDLESS: dict[str, str] = {
         "an idle task of the pool waits for work; closing the pool cancels it"
     ),
     "paceline.reward.functions.pool:FunctionPool.score: await done": _OTHERS_END_IT,
-    "paceline.reward.functions.frames:receive: stream.readexactly": "the callers wait for it with a deadline",
+    "paceline.service.children.frames:receive: stream.readexactly": "the callers wait for it with a deadline",
     "paceline.reward.remote.client:call_score: reward_pb2_grpc.RewardServiceStub(channel).Score": (
         "named here and called in the next line, with a deadline"
     ),

@@ -65,6 +65,10 @@ class RewardConfig(Section):
     )
     services: tuple[RewardServiceConfig, ...] = Field((), description="Remote scorers.")
     attached: tuple[AttachedConfig, ...] = Field((), description="Scorers that attach to the reward service.")
+    environment_weight: float = Field(
+        1.0,
+        description="Factor in the sum of the reward that an episode's environment gives, if it gives one.",
+    )
     num_processes: int = Field(1, gt=0, description="Child processes that call the functions.")
     timeout_s: float = Field(
         10.0, gt=0, description="Longest time for one item, or for one request to a service."

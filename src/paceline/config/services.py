@@ -178,7 +178,8 @@ class WeightsConfig(Section):
         "auto",
         description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU; with "
         "placement: colocated, shared. shared: a learner rank and a rollout rank on one GPU (or the CPU of a "
-        "machine) have the memory between them open; they must run in one container.",
+        "machine) have the memory between them open; they must see each other's processes, as in one "
+        "container.",
     )
     staging_mib: int = Field(
         1024,

@@ -11,6 +11,7 @@ from typing import Self
 from paceline.core.errors import ConfigError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.reward.attached.scorer import AttachedScorer
+from paceline.reward.environment import EnvironmentReward
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scorer import Scorer, ScorerSettings
@@ -22,6 +23,7 @@ KINDS: tuple[Callable[[ScorerSettings], Sequence[Scorer]], ...] = (
     RemoteScorer.configured,
     AttachedScorer.configured,
     FunctionPool.configured,
+    EnvironmentReward.configured,
 )
 """Each builds the scorers of its kind that a configuration asks for, possibly none."""
 
