@@ -42,7 +42,8 @@ def test_an_image_runs_its_service_as_an_ordinary_user(service: str) -> None:
     assert f'"paceline.{service}"' in last.splitlines()[-1]
 
 
-# Debian's stable packages change for repairs only; a build stage keeps nothing; TOKENIZERS_PARALLELISM is no secret.
+# Debian changes stable packages for repairs only, a build stage keeps nothing, and whether tokenizers work in
+# parallel is no secret.
 NOT_MEANT = ("DL3008", "DL3003", "DL3009", "DL3064", "DL3066")
 
 
