@@ -50,7 +50,7 @@ def gpus(service: dict[str, Any]) -> list[str]:
     return ids
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "colocated"])
 def test_a_profile_is_complete(profile: str, tmp_path: Path) -> None:
     services = resolved(tmp_path, profile, "observability")
     for name, service in services.items():
@@ -59,12 +59,17 @@ def test_a_profile_is_complete(profile: str, tmp_path: Path) -> None:
     assert {"certs", "redis", "collector", "prometheus"} < set(services)
 
 
-def test_the_gpu_profile_gives_each_process_of_the_example_a_gpu(tmp_path: Path) -> None:
-    services = resolved(tmp_path, "gpu")
-    command = services["controller-gpu"]["command"]
+def configured(controller: dict[str, Any]) -> RunConfig:
+    """What a controller's command gives the run."""
+    command = controller["command"]
     words = command.split() if isinstance(command, str) else command
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
-    config = load(RunConfig, source.ROOT / words[words.index("--config") + 1], overrides)
+    return load(RunConfig, source.ROOT / words[words.index("--config") + 1], overrides)
+
+
+def test_the_gpu_profile_gives_each_process_of_the_example_a_gpu(tmp_path: Path) -> None:
+    services = resolved(tmp_path, "gpu")
+    config = configured(services["controller-gpu"])
     assert config.learner.devices is config.rollout.devices is None
     learner = services["learner-gpu"]
     rollouts = [service for name, service in services.items() if name.startswith("rollout-gpu-")]
@@ -73,6 +78,25 @@ def test_the_gpu_profile_gives_each_process_of_the_example_a_gpu(tmp_path: Path)
     assert len(rollouts) == config.rollout.replicas
     every = gpus(learner) + [gpu for service in rollouts for gpu in gpus(service)]
     assert sorted(every) == [str(gpu) for gpu in range(8)]
+
+
+def test_the_colocated_profile_has_a_rank_and_a_server_on_each_gpu(tmp_path: Path) -> None:
+    services = resolved(tmp_path, "colocated")
+    config = configured(services["controller-colocated"])
+    assert (config.placement, config.weights.backend) == ("colocated", "shared")
+    assert config.rollout.sleep != "auto"  # which nobody would decide here
+    learner = services["learner-colocated"]
+    rollouts = [service for name, service in services.items() if name.startswith("rollout-colocated-")]
+    assert int(learner["environment"]["PET_NPROC_PER_NODE"]) == config.learner.world_size == 8
+    assert len(rollouts) == config.rollout.replicas == 8
+    devices = [str(gpu) for gpu in range(8)]
+    assert sorted(service["environment"]["CUDA_VISIBLE_DEVICES"] for service in rollouts) == devices
+    for service in (learner, *rollouts):
+        assert gpus(service) == devices
+        # Memory is opened through the other process, which each must see.
+        assert service["pid"] == "service:processes"
+        assert "processes" in service["depends_on"]
+    assert services["processes"]["restart"] == "unless-stopped"
 
 
 @pytest.fixture

@@ -174,6 +174,7 @@ def _trajectories(folder: Path, name: str, step: int, draw: random.Random) -> No
                     "reward": float(right_answer),
                     "components": json.dumps({"exact_match": float(right_answer), "brevity": 0.5}),
                     "num_response_tokens": 4,
+                    "num_sampled_tokens": 4,
                     "finish_reason": "stop",
                     "response_token_ids": [4, 5, 6, 7],
                     "response_log_probs": [-0.1, -0.2, -3.0, -0.1],
