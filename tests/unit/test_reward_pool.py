@@ -227,7 +227,7 @@ async def test_start_tells_what_is_wrong_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, kind: type[Exception], sentence: str
 ) -> None:
     if kind is DeadlineError:
-        monkeypatch.setattr("paceline.reward.functions.process._START_DEADLINE_S", 1)
+        monkeypatch.setattr("paceline.service.children.process._START_DEADLINE_S", 1)
     (tmp_path / "slow.py").write_text(body)
     spec = FunctionSpec(name="f", reference=f"{tmp_path}/slow.py:f")
     pool = FunctionPool([spec], num_processes=2, timeout_s=1)

@@ -10,6 +10,7 @@ from typing import Self
 
 from paceline.core.errors import ConfigError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
+from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.environment import EnvironmentReward
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.remote.scorer import RemoteScorer
@@ -20,6 +21,7 @@ _log = logging.getLogger(__name__)
 
 KINDS: tuple[Callable[[ScorerSettings], Sequence[Scorer]], ...] = (
     RemoteScorer.configured,
+    AttachedScorer.configured,
     FunctionPool.configured,
     EnvironmentReward.configured,
 )
@@ -50,6 +52,11 @@ class WeightedSum:
         """
         scorers = [scorer for build in KINDS for scorer in build(settings)]
         return cls(scorers, minimum=settings.config.min_reward, maximum=settings.config.max_reward)
+
+    @property
+    def attached(self) -> Sequence[AttachedScorer]:
+        """The scorers of attached clients."""
+        return [scorer for scorer in self._scorers if isinstance(scorer, AttachedScorer)]
 
     @property
     def names(self) -> Sequence[str]:

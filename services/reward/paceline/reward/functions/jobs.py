@@ -10,8 +10,8 @@ from typing import Any
 from paceline.core.errors import ProtocolError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import one_line
-from paceline.reward.functions import frames
 from paceline.reward.scores import Score, failed
+from paceline.service.children import frames
 
 
 @dataclass(slots=True)

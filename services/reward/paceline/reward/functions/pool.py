@@ -9,6 +9,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,14 +17,15 @@ from paceline.config.reward import RewardConfig
 from paceline.core.errors import ConfigError, PacelineError, ProtocolError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.reward.functions.jobs import Job, Request, encode_batch, parse_row
-from paceline.reward.functions.process import ChildProcess
 from paceline.reward.functions.registry import BUILTIN_NAMES
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score
+from paceline.service.children.process import ChildProcess
 
 _log = logging.getLogger(__name__)
 
+CHILD_MODULE = "paceline.reward.functions.child"
 _BATCH_TARGET_S = 0.05  # long against the few hundred microseconds that a batch costs, short against a step
 _MAX_BATCH_ITEMS = 256
 _MAX_BATCH_CHARS = 4 * 1024 * 1024
@@ -111,7 +113,7 @@ class FunctionPool:
         """
         if self._tasks:
             raise ProtocolError("this function pool has been started already")
-        starts = (ChildProcess.start(self._functions) for _ in range(self._num_processes))
+        starts = (self._start_child() for _ in range(self._num_processes))
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         self._children = [outcome for outcome in outcomes if isinstance(outcome, ChildProcess)]
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -122,6 +124,11 @@ class FunctionPool:
             task = asyncio.create_task(self._serve_slot(slot), name=f"reward-process-{slot}")
             task.add_done_callback(self._on_slot_end)
             self._tasks.append(task)
+
+    async def _start_child(self) -> ChildProcess:
+        setup = [{**asdict(spec), "arguments": dict(spec.arguments)} for spec in self._functions]
+        names = ", ".join(spec.reference for spec in self._functions)
+        return await ChildProcess.start(CHILD_MODULE, setup, role="reward", imports=names)
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
         """One score per item, in the order of the items; functions do not see `run_id` and `step`.
@@ -267,7 +274,7 @@ class FunctionPool:
         for pause_s in _RESTART_PAUSES_S:
             await asyncio.sleep(pause_s)
             try:
-                self._children[slot] = await ChildProcess.start(self._functions)
+                self._children[slot] = await self._start_child()
                 return
             except PacelineError as error:
                 _log.warning("a reward process could not be replaced: %s", error)

@@ -1,4 +1,4 @@
-"""The pipe protocol between a pool and its child processes: a length, then that many bytes of msgpack.
+"""The pipe protocol between a process and its children: a length, then that many bytes of msgpack.
 
 It is not part of `paceline.wire`, which imports numpy and would add 0.15 s to the start of every child.
 """
@@ -43,7 +43,7 @@ def decode(payload: bytes) -> Any:
     try:
         return msgpack.unpackb(payload, unicode_errors="surrogatepass", strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"a reward process wrote to its pipe what is not msgpack: {error}") from error
+        raise ProtocolError(f"a child process wrote to its pipe what is not msgpack: {error}") from error
 
 
 def read(stream: BinaryIO) -> Any | None:
@@ -65,12 +65,12 @@ async def receive(stream: asyncio.StreamReader) -> Any:
     """
     (size,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
     if size > _MAX_FRAME_BYTES:
-        raise ProtocolError(f"a reward process announced a frame of {size} bytes, over {_MAX_FRAME_BYTES}")
+        raise ProtocolError(f"a child process announced a frame of {size} bytes, over {_MAX_FRAME_BYTES}")
     return decode(await stream.readexactly(size))
 
 
 def _plain(value: object) -> object:
     convert = getattr(value, "tolist", None)  # numpy scalars and arrays, without importing numpy
     if convert is None:
-        raise TypeError(f"a value of type {type(value).__name__} cannot be sent to a reward process")
+        raise TypeError(f"a value of type {type(value).__name__} cannot be sent to a child process")
     return convert()

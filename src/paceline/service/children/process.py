@@ -1,20 +1,18 @@
-"""A child process with reward functions as the pool sees it: started, fed, observed, killed."""
+"""A child process that runs code of the user's, as its parent sees it: started, fed, observed, killed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 from paceline.core.errors import ConfigError, DeadlineError, PeerLostError
-from paceline.reward.functions import frames
-from paceline.reward.functions.progress import Progress
-from paceline.reward.functions.spec import FunctionSpec
+from paceline.service.children import frames
+from paceline.service.children.progress import Progress
 
 _START_DEADLINE_S = 60.0  # for importing the functions
 _EXIT_DEADLINE_S = 10.0
@@ -24,27 +22,36 @@ _PRIVATE_PREFIX = "PACELINE_"
 
 
 class ChildProcess:
-    """A process in a session of its own, so that a kill ends what its functions started as well."""
+    """A process in a session of its own, so that a kill ends what its functions started as well.
 
-    def __init__(self, process: asyncio.subprocess.Process, progress: Progress) -> None:
+    `description` is what the child said of itself when it was ready.
+    """
+
+    description: Any = None
+
+    def __init__(self, process: asyncio.subprocess.Process, progress: Progress, role: str) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self._process = process
+        self._process, self._role = process, role
         self._stdin, self._stdout = process.stdin, process.stdout
         self._progress = progress
 
     @classmethod
-    async def start(cls, functions: Sequence[FunctionSpec]) -> Self:
-        """Starts a process and waits until it has imported the functions.
+    async def start(cls, module: str, setup: object, *, role: str, imports: str) -> Self:
+        """Starts `python -m MODULE` and waits until it has imported the user's code.
+
+        Args:
+            module: calls `paceline.service.children.pipes.serve`.
+            setup: the first message to it.
+            role: what it is, for errors: "reward", "tool".
+            imports: the user's code, for errors.
 
         Raises:
-            ConfigError: a function cannot be found or imported.
+            ConfigError: the code cannot be found or imported.
             DeadlineError: the import takes longer than allowed.
             PeerLostError: the process died while importing.
         """
-        child = await cls._spawn()
-        setup = [{**dataclasses.asdict(spec), "arguments": dict(spec.arguments)} for spec in functions]
-        names = ", ".join(spec.reference for spec in functions)
+        child = await cls._spawn(module, role)
         try:
             async with asyncio.timeout(_START_DEADLINE_S):
                 await child.send(frames.encode(setup))
@@ -52,17 +59,17 @@ class ChildProcess:
         except TimeoutError:
             await child.stop()
             raise DeadlineError(
-                phase="REWARD START",
-                peer=f"a reward process that imports {names}",
+                phase=f"{role.upper()} START",
+                peer=f"a {role} process that imports {imports}",
                 seconds=_START_DEADLINE_S,
-                hint="the import of a reward function hangs or is slow: move slow work into its first call",
+                hint=f"the import of a {role} function hangs or is slow: move slow work into its first call",
             ) from None
         except (EOFError, ConnectionError):
             await child.stop()
             raise PeerLostError(
-                f"a reward process died while importing {names}: {child.describe_exit()}; its output is in "
-                "the reward service's log",
-                peer="reward process",
+                f"a {role} process died while importing {imports}: {child.describe_exit()}; its output is in "
+                "the service's log",
+                peer=f"{role} process",
             ) from None
         except BaseException:
             await child.stop()
@@ -70,17 +77,18 @@ class ChildProcess:
         if answer != "ready":
             await child.stop()
             raise ConfigError(message)
+        child.description = message
         return child
 
     @classmethod
-    async def _spawn(cls) -> Self:
-        page = os.memfd_create("paceline-reward-progress")
+    async def _spawn(cls, module: str, role: str) -> Self:
+        page = os.memfd_create(f"paceline-{role}-progress")
         try:
             os.ftruncate(page, Progress.SIZE_BYTES)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "paceline.reward.functions.child",
+                module,
                 str(os.getpid()),
                 str(page),
                 stdin=asyncio.subprocess.PIPE,
@@ -90,7 +98,7 @@ class ChildProcess:
                 start_new_session=True,
                 limit=_STREAM_LIMIT_BYTES,
             )
-            return cls(process, Progress(page))
+            return cls(process, Progress(page), role)
         finally:
             os.close(page)
 
@@ -143,8 +151,8 @@ class ChildProcess:
                 await self._process.wait()
         except TimeoutError:
             raise DeadlineError(
-                phase="REWARD STOP",
-                peer=f"killed reward process {self._process.pid}",
+                phase=f"{self._role.upper()} STOP",
+                peer=f"killed {self._role} process {self._process.pid}",
                 seconds=_EXIT_DEADLINE_S,
             ) from None
         # Reading to the end lets asyncio close its side of the pipes.
