@@ -237,7 +237,8 @@ def build_tokenizer() -> Any:
 def write_model(out: Path, *, seed: int, tokenizer: Any = None) -> int:
     """Writes the tokenizer and a randomly initialised float32 Qwen2 model; returns the number of parameters.
 
-    Without a tokenizer it is that of `build_tokenizer`. Two key-value heads, head size 32 and widths divisible by 64 allow tensor parallelism over two ranks.
+    The tokenizer is that of `build_tokenizer`, if none is given. Two key-value heads, head size 32 and widths
+    divisible by 64 allow tensor parallelism over two ranks.
     """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM

@@ -1,7 +1,7 @@
-"""Writes the calculator example's inputs: the sums of the arithmetic example, and a model that may ask a tool.
+"""Writes the calculator example's inputs: the arithmetic example's sums, and a model that may ask a tool.
 
-The warm-up answers come from two made-up pupils: a hasty one writes the sum at once and forgets the carry, one
-with a calculator writes a tool call, and then what the tool answered. Most answers are the hasty pupil's.
+The warm-up answers come from two made-up pupils: a hasty one writes the sum at once and forgets the carry,
+one with a calculator writes a tool call, and then what the tool answered. Most answers are the hasty pupil's.
 Reinforcement learning sees true sums only through the reward and has to discover that the calculator pays.
 
 The seed determines everything: the same arguments write the same rows and the same weights.

@@ -62,6 +62,12 @@ NEEDLESS: dict[str, str] = {
     "paceline.service.member:MemberSession.finish: self.run_over.wait": _TOLD,
     "paceline.service.member:MemberSession.until_leaving: self._draining.wait": _TOLD,
     "paceline.service.member:MemberSession._register: asyncio.wait": _CANCELLED,
+    **{
+        f"paceline.rollout.episodes.remote:RemoteSession.{name}: self._call": "each call has its deadline"
+        for name in ("open", "step", "close")
+    },
+    "paceline.sdk.environment_server:EnvironmentServer.stop: asyncio.wait": _CANCELLED,
+    "paceline.sdk.environment_server:serve_environment.serve: context.stopping.wait": _TOLD,
     "paceline.sdk.server:serve_reward.serve: context.stopping.wait": _TOLD,
     "paceline.sdk.attach:attach_reward.serve: await running": _TOLD,
     "paceline.sdk.attach:_Batches.score: await done": _OTHERS_END_IT,

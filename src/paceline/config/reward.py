@@ -99,13 +99,13 @@ class RewardConfig(Section):
         "stops beyond it.",
     )
 
+    @property
+    def has_scorer(self) -> bool:
+        """Whether anything scores responses; an episode's environment may do it in their place."""
+        return bool(self.functions or self.services or self.attached)
+
     @model_validator(mode="after")
-    def _has_scorer(self) -> RewardConfig:
-        if not self.functions and not self.services and not self.attached:
-            raise ValueError(
-                "no scorer: name at least one under reward.functions (say exact_match), reward.services or "
-                "reward.attached"
-            )
+    def _has_range(self) -> RewardConfig:
         if self.min_reward >= self.max_reward:
             raise ValueError(f"min_reward={self.min_reward} must be below max_reward={self.max_reward}")
         return self

@@ -61,6 +61,18 @@ class EpisodeConfig(Section):
     )
 
 
+class EnvironmentConfig(Section):
+    """An environment that serves paceline.rpc.v1.EnvironmentService."""
+
+    address: str = Field(description="host:port.")
+    call_s: float = Field(60.0, gt=0, description="Longest time for one call: to open, to step, to grade.")
+    token_file: str | None = Field(
+        None,
+        description="A file with the token that the environment asks for, on the hosts of the rollout "
+        "servers. null: the run's own token is sent.",
+    )
+
+
 class RolloutConfig(Section):
     """Rollout servers: one engine each."""
 
@@ -112,6 +124,9 @@ class RolloutConfig(Section):
         description="Python functions that the policy may call between its turns: module:function or "
         "path/to/file.py:function; docs/environments.md.",
     )
+    environment: EnvironmentConfig | None = Field(
+        None, description="In place of tools: a service that answers the policy's turns and may grade them."
+    )
     episode: EpisodeConfig = EpisodeConfig()
     max_deliveries: int = Field(
         6,
@@ -123,6 +138,12 @@ class RolloutConfig(Section):
         {},
         description="Further arguments of vLLM's AsyncEngineArgs; what breaks exactness is refused.",
     )
+
+    @model_validator(mode="after")
+    def _answered_once(self) -> RolloutConfig:
+        if self.tools and self.environment is not None:
+            raise ValueError("tools and environment are both set: an environment brings its own tools")
+        return self
 
     @model_validator(mode="after")
     def _unbiased(self) -> RolloutConfig:

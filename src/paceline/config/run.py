@@ -60,7 +60,7 @@ class RunConfig(Section):
     @property
     def has_episodes(self) -> bool:
         """Whether samples are episodes of turns, not single answers."""
-        return bool(self.rollout.tools)
+        return bool(self.rollout.tools) or self.rollout.environment is not None
 
     @property
     def needs_critic(self) -> bool:
@@ -128,8 +128,13 @@ class RunConfig(Section):
     def _chat_episodes(self) -> RunConfig:
         if self.has_episodes and self.data.prompt_format == "text":
             raise ValueError(
-                "rollout.tools makes conversations of several turns, and data.prompt_format=text has none; "
-                "write chat, or auto with lists of messages"
+                "rollout.tools and rollout.environment make conversations of several turns, and "
+                "data.prompt_format=text has none; write chat, or auto with lists of messages"
+            )
+        if not self.reward.has_scorer and self.rollout.environment is None:
+            raise ValueError(
+                "no scorer: name at least one under reward.functions (say exact_match), reward.services or "
+                "reward.attached, or an environment that grades under rollout.environment"
             )
         return self
 

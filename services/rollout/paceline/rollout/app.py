@@ -24,6 +24,7 @@ from paceline.rollout.trajectories import check_samples
 from paceline.rpc.v1 import rollout_pb2_grpc
 from paceline.service.addresses import choose_for_nccl
 from paceline.service.controller_link import MemberReport, Registration
+from paceline.service.credentials import Credentials
 from paceline.service.member import MemberSession
 from paceline.service.threads import in_stoppable_thread, in_thread
 from paceline.storage.models import local_model
@@ -110,7 +111,7 @@ class RolloutApp:
         model = local_model(config.model, "rollout")
         tokenizer = await in_thread(load_tokenizer, model.tokenizer_path or model.path)
         rules = rules_of(config, tokenizer, stop_token_ids(model.path, tokenizer))
-        environment = environment_of(config)
+        environment = environment_of(config, Credentials.from_env())
         self._session.context.defer("environment", environment.close, budget_s=_ENVIRONMENT_SHUTDOWN_S)
         await environment.start()
         return Episodes(

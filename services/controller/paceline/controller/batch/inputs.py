@@ -71,6 +71,6 @@ def _check_episodes(config: RunConfig, prompts: PromptSet) -> None:
     plain = [i for i, prompt in prompts.prompts.items() if not prompt.messages]
     if config.has_episodes and plain:
         raise DataError(
-            f"row {plain[0]} has a prompt that is plain text, and rollout.tools needs chat messages: set "
+            f"row {plain[0]} has a prompt that is plain text, and episodes need chat messages: set "
             "data.prompt_format: chat, or write lists of messages"
         )

@@ -7,6 +7,7 @@ import asyncio
 from paceline.config.run import RunConfig
 from paceline.data.prompts import load_tokenizer, stop_token_ids
 from paceline.rollout.episodes.group import environment_of, rules_of
+from paceline.service.credentials import Credentials
 from paceline.storage.models import local_model
 
 
@@ -21,15 +22,16 @@ def check_episodes(config: RunConfig) -> str:
     model = local_model(config.model, "controller")
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
     rules = rules_of(config, tokenizer, stop_token_ids(model.path, tokenizer))
-    names = asyncio.run(_call_names(config))
+    service = config.rollout.environment
+    names = ", ".join(asyncio.run(_call_names(config))) if service is None else f"of {service.address}"
     return (
-        f"up to {rules.limits.max_turns} turns; tools {', '.join(names)}; calls are {rules.call_format}, "
+        f"up to {rules.limits.max_turns} turns; tools {names}; calls are {rules.call_format}, "
         f"answers come in the role {rules.joiner.tool_role}"
     )
 
 
 async def _call_names(config: RunConfig) -> list[str]:
-    environment = environment_of(config)
+    environment = environment_of(config, Credentials.from_env())
     try:
         await environment.start()
         return list(environment.call_names)

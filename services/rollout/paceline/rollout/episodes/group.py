@@ -19,8 +19,10 @@ from paceline.rollout.episodes.environment import Environment, EnvironmentLostEr
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.loop import EpisodeRules, Slot, run_episode
 from paceline.rollout.episodes.recorder import Draw
+from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.rollout.episodes.states import EpisodeLimits
 from paceline.rollout.episodes.tool_pool import ToolLimits, ToolPool
+from paceline.service.credentials import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -127,9 +129,16 @@ class Episodes:
         return self._last_attempt
 
 
-def environment_of(config: RunConfig) -> Environment:
-    """What the configuration names: tools."""
-    episode = config.rollout.episode
+def environment_of(config: RunConfig, credentials: Credentials) -> Environment:
+    """What the configuration names: a service, or tools.
+
+    Raises:
+        ConfigError: the file with the service's token cannot be read.
+    """
+    episode, service = config.rollout.episode, config.rollout.environment
+    if service is not None:
+        options = RemoteOptions.of(service, turn_s=config.request_timeout_s, credentials=credentials)
+        return RemoteEnvironment(options)
     limits = ToolLimits(
         call_s=episode.step_s,
         memory_bytes=episode.tool_memory_mib * 2**20,

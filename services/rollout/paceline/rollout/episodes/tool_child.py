@@ -1,6 +1,6 @@
 """A tool process, `python -m paceline.rollout.episodes.tool_child`: a tool pool starts it and feeds it.
 
-In:  the references of the functions and the limit of memory, then calls: [name, arguments].
+In:  the references of the functions, then calls: [name, arguments].
 Out: "ready" with the tools' descriptions, or "refused", once; then [is ok, text] per call.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import resource
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
@@ -44,13 +43,11 @@ def _serve(requests: BinaryIO, results: BinaryIO, progress: Progress) -> None:
     if setup is None:
         return
     try:
-        functions, specs = _load(setup["tools"])
+        functions, specs = _load(setup)
     except ConfigError as error:
         pipes.write(results, ["refused", str(error)])
         return
     pipes.write(results, ["ready", [dataclasses.asdict(spec) for spec in specs.values()]])
-    memory = setup["memory_bytes"]
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     while (call := frames.read(requests)) is not None:
         name, arguments = call
         try:

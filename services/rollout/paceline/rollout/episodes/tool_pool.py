@@ -22,7 +22,7 @@ from paceline.rollout.episodes.environment import (
     Opening,
 )
 from paceline.service.children import frames
-from paceline.service.children.process import ChildProcess
+from paceline.service.children.process import ChildLimits, ChildProcess
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +121,13 @@ class ToolPool:
         return answer, time.monotonic() - began
 
     async def _start_child(self) -> ChildProcess:
-        setup = {"tools": list(self._references), "memory_bytes": self._limits.memory_bytes}
+        setup = list(self._references)
         child = await ChildProcess.start(
-            CHILD_MODULE, setup, role="tool", imports=", ".join(self._references)
+            CHILD_MODULE,
+            setup,
+            role="tool",
+            imports=", ".join(self._references),
+            limits=ChildLimits(memory_bytes=self._limits.memory_bytes),
         )
         self._children.add(child)
         return child
