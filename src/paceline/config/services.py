@@ -178,7 +178,8 @@ class WeightsConfig(Section):
         "auto",
         description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU; with "
         "placement: colocated, shared. shared: a learner rank and a rollout rank on one GPU (or the CPU of a "
-        "machine) have the memory between them open; they must run in one container.",
+        "machine) have the memory between them open; they must see each other's processes, as in one "
+        "container.",
     )
     staging_mib: int = Field(
         1024,
@@ -205,6 +206,13 @@ class ServiceConfig(Section):
         "that are started by hand need PACELINE_INSECURE=1 too.",
     )
     controller_port: int = Field(0, ge=0, le=65535, description="Port of the controller; 0: any free port.")
+    reward_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the reward service that `paceline train` starts, for clients that attach; 0: "
+        "any free port.",
+    )
     heartbeat_s: float = Field(1.0, gt=0, description="How often members report.")
     suspect_after_s: float = Field(5.0, gt=0, description="Silence after which a member is suspected.")
     dead_after_s: float = Field(12.0, gt=0, description="Silence after which a member is dead.")

@@ -137,11 +137,15 @@ def encode_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> li
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """One row. `prompt_id` is its number among all rows of the files, so that filtering changes no id."""
+    """One row. `prompt_id` is its number among all rows of the files, so that filtering changes no id.
+
+    `messages` are what a chat prompt was rendered from; empty for plain text.
+    """
 
     prompt_id: int
     token_ids: Int32Array
     context: RewardContext
+    messages: tuple[Mapping[str, object], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +207,18 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, number: int, row: Row) -> 
         prompt_text=text,
         extra={key: _column(number, row, key) for key in config.extra_keys},
     )
-    return Prompt(prompt_id=number, token_ids=np.asarray(token_ids, dtype=np.int32), context=context)
+    return Prompt(
+        prompt_id=number,
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        context=context,
+        messages=_messages(value, config.prompt_format),
+    )
+
+
+def _messages(value: object, prompt_format: str) -> tuple[Mapping[str, object], ...]:
+    if isinstance(value, str):
+        return ({"role": "user", "content": value},) if prompt_format == "chat" else ()
+    return tuple(value) if isinstance(value, list) else ()
 
 
 def _column(number: int, row: Row, key: str) -> Any:

@@ -66,7 +66,7 @@ def test_a_model_that_is_not_here_yet_is_noted(
 
 def test_on_a_terminal_it_asks(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    answers = {"Folder of the model, or its name on the hub": "model", "Training steps": "3"}
+    answers = {"Model (a folder, or a name on the hub)": "model", "Training steps": "3"}
 
     def answer(prompt: str) -> str:
         asked.append(prompt)
@@ -120,7 +120,7 @@ def test_ctrl_d_ends_the_questions(
     ("words", "said"),
     [
         (["run.yaml"], "run.yaml exists"),
-        (["a.yaml"], "folder of the model is missing: give --model"),
+        (["a.yaml"], "model .a folder, or a name on the hub. is missing: give --model"),
         (["a.yaml", "--model", "model", "--data", "gone.jsonl"], "gone.jsonl does not exist; correct --data"),
         (["a.yaml", "--model", "model", "--data", "odd.jsonl"], "prompt is missing: give --prompt-key"),
         (

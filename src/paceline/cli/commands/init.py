@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument("file", metavar="FILE.yaml", type=Path, help="the file to write; must not exist")
     parser.add_argument(
-        "--model", metavar="FOLDER", help="the model's folder, or its name on the Hugging Face hub"
+        "--model", metavar="FOLDER", help="the model's folder, or its name on the hub"
     )
     parser.add_argument("--data", metavar="FILE", help="training prompts, parquet or JSONL")
     parser.add_argument("--val", metavar="FILE", default="", help="held-out prompts")
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     answers = {name: str(value) for name, value in vars(args).items() if value is not None}
     ask = _ask if sys.stdin.isatty() else _default
     for question in (
-        _Question(name="model", words="Folder of the model, or its name on the hub"),
+        _Question(name="model", words="Model (a folder, or a name on the hub)"),
         _Question(name="data", words="File with the training prompts (.parquet or .jsonl)", fault=_no_file),
     ):
         _answer(question, answers, ask)

@@ -196,11 +196,13 @@ def _rollout(
 
 def _reward(config: RunConfig, index: int, controller_address: str) -> ProcessSpec:
     name = f"reward-{index}"
+    number = config.service.reward_port
+    port = ("--port", str(number)) if number and index == 0 else ()
     return ProcessSpec(
         name="reward" if index == 0 else name,
         role=Role.REWARD,
         member_id=name,
-        command=(*_module("reward"), *_member(config, controller_address, name)),
+        command=(*_module("reward"), *_member(config, controller_address, name), *port),
         env=_common(config, num_threads=1),
     )
 
