@@ -88,9 +88,7 @@ class _Question:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument("file", metavar="FILE.yaml", type=Path, help="the file to write; must not exist")
-    parser.add_argument(
-        "--model", metavar="FOLDER", help="the model's folder, or its name on the hub"
-    )
+    parser.add_argument("--model", metavar="FOLDER", help="the model's folder, or its name on the hub")
     parser.add_argument("--data", metavar="FILE", help="training prompts, parquet or JSONL")
     parser.add_argument("--val", metavar="FILE", default="", help="held-out prompts")
     parser.add_argument("--prompt-key", metavar="COLUMN", help="column with the prompt (default: looked for)")
