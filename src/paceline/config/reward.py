@@ -70,6 +70,16 @@ class RewardConfig(Section):
         description="Factor in the sum of the reward that an episode's environment gives, if it gives one.",
     )
     num_processes: int = Field(1, gt=0, description="Child processes that call the functions.")
+    memory_mib: int | None = Field(
+        8192,
+        gt=0,
+        description="Most memory of a child process, and of each process that it starts; null: no limit.",
+    )
+    pass_env: tuple[str, ...] = Field(
+        (),
+        description="Environment variables of the reward service that functions see beside the common ones: "
+        "keys of an API, say.",
+    )
     timeout_s: float = Field(
         10.0, gt=0, description="Longest time for one item, or for one request to a service."
     )

@@ -255,7 +255,9 @@ class TelemetryConfig(Section):
 class SftConfig(Section):
     """`paceline sft`: trains a starting model on prompt/answer pairs with the same learner."""
 
-    train_files: Files = Field(description="Parquet or JSONL with prompts and answers.")
+    train_files: Files = Field(
+        description="Parquet or JSONL files, or data sets of the hub, with prompts and answers."
+    )
     answer_key: str = Field("answer", description="Column with the answer text.")
     output: str = Field(description="Folder to write the trained model to.")
     steps: int = Field(gt=0, description="Optimizer steps.")

@@ -14,6 +14,9 @@ from paceline.core.text import one_line
 RETRIED_KINDS = frozenset({RewardErrorKind.TIMEOUT, RewardErrorKind.CRASHED, RewardErrorKind.UNAVAILABLE})
 """The errors that another attempt may cure; any other kind would occur again."""
 
+TOTALS = frozenset({"reward", "response_length", "greedy_answers"})
+"""Names that metrics have for more than a component: `val/reward/mean` is the mean of the sums."""
+
 _KINDS = {kind.value: kind for kind in RewardErrorKind}
 
 

@@ -24,7 +24,7 @@ from paceline.service.children import frames, pipes
 from paceline.service.children.progress import Progress
 
 _FLUSH_AFTER_S = 0.001
-_MAX_BUFFERED_ROWS = 1024
+_MAX_BUFFERED_VALUES = 4096
 
 
 class Functions:
@@ -79,6 +79,7 @@ def serve(requests: BinaryIO, results: BinaryIO, progress: Progress) -> None:
 
 def _score_batch(functions: Functions, batch: list[list[Any]], results: BinaryIO, progress: Progress) -> None:
     rows: list[list[object]] = []  # as `jobs.parse_row` reads them
+    num_values = 0
     flushed = started = time.monotonic()
     for row in batch:
         number, trajectory_id, prompt, response, ground_truth, data_source, extra = row
@@ -92,16 +93,26 @@ def _score_batch(functions: Functions, batch: list[list[Any]], results: BinaryIO
             extra=extra,
         )
         reward, components, kind, message = functions.score(item)
+        _check_open(results)
         ended = time.monotonic()
         rows.append([number, reward, components, kind, message, ended - started])
         # A result that waits here is lost if a later item of the batch hangs, and is then computed again.
-        if ended - flushed > _FLUSH_AFTER_S or len(rows) >= _MAX_BUFFERED_ROWS:
+        num_values += 1 + len(components)
+        if ended - flushed > _FLUSH_AFTER_S or num_values >= _MAX_BUFFERED_VALUES:
             pipes.write(results, rows)
-            rows = []
+            rows, num_values = [], 0
             flushed = ended = time.monotonic()
         started = ended
     if rows:
         pipes.write(results, rows)
+
+
+def _check_open(results: BinaryIO) -> None:
+    """Ends the process if the function has closed its pipe, so that this item is blamed and not the next."""
+    try:
+        os.fstat(results.fileno())
+    except OSError:
+        os._exit(1)
 
 
 if __name__ == "__main__":
