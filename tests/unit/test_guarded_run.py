@@ -91,7 +91,9 @@ async def test_rates_and_coefficients_are_adjusted_from_the_next_step_on(tmp_pat
         assert [line["guard/lr_scale"] for line in it.lines()[1:]] == [1.0, 0.5, 0.25, 0.25]
 
 
-async def test_rates_that_a_client_asked_for_are_taken_from_the_next_step_on_and_saved(tmp_path: Path) -> None:
+async def test_rates_that_a_client_asked_for_are_taken_from_the_next_step_on_and_saved(
+    tmp_path: Path,
+) -> None:
     async with run(tmp_path, **guarded(3, ppo_kl={"lower_lr": 0.1})) as it:
         await it.enlist_all()
         it.sequencer.progress.lr_scale = 0.5
