@@ -174,8 +174,8 @@ class VllmEngine(Engine):
     async def sleep(self) -> None:
         """Unmaps weights and KV cache on every TP rank."""
         if self._asleep != set(EnginePart):
-            self._asleep = set(EnginePart)
             await self._ordered(self._llm.sleep(level=_SLEEP_LEVEL), "sleep")
+            self._asleep = set(EnginePart)
 
     async def wake(self, part: EnginePart) -> None:
         """Maps a part again; vLLM schedules requests once both are there."""
