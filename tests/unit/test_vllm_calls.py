@@ -191,14 +191,14 @@ async def test_an_engine_whose_loader_is_broken_ends_its_server() -> None:
         await subject.check_health()
 
 
-def test_a_request_that_the_engine_ends_for_another_reason_is_no_sample() -> None:
+async def test_a_request_that_the_engine_ends_for_another_reason_is_no_sample() -> None:
     """vLLM names errors of a single request, and some models' endless repetitions, as finish reasons."""
     completion = SimpleNamespace(token_ids=[5], logprobs=None, finish_reason="error")
     output = SimpleNamespace(request_id="7:0", outputs=[completion])
     with pytest.raises(PacelineError, match="has ended request 7:0 with the finish reason 'error'"):
-        to_sample(output)
+        await to_sample(output, "r", None)
     completion.finish_reason = "stop"
-    assert to_sample(output).finish_reason is FinishReason.STOP
+    assert (await to_sample(output, "r", None)).finish_reason is FinishReason.STOP
 
 
 async def test_an_order_to_sleep_or_to_wake_that_failed_is_given_again() -> None:
