@@ -8,8 +8,8 @@
 Server: prompt groups from a mailbox, AsyncLLM, one request per sample with its own seed, trajectories with
 blobs and headers into a mailbox, until the last header arrives. Baseline: one call of `LLM.generate` with the
 same prompts and sampling parameters (seeds, log-probabilities, end tokens). Another baseline draws each
-group with `n` and neither seeds nor log-probabilities. `--samplers` names the values of `rollout.sampler` that
-are measured; only with `engine` do server and baseline draw the same samples.
+group with `n` and neither seeds nor log-probabilities. `--samplers` names the measured values of
+`rollout.sampler`; only with `engine` do server and baseline draw the same samples.
 
 Each side has a process and an engine of its own. The sides take turns, so that a busy machine slows them
 alike. The model may have random weights: responses then run to their full length. With `--shape` it has, and
@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
-import functools
 import json
 import multiprocessing
 import os
@@ -298,8 +297,6 @@ def compare(arguments: argparse.Namespace, broker_url: str) -> dict[int, dict[st
         for sampler in arguments.samplers:
             work = (server_side, make_config(arguments, sampler), load_format, broker_url)
             starting[sampler] = stack.enter_context(side(*work))
-            if arguments.device == "cpu":
-                starting[sampler] = functools.partial(lambda ask: ask, starting[sampler]())
         sides = {name: ready() for name, ready in starting.items()}
         if arguments.lock:
             lock = stack.enter_context(open(arguments.lock, "w"))
