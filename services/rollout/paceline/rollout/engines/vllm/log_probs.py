@@ -11,6 +11,9 @@ import numpy as np
 from paceline.core.trajectory import Float32Array
 
 
+_CLOSE_S = 1.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Ended:
     request_id: str
@@ -47,7 +50,7 @@ class LogProbs:
         """Fetches no more."""
         if self._fetching is not None:
             self._fetching.cancel()
-            await asyncio.wait([self._fetching])
+            await asyncio.wait([self._fetching], timeout=_CLOSE_S)
 
     async def _fetch_all(self) -> None:
         while self._waiting:
