@@ -13,6 +13,11 @@ verify` must find nothing.
 
     python benchmarks/push_faults.py --shape 0.5B --learners 1 --engines 3x1 --kill hang             # 4 GPUs
 
+    python benchmarks/push_faults.py --shape 0.5B --engines 1x1 --kill after --steps-after 20        # 2 GPUs
+
+Where every server is killed, the run waits until the launcher has started it again: `free after` contains the
+start of an engine, and the server gets its weights as a newcomer.
+
 `hang` stops the victim's engine processes (SIGSTOP) at the beginning of a push and leaves the server's own
 process alone: its heartbeats go on. Only this server may be put out.
 """
@@ -42,6 +47,9 @@ PUSH_TIMEOUT_S = 10.0
 """With a hang: a push's deadline; the hung engine's server answers 10 s after it"""
 
 LIMIT_S = 15.0
+RESTART_LIMIT_S = 150.0
+"""Where no server is left: with the start of an engine, its compilation and its graphs"""
+
 _PUT_OUT = ("dead", "expelled")
 RUN_TIMEOUT_S = 540.0
 POLL_S = 0.002
@@ -109,9 +117,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
     args = parser.parse_args(argv)
-    if set(args.kill) - set(MOMENTS) or len(args.kill) >= args.engines[0]:
-        parser.error(f"--kill takes {', '.join(MOMENTS)}, and fewer kills than there are engines")
+    if set(args.kill) - set(MOMENTS) or len(args.kill) > args.engines[0]:
+        parser.error(f"--kill takes {', '.join(MOMENTS)}, and at most as many kills as there are engines")
     small = {
+        "placement": "split",
         "prompts": 16,
         "samples": 4,
         "mini_batches": 1,
@@ -191,7 +200,9 @@ def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code:
     fine = code == 0
     for kill in kills:
         seconds = kill.free - kill.killed if kill.free and kill.killed else float("inf")
-        limit_s = LIMIT_S + (PUSH_TIMEOUT_S + 10 if kill.moment == "hang" else 0)
+        none_left = len(kills) == args.engines[0] and kill is kills[-1]
+        limit_s = RESTART_LIMIT_S if none_left else LIMIT_S
+        limit_s += PUSH_TIMEOUT_S + 10 if kill.moment == "hang" else 0
         fine = fine and seconds <= limit_s
         table.add_row(kill.moment, str(kill.step), kill.victim, f"{seconds:.2f}")
     console = Console(width=110)
@@ -204,8 +215,15 @@ def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code:
     ]
     for reason in reasons:
         console.print(reason)
+    newcomers = [event for event in events if event["event"] == "newcomers"]
+    for event in newcomers:
+        after = event["time"] - max(kill.killed for kill in kills if kill.killed < event["time"])
+        console.print(
+            f"newcomers {event['servers']} got version {event['version']}, {after:.1f} s after the kill"
+        )
     lost = {event["member"] for event in events if event["event"] == "member" and event["what"] in _PUT_OUT}
     fine = fine and lost == {kill.victim for kill in kills}
+    fine = fine and (len(kills) < args.engines[0] or bool(newcomers))
     commits = sum(event["event"] == "commit" for event in events)
     console.print(f"exit code {code}, {commits} commits, `paceline verify`: {problems or 'sound'}")
     return 0 if fine and not problems else 1

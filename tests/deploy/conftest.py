@@ -10,9 +10,8 @@ import pytest
 
 from support import compose_stack
 from support.compose_stack import Stack
-from support.training_run import Row, prepare_inputs, tiny_config, training
-
-SMALL_RUN: dict[str, Any] = {"trainer": {"total_steps": 3, "save_freq": 1}}
+from support.small_run import SECTIONS, LocalRun, train_locally
+from support.training_run import Row, prepare_inputs
 
 
 @pytest.fixture(scope="session")
@@ -39,12 +38,16 @@ def small_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def small_run() -> dict[str, Any]:
     """Sections of its configuration."""
-    return SMALL_RUN
+    return SECTIONS
 
 
 @pytest.fixture(scope="session")
-def undisturbed(small_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """Its metrics under `paceline train`, with which the deployed forms are compared."""
-    with training(tiny_config(small_inputs, **SMALL_RUN), tmp_path_factory.mktemp("local") / "run") as run:
-        assert run.finish(timeout_s=400) == 0
-    return run.metrics
+def local_run(small_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
+    """The small run under `paceline train`."""
+    return train_locally(small_inputs, tmp_path_factory.mktemp("local") / "run")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(local_run: LocalRun) -> list[Row]:
+    """Its metrics, with which the deployed forms are compared."""
+    return local_run.metrics

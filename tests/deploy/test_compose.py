@@ -5,6 +5,7 @@ Needs a Docker daemon and the images of deploy/compose/build.sh. Each test takes
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,27 @@ def test_what_a_start_cannot_mend_is_not_started_again(stack: Stack) -> None:
                 ends = [event for event in stack.lines("events.jsonl") if event["event"] == "end"]
                 print(ends)
                 assert [event["ok"] for event in ends] == [False]
+
+
+# What the profile colocated has, for containers without GPUs.
+SHARING = """
+services:
+  processes: {profiles: [cpu]}
+  learner: {pid: "service:processes", depends_on: {processes: {condition: service_started}}}
+  rollout: {pid: "service:processes", depends_on: {processes: {condition: service_started}}}
+"""
+
+
+def test_a_push_goes_through_memory_that_containers_share(stack: Stack, tmp_path: Path) -> None:
+    file = tmp_path / "sharing.yaml"
+    file.write_text(SHARING)
+    steps = ("trainer.total_steps=2", *_SMALL, "weights.backend=shared")
+    with stack.settings("sharing", *steps, file=file):
+        trained = stack.train(END_S)
+        assert trained.returncode == 0, trained.stdout + trained.stderr + stack.logs()
+        pushed = [line["weights/bytes"] for line in stack.lines("metrics.jsonl")]
+        print(pushed)
+        verify(stack)
 
 
 def test_each_container_killed_once(stack: Stack) -> None:

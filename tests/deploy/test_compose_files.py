@@ -22,24 +22,31 @@ from paceline.config.run import RunConfig
 from support import compose_stack, source
 from support.compose_stack import FOLDER, TLS_NAMES
 
+PROFILES = ("cpu", "gpu", "colocated", "observability")
 
-def resolved(tmp_path: Path, *profiles: str) -> dict[str, Any]:
-    """The services of some profiles, with every variable filled in."""
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The services of all profiles, with every variable filled in."""
     command = compose_stack.command()
     if not command:
         pytest.skip("there is no docker compose; install Debian's docker-compose, or Docker's plugin")
-    folder = tmp_path / "deploy" / "compose"
+    folder = tmp_path_factory.mktemp("files") / "deploy" / "compose"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("secrets", ".env"))
     shutil.copy(folder / ".env.example", folder / ".env")
     subprocess.run([str(folder / "secrets.sh")], check=True, timeout=30)
-    words = [word for profile in profiles for word in ("--profile", profile)]
+    words = [word for profile in PROFILES for word in ("--profile", profile)]
     answer = subprocess.run(
         [*command, *words, "config"], cwd=folder, capture_output=True, text=True, timeout=60, check=False
     )
     assert answer.returncode == 0, answer.stderr
     tree: dict[str, dict[str, Any]] = yaml.safe_load(answer.stdout)["services"]
-    # Compose 1 prints the services of all profiles.
-    return {name: each for name, each in tree.items() if set(each["profiles"]) & set(profiles)}
+    return tree
+
+
+def of(services: dict[str, dict[str, Any]], *profiles: str) -> dict[str, dict[str, Any]]:
+    """The services of some profiles."""
+    return {name: each for name, each in services.items() if set(each["profiles"]) & set(profiles)}
 
 
 def gpus(service: dict[str, Any]) -> list[str]:
@@ -50,21 +57,27 @@ def gpus(service: dict[str, Any]) -> list[str]:
     return ids
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_a_profile_is_complete(profile: str, tmp_path: Path) -> None:
-    services = resolved(tmp_path, profile, "observability")
-    for name, service in services.items():
-        assert set(service.get("depends_on", ())) <= set(services), name
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "colocated"])
+def test_a_profile_is_complete(profile: str, services: dict[str, dict[str, Any]]) -> None:
+    own = of(services, profile, "observability")
+    for name, service in own.items():
+        assert set(service.get("depends_on", ())) <= set(own), name
         assert service["read_only"] is True
-    assert {"certs", "redis", "collector", "prometheus"} < set(services)
+    assert {"certs", "redis", "collector", "prometheus"} < set(own)
 
 
-def test_the_gpu_profile_gives_each_process_of_the_example_a_gpu(tmp_path: Path) -> None:
-    services = resolved(tmp_path, "gpu")
-    command = services["controller-gpu"]["command"]
+def configured(controller: dict[str, Any]) -> RunConfig:
+    """What a controller's command gives the run."""
+    command = controller["command"]
     words = command.split() if isinstance(command, str) else command
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
-    config = load(RunConfig, source.ROOT / words[words.index("--config") + 1], overrides)
+    return load(RunConfig, source.ROOT / words[words.index("--config") + 1], overrides)
+
+
+def test_the_gpu_profile_gives_each_process_of_the_example_a_gpu(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    config = configured(services["controller-gpu"])
     assert config.learner.devices is config.rollout.devices is None
     learner = services["learner-gpu"]
     rollouts = [service for name, service in services.items() if name.startswith("rollout-gpu-")]
@@ -73,6 +86,26 @@ def test_the_gpu_profile_gives_each_process_of_the_example_a_gpu(tmp_path: Path)
     assert len(rollouts) == config.rollout.replicas
     every = gpus(learner) + [gpu for service in rollouts for gpu in gpus(service)]
     assert sorted(every) == [str(gpu) for gpu in range(8)]
+
+
+def test_the_colocated_profile_has_a_rank_and_a_server_on_each_gpu(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    config = configured(services["controller-colocated"])
+    assert (config.placement, config.weights.backend) == ("colocated", "shared")
+    assert config.rollout.sleep != "auto"  # which nobody would decide here
+    learner = services["learner-colocated"]
+    rollouts = [service for name, service in services.items() if name.startswith("rollout-colocated-")]
+    assert int(learner["environment"]["PET_NPROC_PER_NODE"]) == config.learner.world_size == 8
+    assert len(rollouts) == config.rollout.replicas == 8
+    devices = [str(gpu) for gpu in range(8)]
+    assert sorted(service["environment"]["CUDA_VISIBLE_DEVICES"] for service in rollouts) == devices
+    for service in (learner, *rollouts):
+        assert gpus(service) == devices
+        # Memory is opened through the other process, which each must see.
+        assert service["pid"] == "service:processes"
+        assert "processes" in service["depends_on"]
+    assert services["processes"]["restart"] == "unless-stopped"
 
 
 @pytest.fixture

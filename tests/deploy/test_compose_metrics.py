@@ -16,8 +16,9 @@ from support.prometheus_server import PrometheusServer
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
 # Steps as long as the demo's, and so many that servers start, take part and end in the meantime.
+NUM_STEPS = 36
 STEPS = (
-    "trainer.total_steps=50",
+    f"trainer.total_steps={NUM_STEPS}",
     "trainer.test_freq=0",
     "trainer.save_freq=0",
     "data.val_files=[]",
@@ -70,7 +71,7 @@ def test_members_come_and_go_seen_by_prometheus_and_a_collector(prometheus: str,
         checked = stack.in_volumes("paceline", "verify", "runs/scaled", check=False)
         assert checked.returncode == 0, checked.stdout + checked.stderr
         print(checked.stdout)
-    assert last == 50
+    assert last == NUM_STEPS
     assert steps_by_trace(kept.spans) == dict.fromkeys(range(1, last + 1), SERVICES)
 
 

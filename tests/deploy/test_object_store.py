@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.launch.machine import free_port
+from support.s3_server import use_s3_server
 from support.training_run import (
     TRANSPORT,
     Row,
@@ -36,12 +37,6 @@ pytestmark = [
 ]
 
 LEARN = ("phase", "learn", 3)
-CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "testing",
-    "AWS_SECRET_ACCESS_KEY": "testing",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
 
 
 @pytest.fixture(scope="session")
@@ -78,12 +73,7 @@ def _make_bucket(url: str) -> None:
 @pytest.fixture
 def store(moto: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The object store, which the run finds through the environment."""
-    import s3fs
-
-    for name, value in (CREDENTIALS | {"AWS_ENDPOINT_URL": moto}).items():
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    return s3fs.S3FileSystem()
+    return use_s3_server(moto, monkeypatch)
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint_in_the_object_store(

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 
 from paceline.core.scoring import ScoreItem
 from paceline.sdk import RewardClient
 from paceline.service.credentials import TLS_DIR, TlsFiles, server_name
 from support.joining import join_and_leave
+from support.small_run import METRICS_PORT, LocalRun
 from support.training_run import (
     PACELINE,
+    Row,
     TrainingRun,
     assert_same_metrics,
     assert_sound,
-    prepare_inputs,
     tiny_config,
     training,
 )
@@ -35,47 +35,17 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-METRICS_PORT = 9480
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
-SECTIONS: dict[str, Any] = {
-    "trainer": {"total_steps": 2},
-    "telemetry": {"prometheus_port": METRICS_PORT},
-}
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_inputs(tmp_path_factory.mktemp("inputs"), num_train=80, num_val=8)
-
-
-def listening(run: TrainingRun) -> list[tuple[str, str, int]]:
-    """Command, address and port of every TCP port on which a process of the run listens."""
-    leaders = set(run.note["pids"].values())
-    pids = leaders | {c.pid for pid in leaders for c in psutil.Process(pid).children(recursive=True)}
-    return [
-        (psutil.Process(c.pid).name(), c.laddr.ip, c.laddr.port)
-        for c in psutil.net_connections(kind="tcp")
-        if c.status == psutil.CONN_LISTEN and c.pid in pids
-    ]
-
-
-@pytest.fixture(scope="module")
-def plain_metrics(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of the run without TLS; while it trains, no port of it can be reached from another machine."""
-    with training(tiny_config(inputs, **SECTIONS), tmp_path_factory.mktemp("plain") / "run") as run:
-        run.wait_for(lambda event: event["event"] == "commit")
-        ports = listening(run)
-        assert run.finish() == 0
+def test_no_port_of_a_run_answers_beyond_loopback(local_run: LocalRun) -> None:
+    """torch's stores and gloo listened on every interface, or on that of the machine's name."""
+    ports = local_run.listening
     # Redis, four services, five metrics endpoints, two stores, gloo on three ranks, the engine's own.
     assert len(ports) >= 15, ports
     assert {METRICS_PORT + number for number in range(5)} <= {port for _, _, port in ports}
-    assert [found for found in ports if found[1] not in LOOPBACK] == []
-    return run.metrics
-
-
-def test_no_port_of_a_run_answers_beyond_loopback(plain_metrics: list[dict[str, Any]]) -> None:
-    """torch's stores and gloo listened on every interface, or on that of the machine's name."""
-    assert [row["step"] for row in plain_metrics] == [0, 1, 2]
+    assert [each for each in ports if each[1] not in LOOPBACK] == []
+    assert [row["step"] for row in local_run.metrics] == [0, 1, 2, 3]
 
 
 @pytest.fixture
@@ -89,9 +59,13 @@ def certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_over_tls_trains_what_the_plain_run_trains(
-    inputs: Path, plain_metrics: list[dict[str, Any]], certificates: Path, tmp_path: Path
+    small_inputs: Path,
+    small_run: dict[str, Any],
+    undisturbed: list[Row],
+    certificates: Path,
+    tmp_path: Path,
 ) -> None:
-    with training(tiny_config(inputs, **SECTIONS), tmp_path / "run") as run:
+    with training(tiny_config(small_inputs, **small_run), tmp_path / "run") as run:
         run.wait_for(lambda event: event["event"] == "commit")
         controller = (run.run_dir / "controller.address").read_text().strip()
         assert answers(controller, certificates, certificate="client")
@@ -100,13 +74,15 @@ def test_a_run_over_tls_trains_what_the_plain_run_trains(
         assert status(run, None).returncode != 0
         assert score_from_outside(run, certificates) == [1.0, 0.0]
         assert run.finish() == 0
-    assert_same_metrics(run.metrics, plain_metrics)
+    assert_same_metrics(run.metrics, undisturbed)
     assert_sound(run)
 
 
-def test_members_join_over_tls(inputs: Path, certificates: Path, tmp_path: Path) -> None:
+def test_members_join_over_tls(small_inputs: Path, certificates: Path, tmp_path: Path) -> None:
     """By the printed commands alone."""
-    config = tiny_config(inputs, trainer={"total_steps": 1000, "save_freq": 0}, learner={"world_size": 1})
+    config = tiny_config(
+        small_inputs, trainer={"total_steps": 1000, "save_freq": 0}, learner={"world_size": 1}
+    )
     with training(config, tmp_path / "run", "--open", "trainer.val_before_train=false") as run:
         join_and_leave(run, tmp_path)
         run.process.terminate()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from support.hosts import Network, need_namespaces, network
-from support.hosts_run import MASTER_PORT, HostsRun, Up, need_redis_with_tls
+from support.hosts_run import MASTER_PORT, HostsRun, Up
+from support.redis_servers import need_redis_with_tls
 from support.training_run import TRANSPORT, Row, assert_same_metrics
 
 pytestmark = [

@@ -50,6 +50,12 @@ class TestOverlong:
         assert metrics["overlong/share"] == sum(row.num_response_tokens > 4 for row in rows) / len(rows)
         assert 0.2 < metrics["overlong/share"] < 0.8
 
+    def test_tokens_of_tools_do_not_count(self) -> None:
+        rows, _ = make_batch(step=1, seed=1)
+        longer = [replace(row, num_response_tokens=8) for row in rows]
+        config = run_config(Path("m"), **OVERLONG)
+        assert shaping.overlong_scores(config, longer) == shaping.overlong_scores(config, rows)
+
     def test_the_step_is_that_of_the_shaped_scores(
         self, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -130,7 +130,7 @@ def test_a_field_of_any_content_is_accepted_or_rejected_with_a_reason(
 @given(ANY_MESSAGE, st.data())
 @settings(max_examples=60)
 def test_every_field_is_needed(message: Message, data: st.DataObject) -> None:
-    optional = {"reward", "reward_error", "text_key"}
+    optional = {"reward", "reward_error", "text_key", "episode", "messages"}
     names = [name for name in msgpack.unpackb(encode(message)) if name not in optional]
     name = data.draw(st.sampled_from(names))
     with pytest.raises(InvalidMessageError) as caught:
@@ -140,11 +140,11 @@ def test_every_field_is_needed(message: Message, data: st.DataObject) -> None:
 
 
 @given(
-    ANY_MESSAGE, st.integers(-5, 50).filter(lambda version: version != 3) | st.sampled_from(["3", 3.0, True])
+    ANY_MESSAGE, st.integers(-5, 50).filter(lambda version: version != 4) | st.sampled_from(["4", 4.0, True])
 )
 @settings(max_examples=40)
 def test_other_schema_versions_are_rejected(message: Message, version: object) -> None:
-    with pytest.raises(InvalidMessageError, match="this build reads 3") as caught:
+    with pytest.raises(InvalidMessageError, match="this build reads 4") as caught:
         decode(type(message), altered(message, schema=version))
     assert caught.value.reason == "unknown_schema"
 
@@ -301,6 +301,9 @@ def test_rejections_of_trajectory_ids(header: TrajectoryHeader, trajectory_id: o
         ({"components": {"a": float("nan")}}, "not_finite"),
         ({"components": {"a": "1"}}, "wrong_type"),
         ({"num_response_tokens": 0}, "out_of_range"),
+        ({"num_sampled_tokens": -1}, "out_of_range"),
+        ({"episode": {"stop_reason": "done", "num_turns": 0}}, "out_of_range"),
+        ({"episode": "done"}, "wrong_type"),
         ({"finish_reason": "tired"}, "unknown_value"),
         ({"generation_s": -1.0}, "out_of_range"),
         ({"text_key": "x" * 513}, "too_large"),
@@ -350,9 +353,9 @@ def test_messages_over_the_size_cap_are_not_even_opened(message: Message) -> Non
 
 
 def test_the_bytes_of_a_schema_version_do_not_change() -> None:
-    """Version 3 as it was first written: a reader of another build must understand it."""
+    """Version 4 as it was first written: a reader of another build must understand it."""
     recorded = bytes.fromhex(
-        "8ba6736368656d6103a46b696e64ac70726f6d70745f67726f7570"
+        "8ca6736368656d6104a46b696e64ac70726f6d70745f67726f7570"
         "a672756e5f6964a172a47374657003a7707572706f7365a5747261696ea970726f6d70745f696407"
         "b070726f6d70745f746f6b656e5f696473c4080500000000010000"
         "a873616d706c696e6785ab74656d7065726174757265cb3ff0000000000000aa6d61785f746f6b656e7304"
@@ -360,7 +363,7 @@ def test_the_bytes_of_a_schema_version_do_not_change() -> None:
         "a57365656473920b0c"
         "a6706f6c696379920ab030313233343536373839616263646566"
         "a7636f6e7465787484ac67726f756e645f7472757468a23432ab646174615f736f75726365a0"
-        "ab70726f6d70745f74657874a0a5657874726181a16b90"
+        "ab70726f6d70745f74657874a0a5657874726181a16b90a86d65737361676573c0"
     )
     group = wire.decode_prompt_group(recorded)
     assert encode(group) == recorded
@@ -369,3 +372,12 @@ def test_the_bytes_of_a_schema_version_do_not_change() -> None:
     assert group.seeds == (11, 12)
     assert (group.policy.version, group.policy.digest) == (10, "0123456789abcdef")
     assert group.context.extra == {"k": []}
+
+
+@given(domain.trajectories())
+@settings(max_examples=10)
+def test_what_was_not_sampled_has_no_log_prob(trajectory: Trajectory) -> None:
+    mask, log_probs = trajectory.response_mask.copy(), trajectory.response_log_probs.copy()
+    mask[-1], log_probs[-1] = 0, -0.5
+    unsound = dataclasses.replace(trajectory, response_mask=mask, response_log_probs=log_probs)
+    assert rejected(unsound) == "inconsistent"

@@ -23,16 +23,25 @@ from support import domain
 lengths = st.integers(1, 2**31 - 1)
 steps = st.integers(1, 2**63 - 1)
 scales = st.floats(0.0, 1.0, exclude_min=True)
-rows = st.builds(
-    BatchRow,
-    trajectory_id=domain.trajectory_ids,
-    blob_key=domain.names,
-    blob_digest=domain.blob_digests,
-    reward=domain.finite,
-    num_prompt_tokens=lengths,
-    num_response_tokens=lengths,
-    greedy_score=st.none() | domain.finite,
-)
+
+
+@st.composite
+def batch_rows(draw: st.DrawFn) -> BatchRow:
+    """Rows with at most as many sampled tokens as response tokens."""
+    num_sampled = draw(lengths)
+    return BatchRow(
+        trajectory_id=draw(domain.trajectory_ids),
+        blob_key=draw(domain.names),
+        blob_digest=draw(domain.blob_digests),
+        reward=draw(domain.finite),
+        num_prompt_tokens=draw(lengths),
+        num_response_tokens=draw(st.integers(num_sampled, 2**31 - 1)),
+        num_sampled_tokens=num_sampled,
+        greedy_score=draw(st.none() | domain.finite),
+    )
+
+
+rows = batch_rows()
 adjustments = st.builds(
     Adjustments,
     lr_scale=scales,
@@ -73,6 +82,7 @@ ORDER = TrainOrder(
             reward=0.5,
             num_prompt_tokens=2,
             num_response_tokens=4,
+            num_sampled_tokens=3,
         ),
     ),
 )

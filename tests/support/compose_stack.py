@@ -12,6 +12,7 @@ import subprocess
 import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 from support import source
@@ -80,14 +81,21 @@ class Stack:
         return _run([*self._words, *words], check=check, timeout_s=timeout_s, env=self._env).stdout
 
     @contextlib.contextmanager
-    def settings(self, run: str, *overrides: str, **env: str) -> Iterator[None]:
-        """What `.env` would say of a run; removes its containers at the end, whatever happens."""
+    def settings(self, run: str, *overrides: str, file: Path | None = None, **env: str) -> Iterator[None]:
+        """What `.env` would say of a run, and a further compose file.
+
+        Removes its containers at the end, whatever happens.
+        """
         self.run = run
+        words = self._words
+        if file is not None:
+            self._words = [*words, "--file", str(file)]
         self._env |= {"RUN": run, "OVERRIDES": " ".join(overrides), "CONTROLLER_PORT": "0", **env}
         try:
             yield
         finally:
             self.down("--timeout", "20")
+            self._words = words
 
     @contextlib.contextmanager
     def up(

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import RewardErrorKind
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
@@ -85,6 +86,7 @@ prompt_groups = st.builds(
     seeds=st.lists(counts, min_size=1, max_size=9).map(tuple),
     policy=policies,
     context=contexts,
+    messages=st.lists(st.dictionaries(names, plain, max_size=2), max_size=2).map(tuple),
 )
 
 
@@ -92,20 +94,30 @@ prompt_groups = st.builds(
 def trajectories(draw: st.DrawFn) -> Trajectory:
     """Samples whose three response arrays are equally long."""
     length = draw(st.integers(1, 30))
+    mask = draw(masks(length))
     return Trajectory(
         run_id=draw(names),
         trajectory_id=draw(trajectory_ids),
         policy=draw(policies),
         prompt_token_ids=draw(token_ids(st.integers(1, 20))),
         response_token_ids=draw(token_ids(length)),
-        response_log_probs=draw(log_probs(length)),
-        response_mask=draw(masks(length)),
+        response_log_probs=draw(log_probs(length)) * mask,
+        response_mask=mask,
         finish_reason=draw(st.sampled_from(FinishReason)),
         sampling=draw(samplings),
         seed=draw(counts),
     )
 
 
+episodes = st.none() | st.builds(
+    EpisodeOutcome,
+    stop_reason=names,
+    num_turns=st.integers(1, 99),
+    num_tool_calls=st.integers(0, 99),
+    tool_s=seconds,
+    reward=st.none() | finite,
+    components=st.dictionaries(names, finite, max_size=3),
+)
 num_tokens = st.integers(1, 2**20)
 blob_digests = st.text("0123456789abcdef", min_size=32, max_size=32)
 trajectory_headers = st.builds(
@@ -117,10 +129,12 @@ trajectory_headers = st.builds(
     blob_digest=blob_digests,
     num_prompt_tokens=num_tokens,
     num_response_tokens=num_tokens,
+    num_sampled_tokens=num_tokens,
     finish_reason=st.sampled_from(FinishReason),
     server_id=names,
     seconds=seconds,
     context=contexts,
+    episode=episodes,
 )
 reward_errors = st.tuples(st.sampled_from([kind.value for kind in RewardErrorKind]), texts)
 
@@ -137,6 +151,7 @@ def scored_headers(draw: st.DrawFn) -> ScoredHeader:
         blob_digest=draw(blob_digests),
         num_prompt_tokens=draw(num_tokens),
         num_response_tokens=draw(num_tokens),
+        num_sampled_tokens=draw(num_tokens),
         finish_reason=draw(st.sampled_from(FinishReason)),
         server_id=draw(names),
         generation_s=draw(seconds),
@@ -146,6 +161,7 @@ def scored_headers(draw: st.DrawFn) -> ScoredHeader:
         scorer=draw(names),
         reward_s=draw(seconds),
         text_key=draw(st.just("") | names),
+        episode=draw(episodes),
     )
 
 

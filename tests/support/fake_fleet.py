@@ -283,6 +283,7 @@ def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Out
         blob_digest=blob_digest(b"x"),
         num_prompt_tokens=len(np.asarray(group.prompt_token_ids)),
         num_response_tokens=2,
+        num_sampled_tokens=2,
         finish_reason=FinishReason.STOP,
         server_id="fake",
         generation_s=0.0,

@@ -33,6 +33,7 @@ def scored(
         blob_digest=blob_digest(f"{prompt_id}:{sample_index}:{server_id}".encode()),
         num_prompt_tokens=4,
         num_response_tokens=2,
+        num_sampled_tokens=2,
         finish_reason=finish_reason,
         server_id=server_id,
         generation_s=0.1,

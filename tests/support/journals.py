@@ -182,6 +182,7 @@ def row(step: int, name: str) -> BatchRow:
         reward=reward_of(name),
         num_prompt_tokens=1,
         num_response_tokens=1,
+        num_sampled_tokens=1,
         greedy_score=0.5,
     )
 

@@ -131,6 +131,7 @@ def make_batch(
                     reward=float(rng.normal()),
                     num_prompt_tokens=len(prompt),
                     num_response_tokens=length,
+                    num_sampled_tokens=length,
                     greedy_score=prompt_id / 4 if with_greedy else None,
                 )
             )

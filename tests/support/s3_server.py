@@ -39,33 +39,40 @@ class S3Server(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def environment(self) -> dict[str, str]:
-        """What s3fs needs to find this server."""
-        return {
-            "AWS_ENDPOINT_URL": self.url,
-            "AWS_ACCESS_KEY_ID": "testing",
-            "AWS_SECRET_ACCESS_KEY": "testing",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-
     def gets(self, ending: str) -> int:
         return sum(method == "GET" and path.endswith(ending) for method, path in self.calls)
+
+
+def aws_environment(url: str) -> dict[str, str]:
+    """What s3fs needs to find a server."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+def use_s3_server(url: str, patch: pytest.MonkeyPatch) -> Any:
+    """A file system on a server, which everything that is started from here finds through the environment."""
+    import s3fs
+
+    for name, value in aws_environment(url).items():
+        patch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    return s3fs.S3FileSystem()
 
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """A server that s3fs finds through the environment."""
-    import s3fs
-
     server = S3Server()
-    s3fs.S3FileSystem.clear_instance_cache()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in server.environment().items():
-                patch.setenv(name, value)
+            use_s3_server(server.url, patch)
             yield server
     finally:
         server.shutdown()

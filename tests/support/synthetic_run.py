@@ -23,6 +23,7 @@ def write_run(folder: Path, *, num_steps: int) -> Path:
     (folder / "config.resolved.yaml").write_text(
         "trainer:\n  total_steps: 60\nbroker:\n  url: redis://:hunter2@10.0.0.1:6379/0\n"
     )
+    (folder / "spans.jsonl").write_text("".join(json.dumps(span) + "\n" for span in _spans(num_steps)))
     for name, step in (("step", 1), ("step", num_steps), ("val", num_steps)):
         _trajectories(folder / "trajectories", name, step, draw)
     return folder
@@ -75,6 +76,7 @@ def _metrics(step: int, num_steps: int, draw: random.Random) -> dict[str, float 
 def _events() -> list[dict[str, object]]:
     events: list[dict[str, object]] = [{"event": "run", "run_id": "demo-1", "step": 0}]
     events += [{"event": "phase", "step": 0, "source": "starting", "to": "forming"}]
+    events += _fleet()
     events += [{"event": "trajectory", "id": f"train:1:{i}:0", "verdict": "admitted"} for i in range(512)]
     events += [{"event": "trajectory", "id": "train:1:0:0", "verdict": "duplicate"}] * 3
     events += [
@@ -94,6 +96,41 @@ def _events() -> list[dict[str, object]]:
         {"event": "end", "ok": True, "message": "60 steps done", "step": 60},
     ]
     return [{"n": n, "time": 1_700_000_000.0 + 0.5 * n, **event} for n, event in enumerate(events)]
+
+
+def _fleet() -> list[dict[str, object]]:
+    changes = [("registered", "learner-0"), ("state:ready", "learner-0"), ("registered", "rollout-0")]
+    changes += [("state:serving", "rollout-0"), ("dead", "rollout-0"), ("registered", "rollout-0")]
+    changes += [("state:serving", "rollout-0")]
+    events: list[dict[str, object]] = [
+        {"event": "member", "member": who, "what": what} for what, who in changes
+    ]
+    return [*events, {"event": "commit", "version": 60, "servers": ["rollout-0"]}]
+
+
+def _spans(num_steps: int) -> list[dict[str, object]]:
+    """A trace for each step."""
+    spans: list[dict[str, object]] = []
+    for step in range(1, num_steps + 1):
+        for instance, name, start, seconds in (
+            ("controller", "collect", 0.0, 1.4),
+            ("rollout-0", "rollout.generate", 0.1, 1.2),
+            ("learner-0", "learner.train_step", 1.5, 2.4),
+            ("controller", "step", 0.0, 4.0),
+        ):
+            spans.append(
+                {
+                    "service": f"paceline.{instance.partition('-')[0]}",
+                    "instance": instance,
+                    "name": name,
+                    "trace_id": f"{step:032x}",
+                    "span_id": f"{len(spans):016x}",
+                    "start_s": 1_700_000_000.0 + 5 * step + start,
+                    "duration_s": seconds,
+                    "attributes": {"paceline.step": step} if name == "step" else {},
+                }
+            )
+    return spans
 
 
 def _fired(
@@ -137,7 +174,11 @@ def _trajectories(folder: Path, name: str, step: int, draw: random.Random) -> No
                     "reward": float(right_answer),
                     "components": json.dumps({"exact_match": float(right_answer), "brevity": 0.5}),
                     "num_response_tokens": 4,
+                    "num_sampled_tokens": 4,
                     "finish_reason": "stop",
+                    "response_token_ids": [4, 5, 6, 7],
+                    "response_log_probs": [-0.1, -0.2, -3.0, -0.1],
+                    "learner_log_probs": [-0.1, -0.25, -3.0, -0.1],
                 }
             )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}_{step:06d}.parquet")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paceline.broker import Outgoing, names
+from paceline.core.episode import EpisodeOutcome
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import FinishReason, RewardContext, SamplingSpec, Trajectory, TrajectoryHeader
@@ -25,20 +26,23 @@ def finished_sample(
     ground_truth: str = "",
     extra: Mapping[str, object] | None = None,
     traceparent: str = "",
+    mask: Sequence[int] = (),
+    episode: EpisodeOutcome | None = None,
 ) -> Outgoing:
     """The message, its blob included, that a rollout server appends for one sample."""
     trajectory_id = TrajectoryId(
         step=step, purpose=Purpose.TRAIN.value, prompt_id=prompt_id, sample_index=sample_index
     )
     response = np.asarray(response_token_ids, dtype=np.int32)
+    sampled = np.asarray(mask or [1] * len(response), dtype=np.uint8)
     trajectory = Trajectory(
         run_id=run_id,
         trajectory_id=trajectory_id,
         policy=POLICY,
         prompt_token_ids=np.asarray([1, 2, 3], dtype=np.int32),
         response_token_ids=response,
-        response_log_probs=np.full(len(response), -0.5, dtype=np.float32),
-        response_mask=np.ones(len(response), dtype=np.uint8),
+        response_log_probs=np.where(sampled, np.float32(-0.5), np.float32(0.0)),
+        response_mask=sampled,
         finish_reason=FinishReason.STOP,
         sampling=SamplingSpec(temperature=1.0, max_tokens=16),
         seed=7,
@@ -53,12 +57,14 @@ def finished_sample(
         blob_digest=blob_digest(blob),
         num_prompt_tokens=3,
         num_response_tokens=len(response),
+        num_sampled_tokens=int(sampled.sum()),
         finish_reason=FinishReason.STOP,
         server_id="rollout-0",
         seconds=0.25,
         context=RewardContext(
             ground_truth=ground_truth, data_source="test", prompt_text="how many?", extra=extra or {}
         ),
+        episode=episode,
     )
     return Outgoing(
         stream=names.trajectories(run_id),

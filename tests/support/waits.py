@@ -63,6 +63,14 @@ NEEDLESS: dict[str, str] = {
     "paceline.service.member:MemberSession.until_leaving: self._draining.wait": _TOLD,
     "paceline.service.member:MemberSession._register: asyncio.wait": _CANCELLED,
     "paceline.sdk.server:serve_reward.serve: context.stopping.wait": _TOLD,
+    "paceline.sdk.attach:attach_reward.serve: await running": _TOLD,
+    "paceline.sdk.attach:_Batches.score: await done": _OTHERS_END_IT,
+    "paceline.sdk.attach:_streamed: reward_pb2_grpc.RewardGatewayStub(channel).Attach": (
+        "lasts as long as the run, at most ten minutes a stream; the keep-alive ends it 15 s after a loss"
+    ),
+    "paceline.service.attaching:_Stream._messages: self._changed.wait": "ends with its stream",
+    "paceline.service.attaching:_Stream._on_stop: self._stopping.wait": _TOLD,
+    "paceline.service.gateway:Gateway.ask: await answer": _OTHERS_END_IT,
     "paceline.service.runtime:ServiceContext.stopping_or: asyncio.wait": _TOLD,
     "paceline.service.runtime:ServiceContext.stopping_or: self.stopping.wait": _TOLD,
     "paceline.service.member:MemberSession.reporting: await work": _TOLD,
@@ -96,7 +104,7 @@ NEEDLESS: dict[str, str] = {
         "an idle task of the pool waits for work; closing the pool cancels it"
     ),
     "paceline.reward.functions.pool:FunctionPool.score: await done": _OTHERS_END_IT,
-    "paceline.reward.functions.frames:receive: stream.readexactly": "the callers wait for it with a deadline",
+    "paceline.service.children.frames:receive: stream.readexactly": "the callers wait for it with a deadline",
     "paceline.reward.remote.client:call_score: reward_pb2_grpc.RewardServiceStub(channel).Score": (
         "named here and called in the next line, with a deadline"
     ),

@@ -31,7 +31,9 @@ from support.closed_server import methods, path
 SECRET = "a secret of the run"
 METHODS = {path(method): method for method in methods()}
 SCORE = "/paceline.rpc.v1.RewardService/Score"
-INSIDE = sorted(METHODS.keys() - {SCORE})
+ATTACH = "/paceline.rpc.v1.RewardGateway/Attach"
+OUTSIDE = (SCORE, ATTACH)
+INSIDE = sorted(METHODS.keys() - {*OUTSIDE})
 HEALTH = "/grpc.health.v1.Health/Check"
 DOCS = Path(__file__).parents[2] / "docs" / "security.md"
 BIG = b"\0" * (8 << 20)
@@ -73,7 +75,9 @@ class Server:
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
         channel = self.channel(certificate)
         try:
-            if method in METHODS and METHODS[method].server_streaming:
+            if method in METHODS and METHODS[method].client_streaming:
+                list(channel.stream_stream(method)(iter([message]), metadata=metadata, timeout=10))
+            elif method in METHODS and METHODS[method].server_streaming:
                 list(channel.unary_stream(method)(message, metadata=metadata, timeout=10))
             else:
                 channel.unary_unary(method)(message, metadata=metadata, timeout=10)
@@ -113,8 +117,9 @@ def reward_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def scoped(method: str, *, days: float = 1, right: bool = True) -> str:
     """A token whose scope is, or is not, for the method."""
-    is_reward = "RewardService" in method
-    scope = Scope.REWARD if is_reward == right else Scope.STATUS
+    opener = {SCORE: Scope.REWARD, ATTACH: Scope.ATTACH}.get(method, Scope.STATUS)
+    other = Scope.ATTACH if method == SCORE else Scope.REWARD
+    scope = opener if right else other
     return tokens.mint(SECRET, scope, expires_at=time.time() + days * 86_400)
 
 
@@ -163,18 +168,19 @@ def test_a_caller_is_refused(server: Server, kind: str, method: str) -> None:
 TOKEN_KINDS = tuple(kind for kind in KINDS if kind.endswith(("token", "scope")))
 
 
+@pytest.mark.parametrize("method", OUTSIDE)
 @pytest.mark.parametrize("kind", ["plain text", *TOKEN_KINDS])
-def test_a_reward_service_refuses_who_has_no_token(reward_server: Server, kind: str) -> None:
-    certificate, token, code = refused(kind, SCORE)
+def test_a_reward_service_refuses_who_has_no_token(reward_server: Server, kind: str, method: str) -> None:
+    certificate, token, code = refused(kind, method)
     certificate = "plain text" if kind == "plain text" else "none"
-    assert reward_server.ask(SCORE, certificate=certificate, token=token, message=b"\xff") is code
+    assert reward_server.ask(method, certificate=certificate, token=token, message=b"\xff") is code
 
 
 def test_a_reward_service_asks_for_a_token_and_no_certificate(reward_server: Server) -> None:
     """It serves nothing else: a method of another service would still need the certificate of its role."""
-    scoped_token = tokens.mint(SECRET, Scope.REWARD, expires_at=time.time() + 60)
-    for token in (SECRET, scoped_token):
-        assert reward_server.ask(SCORE, certificate="none", token=token) is StatusCode.UNIMPLEMENTED
+    for method in OUTSIDE:
+        for token in (SECRET, scoped(method)):
+            assert reward_server.ask(method, certificate="none", token=token) is StatusCode.UNIMPLEMENTED
     assert reward_server.ask(HEALTH, certificate="none", token="") is StatusCode.OK
     for method in INSIDE:
         assert reward_server.ask(method, certificate="none", token=SECRET) is StatusCode.PERMISSION_DENIED
@@ -199,9 +205,7 @@ def test_a_scoped_token_opens_its_methods_alone(server: Server) -> None:
             for method in METHODS
             if server.ask(method, certificate="host", token=token) is StatusCode.UNIMPLEMENTED
         }
-        wanted = (
-            {m for m in METHODS if "RewardService" in m} if scope is Scope.REWARD else set(STATUS_METHODS)
-        )
+        wanted = {Scope.REWARD: {SCORE}, Scope.ATTACH: {ATTACH}, Scope.STATUS: set(STATUS_METHODS)}[scope]
         assert opened == wanted
 
 
@@ -244,7 +248,8 @@ def _rows(heading: str) -> dict[str, str]:
 def test_the_document_has_every_method_and_every_refusal() -> None:
     rows = _rows("Who may call what")
     assert set(rows) == {method.removeprefix("/paceline.rpc.v1.") for method in METHODS}
-    assert rows.pop("RewardService/Score") == "everyone who has a token"
+    for method in OUTSIDE:
+        assert rows.pop(method.removeprefix("/paceline.rpc.v1.")) == "everyone who has a token"
     for method in INSIDE:
         named = set(rows[method.removeprefix("/paceline.rpc.v1.")].split(", "))
         assert named == (callers(method) or set())

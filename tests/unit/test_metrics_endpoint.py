@@ -17,7 +17,7 @@ from paceline.cli.launch.machine import free_port
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.service import prometheus, telemetry
 from paceline.service.credentials import CA_FILE, TLS_DIR, TlsFiles
-from paceline.service.metrics_server import PLAIN
+from paceline.service.prometheus import PLAIN
 
 pytest.importorskip("prometheus_client", reason="pip install opentelemetry-exporter-prometheus")
 

@@ -14,8 +14,8 @@ from paceline.core.step_metrics import STEP_METRICS, meaning
 from support import source
 
 _KEY = re.compile(
-    r"(actor|algorithm|barrier|critic|dynamic_sampling|groups|guard|overlong|perf|resample|response_length"
-    r"|reward|rollout|timing_s|val|weights)(/[\w]+|/NAME)+"
+    r"(actor|algorithm|barrier|critic|dynamic_sampling|episode|groups|guard|overlong|perf|resample"
+    r"|response_length|reward|rollout|timing_s|val|weights)(/[\w]+|/NAME)+"
 )
 _LOSSES = "paceline.learner.algorithms.registry"
 _OF_EACH_NETWORK = ("grad_norm", "lr", "skipped_updates")

@@ -179,8 +179,10 @@ def test_the_profile_mounts_the_files_and_scrapes_what_the_services_serve() -> N
     members = {
         name for name, tree in services.items() if "PACELINE_PROMETHEUS_PORT" in tree.get("environment", {})
     }
-    # The network's alias of either profile's controller is `controller`.
-    assert members - {"controller-gpu"} == set(scraped)
+    # The network's alias of every profile's controller is `controller`.
+    controllers = {"controller", "controller-gpu", "controller-colocated"}
+    assert members - (controllers - {"controller"}) == set(scraped)
     for name in members:
         port = services[name]["environment"]["PACELINE_PROMETHEUS_PORT"]
-        assert port == f"${{METRICS_PORT:-{scraped[name.removesuffix('-gpu')]}}}"
+        own = "controller" if name in controllers else name
+        assert port == f"${{METRICS_PORT:-{scraped[own]}}}"

@@ -12,6 +12,7 @@ import pytest
 
 from paceline.broker import Mailbox, Outgoing, names
 from paceline.broker.memory import MemoryBroker, MemoryStore
+from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import InvalidMessageError, RewardError, RewardErrorKind
 from paceline.core.ids import Purpose
 from paceline.core.scoring import ScoreItem
@@ -22,6 +23,7 @@ from paceline.wire import blob_digest, decode_scored
 from support.trajectories import POLICY, finished_sample
 
 RUN = "run-1"
+EPISODE = EpisodeOutcome(stop_reason="answered", num_turns=2, num_tool_calls=1, tool_s=0.5)
 
 
 class Letters:
@@ -375,3 +377,16 @@ async def test_a_consumer_that_is_stopped_ends_after_the_thread_that_decodes(ben
         await asyncio.wait([work])
         assert ended.is_set()
     assert await bench.pending() == 1
+
+
+async def test_of_an_episode_the_last_answer_is_scored_and_all_of_it_is_kept(bench: Bench) -> None:
+    mask = [1, 1, 0, 0, 1, 1, 1]
+    await bench.broker.append([finished_sample(RUN, 5, tokens("abxycde"), mask=mask, episode=EPISODE)])
+    async with bench.working():
+        (header,) = await bench.headers(1)
+        await settle()
+    assert bench.scorer.items[0].response == "cde"
+    assert header.episode == EPISODE
+    (text,) = await bench.broker.get_blobs([header.text_key])
+    assert text is not None
+    assert text.decode() == "ab\u27e6xy\u27e7cde"

@@ -303,6 +303,12 @@ def test_component_names_are_unique() -> None:
         WeightedSum.configured(ScorerSettings(config=repeated.model_copy(update={"services": services})))
 
 
+def test_a_function_named_as_a_total_gets_another_component() -> None:
+    """`val/reward/mean` is the mean of the sums."""
+    config = RewardConfig(functions=(RewardFunctionConfig(name="mine.py:reward"),))
+    assert [spec.name for spec in function_specs(config)] == ["reward_function"]
+
+
 def test_columns_may_not_shadow_what_a_function_is_given() -> None:
     check_extra_keys(["level"])
     with pytest.raises(ConfigError, match="data.extra_keys names prompt, response"):

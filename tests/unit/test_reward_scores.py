@@ -64,6 +64,7 @@ def test_a_weighted_sum_that_overflows_is_not_finite() -> None:
     ("names", "sentence"),
     [
         (["f", "g", "f"], "two scorers are named 'f'"),
+        (["f", "reward"], "no scorer can be named 'reward'"),
         (["a/b"], "hold no slash"),
         ([""], "non-empty"),
     ],

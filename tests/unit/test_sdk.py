@@ -8,10 +8,14 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import grpc
+import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.core.errors import ConfigError, DeadlineError, PacelineError, PeerLostError, RewardError
 from paceline.sdk import RewardClient, RewardServer, ScoreItem, serve_reward
@@ -196,3 +200,118 @@ def test_importing_the_sdk_loads_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50
     )
     assert json.loads(done.stdout) == []
+
+
+async def test_a_call_that_hangs_is_given_up_and_health_says_when_no_more_can() -> None:
+    released = threading.Event()
+
+    def hangs(response: str, ground_truth: str) -> float:
+        if response == "hang":
+            released.wait(30)
+        return 1.0
+
+    async with (
+        RewardServer(hangs, max_concurrent=2, timeout_s=0.2) as server,
+        RewardClient(server.address) as client,
+    ):
+        results = await client.score(items("hang", "a", "a"))
+        assert [result.reward for result in results] == [None, 1.0, 1.0]
+        assert results[0].error == "timeout: hangs raised TimeoutError: not done within 0.2 s"
+        assert await healthy(server.address)
+        await client.score(items("hang"))
+        assert not await healthy(server.address)
+        (result,) = await client.score(items("a"))
+        assert result.error is not None
+        assert result.error.startswith("unavailable: hangs raised ConnectionError: 2 calls of the function")
+    released.set()
+
+
+async def healthy(address: str) -> bool:
+    async with grpc.aio.insecure_channel(address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        answer = await check(health_pb2.HealthCheckRequest(), timeout=5)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_an_async_function_that_blocks_or_exits_harms_its_item_alone() -> None:
+    released = threading.Event()
+
+    async def odd(response: str, ground_truth: str) -> float:
+        match response:
+            case "block":
+                released.wait(30)
+            case "exit":
+                sys.exit(4)
+            case "slow":
+                await asyncio.sleep(30)
+        return 1.0
+
+    async with (
+        RewardServer(odd, max_concurrent=4, timeout_s=0.2) as server,
+        RewardClient(server.address) as client,
+    ):
+        results = await client.score(items("exit", "slow", "a"))
+        assert [result.error for result in results] == [
+            "raised: odd raised RuntimeError: the function raised SystemExit: 4",
+            "timeout: odd raised TimeoutError",
+            None,
+        ]
+        blocked = asyncio.create_task(client.score(items("block")))
+        assert await healthy(server.address)  # the server's own loop goes on
+        ((result,),) = await asyncio.gather(blocked)
+        assert result.error is not None
+        assert result.error.startswith(
+            "timeout: odd raised TimeoutError: not done within 0.2 s, and it blocks"
+        )
+        assert [result.reward for result in await client.score(items("a", "a"))] == [1.0, 1.0]
+    released.set()
+
+
+async def test_an_async_function_keeps_its_loop_between_calls() -> None:
+    loops = set()
+
+    async def function(response: str, ground_truth: str) -> float:
+        loops.add(asyncio.get_running_loop())
+        return 1.0
+
+    async with RewardServer(function) as server, RewardClient(server.address) as client:
+        for _ in range(3):
+            await client.score(items("a", "b"))
+    assert len(loops) == 1
+
+
+async def test_arrays_are_values() -> None:
+    def batch(given: list[ScoreItem]) -> object:
+        return np.arange(len(given), dtype=np.float32)
+
+    def single(response: str, ground_truth: str) -> object:
+        return {"score": np.float32(0.5), "mean": np.ones(3).mean(), "one": np.array(1.0)}
+
+    async with RewardServer(batch, batch=True) as server, RewardClient(server.address) as client:
+        assert [result.reward for result in await client.score(items("a", "b"))] == [0.0, 1.0]
+    async with RewardServer(single) as server, RewardClient(server.address) as client:
+        (result,) = await client.score(items("a"))
+        assert (result.reward, result.components) == (0.5, {"mean": 1.0, "one": 1.0})
+
+
+def test_a_server_whose_function_hangs_ends_soon_after_sigterm(tmp_path: Path) -> None:
+    program = (
+        "import threading\nfrom paceline.sdk import serve_reward\n"
+        "def hangs(response, ground_truth):\n    threading.Event().wait()\n"
+        "serve_reward(hangs, port=0)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stderr is not None
+        address = process.stderr.readline().split()[-1]
+
+        async def ask() -> None:
+            async with RewardClient(address) as client:
+                with pytest.raises(DeadlineError):
+                    await client.score(items("a"), timeout_s=0.5)
+
+        asyncio.run(ask())
+        process.terminate()
+        assert process.wait(timeout=8) == 0

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.report.data import read_jsonl
+from paceline.cli.report.lines import read_jsonl
 from paceline.core.errors import DataError
 
 

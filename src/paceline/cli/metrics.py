@@ -12,6 +12,7 @@ TRAIN_REWARD = "critic/score/mean"
 VAL_REWARD = "val/reward/mean"
 STEP_SECONDS = "timing_s/step"
 TOKENS_PER_S = "perf/tokens_per_s"
+MFU = "perf/mfu"
 
 # Compared before and after, at the head of the page and in the run's closing lines.
 HEADLINES: Mapping[str, str] = {"Validation reward": VAL_REWARD, "Training reward": TRAIN_REWARD}
@@ -62,6 +63,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(TRAIN_REWARD, REWARD, "training", column="reward"),
     Metric(VAL_REWARD, REWARD, "validation", dots=True, column="val"),
     Metric("dynamic_sampling/reward_mean", REWARD, "all samples, groups set aside too"),
+    Metric("reward/std", "Spread of rewards", "standard deviation"),
+    Metric("groups/without_spread", "Groups without spread", "share"),
     # The column KL is to the reference where the run measures it, else of the update.
     Metric("algorithm/reference_kl", "KL", "to the reference", column="KL", format=".4f"),
     Metric("actor/kl_loss", "KL", "KL loss", column="KL", format=".4f"),
@@ -87,6 +90,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/mismatch_kl", "Mismatch of rollout and learner", "mismatch KL"),
     Metric("rollout/logprob_diff_max", "Largest log-prob difference", "largest difference"),
     Metric(TOKENS_PER_S, "Throughput", "tokens/s", column="tokens/s", format=",.0f"),
+    Metric(MFU, "Utilisation", "MFU of the update"),
+    Metric("perf/computed_share", "Utilisation", "computed share"),
+    Metric("perf/overhead_share", "Utilisation", "overhead"),
     Metric("weights/transfer_ms", "Weight push", "transfer"),
     Metric("weights/pause_ms", "Weight push", "pause"),
     # From the bottom of the stack up.
@@ -110,6 +116,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("critic/lr", "Learning rate", "critic"),
 )
 
+# A run without a reference or a penalty writes zeros for these.
+WITHOUT_ZEROS = frozenset({"KL", "KL coefficient"})
+
 # What a chart's title leaves open.
 CHART_NOTES: Mapping[str, str] = {
     "KL": "to the reference per token, and of the update",
@@ -127,6 +136,9 @@ CHART_NOTES: Mapping[str, str] = {
     "Groups that teach": "share of all that dynamic sampling asked for",
     "Mismatch of rollout and learner": "KL estimate per token",
     "Largest log-prob difference": "rollout against learner, any token",
+    "Spread of rewards": "over the samples of a step",
+    "Groups without spread": "share whose samples all have the same reward: they teach nothing",
+    "Utilisation": "MFU; arithmetic left by sharing prompts; share of a step that is no work",
     "Throughput": "prompt and response tokens per second of a step",
     "Weight push": "milliseconds",
     "Barrier wait": "seconds between the first and the last trajectory",

@@ -41,6 +41,22 @@ class RewardServiceConfig(Section):
     )
 
 
+class AttachedConfig(Section):
+    """A name under which clients attach to the reward service (`paceline.sdk.attach_reward`)."""
+
+    name: str = Field(description="What clients attach as, and what its component is called in metrics.")
+    weight: float = Field(1.0, description="Factor of its value in the sum.")
+    timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="A response that a client has had for longer goes to another one; null: "
+        "reward.timeout_s.",
+    )
+    wait_for_s: float = Field(
+        60.0, ge=0, description="How long a response waits for a client that takes it, before it is an error."
+    )
+
+
 class RewardConfig(Section):
     """Scorers and their limits. The reward is the weighted sum over all of them."""
 
@@ -48,7 +64,22 @@ class RewardConfig(Section):
         (), description="Functions, called in child processes that can be killed."
     )
     services: tuple[RewardServiceConfig, ...] = Field((), description="Remote scorers.")
+    attached: tuple[AttachedConfig, ...] = Field((), description="Scorers that attach to the reward service.")
+    environment_weight: float = Field(
+        1.0,
+        description="Factor in the sum of the reward that an episode's environment gives, if it gives one.",
+    )
     num_processes: int = Field(1, gt=0, description="Child processes that call the functions.")
+    memory_mib: int | None = Field(
+        8192,
+        gt=0,
+        description="Most memory of a child process, and of each process that it starts; null: no limit.",
+    )
+    pass_env: tuple[str, ...] = Field(
+        (),
+        description="Environment variables of the reward service that functions see beside the common ones: "
+        "keys of an API, say.",
+    )
     timeout_s: float = Field(
         10.0, gt=0, description="Longest time for one item, or for one request to a service."
     )
@@ -70,9 +101,10 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _has_scorer(self) -> RewardConfig:
-        if not self.functions and not self.services:
+        if not self.functions and not self.services and not self.attached:
             raise ValueError(
-                "no scorer: name at least one under reward.functions (say exact_match) or reward.services"
+                "no scorer: name at least one under reward.functions (say exact_match), reward.services or "
+                "reward.attached"
             )
         if self.min_reward >= self.max_reward:
             raise ValueError(f"min_reward={self.min_reward} must be below max_reward={self.max_reward}")

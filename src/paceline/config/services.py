@@ -178,7 +178,8 @@ class WeightsConfig(Section):
         "auto",
         description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU; with "
         "placement: colocated, shared. shared: a learner rank and a rollout rank on one GPU (or the CPU of a "
-        "machine) have the memory between them open; they must run in one container.",
+        "machine) have the memory between them open; they must see each other's processes, as in one "
+        "container.",
     )
     staging_mib: int = Field(
         1024,
@@ -205,6 +206,13 @@ class ServiceConfig(Section):
         "that are started by hand need PACELINE_INSECURE=1 too.",
     )
     controller_port: int = Field(0, ge=0, le=65535, description="Port of the controller; 0: any free port.")
+    reward_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the reward service that `paceline train` starts, for clients that attach; 0: "
+        "any free port.",
+    )
     heartbeat_s: float = Field(1.0, gt=0, description="How often members report.")
     suspect_after_s: float = Field(5.0, gt=0, description="Silence after which a member is suspected.")
     dead_after_s: float = Field(12.0, gt=0, description="Silence after which a member is dead.")
@@ -247,7 +255,9 @@ class TelemetryConfig(Section):
 class SftConfig(Section):
     """`paceline sft`: trains a starting model on prompt/answer pairs with the same learner."""
 
-    train_files: Files = Field(description="Parquet or JSONL with prompts and answers.")
+    train_files: Files = Field(
+        description="Parquet or JSONL files, or data sets of the hub, with prompts and answers."
+    )
     answer_key: str = Field("answer", description="Column with the answer text.")
     output: str = Field(description="Folder to write the trained model to.")
     steps: int = Field(gt=0, description="Optimizer steps.")
@@ -256,7 +266,9 @@ class SftConfig(Section):
     memory: Memory = Field(MemoryConfig(), description="What the update keeps in memory; as actor.memory.")
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
-    lr_scheduler: Literal["constant", "cosine"] = Field("cosine", description="Shape after the warm-up.")
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
+        "cosine", description="Shape after the warm-up."
+    )
     warmup_steps_ratio: float = Field(
         0.05, ge=0, lt=1, description="Share of the steps over which the rate rises."
     )

@@ -218,6 +218,8 @@ def _check_mapping(name: str, returned: Mapping[object, object]) -> tuple[float,
 def _number(label: str, returned: object) -> float:
     # A bool is refused although Python counts it as an integer: it is nearly always a forgotten conversion.
     # numpy's bool is refused too, as it is not a Real.
+    if not isinstance(returned, numbers.Real):
+        returned = _only_element(returned)
     if isinstance(returned, bool) or not isinstance(returned, numbers.Real):
         raise RewardError(
             f"{label} returned {type(returned).__name__}: return a float, or a dict of floats",
@@ -230,3 +232,10 @@ def _number(label: str, returned: object) -> float:
     if not math.isfinite(value):
         raise RewardError(f"{label} returned {value}", kind=RewardErrorKind.NOT_FINITE)
     return value
+
+
+def _only_element(returned: object) -> object:
+    """The number in an array or a tensor without dimensions, as `mean` returns it; else what was given."""
+    if getattr(returned, "shape", None) != ():
+        return returned
+    return returned.item()  # type: ignore[attr-defined]

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from paceline.core.episode import EpisodeOutcome
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreItem:
-    """One response to be scored. `extra` holds the data row's other columns: values that JSON can express."""
+    """One response to be scored; of an episode the policy's last answer.
+
+    `extra` holds the data row's other columns: values that JSON can express.
+    """
 
     trajectory_id: str
     prompt: str
@@ -16,6 +21,7 @@ class ScoreItem:
     ground_truth: str
     data_source: str = ""
     extra: Mapping[str, object] = field(default_factory=dict)
+    episode: EpisodeOutcome | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,11 +33,16 @@ STEP_METRICS: Mapping[str, str] = {
     "resample/largest_count": "PF-PPO: how often the most frequent trajectory was drawn.",
     "resample/score_mean": "PF-PPO: mean reward of what was drawn.",
     # --- responses
-    "response_length/mean": "Mean response length in tokens.",
-    "response_length/max": "Longest response in tokens.",
+    "response_length/mean": "Mean response length in tokens that the policy sampled.",
+    "response_length/max": "Longest response, counted likewise.",
     "response_length/clip_ratio": (
-        "Share of responses that reached data.max_response_length and were cut off."
+        "Share of responses that reached data.max_response_length, tokens of tools included."
     ),
+    "episode/turns/mean": "Episodes (rollout.tools, rollout.environment): mean number of the policy's turns.",
+    "episode/turns/max": "Most turns of an episode.",
+    "episode/tool_calls/mean": "Mean number of tool calls per episode.",
+    "episode/tool_s/mean": "Mean seconds per episode that its tools or its environment took.",
+    "episode/stop/NAME": "Share of episodes that ended for this reason (docs/environments.md lists them).",
     # --- the policy's update
     "actor/pg_loss": "Policy loss, mean over mini-batches.",
     "actor/kl_loss": "KL term of the loss before its coefficient; 0 without actor.use_kl_loss.",
@@ -87,6 +92,7 @@ STEP_METRICS: Mapping[str, str] = {
     # --- held-out prompts
     "val/reward/mean": "Mean reward on held-out prompts.",
     "val/NAME/mean": "Mean of one reward component on held-out prompts.",
+    "val/episode/NAME": "The same numbers of episodes on held-out prompts.",
     "val/response_length/mean": "Mean response length on held-out prompts.",
     "val/num_prompts": "Held-out prompts that were answered and scored.",
     "val/groups_dropped": "Held-out prompts that were dropped after errors.",

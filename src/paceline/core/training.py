@@ -21,6 +21,7 @@ class BatchRow:
     Attributes:
         blob_digest: of the blob's bytes, as 32 hexadecimal digits.
         reward: sum of the weighted reward components.
+        num_sampled_tokens: response tokens that the policy sampled; the others are its environment's.
         greedy_score: reward of the greedy answer to the same prompt; None where none was sampled.
     """
 
@@ -30,6 +31,7 @@ class BatchRow:
     reward: float
     num_prompt_tokens: int
     num_response_tokens: int
+    num_sampled_tokens: int
     greedy_score: float | None = None
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.episode import EpisodeOutcome
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -54,7 +55,11 @@ class RewardContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PromptGroup:
-    """An order for `len(seeds)` samples of one prompt, drawn from exactly the policy `policy`."""
+    """An order for `len(seeds)` samples of one prompt, drawn from exactly the policy `policy`.
+
+    `messages` are what the prompt was rendered from, as the chat template takes them; where they are given,
+    each sample is an episode of turns. Empty: each is a single answer.
+    """
 
     run_id: str
     step: int
@@ -65,6 +70,7 @@ class PromptGroup:
     seeds: tuple[int, ...]
     policy: PolicyTag
     context: RewardContext
+    messages: tuple[Mapping[str, object], ...] = ()
 
     @property
     def num_samples(self) -> int:
@@ -82,9 +88,10 @@ class PromptGroup:
 class Trajectory:
     """One sample with its arrays. Who drew it and when is in the header: equal draws are equal blobs.
 
-    Shapes: `prompt_token_ids` (P,), the three response arrays (R,) with R >= 1. `response_log_probs` are
-    natural logs under the distribution that was sampled from; `response_mask` is 1 on tokens that the policy
-    produced and 0 on tool tokens.
+    Shapes: `prompt_token_ids` (P,), the three response arrays (R,) with R >= 1. A response is all that
+    follows the prompt: `response_mask` is 1 on tokens that the policy sampled, 0 on those of its environment,
+    say a tool's answer. `response_log_probs` are natural logs under the distribution that was sampled from,
+    and 0.0 where the mask is 0. A run of ones is what was sampled in one turn.
     """
 
     run_id: str
@@ -99,11 +106,19 @@ class Trajectory:
     seed: int
 
 
+def sampled_spans(mask: UInt8Array) -> list[tuple[int, int]]:
+    """First and one past the last token of each turn, by `Trajectory.response_mask`."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]])))
+    return [(int(first), int(stop)) for first, stop in edges.reshape(-1, 2)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryHeader:
     """The part of a trajectory that the mailboxes carry; the arrays are in the blob `blob_key`.
 
     `blob_digest` is taken over the blob's bytes: whoever fetches the blob can tell that it is the one meant.
+    `num_sampled_tokens` counts the response tokens that the policy sampled. `episode` is None for a single
+    answer.
     """
 
     run_id: str
@@ -113,10 +128,12 @@ class TrajectoryHeader:
     blob_digest: str
     num_prompt_tokens: int
     num_response_tokens: int
+    num_sampled_tokens: int
     finish_reason: FinishReason
     server_id: str
     seconds: float
     context: RewardContext
+    episode: EpisodeOutcome | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +151,7 @@ class ScoredHeader:
     blob_digest: str
     num_prompt_tokens: int
     num_response_tokens: int
+    num_sampled_tokens: int
     finish_reason: FinishReason
     server_id: str
     generation_s: float
@@ -143,6 +161,7 @@ class ScoredHeader:
     scorer: str
     reward_s: float
     text_key: str = ""
+    episode: EpisodeOutcome | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

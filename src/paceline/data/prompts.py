@@ -13,6 +13,7 @@ import numpy as np
 from paceline.config.data import DataConfig
 from paceline.core.errors import DataError, ModelError
 from paceline.core.trajectory import Int32Array, RewardContext
+from paceline.data.hub import local_files
 from paceline.data.plain import plain_value
 from paceline.data.rows import Row, read_rows, value_at
 
@@ -136,11 +137,15 @@ def encode_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> li
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """One row. `prompt_id` is its number among all rows of the files, so that filtering changes no id."""
+    """One row. `prompt_id` is its number among all rows of the files, so that filtering changes no id.
+
+    `messages` are what a chat prompt was rendered from; empty for plain text.
+    """
 
     prompt_id: int
     token_ids: Int32Array
     context: RewardContext
+    messages: tuple[Mapping[str, object], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +165,7 @@ class PromptSet:
         """
         files = config.train_files if split == "train" else config.val_files
         required = [config.prompt_key, config.ground_truth_key, *config.extra_keys]
-        rows = read_rows(files, required)
+        rows = read_rows(local_files(files, split), required)
         prompts = [_prompt(config, tokenizer, number, row) for number, row in enumerate(rows)]
         limit = config.max_prompt_length
         kept = {p.prompt_id: p for p in prompts if 0 < len(p.token_ids) <= limit}
@@ -202,7 +207,18 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, number: int, row: Row) -> 
         prompt_text=text,
         extra={key: _column(number, row, key) for key in config.extra_keys},
     )
-    return Prompt(prompt_id=number, token_ids=np.asarray(token_ids, dtype=np.int32), context=context)
+    return Prompt(
+        prompt_id=number,
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        context=context,
+        messages=_messages(value, config.prompt_format),
+    )
+
+
+def _messages(value: object, prompt_format: str) -> tuple[Mapping[str, object], ...]:
+    if isinstance(value, str):
+        return ({"role": "user", "content": value},) if prompt_format == "chat" else ()
+    return tuple(value) if isinstance(value, list) else ()
 
 
 def _column(number: int, row: Row, key: str) -> Any:

@@ -1,7 +1,16 @@
-"""What outsiders import: reward servers and clients in ten lines, without torch."""
+"""What outsiders import: reward servers and clients, those that attach to a run, without torch."""
 
 from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.sdk.attach import RewardAttachment, attach_reward
 from paceline.sdk.client import RewardClient
 from paceline.sdk.server import RewardServer, serve_reward
 
-__all__ = ["RewardClient", "RewardServer", "ScoreItem", "ScoreResult", "serve_reward"]
+__all__ = [
+    "RewardAttachment",
+    "RewardClient",
+    "RewardServer",
+    "ScoreItem",
+    "ScoreResult",
+    "attach_reward",
+    "serve_reward",
+]

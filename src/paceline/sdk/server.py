@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
-from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
-from paceline.core.reward_function import (
-    RewardFunction,
-    check_value,
-    describe,
-    inspect_function,
-    kind_of,
-)
 from paceline.core.scoring import ScoreItem, ScoreResult
-from paceline.core.text import one_line
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
+from paceline.sdk.function import CalledFunction
 from paceline.service.credentials import REWARD_TOKEN, Credentials
 from paceline.service.grpc_server import RunningServer, start_server
 from paceline.service.runtime import ServiceContext, run_service
@@ -37,7 +26,10 @@ class RewardServer:
         token: what callers must carry; None takes PACELINE_REWARD_TOKEN from the environment. Required if
             other machines can reach the address.
         batch: pass all items of a call at once, and serve one call at a time, as suits a model on one device.
-        max_concurrent: how many items are scored at the same time; a plain function runs in threads.
+        max_concurrent: how many items are scored at the same time. A plain function runs in threads, an async
+            one in an event loop of its own.
+        timeout_s: how long a call of the function may take; then its items have an error. When
+            `max_concurrent` calls hang, health says NOT_SERVING.
 
     Raises:
         ConfigError: the function cannot be called like this.
@@ -52,17 +44,14 @@ class RewardServer:
         token: str | None = None,
         batch: bool = False,
         max_concurrent: int = 16,
+        timeout_s: float = 300.0,
     ) -> None:
-        self._name = getattr(function, "__name__", type(function).__name__)
-        self._function = (
-            _batch_function(self._name, function) if batch else inspect_function(self._name, function)
+        self._function = CalledFunction(
+            function, batch=batch, max_concurrent=max_concurrent, timeout_s=timeout_s
         )
-        self._batch = batch
         self._host, self._port = host, port
         credentials = Credentials.from_env(REWARD_TOKEN).for_outside_callers()
         self._credentials = credentials if token is None else credentials.with_token(token)
-        self._slots = asyncio.Semaphore(1 if batch else max_concurrent)
-        self._threads = ThreadPoolExecutor(1 if batch else max_concurrent, thread_name_prefix="reward")
         self._running: RunningServer | None = None
 
     @property
@@ -99,62 +88,17 @@ class RewardServer:
         )
 
     async def stop(self) -> None:
-        """Gives calls under way two seconds, then stops. A function that hangs in its thread is abandoned."""
+        """Gives calls under way two seconds, then stops. A function that hangs is abandoned."""
         if self._running is not None:
             await self._running.stop()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._function.close()
 
     async def score(self, items: Sequence[ScoreItem]) -> list[ScoreResult]:
         """The server's answer: one result for each item; the error of an item does not affect the others."""
-        if self._batch:
-            return await self._score_batch(list(items))
-        return list(await asyncio.gather(*(self._score_one(item) for item in items)))
-
-    async def _score_one(self, item: ScoreItem) -> ScoreResult:
-        try:
-            keywords = self._function.keywords(item, {})
-            returned = await self._call(item.response, item.ground_truth, **keywords)
-            return self._result(item, returned)
-        except RewardError as error:
-            return _failed(item, error.kind, str(error))
-        except Exception as error:  # noqa: BLE001  user code: what it raises is this item's error
-            return _failed(item, kind_of(error), describe(self._name, error))
-
-    async def _score_batch(self, items: list[ScoreItem]) -> list[ScoreResult]:
-        try:
-            returned = await self._call(items)
-        except Exception as error:  # noqa: BLE001  as above
-            kind, message = kind_of(error), describe(self._name, error)
-            return [_failed(item, kind, message) for item in items]
-        if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != len(items):
-            got = f"{len(returned)} values" if isinstance(returned, Sequence) else type(returned).__name__
-            message = (
-                f"{self._name} returned {got} for {len(items)} items: return a list with one value for each"
-            )
-            return [_failed(item, RewardErrorKind.WRONG_COUNT, message) for item in items]
-        results = []
-        for item, value in zip(items, returned, strict=True):
-            try:
-                results.append(self._result(item, value))
-            except RewardError as error:
-                results.append(_failed(item, error.kind, str(error)))
+        results = await self._function.score(items)
+        if self._function.is_stuck and self._running is not None:
+            await self._running.refuse_work()
         return results
-
-    async def _call(self, *positional: object, **keywords: object) -> object:
-        async with self._slots:
-            if self._function.is_async:
-                return await self._function.call(*positional, **keywords)  # type: ignore[misc]
-            loop = asyncio.get_running_loop()
-            call = functools.partial(_guarded, self._function.call, *positional, **keywords)
-            returned, error = await loop.run_in_executor(self._threads, call)
-            if error is not None:
-                raise error
-            return returned
-
-    def _result(self, item: ScoreItem, returned: object) -> ScoreResult:
-        value, further = check_value(self._name, returned)
-        components = {label.removeprefix(f"{self._name}/"): part for label, part in further.items()}
-        return ScoreResult(trajectory_id=item.trajectory_id, reward=value, components=components)
 
 
 def serve_reward(
@@ -165,6 +109,7 @@ def serve_reward(
     token: str | None = None,
     batch: bool = False,
     max_concurrent: int = 16,
+    timeout_s: float = 300.0,
 ) -> None:
     """Serves a reward function until SIGINT or SIGTERM; arguments as of `RewardServer`.
 
@@ -172,12 +117,17 @@ def serve_reward(
         ConfigError: the function cannot be called as a reward function.
         SystemExit: the server could not start; the reason is in the log on standard error.
     """
-    look_at_first = _batch_function if batch else inspect_function
-    look_at_first(getattr(function, "__name__", "function"), function)
+    CalledFunction(function, batch=batch, max_concurrent=max_concurrent, timeout_s=timeout_s).close()
 
     async def serve(context: ServiceContext) -> None:
         server = RewardServer(
-            function, host=host, port=port, token=token, batch=batch, max_concurrent=max_concurrent
+            function,
+            host=host,
+            port=port,
+            token=token,
+            batch=batch,
+            max_concurrent=max_concurrent,
+            timeout_s=timeout_s,
         )
         await server.start()
         context.defer("reward server", server.stop)
@@ -198,32 +148,3 @@ class _Servicer(reward_pb2_grpc.RewardServiceServicer):
         return reward_pb2.ScoreResponse(
             results=[score_result_to_proto(result) for result in await self._score(items)]
         )
-
-
-def _guarded(
-    function: Callable[..., object], *positional: object, **keywords: object
-) -> tuple[object, Exception | None]:
-    """Runs in a thread. A future cannot carry StopIteration, and SystemExit would end the server."""
-    try:
-        return function(*positional, **keywords), None
-    except (StopIteration, SystemExit, KeyboardInterrupt) as error:
-        return None, RuntimeError(describe("the function", error))
-    except Exception as error:  # noqa: BLE001  user code
-        return None, error
-
-
-def _batch_function(name: str, function: object) -> RewardFunction:
-    if not callable(function):
-        raise ConfigError(
-            f"reward function {name!r} is {type(function).__name__}, not a function: "
-            "write f(items: list[ScoreItem]) -> list[float]"
-        )
-    return RewardFunction(
-        reference=name, call=function, named=frozenset(), required=frozenset(), takes_any=False
-    )
-
-
-def _failed(item: ScoreItem, kind: RewardErrorKind, message: str) -> ScoreResult:
-    return ScoreResult(
-        trajectory_id=item.trajectory_id, reward=None, error=one_line(f"{kind.value}: {message}")
-    )

@@ -21,6 +21,7 @@ _CALLERS: dict[str, frozenset[str] | None] = {
     "LearnerService": frozenset({"controller"}),
     # Its callers come from outside, with a token: a reward service asks nobody for a certificate.
     "RewardService": None,
+    "RewardGateway": None,
 }
 
 

@@ -56,7 +56,7 @@ def connect(
     ]
     credentials = credentials or Credentials()
     headers = _Headers(credentials.token, term)
-    interceptors = [_UnaryHeaders(headers), _StreamHeaders(headers)]
+    interceptors = [_UnaryHeaders(headers), _StreamHeaders(headers), _DuplexHeaders(headers)]
     if credentials.tls is None:
         _check_reach(address, credentials)
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
@@ -135,6 +135,24 @@ async def stream(
         answers.cancel()
 
 
+async def duplex(
+    method: grpc.aio.StreamStreamMultiCallable[_Request, _Reply],
+    requests: AsyncIterator[_Request],
+    *,
+    phase: str,
+    peer: str,
+) -> AsyncIterator[_Reply]:
+    """The replies of a call that streams both ways; errors as in `call`. The keep-alive bounds it."""
+    answers = method(requests)
+    try:
+        async for answer in answers:
+            yield _parsed(answer, phase=phase, peer=peer)
+    except grpc.aio.AioRpcError as error:
+        raise _translate(error, timeout_s=0.0, phase=phase, peer=peer) from error
+    finally:
+        answers.cancel()
+
+
 def _parsed(answer: _Reply | None, *, phase: str, peer: str) -> _Reply:
     """The answer; gRPC gives None for one that it cannot parse, and only logs why."""
     if answer is None:
@@ -202,3 +220,11 @@ class _StreamHeaders(grpc.aio.UnaryStreamClientInterceptor):
 
     async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
         return await continuation(self._headers.add(details), request)
+
+
+class _DuplexHeaders(grpc.aio.StreamStreamClientInterceptor):
+    def __init__(self, headers: _Headers) -> None:
+        self._headers = headers
+
+    async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
+        return await continuation(self._headers.add(details), requests)

@@ -94,6 +94,11 @@ class _Guard:
 
     async def admit(self, raw: bytes, context: Any) -> Any:
         """The request, parsed only for a caller whose certificate opens the method, where that counts."""
+        await self.check(context)
+        return self.read(raw)
+
+    async def check(self, context: Any) -> None:
+        """Ends the call of a caller whose certificate does not open the method, or whose term is over."""
         if self.checks_role and not certificate_admits(
             self.method, context.auth_context().get(_CERTIFICATE_NAMES, ())
         ):
@@ -102,6 +107,13 @@ class _Guard:
                 grpc.StatusCode.PERMISSION_DENIED, f"{self.name} needs a certificate of role {roles}"
             )
         self.terms.check(context.invocation_metadata())
+
+    def read(self, raw: bytes) -> Any:
+        """The message.
+
+        Raises:
+            InvalidMessageError: it cannot be parsed.
+        """
         try:
             return self.parse(raw)
         except Exception as error:
@@ -122,8 +134,11 @@ class _Guard:
 
 
 def _wrap(handler: Any, guard: _Guard) -> Any:
-    """The handler with the guard around its method; no method of the protocol takes a stream of requests."""
+    """The handler with the guard around its method; a stream of requests is answered by a stream."""
     serialize = handler.response_serializer
+    if handler.request_streaming:
+        method = _guard_duplex(handler.stream_stream, guard)
+        return grpc.stream_stream_rpc_method_handler(method, response_serializer=serialize)
     if handler.response_streaming:
         method = _guard_stream(handler.unary_stream, guard)
         return grpc.unary_stream_rpc_method_handler(method, response_serializer=serialize)
@@ -153,9 +168,7 @@ def _guard_stream(inner: Any, guard: _Guard) -> Callable[[Any, Any], AsyncIterat
     async def method(raw: bytes, context: Any) -> AsyncIterator[Any]:
         try:
             answers = inner(await guard.admit(raw, context), context)
-            if not inspect.isasyncgen(answers):
-                raise TypeError(f"{guard.name} must be an async generator")
-            async for answer in answers:
+            async for answer in _checked(answers, guard):
                 yield answer
         except grpc.aio.AbortError:
             raise
@@ -163,6 +176,27 @@ def _guard_stream(inner: Any, guard: _Guard) -> Callable[[Any, Any], AsyncIterat
             await guard.refuse(context, error)
 
     return method
+
+
+def _guard_duplex(inner: Any, guard: _Guard) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def method(raw_requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        try:
+            await guard.check(context)
+            requests = (guard.read(raw) async for raw in raw_requests)
+            async for answer in _checked(inner(requests, context), guard):
+                yield answer
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            await guard.refuse(context, error)
+
+    return method
+
+
+def _checked(answers: Any, guard: _Guard) -> AsyncIterator[Any]:
+    if not inspect.isasyncgen(answers):
+        raise TypeError(f"{guard.name} must be an async generator")
+    return answers
 
 
 def _traceparent(context: Any) -> str:

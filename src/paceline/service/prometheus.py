@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.service.addresses import to_bind
-from paceline.service.credentials import Credentials
-from paceline.service.metrics_server import PLAIN, MetricsServer, tls_for
+from paceline.service.connection import is_loopback
+from paceline.service.credentials import TLS_DIR, Credentials, TlsFiles
+from paceline.service.http_server import HttpServer
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 PORT = "PACELINE_PROMETHEUS_PORT"
 HOST = "PACELINE_PROMETHEUS_HOST"
+PLAIN = "PACELINE_PROMETHEUS_PLAIN"
 _LABELS = ("service.name", "service.instance.id")
 
 
@@ -45,6 +47,22 @@ def wanted_host() -> str:
     return os.environ.get(HOST, "").strip() or "127.0.0.1"
 
 
+def _tls_for(host: str, files: TlsFiles | None, *, plain: bool) -> TlsFiles | None:
+    """The files with which metrics are served on an address; None: in plain text, as `plain` says.
+
+    Raises:
+        ConfigError: other machines reach the address, and plain text is not wanted.
+    """
+    if is_loopback(host) or plain:
+        return None
+    if files is None:
+        raise ConfigError(
+            f"refusing to serve metrics on {host} in plain text: set {TLS_DIR} to what `paceline certs "
+            f"issue` writes, or listen on 127.0.0.1, or, on a network that may see them, set {PLAIN}=1"
+        )
+    return files
+
+
 class PrometheusEndpoint:
     """Serves what its reader collects until it is closed.
 
@@ -59,7 +77,7 @@ class PrometheusEndpoint:
 
     def __init__(self, host: str, port: int) -> None:
         host = to_bind(host)
-        tls = tls_for(host, Credentials.from_env().tls, plain=os.environ.get(PLAIN) == "1")
+        tls = _tls_for(host, Credentials.from_env().tls, plain=os.environ.get(PLAIN) == "1")
         try:
             from opentelemetry.exporter.prometheus import PrometheusMetricReader
             from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -76,7 +94,7 @@ class PrometheusEndpoint:
             resource_attribute_filter=lambda name: name in _LABELS,
             registry=registry,
         )
-        self._server = MetricsServer(host, port, make_wsgi_app(registry), tls)
+        self._server = HttpServer(host, port, make_wsgi_app(registry), tls)
 
     def shutdown(self) -> None:
         """Stops listening."""

@@ -23,12 +23,14 @@ class Scope(enum.Enum):
     """What a scoped token is for."""
 
     REWARD = "reward"
+    ATTACH = "attach"
     STATUS = "status"
 
 
 # The prefixes of the methods that a scope opens.
 _METHODS = {
     Scope.REWARD: ("/paceline.rpc.v1.RewardService/",),
+    Scope.ATTACH: ("/paceline.rpc.v1.RewardGateway/",),
     Scope.STATUS: (
         "/paceline.rpc.v1.ControllerService/GetStatus",
         "/paceline.rpc.v1.ControllerService/Watch",

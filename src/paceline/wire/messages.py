@@ -25,12 +25,16 @@ from paceline.core.trajectory import (
 from paceline.wire.fields import DEFAULT_LIMITS, Fields, Limits, pack, pack_array, unpack
 from paceline.wire.parts import (
     pack_context,
+    pack_episode,
+    pack_messages,
     pack_policy,
     pack_sampling,
     pack_trajectory_id,
     read_blob_digest,
     read_choice,
     read_context,
+    read_episode,
+    read_messages,
     read_policy,
     read_purpose,
     read_sampling,
@@ -65,6 +69,7 @@ def encode_prompt_group(group: PromptGroup) -> bytes:
             "seeds": group.seeds,
             "policy": pack_policy(group.policy),
             "context": pack_context(group.context),
+            "messages": pack_messages(group.messages),
         },
     )
 
@@ -91,6 +96,7 @@ def decode_prompt_group(
         seeds=seeds,
         policy=read_policy(fields),
         context=read_context(fields),
+        messages=read_messages(fields),
     )
 
 
@@ -134,6 +140,8 @@ def decode_trajectory(
     largest = np.maximum.reduce(mask)
     if largest > 1:
         fields.reject("out_of_range", f"response_mask holds {largest}, allowed are 0 and 1")
+    if np.minimum.reduce(mask) == 0 and log_probs[mask == 0].any():
+        fields.reject("inconsistent", "response_log_probs is not 0.0 on a token that was not sampled")
     return Trajectory(
         run_id=fields.name("run_id"),
         trajectory_id=read_trajectory_id(fields),
@@ -178,10 +186,12 @@ def encode_trajectory_header(header: TrajectoryHeader) -> bytes:
             "blob_digest": header.blob_digest,
             "num_prompt_tokens": header.num_prompt_tokens,
             "num_response_tokens": header.num_response_tokens,
+            "num_sampled_tokens": header.num_sampled_tokens,
             "finish_reason": header.finish_reason.value,
             "server_id": header.server_id,
             "seconds": header.seconds,
             "context": pack_context(header.context),
+            "episode": pack_episode(header.episode),
         },
     )
 
@@ -201,10 +211,12 @@ def decode_trajectory_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) ->
         blob_digest=read_blob_digest(fields),
         num_prompt_tokens=fields.integer("num_prompt_tokens", minimum=1, maximum=limits.max_tokens),
         num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=limits.max_tokens),
+        num_sampled_tokens=fields.integer("num_sampled_tokens", minimum=0, maximum=limits.max_tokens),
         finish_reason=read_choice(fields, "finish_reason", FinishReason),
         server_id=fields.name("server_id"),
         seconds=fields.number("seconds", minimum=0.0),
         context=read_context(fields),
+        episode=read_episode(fields),
     )
 
 
@@ -220,6 +232,7 @@ def encode_scored_header(header: ScoredHeader) -> bytes:
             "blob_digest": header.blob_digest,
             "num_prompt_tokens": header.num_prompt_tokens,
             "num_response_tokens": header.num_response_tokens,
+            "num_sampled_tokens": header.num_sampled_tokens,
             "finish_reason": header.finish_reason.value,
             "server_id": header.server_id,
             "generation_s": header.generation_s,
@@ -229,6 +242,7 @@ def encode_scored_header(header: ScoredHeader) -> bytes:
             "scorer": header.scorer,
             "reward_s": header.reward_s,
             "text_key": header.text_key or None,
+            "episode": pack_episode(header.episode),
         },
     )
 
@@ -325,6 +339,7 @@ def _read_scored_header(fields: Fields, limits: Limits) -> ScoredHeader:
         blob_digest=read_blob_digest(fields),
         num_prompt_tokens=fields.integer("num_prompt_tokens", minimum=1, maximum=limits.max_tokens),
         num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=limits.max_tokens),
+        num_sampled_tokens=fields.integer("num_sampled_tokens", minimum=0, maximum=limits.max_tokens),
         finish_reason=read_choice(fields, "finish_reason", FinishReason),
         server_id=fields.name("server_id"),
         generation_s=fields.number("generation_s", minimum=0.0),
@@ -334,6 +349,7 @@ def _read_scored_header(fields: Fields, limits: Limits) -> ScoredHeader:
         scorer=fields.name("scorer"),
         reward_s=fields.number("reward_s", minimum=0.0),
         text_key="" if fields.missing("text_key") else fields.name("text_key"),
+        episode=read_episode(fields),
     )
 
 

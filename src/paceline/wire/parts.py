@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import InvalidMessageError
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
@@ -140,3 +142,53 @@ def read_choice(fields: Fields, name: str, choices: type[_Choice]) -> _Choice:
 def read_purpose(fields: Fields) -> Purpose:
     """The field `purpose`."""
     return read_choice(fields, "purpose", Purpose)
+
+
+def pack_episode(episode: EpisodeOutcome | None) -> dict[str, Any] | None:
+    """An episode's outcome as a mapping; None for a single answer."""
+    if episode is None:
+        return None
+    return {
+        "stop_reason": episode.stop_reason,
+        "num_turns": episode.num_turns,
+        "num_tool_calls": episode.num_tool_calls,
+        "tool_s": episode.tool_s,
+        "reward": episode.reward,
+        "components": dict(episode.components),
+    }
+
+
+def read_episode(fields: Fields) -> EpisodeOutcome | None:
+    """The field `episode`."""
+    if fields.missing("episode"):
+        return None
+    nested = fields.nested("episode")
+    return EpisodeOutcome(
+        stop_reason=nested.name("stop_reason"),
+        num_turns=nested.integer("num_turns", minimum=1),
+        num_tool_calls=nested.integer("num_tool_calls"),
+        tool_s=nested.number("tool_s", minimum=0.0),
+        reward=None if nested.missing("reward") else nested.number("reward"),
+        components=nested.numbers("components"),
+    )
+
+
+def pack_messages(messages: Sequence[Mapping[str, object]]) -> list[Any] | None:
+    """Chat messages as a list of mappings; None if there are none."""
+    problem = plain_problem(list(messages), DEFAULT_LIMITS.max_depth)
+    if problem:
+        raise InvalidMessageError(f"chat messages cannot be encoded: {problem[1]}", reason=problem[0])
+    return [dict(message) for message in messages] or None
+
+
+def read_messages(fields: Fields) -> tuple[Mapping[str, object], ...]:
+    """The field `messages`: mappings of JSON values."""
+    if fields.missing("messages"):
+        return ()
+    items = fields.items("messages", max_items=DEFAULT_LIMITS.max_items)
+    problem = plain_problem(items, DEFAULT_LIMITS.max_depth)
+    if problem:
+        fields.reject(problem[0], f"messages: {problem[1]}")
+    if any(type(item) is not dict for item in items):
+        fields.reject("wrong_type", "messages holds what is no mapping")
+    return tuple(items)

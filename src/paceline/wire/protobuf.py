@@ -39,10 +39,8 @@ def score_item_to_proto(item: ScoreItem) -> reward_pb2.ScoreItem:
     Raises:
         InvalidMessageError: `extra` holds a value that JSON cannot express.
     """
+    check_score_item(item)
     extra = dict(item.extra)
-    problem = plain_problem(extra, DEFAULT_LIMITS.max_depth)
-    if problem:
-        reject("ScoreItem", problem[0], f"extra: {problem[1]}")
     return reward_pb2.ScoreItem(
         trajectory_id=item.trajectory_id,
         prompt=item.prompt,
@@ -51,6 +49,23 @@ def score_item_to_proto(item: ScoreItem) -> reward_pb2.ScoreItem:
         data_source=item.data_source,
         extra_json=json.dumps(extra) if extra else "",
     )
+
+
+def check_score_item(item: ScoreItem) -> None:
+    """Refuses an item that no message can hold.
+
+    Raises:
+        InvalidMessageError: `extra` holds a value that JSON cannot express, or a text half a surrogate pair.
+    """
+    problem = plain_problem(dict(item.extra), DEFAULT_LIMITS.max_depth)
+    if problem:
+        reject("ScoreItem", problem[0], f"extra: {problem[1]}")
+    texts = (item.trajectory_id, item.prompt, item.response, item.ground_truth, item.data_source)
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError as error:
+        reject("ScoreItem", "not_unicode", f"a text holds half a surrogate pair ({error.reason})")
 
 
 def score_item_from_proto(message: reward_pb2.ScoreItem) -> ScoreItem:

@@ -89,6 +89,7 @@ def _row_to_proto(row: BatchRow) -> learner_pb2.BatchRow:
         reward=row.reward,
         num_prompt_tokens=row.num_prompt_tokens,
         num_response_tokens=row.num_response_tokens,
+        num_sampled_tokens=row.num_sampled_tokens,
         greedy_score=row.greedy_score,
     )
 
@@ -117,6 +118,9 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
     if message.num_prompt_tokens < 1 or message.num_response_tokens < 1:
         lengths = f"{message.num_prompt_tokens} prompt and {message.num_response_tokens} response tokens"
         reject("BatchRow", "out_of_range", f"{trajectory_id} has {lengths}")
+    if not 1 <= message.num_sampled_tokens <= message.num_response_tokens:
+        counts = f"{message.num_sampled_tokens} sampled of {message.num_response_tokens} response tokens"
+        reject("BatchRow", "out_of_range", f"{trajectory_id} has {counts}")
     return BatchRow(
         trajectory_id=trajectory_id,
         blob_key=message.blob_key,
@@ -124,6 +128,7 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
         reward=message.reward,
         num_prompt_tokens=message.num_prompt_tokens,
         num_response_tokens=message.num_response_tokens,
+        num_sampled_tokens=message.num_sampled_tokens,
         greedy_score=greedy_score,
     )
 

@@ -11,8 +11,10 @@ from paceline.cli.launch import colocation, machine, placement, plan
 from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.placement import settle
 from paceline.cli.main import main
+from paceline.config.load import load, parse
 from paceline.config.run import RunConfig
 from support.cli_configs import config
+from support.source import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +127,50 @@ def test_colocated_on_a_cpu_the_push_goes_through_shared_memory() -> None:
     assert (settled.weights.backend, settled.rollout.sleep) == ("shared", "never")
     settled, _ = on(0, placement="colocated", weights={"backend": "gloo"}, rollout={"sleep": "always"})
     assert (settled.weights.backend, settled.rollout.sleep) == ("gloo", "always")
+
+
+def test_colocated_on_other_hosts_engines_sleep_unless_there_are_no_gpus() -> None:
+    given = config(placement="colocated")
+    there = colocation.settle_elsewhere(given, on_gpus=True)
+    assert (there.weights.backend, there.rollout.sleep) == ("shared", "always")
+    assert there.rollout.gpu_memory_utilization == colocation.SHARED_MEMORY
+    there = colocation.settle_elsewhere(given, on_gpus=False)
+    assert (there.weights.backend, there.rollout.sleep) == ("shared", "never")
+    own = config(placement="colocated", rollout={"sleep": "never"}, weights={"backend": "gloo"})
+    there = colocation.settle_elsewhere(own, on_gpus=True)
+    assert (there.weights.backend, there.rollout.sleep) == ("gloo", "never")
+
+
+# Of Qwen2.5-0.5B.
+SMALL = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+def test_the_colocated_example_names_what_would_be_chosen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In containers it is used as it is: the controller sees no GPU, and chooses nothing."""
+    monkeypatch.setattr(colocation, "gpu_memory", lambda: dict.fromkeys(range(8), 80 << 30))
+    (folder / "model" / "config.json").write_text(json.dumps(SMALL))
+    path = ROOT / "examples/gsm8k/qwen2_5_0_5b_8gpu_colocated.yaml"
+    example = load(RunConfig, path, [f"model.path={folder / 'model'}"])
+    tree = example.model_dump(mode="json", exclude_unset=True)
+    chosen = ("sleep", "gpu_memory_utilization", "engine_kwargs")
+    named = {name: tree["rollout"].pop(name) for name in chosen}
+    del tree["weights"]
+    settled = settle(parse(RunConfig, tree), Machine(num_cores=4, gpus=tuple(range(8)))).config
+    assert {name: getattr(settled.rollout, name) for name in chosen} == named
+    assert settled.weights == example.weights
+    counts = [(each.learner.world_size, each.rollout.replicas) for each in (settled, example)]
+    assert counts == [(8, 8), (8, 8)]
 
 
 def test_weights_that_fill_a_gpu_get_more_gpus_per_engine(folder: Path) -> None:

@@ -5,29 +5,29 @@ from __future__ import annotations
 import io
 import json
 import re
-import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer, models
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.pre_tokenizers import ByteLevel
 
 from paceline.cli import metrics
 from paceline.cli.live.table import LiveView
 from paceline.cli.live.view import step_line
 from paceline.cli.metrics import Metric
-from paceline.cli.report.charts import (
-    CARD,
-    WIDE,
-    Series,
-    _smooth,
-    line_chart,
-    short,
-    stacked_bars,
-    ticks_between,
-)
-from paceline.cli.report.data import phase_seconds, read_run
+from paceline.cli.report.content import RunContent
+from paceline.cli.report.firings import fired_rules
+from paceline.cli.report.lines import GrowingFile, read_jsonl
+from paceline.cli.report.page import page, to_json
+from paceline.cli.report.step_table import StepTable
 from paceline.cli.report.summary import closing_lines
+from paceline.cli.report.timeline import timelines
+from paceline.cli.report.token_texts import TokenTexts
 from paceline.cli.report.write import write_report
 from paceline.core.errors import DataError
 from paceline.service import process_ends
@@ -40,8 +40,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "demo", num_steps=60)
 
 
-def svg(text: str) -> ET.Element:
-    return ET.fromstring(re.sub(r"</svg>.*", "</svg>", text, flags=re.DOTALL))
+def frozen(text: str, name: str = "frozen") -> Any:
+    """The data in a page."""
+    (data,) = re.findall(rf'<script type="application/json" id="{name}">(.*?)</script>', text, re.DOTALL)
+    return json.loads(data)
 
 
 def test_the_page_stands_alone_and_is_well_formed(run_dir: Path) -> None:
@@ -65,24 +67,11 @@ def test_the_page_stands_alone_and_is_well_formed(run_dir: Path) -> None:
     assert open_tags == []
 
 
-def test_it_shows_every_curve_that_was_asked_for(run_dir: Path) -> None:
-    text = write_report(run_dir).read_text()
-    for title in (
-        "Reward", "Seconds per phase", "KL", "Clip fractions", "Entropy", "Value loss", "Gradient norm",
-        "Response length", "Mismatch of rollout and learner", "Sample trajectories", "Events of note",
-    ):  # fmt: skip
-        assert re.search(rf"<(h2|b)>{title}</\1>", text), title
-    assert "0.310 → 0.920" in text
-    assert "512" in text
-    assert "3 refused" in text
-    assert "step 60: validation 0.92" in text
-
-
 def test_a_line_in_the_table_of_metrics_puts_a_metric_on_the_page_and_in_the_live_view(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = {"actor/sparsity": 0.125, "actor/density": 0.875}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **values}))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **values}) + "\n")
     assert "Sparsity" not in write_report(tmp_path).read_text()
     added = (
         Metric("actor/sparsity", "Sparsity", "zeros", column="sparse", format=".1%"),
@@ -90,9 +79,9 @@ def test_a_line_in_the_table_of_metrics_puts_a_metric_on_the_page_and_in_the_liv
     )
     monkeypatch.setattr(metrics, "METRICS", (*metrics.METRICS, *added))
     text = write_report(tmp_path).read_text()
-    assert "<b>Sparsity</b>" in text
-    assert "step 1: zeros 0.125" in text
-    assert "step 1: others 0.875" in text
+    chart = next(chart for chart in frozen(text, "meta")["charts"] if chart["title"] == "Sparsity")
+    assert [metric["label"] for metric in chart["metrics"]] == ["zeros", "others"]
+    assert frozen(text)["metrics"]["columns"] == {name: [value] for name, value in values.items()}
     assert step_line(1, 2, values) == "step 1/2  sparse 12.5%"
     screen = io.StringIO()
     view = LiveView("run", 2, console=Console(file=screen, width=160, color_system=None))
@@ -105,62 +94,144 @@ def test_a_line_in_the_table_of_metrics_puts_a_metric_on_the_page_and_in_the_liv
 def test_a_model_cannot_write_into_the_page_and_secrets_stay_out(run_dir: Path) -> None:
     text = write_report(run_dir).read_text()
     assert "<b>Answer:</b>" not in text
-    assert "&lt;b&gt;Answer:&lt;/b&gt;" in text
-    assert "&lt;script&gt;alert(1)" in text
+    assert "\\u003cscript>alert(1)" in text
+    assert text.count("</script>") == text.count("<script") == 3
     assert "hunter2" not in text
     assert "://***@10.0.0.1:6379/0" in text
 
 
 def test_only_events_of_note_are_listed(run_dir: Path) -> None:
-    data = read_run(run_dir)
-    assert [event.name for event in data.events] == ["run", "group_dropped", "checkpoint", "end"]
-    assert data.verdicts == {"admitted": 512, "duplicate": 3}
-    assert data.events[0].at_s == 0
+    journal = RunContent(run_dir).journal()
+    loud = [(note["name"], note["level"]) for note in journal["notes"] if not note["quiet"]]
+    assert loud == [
+        ("run", "info"),
+        ("member", "bad"),
+        ("member", "info"),
+        ("group_dropped", "bad"),
+        ("checkpoint", "info"),
+        ("end", "info"),
+    ]
+    assert journal["verdicts"] == {"admitted": 512, "duplicate": 3}
+    assert journal["notes"][0]["time"] == journal["began"]
+    steps = [(note["step"], note["level"]) for note in journal["notes"] if note["quiet"]]
+    assert steps == [(5, "warn"), (7, "warn"), (8, "warn"), (9, "warn"), (20, "warn"), (20, "bad")]
+
+
+def test_the_fleet_as_the_journal_last_saw_it(run_dir: Path) -> None:
+    learner, rollout = RunContent(run_dir).journal()["fleet"]
+    assert (learner["state"], learner["starts"], learner["deaths"]) == ("ready", 1, 0)
+    assert (rollout["state"], rollout["starts"], rollout["deaths"], rollout["version"]) == (
+        "serving",
+        2,
+        1,
+        60,
+    )
 
 
 def test_the_guards_firings_are_summed_up_by_rule(run_dir: Path) -> None:
-    kl, norm = read_run(run_dir).fired
+    kl, norm = fired_rules([e for e in read_jsonl(run_dir / "events.jsonl") if e["event"] == "guard"])
     assert (kl.name, list(kl.steps), kl.skipped, kl.worst, kl.worst_step) == (
         *("ppo_kl (actor)", [7, 8, 9, 20], 2, 0.06, 20),
     )
     assert (kl.threshold, kl.actions) == (0.05, {"warn": 3, "skip": 1})
     # Ten times the running median of that step.
     assert (norm.name, norm.worst, norm.threshold, norm.sense) == ("grad_norm (critic)", 6.0, 5.0, "above")
-    text = write_report(run_dir).read_text()
-    assert "<h2>Guard</h2>" in text
-    assert "<td>7-9, 20</td><td>warn 3x, skip</td><td>2</td><td>0.06 in step 20</td>" in text
+    assert [rule["steps"] for rule in RunContent(run_dir).journal()["guard"]] == ["7-9, 20", "5"]
 
 
-def test_phases_and_the_unclaimed_rest_add_up_to_the_step(run_dir: Path) -> None:
-    data = read_run(run_dir)
-    steps, layers = phase_seconds(data)
-    assert steps == [float(step) for step in range(1, 61)]
-    assert "learn" not in layers, "it would count the learner's phases twice"
-    totals = dict(data.points("timing_s/step"))
-    for i, step in enumerate(steps):
-        assert sum(values[i] for values in layers.values()) == pytest.approx(totals[step])
-    assert layers["other"][0] == pytest.approx(0.2)
+def test_training_rewards_are_compared_by_means_of_steps_validations_one_by_one(run_dir: Path) -> None:
+    head = RunContent(run_dir).head()
+    rewards = [row["critic/score/mean"] for row in read_jsonl(run_dir / "metrics.jsonl") if row["step"] > 0]
+    assert head["headlines"]["Validation reward"] == [0.31, 0.92]
+    assert head["headlines"]["Training reward"] == pytest.approx([fmean(rewards[:5]), fmean(rewards[-5:])])
+    assert (head["step"], head["total_steps"], head["end"]) == (60, 60, "60 steps done")
 
 
-def test_samples_are_of_the_first_the_last_and_the_validation_step_best_first(run_dir: Path) -> None:
-    samples = read_run(run_dir).samples
-    assert [sample.title for sample in samples] == [
-        "Training, step 1",
-        "Training, step 60",
-        "Validation after step 60",
+def test_a_timeline_is_of_the_last_execution_of_a_step(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=4)
+    spans = folder / "spans.jsonl"
+    again = [{**span, "trace_id": "f" * 32} for span in read_jsonl(spans)[4:8]]
+    again[1] |= {"instance": "rollout-7", "error": "broken"}
+    with spans.open("a") as file:
+        file.write("".join(json.dumps(span) + "\n" for span in again) + '{"name": "step", "torn')
+    lines = timelines(spans, {2, 3, 9})
+    assert sorted(lines) == [2, 3]
+    assert [(s["who"], s["start"], s["seconds"], s["error"]) for s in lines[2]] == [
+        ("controller", 0.0, 4.0, ""),
+        ("controller", 0.0, 1.4, ""),
+        ("rollout-7", 0.1, 1.2, "broken"),
+        ("learner-0", 1.5, 2.4, ""),
     ]
-    for step_samples in samples:
-        rewards = [row["reward"] for row in step_samples.rows]
-        assert len(rewards) == 6
+    assert lines[3][2]["who"] == "rollout-0"
+
+
+def test_a_report_holds_samples_of_the_first_the_middle_and_the_last_step(run_dir: Path) -> None:
+    data = frozen(write_report(run_dir).read_text())
+    assert list(data["samples"]) == ["step_000001", "step_000060", "val_000060"]
+    for name, rows in data["samples"].items():
+        rewards = [row["reward"] for row in rows]
+        assert len(rewards) == 60
         assert rewards == sorted(rewards, reverse=True)
         assert {0.0, 1.0} == set(rewards)
+        assert rows[0]["components"] == {"exact_match": 1.0, "brevity": 0.5}
+        detail = data["details"][name][str(rows[3]["row"])]
+        assert detail["response"] == rows[3]["response"]
+        assert (detail["engine"], detail["learner"]) == ([-0.1, -0.2, -3.0, -0.1], [-0.1, -0.25, -3.0, -0.1])
+
+
+def test_tokens_are_shown_by_their_texts_together_the_response(tmp_path: Path) -> None:
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = "Grüße, 数 ok"
+    texts = TokenTexts([tmp_path / "none", tmp_path]).of(tokenizer.encode(text).ids)
+    assert "".join(texts) == text
+    assert texts[:5] == ["G", "r", "", "ü", ""], "bytes of a letter stand at its last"
+    assert TokenTexts([]).of([7, 8]) == ["7 ", "8 "]
+
+
+def test_only_what_is_new_of_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    file = GrowingFile(path)
+    assert file.new() == []
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
+    assert file.new() == [{"a": 1}, {"a": 2}]
+    with path.open("a") as more:
+        more.write(": 3}\n")
+    assert (file.new(), file.new()) == ([{"a": 3}], [])
+    generation = file.generation
+    path.write_text('{"a": 9}\n')
+    assert (file.new(), file.generation) == ([{"a": 9}], generation + 1)
+
+
+def test_a_long_run_is_sent_in_part_and_what_follows_as_a_whole() -> None:
+    table = StepTable()
+    table.add({"step": step, "x": step / 3, **({"y": 1.0} if step > 98 else {})} for step in range(100))
+    part = table.part(0, 10)
+    assert (part["steps"][0], part["steps"][-1], len(part["steps"]), part["num_lines"]) == (0, 99, 10, 100)
+    assert part["columns"]["x"][-1] == 33.0
+    assert part["columns"]["y"] == [None] * 9 + [1.0]
+    assert table.part(97, 10)["steps"] == [97, 98, 99]
+    table.add([{"step": 50, "x": 7.0}])
+    assert dict(table.points("x"))[50] == 7.0
+
+
+def test_numbers_that_are_not_finite_reach_the_page_as_null() -> None:
+    assert json.loads(to_json({"a": [float("nan"), 1.0], "b": float("inf")})) == {"a": [None, 1.0], "b": None}
+
+
+def test_no_text_breaks_out_of_the_pages_data() -> None:
+    text = page("</title><script>", {"x": "</script><script>alert(1)</script>"})
+    assert text.count("<script") == 3
+    assert frozen(text) == {"x": "</script><script>alert(1)</script>"}
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     (tmp_path / "config.resolved.yaml").write_text("trainer: {}\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val/reward/mean": 0.5}\n{"step": 1, "critic/sco')
     text = write_report(tmp_path).read_text()
-    assert "0.500 → 0.500" in text
+    assert frozen(text)["runs"][0]["headlines"]["Validation reward"] == [0.5, 0.5]
     assert closing_lines(tmp_path) == [
         "validation reward: 0.5000 (step 0)",
         f"run directory: {tmp_path}",
@@ -177,65 +248,6 @@ def test_closing_lines_compare_before_and_after(run_dir: Path) -> None:
     assert closing_lines(run_dir)[0] == "validation reward: 0.3100 before (step 0), 0.9200 after (step 60)"
 
 
-def test_a_line_runs_from_corner_to_corner() -> None:
-    chart = svg(line_chart([Series(label="x", points=[(0, 0.0), (10, 1.0)])]))
-    points = chart.find(".//polyline").get("points")  # type: ignore[union-attr]
-    left, top, right, bottom = 54, 12, CARD.width - 12, CARD.height - 26
-    assert points == f"{left:.1f},{bottom:.1f} {right:.1f},{top:.1f}"
-
-
-def test_bars_stack_without_gaps_to_their_total() -> None:
-    chart = svg(stacked_bars([1, 2], {"a": [1.0, 3.0], "b": [2.0, 0.0]}, WIDE))
-    rects = chart.findall(".//rect")
-    assert len(rects) == 3, "a layer of 0 seconds has no bar"
-    low, high = rects[0], rects[2]
-    assert float(high.get("y", 0)) + float(high.get("height", 0)) == pytest.approx(
-        float(low.get("y", 0)), abs=0.1
-    )
-    assert float(high.get("height", 0)) == pytest.approx(2 * float(low.get("height", 0)), abs=0.1)
-
-
-def test_many_steps_become_fewer_bars_of_the_same_mean() -> None:
-    chart = svg(stacked_bars(range(1000), {"a": [1.0] * 1000}, WIDE))
-    heights = {rect.get("height") for rect in chart.findall(".//rect")}
-    assert len(chart.findall(".//rect")) == 112
-    assert len(heights) == 1
-
-
-def test_the_trend_of_a_straight_line_is_that_line() -> None:
-    line = [(float(x), 3.0 - 0.5 * x) for x in range(50)]
-    assert [y for _, y in _smooth(line)] == pytest.approx([y for _, y in line])
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
-        (0.31, 0.92, [0.2, 0.4, 0.6, 0.8, 1.0]),
-        (-3e-6, 2e-6, [-3e-6, -2e-6, -1e-6, 0, 1e-6, 2e-6]),
-        (5100, 5230, [5100, 5150, 5200, 5250]),
-    ],
-)
-def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert ticks_between(low, high) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    "values", [[3e-14, 5e-14], [2.0, 2.0], [0.0, 0.0], [1e9, 1e9 + 1e-3], [-1e-300, 1e-300]]
-)
-def test_any_range_can_be_drawn(values: list[float]) -> None:
-    chart = svg(line_chart([Series(label="x", points=list(enumerate(values)))]))
-    points = chart.find(".//polyline").get("points")  # type: ignore[union-attr]
-    ys = [float(pair.split(",")[1]) for pair in str(points).split()]
-    assert all(12 <= y <= CARD.height - 26 for y in ys)
-
-
-def test_axis_numbers_are_short() -> None:
-    assert [short(x) for x in (0, 0.25, 5200, 52_000, 3_200_000, 1e-4, 2.5e-6, -2e-10)] == [
-        "0", "0.25", "5200", "52k", "3.2M", "1e-4", "2.5e-6", "-2e-10",
-    ]  # fmt: skip
-
-
 def test_a_process_that_ended_is_an_event_of_note_in_its_place(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=6)
     journal = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
@@ -244,9 +256,9 @@ def test_a_process_that_ended_is_an_event_of_note_in_its_place(tmp_path: Path) -
         time=(began + ended) / 2, name="learner-1", outcome="killed by SIGSEGV", step=3, restarts=True
     )
     process_ends.append(folder, end)
-    events = read_run(folder).events
-    (place,) = [i for i, event in enumerate(events) if event.name == "process"]
-    assert events[place].text.startswith("learner-1 was killed by SIGSEGV in step 3 at ")
-    assert [event.at_s for event in events] == sorted(event.at_s for event in events)
-    assert 0 < events[place].at_s < ended - began
+    notes = RunContent(folder).journal()["notes"]
+    (note,) = [note for note in notes if note["name"] == "process"]
+    assert note["text"].startswith("learner-1 was killed by SIGSEGV in step 3 at ")
+    assert (note["step"], note["level"]) == (3, "bad")
+    assert [note["time"] for note in notes] == sorted(note["time"] for note in notes)
     assert "learner-1 was killed by SIGSEGV in step 3" in write_report(folder).read_text()

@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import http.client
 import json
+import os
 import re
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline.cli.certificates import Authority
 from paceline.cli.commands import ui
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.main import main
 from paceline.cli.ui.runs import ServedRuns
-from paceline.cli.ui.server import PageServer
-from paceline.core.errors import EnvironmentLackError
+from paceline.cli.ui.server import PageApp
+from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.rpc.v1 import controller_pb2 as pb
+from paceline.service.credentials import INSECURE, TLS_DIR
 from support.fake_controller import FakeController, serve
 from support.synthetic_run import write_run
 
@@ -35,14 +41,21 @@ class Reply:
 
 
 async def ask(port: int, path: str, method: str = "GET") -> Reply:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-    async with asyncio.timeout(20):
-        text = (await reader.read()).decode()
-    writer.close()
-    head, _, body = text.partition("\r\n\r\n")
-    first, *lines = head.splitlines()
-    return Reply(int(first.split()[1]), dict(line.split(": ", 1) for line in lines), body)
+    def send() -> Reply:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request(method, path)
+        answer = connection.getresponse()
+        reply = Reply(answer.status, dict(answer.getheaders()), answer.read().decode())
+        connection.close()
+        return reply
+
+    return await asyncio.to_thread(send)
+
+
+async def data(port: int, path: str) -> Any:
+    reply = await ask(port, f"/{TOKEN}/data/{path}")
+    assert (reply.status, reply.headers["Content-Type"]) == (200, "application/json; charset=utf-8")
+    return json.loads(reply.body)
 
 
 @pytest.fixture
@@ -53,28 +66,49 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
+def app(folder: Path) -> PageApp:
+    return PageApp(ServedRuns(folder, asyncio.get_running_loop()), TOKEN)
+
+
 @pytest.fixture
 async def port(runs: Path) -> AsyncIterator[int]:
-    server = await PageServer(ServedRuns(runs), TOKEN).start(0)
-    yield server.sockets[0].getsockname()[1]
+    server = ui.open_server(app(runs), "127.0.0.1", 0)
+    yield server.server_port
     server.close()
 
 
-async def test_it_serves_the_pages_of_a_folders_runs(port: int, runs: Path) -> None:
-    index = await ask(port, f"/{TOKEN}/")
-    assert re.findall(r'href="([^"]+)"', index.body) == ["first/", "second/"]
-    page = await ask(port, f"/{TOKEN}/first/")
+async def test_it_serves_a_folders_runs(port: int, runs: Path) -> None:
+    page = await ask(port, f"/{TOKEN}/")
     assert (page.status, page.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
-    assert "<h1>first</h1>" in page.body
+    assert [run["name"] for run in await data(port, "runs")] == ["first", "second"]
     write_run(runs / "third", num_steps=3)
-    assert (await ask(port, f"/{TOKEN}/third/")).status == 200, "a run that began later"
+    assert [run["step"] for run in await data(port, "runs")] == [5, 5, 3], "one that began later"
+    assert (await data(port, "first/samples")) == ["step_000001", "step_000005", "val_000005"]
+    rows = await data(port, "first/samples/step_000005")
+    assert (len(rows), rows[7]["row"]) == (64, 7)
+    assert (await data(port, "first/samples/step_000005/7"))["engine"] == [-0.1, -0.2, -3.0, -0.1]
+    assert [span["who"] for span in await data(port, "first/timeline/2")][-1] == "learner-0"
+    assert "hunter2" not in await data(port, "first/config")
+    assert (await data(port, "first/journal"))["verdicts"]["admitted"] == 512
+    assert await data(port, "first/now") == {}
 
 
-async def test_the_page_of_the_only_run_is_where_the_address_leads(runs: Path) -> None:
-    server = await PageServer(ServedRuns(runs / "first"), TOKEN).start(0)
-    async with server:
-        reply = await ask(server.sockets[0].getsockname()[1], f"/{TOKEN}/")
-    assert (reply.status, reply.headers["Location"]) == (302, f"/{TOKEN}/first/")
+async def test_only_new_lines_are_sent_until_the_run_begins_anew(port: int, runs: Path) -> None:
+    first = await data(port, "first/metrics/0/0")
+    assert (first["num_lines"], first["is_new"], first["steps"]) == (6, True, [0, 1, 2, 3, 4, 5])
+    with (runs / "first" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "critic/score/mean": 0.5}\n')
+    more = await data(port, f"first/metrics/{first['generation']}/6")
+    assert (more["is_new"], more["steps"], more["columns"]) == (False, [6], {"critic/score/mean": [0.5]})
+    (runs / "first" / "metrics.jsonl").write_text('{"step": 0, "val/reward/mean": 0.1}\n')
+    anew = await data(port, f"first/metrics/{first['generation']}/7")
+    assert (anew["is_new"], anew["steps"]) == (True, [0])
+
+
+async def test_the_only_run_can_be_served_alone(runs: Path) -> None:
+    server = ui.open_server(app(runs / "first"), "127.0.0.1", 0)
+    assert [run["name"] for run in await data(server.server_port, "runs")] == ["first"]
+    server.close()
 
 
 @pytest.mark.parametrize(
@@ -83,67 +117,103 @@ async def test_the_page_of_the_only_run_is_where_the_address_leads(runs: Path) -
         ("/", 404),
         ("/first/", 404),
         ("/s3cre/first/", 404),
-        (f"/{TOKEN}/latest/", 404),
-        (f"/{TOKEN}/first/events.jsonl", 404),
-        (f"/{TOKEN}/first/../../x", 404),
-        (f"/{TOKEN}/..%2Ffirst/", 404),
-        (f"/{TOKEN}/%2e%2e/", 404),
+        ("/s3cre/data/runs", 404),
+        (f"/{TOKEN}/data/latest/journal", 404),
+        (f"/{TOKEN}/data/first/events.jsonl", 404),
+        (f"/{TOKEN}/data/first/run.json", 404),
+        (f"/{TOKEN}/data/first/samples/step_000005/640", 404),
+        (f"/{TOKEN}/data/first/samples/step_000005/-1", 404),
+        (f"/{TOKEN}/data/..%2Ffirst/config", 404),
+        (f"/{TOKEN}/data/%2e%2e/config", 404),
     ],
 )
 async def test_nothing_else_is_served(port: int, path: str, status: int) -> None:
     reply = await ask(port, path)
-    assert reply.status == status
-    assert "<h1>" not in reply.body
+    assert (reply.status, reply.headers["Content-Type"]) == (status, "text/plain; charset=utf-8")
+
+
+async def test_samples_outside_the_runs_folder_are_not_read(port: int, runs: Path) -> None:
+    (runs / "first" / "trajectories" / "step_000005.parquet").rename(runs / "secret.parquet")
+    (runs / "first" / "trajectories" / "other.parquet").symlink_to(runs / "secret.parquet")
+    for name in ("step_000005", "..", "other"):
+        assert await data(port, f"first/samples/{name}") == []
+    assert (await ask(port, f"/{TOKEN}/data/first/samples/..%2F..%2Fsecret")).status == 404
 
 
 async def test_it_only_reads_and_listens_on_loopback(port: int) -> None:
-    assert (await ask(port, f"/{TOKEN}/first/", "POST")).status == 405
+    for method in ("POST", "PUT", "DELETE"):
+        assert (await ask(port, f"/{TOKEN}/", method)).status == 405
     with pytest.raises(EnvironmentLackError, match="give another --port"):
-        await PageServer(ServedRuns(Path()), TOKEN).start(port)
+        ui.open_server(app(Path()), "127.0.0.1", port)
     with socket.socket() as other, pytest.raises(OSError):
         other.connect(("127.0.0.2", port))
 
 
+async def test_beyond_loopback_it_wants_tls(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TLS_DIR, raising=False)
+    with pytest.raises(ConfigError, match="refusing to serve runs on 0.0.0.0 in plain text"):
+        ui.open_server(app(runs), "0.0.0.0", 0)
+    monkeypatch.setenv(INSECURE, "1")
+    server = ui.open_server(app(runs), "0.0.0.0", 0)
+    assert server.is_plain
+    server.close()
+    monkeypatch.delenv(INSECURE)
+    Authority.create(tmp_path, days=1)
+    Authority.load(tmp_path).issue(tmp_path / "host", "host", role="controller", days=1)
+    monkeypatch.setenv(TLS_DIR, str(tmp_path / "host"))
+    server = ui.open_server(app(runs), "0.0.0.0", 0)
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    context.check_hostname = False
+
+    def read(path: str) -> int:
+        connection = http.client.HTTPSConnection("127.0.0.1", server.server_port, timeout=10, context=context)
+        connection.request("GET", path)
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+    assert await asyncio.to_thread(read, f"/{TOKEN}/data/runs") == 200, "a browser has no certificate"
+    assert await asyncio.to_thread(read, "/data/runs") == 404
+    server.close()
+
+
 async def test_only_the_pages_own_script_may_run(port: int) -> None:
-    page = await ask(port, f"/{TOKEN}/first/")
+    page = await ask(port, f"/{TOKEN}/")
     (script,) = re.findall(r"<script>(.*?)</script>", page.body, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = page.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'")
     assert f"script-src 'sha256-{digest}';" in policy
-    assert (
-        re.findall(r"\son\w+=|javascript:", page.body.partition("<main>")[2].partition("<script>")[0]) == []
-    )
+    assert re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", page.body) == []
 
 
-async def test_the_news_of_a_run_that_is_under_way(port: int, runs: Path) -> None:
-    page = (await ask(port, f"/{TOKEN}/first/")).body
-    (stamp,) = re.findall(r'data-live="([^"]*)"', page)
-    assert json.loads((await ask(port, f"/{TOKEN}/first/now")).body) == {"html": "", "stamp": stamp}
+async def test_what_a_run_that_is_under_way_is_doing(port: int, runs: Path) -> None:
     controller = FakeController()
-    controller.members = [pb.MemberStatus(member_id="rollout-<0>", state="serving")]
+    controller.members = [pb.MemberStatus(member_id="rollout-<0>", state="serving", in_flight=3)]
     server = await serve(controller, token="t")
     note = run_dirs.new_note(runs / "first", "t")
-    note.controller, note.state = server.address, "running"
+    note.controller, note.state, note.pids = server.address, "running", {"rollout-0": os.getpid()}
     run_dirs.write_note(runs / "first", note)
-    await asyncio.sleep(1.1)  # it is asked at most once a second
-    news = json.loads((await ask(port, f"/{TOKEN}/first/now")).body)
+    now = await data(port, "first/now")
     await server.stop(0)
-    assert news["html"] == (
-        "<b>training</b> step 3/9: collect, 0 s"
-        '<div class="members"><span>rollout-&lt;0&gt; serving</span></div>'
-    )
-    assert news["stamp"] != stamp
+    assert (now["state"], now["line"]) == ("training", "step 3/9: collect, 0 s")
+    assert now["members"] == [{"name": "rollout-<0>", "state": "serving", "in_flight": 3}]
+    (process,) = now["processes"]
+    assert process["name"] == "rollout-0"
+    assert process["bytes"] > 1 << 20
+    assert [run["state"] for run in await data(port, "runs")] == ["running", ""]
 
 
 def test_the_command_says_where(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def at_once(server: asyncio.Server) -> None:
+    def at_once(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.chdir(runs.parent)
-    monkeypatch.setattr(ui.asyncio.Server, "serve_forever", at_once)
+    monkeypatch.setattr(ui.asyncio.BaseEventLoop, "create_future", at_once)
     assert main(["ui", "--port", "0"]) == 130
     said = capsys.readouterr().out
     assert re.search(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/\n", said)

@@ -52,8 +52,8 @@ def two_hosts(**first: object) -> Hosts:
     return parse(Hosts, tree)
 
 
-def specs(hosts: Hosts) -> dict[str, ProcessSpec]:
-    run = several.with_hosts(config(broker=REDIS, learner={"device": "cpu"}), hosts)
+def specs(hosts: Hosts, **sections: object) -> dict[str, ProcessSpec]:
+    run = several.with_hosts(config(broker=REDIS, **{"learner": {"device": "cpu"}} | sections), hosts)
     machine = Machine(num_cores=1, gpus=())
     planned = several.members(hosts, run, machine, controller_address="10.0.0.1:7000", master_port=1)
     return {spec.name: spec for spec in planned}
@@ -86,6 +86,22 @@ def test_every_process_is_planned_on_its_host() -> None:
     assert rollout.shell[-1] == "cd '/srv b' && exec /opt/python -m paceline.cli.launch.remote"
     assert "reward-1" in reward.command
     assert reward.member_id == "reward-1"
+
+
+def test_colocated_the_servers_of_a_host_are_on_the_learners_gpus() -> None:
+    hosts = two_hosts(gpus=[0, 1], rollout=1)
+    size = {"rollout": {"tensor_model_parallel_size": 2}, "learner": {"device": "cuda"}}
+    planned = specs(parse(Hosts, _without_rollout(hosts)), placement="colocated", **size)
+    visible = {name: spec.env["CUDA_VISIBLE_DEVICES"] for name, spec in planned.items() if name != "reward-0"}
+    assert visible == {"rollout-0": "0,1", "learner-0": "0,1", "learner-1": "0,1", "learner-2": "4"}
+    with pytest.raises(ConfigError, match=r"b has 3 GPUs for 2 rollout servers of 2: correct its gpus"):
+        specs(hosts, placement="colocated", **size)
+
+
+def _without_rollout(hosts: Hosts) -> dict[str, object]:
+    """The file with servers on the first host alone."""
+    first, second = hosts.model_dump(mode="json")["hosts"]
+    return hosts.model_dump(mode="json") | {"hosts": [first | {"reward": 1}, second | {"rollout": 0}]}
 
 
 def test_what_cannot_run_is_said_before_anything_starts() -> None:

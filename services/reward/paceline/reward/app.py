@@ -10,13 +10,19 @@ import asyncio
 import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
 
 from paceline.broker import open_broker
 from paceline.config.model import ModelConfig
+from paceline.core.attachment import Leave
 from paceline.core.members import RewardState
 from paceline.core.reward_function import check_extra_keys
 from paceline.data.prompts import Tokenizer, load_tokenizer
+from paceline.reward.attached.scorer import AttachedScorer
+from paceline.reward.attached.servicer import GatewayServicer
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.servicer import RewardServicer
@@ -35,6 +41,17 @@ _WIND_UP_S = 5.0
 _FINISH_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Servicers:
+    score: RewardServicer
+    gateway: GatewayServicer
+
+
+def _add_to_server(servicers: _Servicers, server: grpc.aio.Server) -> None:
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(servicers.score, server)
+    reward_pb2_grpc.add_RewardGatewayServicer_to_server(servicers.gateway, server)
+
+
 class RewardApp:
     """The process of a reward service."""
 
@@ -45,11 +62,9 @@ class RewardApp:
 
     async def run(self) -> None:
         """Serves until the run is over or a signal comes."""
-        servicer = RewardServicer()
-        registration = await self._session.join(
-            reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, self._report
-        )
-        work = self._session.spawn("work", self._work(registration, servicer))
+        servicers = _Servicers(RewardServicer(), GatewayServicer())
+        registration = await self._session.join(_add_to_server, servicers, self._report)
+        work = self._session.spawn("work", self._work(registration, servicers))
         try:
             await self._session.until_leaving()
             await self._session.finish(lambda: self._wind_up(work), grace_s=_FINISH_S)
@@ -65,7 +80,7 @@ class RewardApp:
             self._consumer.stop()
             await asyncio.wait({work})
 
-    async def _work(self, registration: Registration, servicer: RewardServicer) -> None:
+    async def _work(self, registration: Registration, servicers: _Servicers) -> None:
         config = registration.config
         check_extra_keys(config.data.extra_keys)
         scorer = WeightedSum.configured(
@@ -73,6 +88,7 @@ class RewardApp:
                 config=config.reward,
                 credentials=Credentials.from_env(REWARD_TOKEN),
                 max_message_bytes=config.service.max_message_mib * 2**20,
+                run_id=registration.run_id,
             )
         )
         self._session.context.defer("scorers", scorer.close)
@@ -103,11 +119,18 @@ class RewardApp:
                 max_deliveries=config.reward.max_deliveries,
             ),
         )
-        servicer.scorer = scorer
+        self._session.context.defer("attached clients", lambda: self._let_go(scorer.attached))
+        servicers.score.scorer = scorer
+        servicers.gateway.gateways = {attached.names[0]: attached.gateway for attached in scorer.attached}
         self._state = RewardState.SERVING
         self._session.poke()
         _log.info("serving")
         await self._consumer.run()
+
+    async def _let_go(self, attached: Sequence[AttachedScorer]) -> None:
+        is_over = self._session.run_over.is_set()
+        leave = Leave(reason="the run is over" if is_over else "this service ends", for_good=is_over)
+        await asyncio.gather(*(scorer.gateway.close(leave) for scorer in attached))
 
     def _report(self) -> MemberReport:
         in_flight = self._consumer.num_in_flight if self._consumer else 0

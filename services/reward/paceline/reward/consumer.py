@@ -11,6 +11,7 @@ scorer's per item, the broker's per command.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from paceline.broker import Broker, Entry, Mailbox, Outgoing, names
 from paceline.core.errors import InvalidMessageError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import encodable
-from paceline.core.trajectory import ScoredHeader, TrajectoryHeader
+from paceline.core.trajectory import ScoredHeader, Trajectory, TrajectoryHeader, sampled_spans
 from paceline.data.prompts import Decoder
 from paceline.reward.scorer import Scorer
 from paceline.reward.scores import Score, failed
@@ -66,6 +67,17 @@ class ConsumerOptions:
     max_entries: int = 128
     save_texts: bool = True
     max_deliveries: int = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Texts:
+    """What is scored, the policy's last answer, and what is kept for people.
+
+    In the record of an episode, what the policy did not write stands in the brackets U+27E6 and U+27E7.
+    """
+
+    response: str
+    record: str
 
 
 class Consumer:
@@ -151,7 +163,7 @@ class Consumer:
         deliveries = {entry.entry_id: entry.deliveries for entry in entries}
         for (entry_id, header), text, score in zip(headers.items(), texts, scores, strict=True):
             # What cannot be read now cannot be read later either: only a scorer's errors may pass.
-            may_pass = isinstance(text, str) and score.may_be_retried
+            may_pass = isinstance(text, _Texts) and score.may_be_retried
             if may_pass and deliveries[entry_id] < self._options.max_deliveries:
                 continue
             answers[entry_id] = self._scored(header, text, score, seconds)
@@ -171,11 +183,13 @@ class Consumer:
         payload = entry.payload if refusal is None else encode_group_refusal(refusal)
         return Outgoing(stream=names.scored(self._options.run_id), payload=payload)
 
-    def _scored(self, header: TrajectoryHeader, text: str | Score, score: Score, seconds: float) -> Outgoing:
+    def _scored(
+        self, header: TrajectoryHeader, text: _Texts | Score, score: Score, seconds: float
+    ) -> Outgoing:
         """The scored header, with the response's text in a blob where texts are kept."""
         blobs: dict[str, bytes] = {}
-        if self._options.save_texts and isinstance(text, str):
-            blobs[names.text(header.blob_key)] = text.encode()
+        if self._options.save_texts and isinstance(text, _Texts):
+            blobs[names.text(header.blob_key)] = text.record.encode()
         text_key = next(iter(blobs), "")
         try:
             payload = encode_scored_header(self._scored_header(header, text_key, score, seconds))
@@ -187,11 +201,11 @@ class Consumer:
 
     def _read_responses(
         self, headers: Sequence[TrajectoryHeader], blobs: Sequence[bytes | None]
-    ) -> list[str | Score]:
-        """The text of each response, or the error of a trajectory that cannot be read."""
+    ) -> list[_Texts | Score]:
+        """The texts of each response, or the error of a trajectory that cannot be read."""
         return [self._read_response(header, blob) for header, blob in zip(headers, blobs, strict=True)]
 
-    def _read_response(self, header: TrajectoryHeader, blob: bytes | None) -> str | Score:
+    def _read_response(self, header: TrajectoryHeader, blob: bytes | None) -> _Texts | Score:
         trajectory_id = str(header.trajectory_id)
         if blob is None:
             message = f"the blob {header.blob_key} is gone: its step is over, or the broker lost it"
@@ -199,31 +213,48 @@ class Consumer:
         try:
             if blob_digest(blob) != header.blob_digest:
                 raise InvalidMessageError("its digest is not the header's", reason="wrong_digest")
-            token_ids: list[int] = decode_trajectory(blob).response_token_ids.tolist()
-            return encodable(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+            return self._texts_of(decode_trajectory(blob), is_episode=header.episode is not None)
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything on ids that it does not know
             message = f"the blob {header.blob_key} cannot be read: {error}"
             return failed(trajectory_id, RewardErrorKind.UNAVAILABLE, message)
 
+    def _texts_of(self, trajectory: Trajectory, *, is_episode: bool) -> _Texts:
+        """Decodes what was sampled; of an episode also what came between, for people."""
+        token_ids: list[int] = trajectory.response_token_ids.tolist()
+        if not is_episode:
+            text = encodable(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+            return _Texts(response=text, record=text)
+        spans = sampled_spans(trajectory.response_mask)
+        first, stop = spans[-1] if spans else (0, 0)
+        response = encodable(self._tokenizer.decode(token_ids[first:stop], skip_special_tokens=True))
+        edges = [0, *(edge for span in spans for edge in span), len(token_ids)]
+        pieces = []
+        for number, (first, stop) in enumerate(itertools.pairwise(edges)):
+            if first < stop:
+                text = self._tokenizer.decode(token_ids[first:stop], skip_special_tokens=False)
+                pieces.append(text if number % 2 else f"\u27e6{text}\u27e7")
+        return _Texts(response=response, record=encodable("".join(pieces)))
+
     async def _score_texts(
-        self, headers: Sequence[TrajectoryHeader], texts: Sequence[str | Score]
+        self, headers: Sequence[TrajectoryHeader], texts: Sequence[_Texts | Score]
     ) -> list[Score]:
         """One score per trajectory; those whose text could not be read keep their error."""
         items = [
             ScoreItem(
                 trajectory_id=str(header.trajectory_id),
                 prompt=header.context.prompt_text,
-                response=text,
+                response=text.response,
                 ground_truth=header.context.ground_truth,
                 data_source=header.context.data_source,
                 extra=header.context.extra,
+                episode=header.episode,
             )
             for header, text in zip(headers, texts, strict=True)
-            if isinstance(text, str)
+            if isinstance(text, _Texts)
         ]
         step = headers[0].trajectory_id.step if headers else 0
         scored = iter(await self._scorer.score(items, run_id=self._options.run_id, step=step))
-        return [next(scored) if isinstance(text, str) else text for text in texts]
+        return [next(scored) if isinstance(text, _Texts) else text for text in texts]
 
     def _scored_header(
         self, header: TrajectoryHeader, text_key: str, score: Score, seconds: float
@@ -237,6 +268,7 @@ class Consumer:
             blob_digest=header.blob_digest,
             num_prompt_tokens=header.num_prompt_tokens,
             num_response_tokens=header.num_response_tokens,
+            num_sampled_tokens=header.num_sampled_tokens,
             finish_reason=header.finish_reason,
             server_id=header.server_id,
             generation_s=header.seconds,
@@ -246,4 +278,5 @@ class Consumer:
             scorer=self._options.member_id,
             reward_s=seconds,
             text_key=text_key,
+            episode=header.episode,
         )

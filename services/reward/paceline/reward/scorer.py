@@ -21,18 +21,20 @@ class ScorerSettings:
         config: the section `reward` of the run's configuration.
         credentials: for calls to remote reward services.
         max_message_bytes: largest gRPC message.
+        run_id: told to attached clients.
     """
 
     config: RewardConfig
     credentials: Credentials = field(default_factory=Credentials)
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    run_id: str = ""
 
 
 class Scorer(Protocol):
     """Scores batches of items.
 
-    Implemented by `FunctionPool` (functions in child processes), `RemoteScorer` (a service of the user's) and
-    `WeightedSum` (all scorers of a run).
+    Implemented by `FunctionPool` (functions in child processes), `RemoteScorer` (a service of the user's),
+    `AttachedScorer` (clients that attach) and `WeightedSum` (all scorers of a run).
     """
 
     @property

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.core.errors import RewardErrorKind
-from paceline.core.scoring import ScoreResult
+from paceline.core.errors import PacelineError, RewardError, RewardErrorKind
+from paceline.core.reward_function import MAX_COMPONENT_CHARS, MAX_COMPONENTS, kind_of
+from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.core.text import one_line
 
 RETRIED_KINDS = frozenset({RewardErrorKind.TIMEOUT, RewardErrorKind.CRASHED, RewardErrorKind.UNAVAILABLE})
 """The errors that another attempt may cure; any other kind would occur again."""
+
+TOTALS = frozenset({"reward", "response_length", "greedy_answers"})
+"""Names that metrics have for more than a component: `val/reward/mean` is the mean of the sums."""
 
 _KINDS = {kind.value: kind for kind in RewardErrorKind}
 
@@ -52,6 +57,42 @@ class Score:
 def failed(trajectory_id: str, kind: RewardErrorKind, message: str, seconds: float = 0.0) -> Score:
     """The score of an item that has no reward."""
     return Score(trajectory_id=trajectory_id, reward=None, error=(kind, one_line(message)), seconds=seconds)
+
+
+def score_of(
+    item: ScoreItem, result: ScoreResult | PacelineError, *, name: str, weight: float, seconds: float
+) -> Score:
+    """What somebody outside answered for an item, weighted, as the score of the scorer `name`."""
+    try:
+        reward, components = _weighted(result, name, weight)
+    except PacelineError as error:
+        return failed(item.trajectory_id, kind_of(error), f"{name}: {error}", seconds)
+    return Score(trajectory_id=item.trajectory_id, reward=reward, components=components, seconds=seconds)
+
+
+def _weighted(
+    result: ScoreResult | PacelineError, name: str, weight: float
+) -> tuple[float, dict[str, float]]:
+    if isinstance(result, PacelineError):
+        raise result
+    if result.reward is None:
+        kind, text = split_error(result.error or "")
+        raise RewardError(text, kind=kind)
+    reward = weight * result.reward
+    if not math.isfinite(reward):
+        text = f"{weight:g} times {result.reward:g} is {reward}"
+        raise RewardError(text, kind=RewardErrorKind.NOT_FINITE)
+    components = {
+        name: result.reward,
+        **{f"{name}/{key}": value for key, value in result.components.items()},
+    }
+    if len(components) > MAX_COMPONENTS or any(len(key) > MAX_COMPONENT_CHARS for key in components):
+        raise RewardError(
+            f"the answer has over {MAX_COMPONENTS} components, or names over {MAX_COMPONENT_CHARS} "
+            "characters",
+            kind=RewardErrorKind.WRONG_TYPE,
+        )
+    return reward, components
 
 
 def join_error(kind: RewardErrorKind, message: str) -> str:

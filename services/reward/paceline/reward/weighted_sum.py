@@ -10,16 +10,20 @@ from typing import Self
 
 from paceline.core.errors import ConfigError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
+from paceline.reward.attached.scorer import AttachedScorer
+from paceline.reward.environment import EnvironmentReward
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scorer import Scorer, ScorerSettings
-from paceline.reward.scores import Score, failed
+from paceline.reward.scores import TOTALS, Score, failed
 
 _log = logging.getLogger(__name__)
 
 KINDS: tuple[Callable[[ScorerSettings], Sequence[Scorer]], ...] = (
     RemoteScorer.configured,
+    AttachedScorer.configured,
     FunctionPool.configured,
+    EnvironmentReward.configured,
 )
 """Each builds the scorers of its kind that a configuration asks for, possibly none."""
 
@@ -48,6 +52,11 @@ class WeightedSum:
         """
         scorers = [scorer for build in KINDS for scorer in build(settings)]
         return cls(scorers, minimum=settings.config.min_reward, maximum=settings.config.max_reward)
+
+    @property
+    def attached(self) -> Sequence[AttachedScorer]:
+        """The scorers of attached clients."""
+        return [scorer for scorer in self._scorers if isinstance(scorer, AttachedScorer)]
 
     @property
     def names(self) -> Sequence[str]:
@@ -100,6 +109,11 @@ def check_names(names: Sequence[str]) -> None:
             raise ConfigError(
                 f"reward: the name {name!r} must be non-empty and hold no slash, which separates a scorer's "
                 "name from a key of the dict that it returns"
+            )
+        if name in TOTALS:
+            raise ConfigError(
+                f"reward: no scorer can be named {name!r}, which metrics call something else: give it "
+                "another name"
             )
         if name in seen:
             raise ConfigError(f"reward: two scorers are named {name!r}: give one another name")

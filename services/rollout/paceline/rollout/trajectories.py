@@ -84,6 +84,7 @@ def trajectory_messages(
             blob_digest=blob_digest(blob),
             num_prompt_tokens=len(group.prompt_token_ids),
             num_response_tokens=len(sample.token_ids),
+            num_sampled_tokens=len(sample.token_ids),
             finish_reason=sample.finish_reason,
             server_id=server_id,
             seconds=seconds,

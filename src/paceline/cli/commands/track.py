@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.report.data import read_jsonl
+from paceline.cli.report.lines import read_jsonl
 from paceline.cli.trackers.adapters import TRACKERS, check_installed
 from paceline.cli.trackers.sink import Sink
 from paceline.core.errors import DataError

@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.cli.commands import arguments
 from paceline.cli.commands.train import train
 from paceline.cli.launch import hosts as several
+from paceline.cli.launch.colocation import settle_elsewhere
 from paceline.cli.launch.host_check import check_hosts
 from paceline.cli.launch.launcher import Planner
 from paceline.cli.launch.memory_choice import LEAST
@@ -35,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     on_gpus = config.learner.device != "cpu" and any(host.gpus for host in hosts.hosts)
     model, words = settle_model(config.model, on_gpus=on_gpus)
     config = config.model_copy(update={"model": model})
+    if config.placement == "colocated":
+        config = settle_elsewhere(config, on_gpus=on_gpus)
     if on_gpus:
         config = with_memory(config, config.actor.memory.with_rest_of(LEAST))
     quick_check(config, here=False)

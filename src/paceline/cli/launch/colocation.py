@@ -30,17 +30,15 @@ def settle_colocated(config: RunConfig, gpus: Sequence[int], tree: Mapping[str, 
         gpus: of this machine; empty on a CPU, where both sides share the cores anyway.
         tree: the model's config.json.
     """
-    config = with_shared_memory(config)
     if not gpus:
-        return _with_sleep(config, "never") if config.rollout.sleep == "auto" else config
-    config = _share_out(config, gpus, tree)
+        return settle_elsewhere(config, on_gpus=False)
+    config = _share_out(with_shared_memory(config), gpus, tree)
     shape = ModelShape.of(tree)
     known = gpu_memory()
     shared = sorted({*(config.learner.devices or ())} & {*(config.rollout.devices or ())})
     totals = [known[gpu] for gpu in shared if gpu in known]
     if shape is None or not totals:
-        config = _with_sleep(config, "always") if config.rollout.sleep == "auto" else config
-        return _with_utilization(config, SHARED_MEMORY)
+        return _with_safe_memory(config)
     awake = _with_utilization(_with_sleep(config, "never"), SHARED_MEMORY)
     if config.rollout.sleep == "never" or (
         config.rollout.sleep == "auto" and fits_awake(awake, shape, totals)
@@ -48,6 +46,14 @@ def settle_colocated(config: RunConfig, gpus: Sequence[int], tree: Mapping[str, 
         return _with_fixed_cache(awake, shape, totals)
     config = _with_sleep(config, "always")
     return _with_fixed_cache(_with_utilization(config, _beside(config, shape, totals)), shape, totals)
+
+
+def settle_elsewhere(config: RunConfig, *, on_gpus: bool) -> RunConfig:
+    """`placement: colocated` on hosts whose GPUs this one does not see."""
+    config = with_shared_memory(config)
+    if on_gpus:
+        return _with_safe_memory(config)
+    return _with_sleep(config, "never") if config.rollout.sleep == "auto" else config
 
 
 def engine_size(config: RunConfig, num_gpus: int, tree: Mapping[str, Any]) -> int:
@@ -111,6 +117,12 @@ def _beside(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> floa
     stays += 2 * (config.weights.staging_mib << 20)
     share = 1.0 - stays / min(totals) - _MARGIN
     return max(0.1, min(_MOST_UTILIZATION, int(100 * share) / 100))
+
+
+def _with_safe_memory(config: RunConfig) -> RunConfig:
+    """Where nobody knows whether both fit: engines sleep, and take less than half of a GPU."""
+    config = _with_sleep(config, "always") if config.rollout.sleep == "auto" else config
+    return _with_utilization(config, SHARED_MEMORY)
 
 
 def _with_sleep(config: RunConfig, word: str) -> RunConfig:

@@ -93,6 +93,12 @@ def members(
         ConfigError: a host has too few GPUs.
     """
     num_gpus = sum(len(host.gpus) for host in hosts.hosts)
+    size = config.rollout.tensor_model_parallel_size
+    is_colocated = config.placement == "colocated"
+    if is_colocated:
+        # How many each needs; which ones they are is the hosts' part.
+        engines = {"devices": tuple(range(config.rollout.replicas * size))}
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update=engines)})
     cluster = Machine(num_cores=1, gpus=tuple(range(num_gpus)))
     specs = plan.members(
         config, cluster, controller_address=controller_address, master_port=hosts.learner_port
@@ -100,9 +106,13 @@ def members(
     learners = [spec for spec in specs if spec.role is Role.LEARNER]
     rollouts = [spec for spec in specs if spec.role is Role.ROLLOUT]
     (reward,) = (spec for spec in specs if spec.role is Role.REWARD)
-    size = config.rollout.tensor_model_parallel_size
     return [
-        *(_there(hosts, slot.host, spec, _server(slot, size)) for spec, slot in _placed(hosts, rollouts)),
+        *(
+            _there(
+                hosts, slot.host, spec, _server(slot, size, behind=0 if is_colocated else slot.host.learner)
+            )
+            for spec, slot in _placed(hosts, rollouts)
+        ),
         *(_there(hosts, slot.host, spec, _rank(hosts, slot)) for spec, slot in _placed(hosts, learners)),
         *(_there(hosts, slot.host, spec, {}) for spec, slot in _placed(hosts, _rewards(hosts, reward))),
     ]
@@ -126,15 +136,17 @@ def _placed(hosts: Hosts, specs: Sequence[ProcessSpec]) -> list[tuple[ProcessSpe
     return list(zip(specs, _slots(hosts, specs[0].role.value), strict=True))
 
 
-def _server(slot: _Slot, size: int) -> dict[str, str]:
+def _server(slot: _Slot, size: int, *, behind: int) -> dict[str, str]:
+    """Its GPUs, which begin behind so many that are the learner's alone."""
     host = slot.host
     if not host.gpus:
         return {}
-    gpus = host.gpus[host.learner + slot.number * size :][:size]
+    gpus = host.gpus[behind + slot.number * size :][:size]
     if len(gpus) < size:
+        ranks = f"{behind} learner ranks and " if behind else ""
         raise ConfigError(
-            f"{host.name} has {len(host.gpus)} GPUs for {host.learner} learner ranks and {host.rollout} "
-            f"rollout servers of {size}: correct its gpus, learner or rollout"
+            f"{host.name} has {len(host.gpus)} GPUs for {ranks}{host.rollout} rollout servers of {size}: "
+            "correct its gpus, learner or rollout"
         )
     return _visible(gpus)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.metrics import HEADLINES
-from paceline.cli.report.data import read_jsonl
+from paceline.cli.report.lines import read_jsonl
 from paceline.cli.report.write import write_report
 
 log = logging.getLogger(__name__)

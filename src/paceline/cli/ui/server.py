@@ -1,40 +1,29 @@
-"""A small HTTP server on loopback: it answers GET below a secret path, and nothing else."""
+"""What `paceline ui` answers: GET below a secret path, the page and its data, nothing else."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import hmac
-import json
 import logging
-from urllib.parse import quote, unquote
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from http import HTTPStatus
+from typing import Any
 
-from paceline.cli.report.script import SCRIPT
-from paceline.cli.ui.runs import ServedRuns, index
-from paceline.core.errors import EnvironmentLackError
+from paceline.cli.report.page import page, script, to_json
+from paceline.cli.ui.runs import ServedRuns
 
 log = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
+Answer = tuple[HTTPStatus, str, str]
 
-_REQUEST_S = 10.0
-_HEADS = {200: "OK", 302: "Found", 404: "Not Found", 405: "Method Not Allowed", 500: "Internal Server Error"}
-_SCRIPT_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; connect-src 'self'; "
-    f"script-src 'sha256-{_SCRIPT_HASH}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "Connection": "close",
-}
-
-Answer = tuple[int, str, str]
+_HTML, _JSON, _TEXT = "text/html", "application/json", "text/plain"
+_WHERE = "no such page; the address that `paceline ui` printed has a secret part"
 
 
-class PageServer:
-    """Serves runs at http://127.0.0.1:PORT/TOKEN/; who does not know the token gets 404.
+class PageApp:
+    """A WSGI application that serves runs at /TOKEN/; who does not know the token gets 404.
 
     Args:
         runs: what is served.
@@ -44,55 +33,50 @@ class PageServer:
     def __init__(self, runs: ServedRuns, token: str) -> None:
         self._runs, self._token = runs, token
 
-    async def start(self, port: int) -> asyncio.Server:
-        """Listens; port 0 takes a free one.
-
-        Raises:
-            EnvironmentLackError: the port is taken.
-        """
+    def __call__(self, environ: Mapping[str, Any], start: Callable[..., object]) -> Iterable[bytes]:
+        """Answers a request."""
+        path = str(environ.get("PATH_INFO", "")).encode("latin-1").decode("utf-8", "replace")
         try:
-            return await asyncio.start_server(self._serve, HOST, port)
-        except OSError as error:
-            raise EnvironmentLackError(
-                f"cannot listen on {HOST}:{port} ({error.strerror}); give another --port, or 0 for a free one"
-            ) from error
+            status, kind, text = self._answer(str(environ["REQUEST_METHOD"]), path)
+        except Exception:
+            log.exception("%s was not answered", path.rpartition("/data/")[2])
+            status, kind, text = HTTPStatus.INTERNAL_SERVER_ERROR, _TEXT, "see what `paceline ui` prints"
+        body = text.encode()
+        fields = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body)), **_headers()}
+        start(f"{status.value} {status.phrase}", list(fields.items()))
+        return [body]
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(_REQUEST_S):
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-                method, target, *_ = head.split(maxsplit=2)
-                writer.write(_response(*await self._answer(method, target)))
-                await writer.drain()
-        except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            log.debug("a request was not answered", exc_info=True)
-        finally:
-            writer.close()
-
-    async def _answer(self, method: str, target: str) -> Answer:
-        token, _, path = target.partition("?")[0].removeprefix("/").partition("/")
+    def _answer(self, method: str, path: str) -> Answer:
+        token, _, rest = path.removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), self._token.encode()):
-            return 404, "text/plain", "no such page; the address that `paceline ui` printed has a secret part"
+            return HTTPStatus.NOT_FOUND, _TEXT, _WHERE
         if method != "GET":
-            return 405, "text/plain", "read only"
-        name, _, rest = unquote(path).partition("/")
-        runs = await asyncio.to_thread(self._runs.by_name)
-        run = runs.get(name)
-        if not name:
-            if len(runs) == 1:
-                return 302, f"/{token}/{quote(next(iter(runs)))}/", ""
-            return 200, "text/html", await asyncio.to_thread(index, runs)
-        if run is not None and rest == "now":
-            news = await run.news()
-            return 200, "application/json", json.dumps({"html": news.html, "stamp": news.stamp})
-        if run is not None and not rest:
-            return 200, "text/html", await asyncio.to_thread(run.page)
-        return 404, "text/plain", "no such run"
+            return HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, "read only"
+        if not rest:
+            return HTTPStatus.OK, _HTML, page(self._runs.folder.name)
+        value = self._data(rest.split("/"))
+        if value is None:
+            return HTTPStatus.NOT_FOUND, _TEXT, "no such run, or no such part of it"
+        return HTTPStatus.OK, _JSON, to_json(value)
+
+    def _data(self, parts: list[str]) -> Any:
+        match parts:
+            case ["data", "runs"]:
+                return [run.head() for run in self._runs.by_name().values()]
+            case ["data", name, *path]:
+                run = self._runs.by_name().get(name)
+                return run.get(path) if run else None
+            case _:
+                return None
 
 
-def _response(status: int, kind: str, text: str) -> bytes:
-    body = text.encode()
-    fields = {"Location": kind} if status == 302 else {"Content-Type": f"{kind}; charset=utf-8"}
-    fields |= {"Content-Length": str(len(body)), **_HEADERS}
-    lines = [f"HTTP/1.1 {status} {_HEADS[status]}", *(f"{name}: {value}" for name, value in fields.items())]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+@cache
+def _headers() -> Mapping[str, str]:
+    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    return {
+        "Cache-Control": "no-store",
+        "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; connect-src 'self'; "
+        f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }

@@ -260,6 +260,7 @@ class BatchRow(_message.Message):
     NUM_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
     GREEDY_SCORE_FIELD_NUMBER: _builtins.int
     BLOB_DIGEST_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     blob_key: _builtins.str
     reward: _builtins.float
@@ -269,6 +270,8 @@ class BatchRow(_message.Message):
     """of the greedy answer to the same prompt, as a baseline"""
     blob_digest: _builtins.str
     """hexadecimal, of the blob's bytes"""
+    num_sampled_tokens: _builtins.int
+    """response tokens that the policy sampled"""
     def __init__(
         self,
         *,
@@ -279,10 +282,11 @@ class BatchRow(_message.Message):
         num_response_tokens: _builtins.int = ...,
         greedy_score: _builtins.float | None = ...,
         blob_digest: _builtins.str = ...,
+        num_sampled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "greedy_score", b"greedy_score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "blob_digest", b"blob_digest", "blob_key", b"blob_key", "greedy_score", b"greedy_score", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "reward", b"reward", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "blob_digest", b"blob_digest", "blob_key", b"blob_key", "greedy_score", b"greedy_score", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "num_sampled_tokens", b"num_sampled_tokens", "reward", b"reward", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__greedy_score: _TypeAlias = _typing.Literal["greedy_score"]  # noqa: Y015
     _WhichOneofArgType__greedy_score: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score"]  # noqa: Y015

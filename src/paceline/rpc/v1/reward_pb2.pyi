@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from paceline.rpc.v1 import attachment_pb2 as _attachment_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -149,3 +150,156 @@ class ScoreResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
+class ScoreTask(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    ITEM_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.int
+    @_builtins.property
+    def item(self) -> Global___ScoreItem: ...
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.int = ...,
+        item: Global___ScoreItem | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["item", b"item", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreTask: _TypeAlias = ScoreTask  # noqa: Y015
+
+@_typing.final
+class ScoreTasks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreTask]: ...
+    def __init__(
+        self,
+        *,
+        tasks: _abc.Iterable[Global___ScoreTask] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreTasks: _TypeAlias = ScoreTasks  # noqa: Y015
+
+@_typing.final
+class ScoreAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.int
+    """of the task"""
+    @_builtins.property
+    def result(self) -> Global___ScoreResult:
+        """with the item's trajectory_id"""
+
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.int = ...,
+        result: Global___ScoreResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreAnswer: _TypeAlias = ScoreAnswer  # noqa: Y015
+
+@_typing.final
+class ScoreAnswers(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreAnswer]: ...
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___ScoreAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreAnswers: _TypeAlias = ScoreAnswers  # noqa: Y015
+
+@_typing.final
+class ScorerMessage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> _attachment_pb2.AttachHello: ...
+    @_builtins.property
+    def window(self) -> _attachment_pb2.AttachWindow: ...
+    @_builtins.property
+    def answers(self) -> Global___ScoreAnswers: ...
+    @_builtins.property
+    def leave(self) -> _attachment_pb2.AttachLeave: ...
+    def __init__(
+        self,
+        *,
+        hello: _attachment_pb2.AttachHello | None = ...,
+        window: _attachment_pb2.AttachWindow | None = ...,
+        answers: Global___ScoreAnswers | None = ...,
+        leave: _attachment_pb2.AttachLeave | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "hello", b"hello", "leave", b"leave", "message", b"message", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "hello", b"hello", "leave", b"leave", "message", b"message", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "window", "answers", "leave"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___ScorerMessage: _TypeAlias = ScorerMessage  # noqa: Y015
+
+@_typing.final
+class GatewayMessage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WELCOME_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def welcome(self) -> _attachment_pb2.AttachWelcome: ...
+    @_builtins.property
+    def work(self) -> Global___ScoreTasks: ...
+    @_builtins.property
+    def leave(self) -> _attachment_pb2.AttachLeave: ...
+    def __init__(
+        self,
+        *,
+        welcome: _attachment_pb2.AttachWelcome | None = ...,
+        work: Global___ScoreTasks | None = ...,
+        leave: _attachment_pb2.AttachLeave | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["leave", b"leave", "message", b"message", "welcome", b"welcome", "work", b"work"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leave", b"leave", "message", b"message", "welcome", b"welcome", "work", b"work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "work", "leave"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___GatewayMessage: _TypeAlias = GatewayMessage  # noqa: Y015

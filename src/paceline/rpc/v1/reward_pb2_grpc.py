@@ -99,3 +99,78 @@ class RewardService(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RewardGatewayStub(object):
+    """For a scorer that opens the connection itself, because nobody can reach it. See attachment.proto.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Attach = channel.stream_stream(
+                '/paceline.rpc.v1.RewardGateway/Attach',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_reward__pb2.ScorerMessage.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_reward__pb2.GatewayMessage.FromString,
+                _registered_method=True)
+
+
+class RewardGatewayServicer(object):
+    """For a scorer that opens the connection itself, because nobody can reach it. See attachment.proto.
+    """
+
+    def Attach(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RewardGatewayServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_reward__pb2.ScorerMessage.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_reward__pb2.GatewayMessage.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'paceline.rpc.v1.RewardGateway', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('paceline.rpc.v1.RewardGateway', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RewardGateway(object):
+    """For a scorer that opens the connection itself, because nobody can reach it. See attachment.proto.
+    """
+
+    @staticmethod
+    def Attach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/paceline.rpc.v1.RewardGateway/Attach',
+            paceline_dot_rpc_dot_v1_dot_reward__pb2.ScorerMessage.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_reward__pb2.GatewayMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -31,3 +31,21 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         """Scores items. Returns one result per item, with the item's trajectory_id, in any order."""
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _aio.Server) -> None: ...
+
+class RewardGatewayStub:
+    """For a scorer that opens the connection itself, because nobody can reach it. See attachment.proto."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Attach: _aio.StreamStreamMultiCallable[_reward_pb2.ScorerMessage, _reward_pb2.GatewayMessage]
+
+class RewardGatewayServicer(metaclass=_abc_1.ABCMeta):
+    """For a scorer that opens the connection itself, because nobody can reach it. See attachment.proto."""
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request_iterator: _abc.AsyncIterator[_reward_pb2.ScorerMessage],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_reward_pb2.ScorerMessage], _abc.AsyncIterator[_reward_pb2.GatewayMessage]],
+    ) -> _abc.AsyncIterator[_reward_pb2.GatewayMessage]: ...
+
+def add_RewardGatewayServicer_to_server(servicer: RewardGatewayServicer, server: _aio.Server) -> None: ...

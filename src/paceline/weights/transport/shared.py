@@ -91,8 +91,8 @@ class SharedStaging:
         except RuntimeError as error:
             raise WeightSyncError(
                 f"the learner's staging memory cannot be opened from this process: {error}. Learner and "
-                "rollout server must run in the same container, as the same user; otherwise set "
-                "weights.backend: gloo"
+                "rollout server must run in the same container, or in containers with one PID namespace, as "
+                "the same user; otherwise set weights.backend: gloo"
             ) from error
         return cls(data, ticket, device, is_owner=False)
 

@@ -130,6 +130,7 @@ def rows(batch: Batch) -> tuple[BatchRow, ...]:
             reward=header.reward or 0.0,
             num_prompt_tokens=header.num_prompt_tokens,
             num_response_tokens=header.num_response_tokens,
+            num_sampled_tokens=header.num_sampled_tokens,
             greedy_score=greedy.get(header.trajectory_id.prompt_id),
         )
         for header in batch.samples

@@ -6,14 +6,15 @@ import json
 import math
 import os
 import time
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
 from paceline.controller.batch.barrier import Verdict
 from paceline.controller.batch.collect import Batch, reward_components
 from paceline.core.step_metrics import TIME
+from paceline.core.trajectory import ScoredHeader
 
 _REJECTED = (Verdict.WRONG_VERSION, Verdict.WRONG_DIGEST, Verdict.UNKNOWN, Verdict.ABORTED)
 
@@ -51,6 +52,7 @@ def assemble(
         "perf/tokens_per_s": batch.num_tokens / step_s,
         "perf/overhead_share": 1 - (batch.gen_s + batch.reward_s + learn_s) / step_s,
         **_spread(batch),
+        **episode_metrics(batch.samples),
     }
     for name, value in reward_components(batch.samples).items():
         metrics[f"reward/{name}/mean"] = value
@@ -76,6 +78,22 @@ def _spread(batch: Batch) -> dict[str, float]:
     return metrics
 
 
+def episode_metrics(samples: Sequence[ScoredHeader]) -> dict[str, float]:
+    """Turns, tool calls and why episodes ended; empty where all answers were single ones."""
+    episodes = [header.episode for header in samples if header.episode is not None]
+    if not episodes:
+        return {}
+    metrics = {
+        "episode/turns/mean": fmean(episode.num_turns for episode in episodes),
+        "episode/turns/max": float(max(episode.num_turns for episode in episodes)),
+        "episode/tool_calls/mean": fmean(episode.num_tool_calls for episode in episodes),
+        "episode/tool_s/mean": fmean(episode.tool_s for episode in episodes),
+    }
+    for reason, count in Counter(episode.stop_reason for episode in episodes).items():
+        metrics[f"episode/stop/{reason}"] = count / len(episodes)
+    return metrics
+
+
 def _dynamic_sampling(batch: Batch, num_extra: int) -> dict[str, float]:
     """The effect of refilling; `reward_mean` includes the samples of groups that were set aside."""
     samples = [*batch.samples, *batch.set_aside]
@@ -95,7 +113,9 @@ def validation(batch: Batch, *, seconds: float) -> dict[str, float]:
     }
     if batch.samples:
         metrics["val/reward/mean"] = fmean(h.reward or 0.0 for h in batch.samples)
-        metrics["val/response_length/mean"] = fmean(h.num_response_tokens for h in batch.samples)
+        for name, value in episode_metrics(batch.samples).items():
+            metrics[f"val/episode/{name.removeprefix('episode/')}"] = value
+        metrics["val/response_length/mean"] = fmean(h.num_sampled_tokens for h in batch.samples)
         for name, value in reward_components(batch.samples).items():
             metrics[f"val/{name}/mean"] = value
     metrics["val/groups_dropped"] = float(len(batch.dropped))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from paceline.controller.batch.collect import Batch
 from paceline.controller.progress import Run
+from paceline.core.episode import EpisodeOutcome
 from paceline.core.trajectory import ScoredHeader, Trajectory
 from paceline.data.prompts import Prompt, PromptSet
 from paceline.service.threads import in_thread
@@ -78,9 +79,23 @@ class TrajectoryFile:
             "policy_version": header.policy.version,
             "num_prompt_tokens": header.num_prompt_tokens,
             "num_response_tokens": header.num_response_tokens,
+            "num_sampled_tokens": header.num_sampled_tokens,
             "finish_reason": header.finish_reason.value,
             "server": header.server_id,
+            **_episode(header.episode),
         }
+
+
+def _episode(episode: EpisodeOutcome | None) -> dict[str, Any]:
+    """The columns of an episode; null for a single answer."""
+    if episode is None:
+        return {}
+    return {
+        "stop_reason": episode.stop_reason,
+        "num_turns": episode.num_turns,
+        "num_tool_calls": episode.num_tool_calls,
+        "tool_s": episode.tool_s,
+    }
 
 
 def _arrays(trajectory: Trajectory | None) -> dict[str, Any]:
@@ -90,6 +105,7 @@ def _arrays(trajectory: Trajectory | None) -> dict[str, Any]:
         "prompt_token_ids": trajectory.prompt_token_ids,
         "response_token_ids": trajectory.response_token_ids,
         "response_log_probs": trajectory.response_log_probs,
+        "response_mask": trajectory.response_mask,
     }
 
 
@@ -102,6 +118,7 @@ def _columns(with_tokens: bool) -> list[tuple[str, Any]]:
         ("prompt_token_ids", ids),
         ("response_token_ids", ids),
         ("response_log_probs", pyarrow.list_(pyarrow.float32())),
+        ("response_mask", pyarrow.list_(pyarrow.uint8())),
     ]
     return [
         ("step", number),
@@ -115,8 +132,13 @@ def _columns(with_tokens: bool) -> list[tuple[str, Any]]:
         ("policy_version", number),
         ("num_prompt_tokens", number),
         ("num_response_tokens", number),
+        ("num_sampled_tokens", number),
         ("finish_reason", text),
         ("server", text),
+        ("stop_reason", text),
+        ("num_turns", number),
+        ("num_tool_calls", number),
+        ("tool_s", pyarrow.float64()),
         *(arrays if with_tokens else []),
     ]
 

@@ -147,6 +147,7 @@ class Collection:
                 reward=float(entry.get("reward") or 0.0),
                 num_prompt_tokens=1,
                 num_response_tokens=1,
+                num_sampled_tokens=1,
                 greedy_score=None if score is None else float(score),
             )
 

@@ -13,6 +13,9 @@ from paceline.core.errors import CheckpointError
 from paceline.core.manifest import MANIFEST, manifest_fields
 from paceline.storage.folder import Folder
 
+_COMPARED = ("step", "prompt_id", "sample_index", "reward", "policy_version")
+"""Columns of a trajectory file."""
+
 
 def check_metrics(run_dir: Path, history: History) -> None:
     """One line per finished step, in order; one more if the run ended between the line and its event."""
@@ -56,16 +59,29 @@ def check_trajectories(run_dir: Path, history: History) -> None:
             continue
         path = run_dir / "trajectories" / f"step_{number:06d}.parquet"
         try:
-            table = pyarrow.parquet.read_table(
-                path, columns=["step", "prompt_id", "sample_index", "reward", "policy_version"]
-            )
+            table = pyarrow.parquet.read_table(path, columns=list(_COMPARED))
+            fault = mask_fault(path)
         except (OSError, pyarrow.ArrowException) as error:
             history.findings.add(Invariant.I3, f"{path.name} of a finished step cannot be read: {error}")
             continue
         difference = _first_difference(table.to_pylist(), step, step.wanted.tag.version)
-        if difference:
-            history.findings.add(Invariant.I3, f"{path.name} {difference}", step.batch)
+        if difference or fault:
+            history.findings.add(Invariant.I3, f"{path.name} {difference or fault}", step.batch)
         history.findings.counts["rows in parquet files"] += table.num_rows
+
+
+def mask_fault(path: Path) -> str:
+    """Where the file has tokens: the masks have as many ones as tokens were counted as sampled."""
+    import pyarrow.compute
+    import pyarrow.parquet
+
+    if "response_mask" not in pyarrow.parquet.read_schema(path).names:
+        return ""
+    table = pyarrow.parquet.read_table(path, columns=["response_mask", "num_sampled_tokens"])
+    masked = table.filter(pyarrow.compute.is_valid(table["response_mask"]))
+    ones = pyarrow.compute.sum(pyarrow.compute.list_flatten(masked["response_mask"])).as_py() or 0
+    counted = pyarrow.compute.sum(masked["num_sampled_tokens"]).as_py() or 0
+    return "" if ones == counted else f"has masks with {ones} sampled tokens, {counted} were counted"
 
 
 def _first_difference(written: Sequence[dict[str, Any]], step: StepHistory, version: int) -> str:

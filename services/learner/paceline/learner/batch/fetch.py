@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from paceline.core.errors import DataError, LostDataError, VersionMismatchError
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
@@ -79,7 +81,9 @@ def _check_row(trajectory: Trajectory, row: BatchRow, policy: PolicyTag) -> None
             f"trajectory {name} has {lengths[0]} + {lengths[1]} tokens, its header says "
             f"{row.num_prompt_tokens} + {row.num_response_tokens}"
         )
-    if not trajectory.response_mask.any():
+    num_sampled = int(trajectory.response_mask.sum(dtype=np.int64))
+    if num_sampled != row.num_sampled_tokens or not num_sampled:
         raise DataError(
-            f"trajectory {name} has no token that the policy produced; nothing can be learned from it"
+            f"trajectory {name} has {num_sampled} tokens that the policy sampled, its header says "
+            f"{row.num_sampled_tokens}; at least one is needed to learn from"
         )

@@ -33,7 +33,7 @@ def overlong_scores(config: RunConfig, rows: Sequence[BatchRow]) -> tuple[list[f
     scores, overlong = [row.reward for row in rows], config.algorithm.overlong
     if not overlong.enable:
         return scores, {}
-    lengths = torch.tensor([row.num_response_tokens for row in rows], dtype=torch.float64)
+    lengths = torch.tensor([row.num_sampled_tokens for row in rows], dtype=torch.float64)
     penalties = overlong_penalty(
         lengths, config.data.max_response_length, overlong.buffer_length, overlong.factor
     ).tolist()

@@ -264,10 +264,11 @@ def _utilisation(learner: Learner, flops: int, stopwatch: Stopwatch) -> dict[str
 
 
 def _length_metrics(config: RunConfig, rows: Sequence[BatchRow]) -> dict[str, float]:
-    lengths = [row.num_response_tokens for row in rows]
+    """Of sampled tokens; the limit that clips holds for sampled and other tokens together."""
+    lengths = [row.num_sampled_tokens for row in rows]
+    longest = config.data.max_response_length
     return {
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/max": float(max(lengths)),
-        "response_length/clip_ratio": sum(x >= config.data.max_response_length for x in lengths)
-        / len(lengths),
+        "response_length/clip_ratio": sum(row.num_response_tokens >= longest for row in rows) / len(rows),
     }

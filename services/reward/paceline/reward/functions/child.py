@@ -9,10 +9,7 @@ item the process hung or died on.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 import time
 from collections.abc import Iterable
 from typing import Any, BinaryIO
@@ -21,14 +18,13 @@ from paceline.core.errors import ConfigError, RewardError
 from paceline.core.reward_function import describe, kind_of
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import one_line
-from paceline.reward.functions import frames
-from paceline.reward.functions.progress import Progress
 from paceline.reward.functions.registry import load
 from paceline.reward.functions.spec import FunctionSpec, combine
+from paceline.service.children import frames, pipes
+from paceline.service.children.progress import Progress
 
 _FLUSH_AFTER_S = 0.001
-_MAX_BUFFERED_ROWS = 1024
-_PR_SET_PDEATHSIG = 1
+_MAX_BUFFERED_VALUES = 4096
 
 
 class Functions:
@@ -71,9 +67,9 @@ def serve(requests: BinaryIO, results: BinaryIO, progress: Progress) -> None:
     try:
         functions = Functions(FunctionSpec(**spec) for spec in specs)
     except ConfigError as error:
-        _write(results, ["refused", str(error)])
+        pipes.write(results, ["refused", str(error)])
         return
-    _write(results, ["ready", ""])
+    pipes.write(results, ["ready", ""])
     while (batch := frames.read(requests)) is not None:
         try:
             _score_batch(functions, batch, results, progress)
@@ -81,25 +77,9 @@ def serve(requests: BinaryIO, results: BinaryIO, progress: Progress) -> None:
             os._exit(frames.OUT_OF_MEMORY_EXIT)  # the rest of the process cannot be relied on
 
 
-def main() -> None:
-    """Moves the pipes out of the functions' reach, then serves."""
-    parent, page = int(sys.argv[1]), int(sys.argv[2])
-    _die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner of the pool handles Ctrl-C
-    # A function that prints must not write between the results; one that reads must not consume requests.
-    requests = os.fdopen(os.dup(0), "rb")
-    results = os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    progress = Progress(page)
-    os.close(page)  # the mapping stays
-    serve(requests, results, progress)
-
-
 def _score_batch(functions: Functions, batch: list[list[Any]], results: BinaryIO, progress: Progress) -> None:
     rows: list[list[object]] = []  # as `jobs.parse_row` reads them
+    num_values = 0
     flushed = started = time.monotonic()
     for row in batch:
         number, trajectory_id, prompt, response, ground_truth, data_source, extra = row
@@ -113,28 +93,27 @@ def _score_batch(functions: Functions, batch: list[list[Any]], results: BinaryIO
             extra=extra,
         )
         reward, components, kind, message = functions.score(item)
+        _check_open(results)
         ended = time.monotonic()
         rows.append([number, reward, components, kind, message, ended - started])
         # A result that waits here is lost if a later item of the batch hangs, and is then computed again.
-        if ended - flushed > _FLUSH_AFTER_S or len(rows) >= _MAX_BUFFERED_ROWS:
-            _write(results, rows)
-            rows = []
+        num_values += 1 + len(components)
+        if ended - flushed > _FLUSH_AFTER_S or num_values >= _MAX_BUFFERED_VALUES:
+            pipes.write(results, rows)
+            rows, num_values = [], 0
             flushed = ended = time.monotonic()
         started = ended
     if rows:
-        _write(results, rows)
+        pipes.write(results, rows)
 
 
-def _write(results: BinaryIO, message: object) -> None:
-    results.write(frames.encode(message))
-    results.flush()
-
-
-def _die_with_parent(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above
-        sys.exit(0)
+def _check_open(results: BinaryIO) -> None:
+    """Ends the process if the function has closed its pipe, so that this item is blamed and not the next."""
+    try:
+        os.fstat(results.fileno())
+    except OSError:
+        os._exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    pipes.serve(serve)

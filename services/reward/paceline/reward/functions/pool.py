@@ -9,6 +9,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,14 +17,15 @@ from paceline.config.reward import RewardConfig
 from paceline.core.errors import ConfigError, PacelineError, ProtocolError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.reward.functions.jobs import Job, Request, encode_batch, parse_row
-from paceline.reward.functions.process import ChildProcess
 from paceline.reward.functions.registry import BUILTIN_NAMES
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import Score
+from paceline.reward.scores import TOTALS, Score
+from paceline.service.children.process import ChildLimits, ChildProcess
 
 _log = logging.getLogger(__name__)
 
+CHILD_MODULE = "paceline.reward.functions.child"
 _BATCH_TARGET_S = 0.05  # long against the few hundred microseconds that a batch costs, short against a step
 _MAX_BATCH_ITEMS = 256
 _MAX_BATCH_CHARS = 4 * 1024 * 1024
@@ -43,6 +45,7 @@ class FunctionPool:
         functions: what is computed; see `FunctionSpec`.
         num_processes: how many child processes.
         timeout_s: how long all functions together may take for one item.
+        limits: what a process may use.
 
     Raises:
         ConfigError: there is no function, or a number is out of its range.
@@ -54,6 +57,7 @@ class FunctionPool:
         *,
         num_processes: int,
         timeout_s: float,
+        limits: ChildLimits = ChildLimits(),  # noqa: B008  it is frozen
     ) -> None:
         if not functions:
             raise ConfigError("reward.functions is empty: name at least one function, say exact_match")
@@ -63,7 +67,7 @@ class FunctionPool:
             raise ConfigError(f"reward.timeout_s is {timeout_s}: write a positive number of seconds")
         self._functions = tuple(functions)
         self._num_processes = num_processes
-        self._timeout_s = timeout_s
+        self._timeout_s, self._limits = timeout_s, limits
         self._item_s = min(_GUESSED_ITEM_S, timeout_s)
         self._numbers = itertools.count(1)
         self._queue: deque[Job] = deque()
@@ -85,6 +89,9 @@ class FunctionPool:
                 function_specs(config),
                 num_processes=config.num_processes,
                 timeout_s=config.timeout_s,
+                limits=ChildLimits(
+                    memory_bytes=config.memory_mib and config.memory_mib << 20, pass_env=config.pass_env
+                ),
             )
         ]
 
@@ -111,7 +118,7 @@ class FunctionPool:
         """
         if self._tasks:
             raise ProtocolError("this function pool has been started already")
-        starts = (ChildProcess.start(self._functions) for _ in range(self._num_processes))
+        starts = (self._start_child() for _ in range(self._num_processes))
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         self._children = [outcome for outcome in outcomes if isinstance(outcome, ChildProcess)]
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -122,6 +129,13 @@ class FunctionPool:
             task = asyncio.create_task(self._serve_slot(slot), name=f"reward-process-{slot}")
             task.add_done_callback(self._on_slot_end)
             self._tasks.append(task)
+
+    async def _start_child(self) -> ChildProcess:
+        setup = [{**asdict(spec), "arguments": dict(spec.arguments)} for spec in self._functions]
+        names = ", ".join(spec.reference for spec in self._functions)
+        return await ChildProcess.start(
+            CHILD_MODULE, setup, role="reward", imports=names, limits=self._limits
+        )
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
         """One score per item, in the order of the items; functions do not see `run_id` and `step`.
@@ -230,7 +244,9 @@ class FunctionPool:
     def _deadline(self, child: ChildProcess, jobs: dict[int, Job], sent: float) -> float:
         """When the item that the child is at must be done; if it has not begun, counted from the sending."""
         number, started = child.progress()
-        return (max(started, sent) if number in jobs else sent) + self._timeout_s
+        if number not in jobs or not sent <= started <= time.monotonic():  # not begun, or forged
+            started = sent
+        return started + self._timeout_s
 
     def _settle_rows(self, jobs: dict[int, Job], rows: Any) -> None:
         if not isinstance(rows, list):
@@ -247,7 +263,7 @@ class FunctionPool:
         number, started = child.progress()
         blamed = number if number in jobs else next(iter(jobs))
         job = jobs.pop(blamed)
-        seconds = time.monotonic() - started if number == blamed else 0.0
+        seconds = time.monotonic() - started if number == blamed and math.isfinite(started) else 0.0
         if killed:
             job.fail(RewardErrorKind.TIMEOUT, f"not scored within {self._timeout_s:g} s", seconds)
         else:
@@ -267,7 +283,7 @@ class FunctionPool:
         for pause_s in _RESTART_PAUSES_S:
             await asyncio.sleep(pause_s)
             try:
-                self._children[slot] = await ChildProcess.start(self._functions)
+                self._children[slot] = await self._start_child()
                 return
             except PacelineError as error:
                 _log.warning("a reward process could not be replaced: %s", error)
@@ -293,13 +309,14 @@ class FunctionPool:
 def function_specs(config: RewardConfig) -> list[FunctionSpec]:
     """The configured functions with names for their components.
 
-    The component of a built-in has its name, that of a user's function the name after the colon. A name that
-    occurs again is numbered (`gsm8k`, `gsm8k_2`).
+    The component of a built-in has its name, that of a user's function the name after the colon; one that
+    metrics use already gets a suffix (`reward_function`). A name that occurs again is numbered (`gsm8k_2`).
     """
     seen: Counter[str] = Counter()
     specs: list[FunctionSpec] = []
     for function in config.functions:
         name = function.name if function.name in BUILTIN_NAMES else function.name.rpartition(":")[2]
+        name = f"{name}_function" if name in TOTALS else name
         seen[name] += 1
         specs.append(
             FunctionSpec(

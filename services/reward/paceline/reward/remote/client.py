@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import grpc
 
-from paceline.core.errors import InvalidMessageError, RewardError, RewardErrorKind
-from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.core.errors import RewardError, RewardErrorKind
+from paceline.core.scoring import ScoreItem
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.service import channels
-from paceline.wire.protobuf import score_item_to_proto, score_result_from_proto
+from paceline.wire.attachment import Result, result_or_error
+from paceline.wire.protobuf import score_item_to_proto
 
 
 async def call_score(
@@ -21,7 +22,7 @@ async def call_score(
     step: int,
     timeout_s: float,
     peer: str,
-) -> list[ScoreResult | RewardError]:
+) -> list[Result]:
     """One result per item, in the order of the items; a RewardError for a result that cannot be used.
 
     Raises:
@@ -39,13 +40,4 @@ async def call_score(
             "the answer must hold one result for each item, each under its item's trajectory_id",
             kind=RewardErrorKind.WRONG_COUNT,
         )
-    return [_read(by_id[trajectory_id]) for trajectory_id in trajectory_ids]
-
-
-def _read(message: reward_pb2.ScoreResult) -> ScoreResult | RewardError:
-    try:
-        return score_result_from_proto(message)
-    except InvalidMessageError as error:
-        is_not_finite = error.reason == "not_finite"
-        kind = RewardErrorKind.NOT_FINITE if is_not_finite else RewardErrorKind.WRONG_TYPE
-        return RewardError(str(error), kind=kind)
+    return [result_or_error(by_id[trajectory_id]) for trajectory_id in trajectory_ids]

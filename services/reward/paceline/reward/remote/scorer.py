@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,12 +22,11 @@ from paceline.core.errors import (
     RewardError,
     RewardErrorKind,
 )
-from paceline.core.reward_function import MAX_COMPONENT_CHARS, MAX_COMPONENTS, kind_of
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.remote.breaker import Breaker
 from paceline.reward.remote.client import call_score
 from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import Score, failed, split_error
+from paceline.reward.scores import Score, score_of
 from paceline.service import channels
 from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
 from paceline.service.credentials import Credentials
@@ -201,6 +199,7 @@ class RemoteScorer:
         """One call; when it fails, every item of it gets the error as its score."""
         if self._channel is None:
             raise RewardError(f"{self._peer}: the connection is not open", kind=RewardErrorKind.UNAVAILABLE)
+        options = self._options
         items = [item for _, item in part.items]
         results: Sequence[ScoreResult | PacelineError]
         started, fault = time.monotonic(), None
@@ -212,7 +211,7 @@ class RemoteScorer:
                 fault = _fault_of(error)
         seconds = time.monotonic() - started
         scores = [
-            (index, self._score(item, result, seconds))
+            (index, score_of(item, result, name=options.name, weight=options.weight, seconds=seconds))
             for (index, item), result in zip(part.items, results, strict=True)
         ]
         return _Outcome(scores=scores, fault=fault)
@@ -252,37 +251,6 @@ class RemoteScorer:
                 "reward.services, or give the service the run's token (PACELINE_TOKEN)"
             )
         return error
-
-    def _score(self, item: ScoreItem, result: ScoreResult | PacelineError, seconds: float) -> Score:
-        try:
-            reward, components = self._weighted(result)
-        except PacelineError as error:
-            message = f"{self._options.name}: {error}"
-            return failed(item.trajectory_id, kind_of(error), message, seconds)
-        return Score(trajectory_id=item.trajectory_id, reward=reward, components=components, seconds=seconds)
-
-    def _weighted(self, result: ScoreResult | PacelineError) -> tuple[float, dict[str, float]]:
-        if isinstance(result, PacelineError):
-            raise result
-        name, weight = self._options.name, self._options.weight
-        if result.reward is None:
-            kind, text = split_error(result.error or "")
-            raise RewardError(text, kind=kind)
-        reward = weight * result.reward
-        if not math.isfinite(reward):
-            text = f"{weight:g} times {result.reward:g} is {reward}"
-            raise RewardError(text, kind=RewardErrorKind.NOT_FINITE)
-        components = {
-            name: result.reward,
-            **{f"{name}/{key}": value for key, value in result.components.items()},
-        }
-        if len(components) > MAX_COMPONENTS or any(len(key) > MAX_COMPONENT_CHARS for key in components):
-            raise RewardError(
-                f"the answer has over {MAX_COMPONENTS} components, or names over {MAX_COMPONENT_CHARS} "
-                "characters",
-                kind=RewardErrorKind.WRONG_TYPE,
-            )
-        return reward, components
 
 
 def _fault_of(error: PacelineError) -> _Fault:

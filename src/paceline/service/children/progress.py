@@ -1,4 +1,4 @@
-"""A page of memory that a child process shares with its pool: which item the child took up last, and when."""
+"""A page of memory that a child process shares with its parent: which item it took up last, and when."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 
 
 class Progress:
-    """Tells the pool which item a child hung or died on, without a message per item.
+    """Tells the parent which item a child hung or died on, without a message per item.
 
     Times are CLOCK_MONOTONIC in seconds, which all processes of a machine share.
     """

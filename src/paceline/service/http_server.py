@@ -1,4 +1,4 @@
-"""The HTTP server behind a Prometheus endpoint: in plain text on loopback, over mutual TLS beyond it."""
+"""A small HTTP server for what a process shows of itself: from threads, in plain text or over TLS."""
 
 from __future__ import annotations
 
@@ -10,20 +10,9 @@ import threading
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from paceline.core.errors import ConfigError
-from paceline.service.connection import is_loopback
-from paceline.service.credentials import (
-    CA_FILE,
-    CERTIFICATE_FILE,
-    KEY_FILE,
-    TLS_DIR,
-    LatestTls,
-    TlsFiles,
-)
+from paceline.service.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, LatestTls, TlsFiles
 
 log = logging.getLogger(__name__)
-
-PLAIN = "PACELINE_PROMETHEUS_PLAIN"
 
 _MAX_REQUESTS = 16
 _REQUEST_S = 10.0
@@ -31,30 +20,15 @@ _CLOSE_S = 2.0
 _POLL_S = 0.1
 
 
-def tls_for(host: str, files: TlsFiles | None, *, plain: bool) -> TlsFiles | None:
-    """The files with which metrics are served on an address; None: in plain text, as `plain` says.
-
-    Raises:
-        ConfigError: other machines reach the address, and plain text is not wanted.
-    """
-    if is_loopback(host) or plain:
-        return None
-    if files is None:
-        raise ConfigError(
-            f"refusing to serve metrics on {host} in plain text: set {TLS_DIR} to what `paceline certs "
-            f"issue` writes, or listen on 127.0.0.1, or, on a network that may see them, set {PLAIN}=1"
-        )
-    return files
-
-
-class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
+class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
     """Answers from threads, a few at a time, until it is closed.
 
     Args:
         host: an address of this machine.
         port: to listen on.
         app: the WSGI application.
-        tls: the files; every caller needs a certificate of the same authority. None: plain text.
+        tls: the files; None: plain text.
+        asks_callers: over TLS, every caller needs a certificate of the same authority.
 
     Raises:
         OSError: the port is taken, or the address is not this machine's.
@@ -63,18 +37,24 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, app: Any, tls: TlsFiles | None) -> None:
+    def __init__(
+        self, host: str, port: int, app: Any, tls: TlsFiles | None, *, asks_callers: bool = True
+    ) -> None:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self.address_family = family
         self._files, self._latest = tls, LatestTls(tls) if tls else None
-        self._context = _context(tls) if tls else None
+        self._asks_callers = asks_callers
+        self._context = _context(tls, asks_callers) if tls else None
         self._slots = threading.BoundedSemaphore(_MAX_REQUESTS)
         super().__init__(address, _Handler)  # type: ignore[arg-type]  # an IPv6 address has four parts
         self.set_app(app)
-        self._thread = threading.Thread(
-            target=self.serve_forever, args=(_POLL_S,), name="metrics", daemon=True
-        )
+        self._thread = threading.Thread(target=self.serve_forever, args=(_POLL_S,), name="http", daemon=True)
         self._thread.start()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it answers without TLS."""
+        return self._files is None
 
     def server_bind(self) -> None:
         """Binds, without asking a name server for the machine's name."""
@@ -109,12 +89,12 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
     def _now(self) -> ssl.SSLContext | None:
         """With the files as they are now."""
         if self._files is not None and self._latest is not None and self._latest.changed():
-            self._context = _context(self._files)
+            self._context = _context(self._files, self._asks_callers)
         return self._context
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A caller who is refused, or goes away, is no error of this process."""
-        log.debug("metrics: a call from %s failed", client_address, exc_info=True)
+        log.debug("a call over HTTP from %s failed", client_address, exc_info=True)
 
     def close(self) -> None:
         """Stops listening."""
@@ -130,8 +110,8 @@ class _Handler(WSGIRequestHandler):
         """Says nothing."""
 
 
-def _context(files: TlsFiles) -> ssl.SSLContext:
+def _context(files: TlsFiles, asks_callers: bool) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(files.folder / CA_FILE))
-    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_mode = ssl.CERT_REQUIRED if asks_callers else ssl.CERT_NONE
     context.load_cert_chain(files.folder / CERTIFICATE_FILE, files.folder / KEY_FILE)
     return context

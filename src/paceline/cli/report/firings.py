@@ -1,17 +1,17 @@
-"""The report's section on the guard: which rules fired, when, how badly, and with what action."""
+"""Which guard rules fired in a run, when, how badly, and with what action."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from paceline.core.guard import RULES, Action, Reading
 
 Row = Mapping[str, Any]
 
-_QUIET = (Action.WARN.value, Action.SKIP.value)
+QUIET = (Action.WARN.value, Action.SKIP.value)
+"""Actions that a page shows in the guard's table alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,49 +32,17 @@ class FiredRule:
     actions: Mapping[str, int]
 
 
-def is_routine(event: Row) -> bool:
-    """Whether an event belongs only in this section and not among the run's events of note."""
-    quiet = event.get("event") == "guard" and event.get("action") in _QUIET
-    return quiet or event.get("event") == "guard_summary"
-
-
-def fired_rules(journal: Sequence[Row]) -> list[FiredRule]:
+def fired_rules(firings: Sequence[Row]) -> list[FiredRule]:
     """The rules that fired, most often first; a step that was repeated after a crash counts once."""
     last: dict[tuple[str, str, int], Row] = {}
-    for event in journal:
-        if event.get("event") == "guard" and event.get("rule") in RULES:
+    for event in firings:
+        if event.get("rule") in RULES:
             last[event["rule"], str(event.get("network", "")), int(event["step"])] = event
     by_rule: dict[tuple[str, str], list[Row]] = {}
     for (rule, network, _), event in sorted(last.items()):
         by_rule.setdefault((rule, network), []).append(event)
     fired = [_summary(rule, network, events) for (rule, network), events in by_rule.items()]
     return sorted(fired, key=lambda rule: (-len(rule.steps), rule.name))
-
-
-def guard_section(rules: Sequence[FiredRule]) -> str:
-    """The section as HTML; "" if nothing fired."""
-    if not rules:
-        return ""
-    rows = "".join(_row(rule) for rule in rules)
-    head = "".join(
-        f"<th>{title}</th>" for title in ("rule", "steps", "done", "updates skipped", "worst", "fires")
-    )
-    return (
-        "<section><h2>Guard</h2>"
-        f'<table class="guard"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></section>'
-    )
-
-
-def _row(rule: FiredRule) -> str:
-    cells = (
-        f"<b>{escape(rule.name)}</b>",
-        escape(_ranges(rule.steps)),
-        escape(_times(rule.actions)),
-        str(rule.skipped or ""),
-        f"{rule.worst:.4g} in step {rule.worst_step}",
-        f"{escape(rule.sense)} {rule.threshold:.4g}",
-    )
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def _summary(rule: str, network: str, events: Sequence[Row]) -> FiredRule:
@@ -102,11 +70,7 @@ def _reading(rule: str, event: Row) -> Reading:
     return Reading(rule=rule, value=float(event["value"]), reference=float(event.get("reference", 0.0)))
 
 
-def _times(actions: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count}x" if count > 1 else name for name, count in actions.items())
-
-
-def _ranges(steps: Sequence[int]) -> str:
+def ranges(steps: Sequence[int]) -> str:
     """Writes 1, 2, 3, 7 as "1-3, 7"; shortens a long list."""
     parts: list[list[int]] = []
     for step in steps:

@@ -1,0 +1,1 @@
+"""Scoring by clients that have attached to this service."""

@@ -1,0 +1,57 @@
+"""`RewardGateway.Attach`: the streams of attached clients, protobuf on one side, the gateway on the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+
+from paceline.core.attachment import FromClient, Hello
+from paceline.core.errors import ConfigError, DeadlineError, EnvironmentLackError, ProtocolError
+from paceline.core.scoring import ScoreItem
+from paceline.core.text import one_line
+from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
+from paceline.service.gateway import Gateway
+from paceline.wire.attachment import Result, gateway_message_to_proto, scorer_message_from_proto
+
+_HELLO_S = 10.0
+
+
+class GatewayServicer(reward_pb2_grpc.RewardGatewayServicer):
+    """Lets clients attach once `gateways`, by the name that clients attach as, is set."""
+
+    def __init__(self) -> None:
+        self.gateways: Mapping[str, Gateway[ScoreItem, Result]] | None = None
+
+    async def Attach(
+        self, messages: AsyncIterator[reward_pb2.ScorerMessage], context: object
+    ) -> AsyncIterator[reward_pb2.GatewayMessage]:
+        """One client's stream.
+
+        Raises:
+            EnvironmentLackError: the service is still starting.
+            ConfigError: the configuration has no such name.
+            ProtocolError, InvalidMessageError, DeadlineError: what the client sends has no place here.
+        """
+        read = (scorer_message_from_proto(message) async for message in messages)
+        hello = await _hello(read)
+        if self.gateways is None:
+            raise EnvironmentLackError("the reward service is still starting: try again")
+        gateway = self.gateways.get(hello.name)
+        if gateway is None:
+            names = ", ".join(sorted(self.gateways)) or "none"
+            raise ConfigError(
+                f"nothing attaches as {one_line(hello.name)!r} to this run: reward.attached names {names}"
+            )
+        async for message in gateway.serve(hello, read):
+            yield gateway_message_to_proto(message)
+
+
+async def _hello(messages: AsyncIterator[FromClient[Result]]) -> Hello:
+    try:
+        async with asyncio.timeout(_HELLO_S):
+            message = await anext(messages, None)
+    except TimeoutError:
+        raise DeadlineError(phase="ATTACH", peer="a client", seconds=_HELLO_S, hint="say hello") from None
+    if not isinstance(message, Hello):
+        raise ProtocolError("a client says hello in its first message")
+    return message

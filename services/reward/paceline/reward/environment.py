@@ -1,0 +1,52 @@
+"""The environment's own reward as a scorer: one more component, for trajectories that bring one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+from paceline.core.scoring import ScoreItem
+from paceline.reward.scorer import ScorerSettings
+from paceline.reward.scores import Score
+
+NAME = "environment"
+"""Of its component; the environment's further components are `environment/NAME`."""
+
+
+class EnvironmentReward:
+    """A `Scorer` that takes what an episode's environment gave; other items get 0 and no component.
+
+    Args:
+        weight: the factor of the environment's reward in the sum.
+    """
+
+    names: Sequence[str] = (NAME,)
+
+    def __init__(self, weight: float) -> None:
+        self._weight = weight
+
+    @classmethod
+    def configured(cls, settings: ScorerSettings) -> list[Self]:
+        """Always one: whether an item has such a reward is seen on the item."""
+        return [cls(settings.config.environment_weight)]
+
+    async def start(self) -> None:
+        """Nothing is needed."""
+
+    async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
+        """One score per item, in the order of the items."""
+        return [self._score(item) for item in items]
+
+    def _score(self, item: ScoreItem) -> Score:
+        episode = item.episode
+        if episode is None or episode.reward is None:
+            return Score(trajectory_id=item.trajectory_id, reward=0.0)
+        further = {f"{NAME}/{name}": value for name, value in episode.components.items()}
+        return Score(
+            trajectory_id=item.trajectory_id,
+            reward=self._weight * episode.reward,
+            components={NAME: episode.reward, **further},
+        )
+
+    async def close(self) -> None:
+        """Nothing to close."""

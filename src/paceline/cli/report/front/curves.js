@@ -1,0 +1,66 @@
+// The curves of one run, or of several over each other.
+
+const DASHES = ["none", "5 3", "2 2", "8 3 2 3"];
+
+class Curves {
+  constructor(meta, runs, onStep) {
+    Object.assign(this, {meta, runs, onStep});
+    this.several = runs.length > 1;
+    this.reward = new Plot({...this.#spec(meta.reward), title: "Reward", height: 260});
+    this.phases = this.several ? null : new Plot({title: "Seconds per phase", note: "mean over neighbours where steps "
+      + "are many", stack: true, height: 240, onStep, lines: () => this.#phases()});
+    this.cards = meta.charts.map(chart => new Plot(this.#spec(chart)));
+    this.others = h("div", {class: "grid-of"});
+    this.search = h("input", {type: "search", placeholder: "name of a metric", oninput: () => this.#drawOthers()});
+    this.all = h("details", {ontoggle: () => this.#drawOthers()}, h("summary", {}, "All metrics"),
+      h("div", {class: "filters"}, this.search), this.others);
+    this.element = h("div", {}, h("section", {}, h("h2", {}, "Reward"), this.reward.element),
+      this.phases && h("section", {}, h("h2", {}, "Where the time goes"), this.phases.element),
+      h("section", {}, h("h2", {}, "Curves"),
+        h("div", {class: "grid-of"}, ...this.cards.map(card => card.element)), this.all));
+  }
+
+  #spec(chart) {
+    return {title: chart.title, note: chart.note, onStep: this.onStep, notes: () => this.#notes(),
+      lines: () => this.runs.flatMap((run, at) => this.#lines(run, at, chart))};
+  }
+
+  #notes() { return this.several ? new Map() : this.runs[0].notes(); }
+
+  #lines(run, at, chart) {
+    const components = chart.components
+      ? run.names().filter(name => /^reward\/.+\/mean$/.test(name)).map(name => (
+        {name, label: name.slice("reward/".length, -"/mean".length)})) : [];
+    const metrics = components.length > 1 ? [...chart.metrics, ...components] : chart.metrics;
+    return metrics.map((metric, number) => {
+      const points = run.points(metric.name);
+      // A run without a reference or a penalty writes zeros.
+      const none = chart.without_zeros && points.every(point => point[2] === 0);
+      return {label: this.several ? `${run.name}${metrics.length > 1 ? ` ${metric.label}` : ""}` : metric.label,
+        colour: this.several ? run.colour : colour(number), dots: metric.dots && points.length < 60,
+        dash: this.several ? DASHES[number % DASHES.length] : "none", points: none ? [] : points};
+    });
+  }
+
+  #phases() {
+    const run = this.runs[0], claimed = new Map();
+    const lines = this.meta.phases.map((metric, number) => {
+      const points = run.points(metric.name);
+      for (const [step, , value] of points) claimed.set(step, (claimed.get(step) || 0) + value);
+      return {label: metric.label, colour: colour(number), points: points.some(p => p[2] > 0) ? points : []};
+    });
+    const other = run.points(this.meta.step_seconds).map(([step, hours, value]) =>
+      [step, hours, Math.max(0, value - (claimed.get(step) || 0))]);
+    return [...lines, {label: "other", colour: "var(--soft)", points: other}];
+  }
+
+  #drawOthers() {
+    if (!this.all.open) return;
+    const names = [...new Set(this.runs.flatMap(run => run.names()))]
+      .filter(name => name.includes(this.search.value.trim())).slice(0, 24);
+    this.others.replaceChildren(...names.map(name =>
+      new Plot(this.#spec({title: name, note: "", metrics: [{name, label: "value"}]})).element));
+  }
+
+  draw() { Plot.drawAll(); }
+}

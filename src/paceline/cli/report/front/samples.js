@@ -1,0 +1,144 @@
+// Samples of a step: filters, components of the reward, and both log-probs token by token.
+
+const PAGE = 20;
+const BY = {
+  "reward, highest first": (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity),
+  "reward, lowest first": (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity),
+  "longest first": (a, b) => b.num_response_tokens - a.num_response_tokens,
+  "shortest first": (a, b) => a.num_response_tokens - b.num_response_tokens,
+  "by prompt": (a, b) => a.prompt_id - b.prompt_id || a.sample_index - b.sample_index,
+};
+
+class Samples {
+  constructor(source, run) {
+    Object.assign(this, {source, run, rows: [], names: [], count: PAGE, fixed: false});
+    const changed = () => { this.count = PAGE; this.draw(); };
+    const number = (label, hint) => h("input", {type: "number", step: "any", placeholder: hint, "aria-label": label,
+      oninput: changed});
+    this.fields = {
+      name: h("select", {"aria-label": "step", onchange: () => { this.fixed = true; this.load(); }}),
+      text: h("input", {type: "search", placeholder: "text in prompt or response", oninput: changed}),
+      prompt: number("prompt", "prompt"),
+      low: number("least reward", "reward ≥"), high: number("greatest reward", "reward ≤"),
+      short: number("least length", "tokens ≥"), long: number("greatest length", "tokens ≤"),
+      end: h("select", {"aria-label": "how it ended", onchange: changed}),
+      by: h("select", {"aria-label": "order", onchange: changed},
+        ...Object.keys(BY).map(name => h("option", {}, name))),
+    };
+    this.note = h("p", {class: "none"});
+    this.list = h("div");
+    this.refused = h("div");
+    this.more = h("button", {onclick: () => { this.count += PAGE; this.draw(); }}, "more");
+    this.element = h("section", {id: "samples", hidden: true}, h("h2", {}, "Samples"),
+      h("div", {class: "filters"}, ...Object.values(this.fields)), this.note, this.refused, this.list, this.more);
+  }
+
+  // Shows the samples of the files that are there now; the last training step until another is chosen.
+  async renew() {
+    const names = await this.source.sampleNames(this.run.name);
+    if (names.join() === this.names.join()) return;
+    this.names = names;
+    this.element.hidden = !names.length;
+    const before = this.fields.name.value;
+    this.fields.name.replaceChildren(...[...names].reverse().map(name =>
+      h("option", {value: name}, titleOf(name))));
+    const steps = names.filter(name => name.startsWith("step"));
+    this.fields.name.value = this.fixed && names.includes(before) ? before : steps.at(-1) || names.at(-1);
+    if (this.fields.name.value !== before) await this.load();
+  }
+
+  async show(step) {
+    const of = this.names.filter(name => name.startsWith("step"));
+    if (!of.length) return;
+    this.fields.name.value = of.reduce((a, b) => Math.abs(stepOf(b) - step) < Math.abs(stepOf(a) - step) ? b : a);
+    this.fixed = true;
+    await this.load();
+  }
+
+  async load() {
+    const name = this.fields.name.value;
+    this.rows = name ? await this.source.samples(this.run.name, name) : [];
+    const before = this.fields.end.value;
+    const ends = [...new Set(this.rows.map(row => row.finish_reason))].filter(Boolean);
+    this.fields.end.replaceChildren(h("option", {value: ""}, "ended anyhow"),
+      ...ends.map(end => h("option", {value: end}, `ended by ${end}`)),
+      h("option", {value: "/none"}, "without a reward"));
+    this.fields.end.value = ends.includes(before) ? before : "";
+    this.count = PAGE;
+    this.draw();
+  }
+
+  #accepts(row) {
+    const {text, prompt, low, high, short: least, long, end} = this.fields;
+    const within = (value, from, to) => (from.value === "" || (value !== null && value >= Number(from.value)))
+      && (to.value === "" || (value !== null && value <= Number(to.value)));
+    const words = text.value.toLowerCase();
+    return within(row.reward, low, high) && within(row.num_response_tokens, least, long)
+      && (prompt.value === "" || row.prompt_id === Number(prompt.value))
+      && (!words || `${row.prompt} ${row.response} ${row.truth}`.toLowerCase().includes(words))
+      && (!end.value || (end.value === "/none" ? row.reward === null : row.finish_reason === end.value));
+  }
+
+  draw() {
+    const rows = this.rows.filter(row => this.#accepts(row)).sort(BY[this.fields.by.value]);
+    this.note.textContent = `${Math.min(this.count, rows.length)} of ${rows.length} that match, `
+      + `${this.rows.length} here`;
+    this.list.replaceChildren(...rows.slice(0, this.count).map(row => this.#article(row)));
+    this.more.hidden = rows.length <= this.count;
+    const name = this.fields.name.value, step = name ? stepOf(name) : -1;
+    const errors = this.run.journal.notes.filter(note => note.step === step && note.name === "group_dropped");
+    this.refused.replaceChildren(...errors.map(note => h("p", {class: "bad"}, `left out: ${note.text}`)));
+  }
+
+  #article(row) {
+    const tokens = h("button", {class: "small"}, "token by token");
+    const response = h("dd", {}, h("pre", {}, row.response));
+    const article = h("article", {},
+      h("div", {class: "facts"}, h("b", {}, row.reward === null ? "no reward" : short(row.reward)),
+        h("span", {}, `prompt ${row.prompt_id}, sample ${row.sample_index} · ${row.num_response_tokens} tokens · `
+          + `${row.finish_reason} · v${row.policy_version} · ${row.server}`), tokens),
+      h("div", {class: "chips"}, ...Object.entries(row.components).map(([name, value]) =>
+        h("span", {}, `${name} ${typeof value === "number" ? short(value) : value}`))),
+      h("dl", {}, h("dt", {}, "prompt"), h("dd", {}, h("pre", {}, row.prompt)),
+        h("dt", {}, "response"), response,
+        ...(row.truth ? [h("dt", {}, "truth"), h("dd", {}, h("pre", {}, row.truth))] : [])));
+    tokens.addEventListener("click", async () => {
+      tokens.disabled = true;
+      const detail = await this.source.sample(this.run.name, this.fields.name.value, row.row);
+      response.replaceChildren(...tokenView(detail || {}));
+    });
+    return article;
+  }
+}
+
+const stepOf = name => Number(name.split("_")[1]);
+const titleOf = name => `${name.startsWith("val") ? "validation after step" : "step"} ${stepOf(name)}`;
+
+// The response with a colour for each token: how unlikely it was, or how far engine and learner are apart.
+function tokenView(detail) {
+  const {tokens, engine, learner} = detail;
+  const text = h("pre", {}, detail.response ?? "");
+  if (!tokens || !engine) return [text, h("p", {class: "none"}, "no tokens were saved (trainer.save_tokens)")];
+  const apart = learner && tokens.map((_, i) => Math.abs(engine[i] - learner[i]));
+  const most = apart ? Math.max(...apart, 1e-9) : 0;
+  const strengths = {
+    "engine's log-prob": i => Math.min(1, -engine[i] / 5),
+    ...(learner && {"learner's log-prob": i => Math.min(1, -learner[i] / 5),
+      "their difference": i => apart[i] / most}),
+  };
+  const paint = by => text.replaceChildren(...tokens.map((token, i) => {
+    const strength = Math.max(0, strengths[by](i)) * 0.75;
+    const mark = h("span", {class: "token"}, token);
+    mark.style.background = `color-mix(in srgb, var(--hot) ${Math.round(strength * 100)}%, transparent)`;
+    mark.addEventListener("pointermove", event => showTip(event, h("b", {}, JSON.stringify(token)),
+      h("p", {}, `engine ${short(engine[i])} (${short(Math.exp(engine[i]) * 100)} %)`),
+      ...(learner ? [h("p", {}, `learner ${short(learner[i])}, apart ${short(apart[i])}`)] : [])));
+    mark.addEventListener("pointerleave", hideTip);
+    return mark;
+  }));
+  const choice = h("select", {"aria-label": "what colours the tokens", onchange: () => paint(choice.value)},
+    ...Object.keys(strengths).map(name => h("option", {}, name)));
+  paint(choice.value);
+  const told = learner ? `; they differ by at most ${short(most)}` : "";
+  return [text, h("p", {class: "none"}, "coloured by ", choice, told)];
+}

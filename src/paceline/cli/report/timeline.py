@@ -1,0 +1,67 @@
+"""The spans of single steps, from spans.jsonl: who did what when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_STEP = "paceline.step"
+_MAX_SPANS = 2000
+
+Span = Mapping[str, Any]
+
+
+def timelines(path: Path, steps: Collection[int]) -> dict[int, list[dict[str, Any]]]:
+    """The spans of the steps for JSON, times in seconds from the step's begin; {} where there are none.
+
+    Of a step that was repeated, its last execution counts. A span stands in the file when it has ended, so
+    that a step appears once it is over.
+    """
+    trace_of = dict(_traces(path, steps))
+    wanted = {span["trace_id"]: step for step, span in trace_of.items()}
+    by_step: dict[int, list[dict[str, Any]]] = {step: [] for step in trace_of}
+    for span in _spans(path, wanted):
+        step = wanted.get(str(span.get("trace_id")))
+        if step is not None and len(by_step[step]) < _MAX_SPANS:
+            by_step[step].append(_described(span, float(trace_of[step]["start_s"])))
+    return {step: sorted(spans, key=lambda s: (s["start"], -s["seconds"])) for step, spans in by_step.items()}
+
+
+def _traces(path: Path, steps: Collection[int]) -> Iterator[tuple[int, Span]]:
+    """Each step with the span that its trace begins with."""
+    for span in _spans(path, ['"name": "step"']):
+        step = span.get("attributes", {}).get(_STEP)
+        if span.get("name") == "step" and step in steps:
+            yield step, span
+
+
+def _spans(path: Path, parts: Collection[str]) -> Iterator[Span]:
+    """The spans whose lines hold one of `parts`; parsing every line of a long run takes seconds."""
+    if not path.is_file() or not parts:
+        return
+    needles = [part.encode() for part in parts]
+    with path.open("rb") as file:
+        for line in file:
+            if any(needle in line for needle in needles):
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    continue  # torn, by a process that was killed
+
+
+def _described(span: Span, began: float) -> dict[str, Any]:
+    attributes = {
+        str(name).removeprefix("paceline."): value
+        for name, value in span.get("attributes", {}).items()
+        if not str(name).startswith("rpc.")
+    }
+    return {
+        "who": str(span.get("instance", "")),
+        "name": str(span.get("name", "")).rpartition("/")[2],
+        "start": round(float(span["start_s"]) - began, 6),
+        "seconds": round(float(span["duration_s"]), 6),
+        "about": ", ".join(f"{name} {value}" for name, value in attributes.items()),
+        "error": str(span.get("error", "")),
+    }

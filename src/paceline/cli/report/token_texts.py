@@ -1,0 +1,55 @@
+"""Token ids as the texts that they stand for, one each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+_FILE = "tokenizer.json"
+# Some tokens, such as parts of a letter, have a text only together with those before them.
+_CONTEXT = 6
+_PARTIAL = "\ufffd"
+
+
+class TokenTexts:
+    """Decodes with the first tokenizer.json in `folders`; without one a token's text is its id."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+
+    def of(self, ids: Sequence[int]) -> list[str]:
+        """A text per id; together they are the decoded text. The parts of one letter have it at the last."""
+        if self._tokenizer is None:
+            return [f"{token} " for token in ids]
+        texts, shown = [], 0
+        for end in range(1, len(ids) + 1):
+            begin = max(0, shown - _CONTEXT)
+            before = self._decode(ids[begin:shown])
+            text = self._decode(ids[begin:end])
+            complete = end == len(ids) or not text.endswith(_PARTIAL)
+            texts.append(text[len(before) :] if complete else "")
+            shown = end if complete else shown
+        return texts
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        path = next((folder / _FILE for folder in self._folders if (folder / _FILE).is_file()), None)
+        if path is None:
+            return None
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            return None
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001  the library raises bare Exception for a damaged file
+            import logging
+
+            logging.getLogger(__name__).warning("%s cannot be read: %s", path, error)
+            return None

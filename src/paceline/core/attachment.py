@@ -1,0 +1,77 @@
+"""What a client that has attached to Paceline and the gateway say to each other, apart from the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+TaskT = TypeVar("TaskT", covariant=True)
+AnswerT = TypeVar("AnswerT", covariant=True)
+
+CONTRACT = 1
+"""Version of the contract between a client and the gateway."""
+
+MAX_WINDOW = 4096
+MAX_NAME_CHARS = 256
+MAX_DATA_SOURCES = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """A client's first message.
+
+    Args:
+        name: what it attaches as: a name in the run's configuration.
+        client: its own name, for logs.
+        data_sources: what it takes; none: everything.
+        window: the most tasks that it takes at a time.
+        contract: the version that it speaks.
+    """
+
+    name: str
+    client: str
+    window: int
+    data_sources: frozenset[str] = frozenset()
+    contract: int = CONTRACT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """From now on a client takes this many tasks at a time."""
+
+    window: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leave:
+    """No more work. `for_good`: the run is over, so the client should not attach again."""
+
+    reason: str
+    for_good: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Welcome:
+    """The gateway's first message; a task that takes longer than `answer_within_s` goes to another client."""
+
+    run_id: str
+    answer_within_s: float
+    contract: int = CONTRACT
+
+
+@dataclass(frozen=True, slots=True)
+class Work(Generic[TaskT]):
+    """Tasks for a client, each with its ticket."""
+
+    tasks: tuple[tuple[int, TaskT], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers(Generic[AnswerT]):
+    """A client's answers, each with the ticket of its task."""
+
+    answers: tuple[tuple[int, AnswerT], ...]
+
+
+FromClient = Hello | Window | Answers[AnswerT] | Leave
+ToClient = Welcome | Work[TaskT] | Leave

@@ -1,0 +1,175 @@
+"""A client that attaches to a gateway: keeps a stream open, works on what comes, answers.
+
+connecting --welcome--> attached --leave--> answering what it has --> connecting, or done
+    ^                      |
+    '---- stream lost -----'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from paceline.core.attachment import Answers, FromClient, Hello, Leave, ToClient, Welcome, Work
+from paceline.core.errors import DeadlineError, EnvironmentLackError, PeerLostError, ProtocolError
+
+_log = logging.getLogger(__name__)
+
+TaskT = TypeVar("TaskT")
+AnswerT = TypeVar("AnswerT")
+
+_MAX_ANSWERS_PER_MESSAGE = 256
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 5.0
+_WELCOME_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientOptions:
+    """How a client attaches.
+
+    Args:
+        hello: what it says first.
+        peer: the gateway, in messages.
+        patience_s: how long it tries to reach a gateway that is away.
+    """
+
+    hello: Hello
+    peer: str
+    patience_s: float = 300.0
+
+
+class AttachedClient(Generic[TaskT, AnswerT]):
+    """Answers a gateway's tasks until the run is over or it is told to stop.
+
+    Args:
+        options: how it attaches.
+        open_stream: makes a stream from an iterator of the client's messages.
+        handle: answers one task; several are under way at a time, up to the window.
+    """
+
+    def __init__(
+        self,
+        options: ClientOptions,
+        open_stream: Callable[[AsyncIterator[FromClient[AnswerT]]], AsyncIterator[ToClient[TaskT]]],
+        handle: Callable[[TaskT], Awaitable[AnswerT]],
+    ) -> None:
+        self._options, self._open_stream, self._handle = options, open_stream, handle
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Makes `run` return when what is under way is answered."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Attaches, and attaches again after a loss, until the run is over or `stop` is called.
+
+        Raises:
+            PeerLostError, DeadlineError, EnvironmentLackError: the gateway was away for `patience_s`.
+            ConfigError: it refused the token, or knows no such name.
+            ProtocolError: it speaks another version, or says that this client breaks the contract.
+        """
+        pause_s, last = _FIRST_PAUSE_S, time.monotonic()
+        while not self._stopping.is_set():
+            stream = _Stream(self._options, self._handle, self._stopping)
+            try:
+                leave = await stream.run(self._open_stream)
+            except (PeerLostError, DeadlineError, EnvironmentLackError) as error:
+                if stream.is_welcome:
+                    pause_s, last = _FIRST_PAUSE_S, time.monotonic()
+                if time.monotonic() - last > self._options.patience_s:
+                    raise
+                _log.warning("%s; attaching again in %.1f s", error, pause_s)
+            else:
+                if leave is not None and leave.for_good:
+                    _log.info("%s: %s", self._options.peer, leave.reason)
+                    return
+                pause_s, last = _FIRST_PAUSE_S, time.monotonic()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._stopping.wait()
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+class _Stream(Generic[TaskT, AnswerT]):
+    """One stream, from hello to leave."""
+
+    def __init__(
+        self, options: ClientOptions, handle: Callable[[TaskT], Awaitable[AnswerT]], stopping: asyncio.Event
+    ) -> None:
+        self._options, self._handle, self._stopping = options, handle, stopping
+        self._outbox: list[tuple[int, AnswerT]] = []
+        self._changed = asyncio.Event()
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._leave: Leave | None = None
+        self.is_welcome = False
+
+    async def run(
+        self, open_stream: Callable[[AsyncIterator[FromClient[AnswerT]]], AsyncIterator[ToClient[TaskT]]]
+    ) -> Leave | None:
+        """The gateway's leave, None where this side left first."""
+        stopping = asyncio.create_task(self._on_stop(), name="attached: stop")
+        try:
+            async with asyncio.timeout(_WELCOME_S) as waiting:
+                async for message in open_stream(self._messages()):
+                    match message:
+                        case Welcome():
+                            self.is_welcome = True
+                            waiting.reschedule(None)
+                            _log.info("attached to %s as %s", self._options.peer, self._options.hello.name)
+                        case Work(tasks):
+                            for ticket, task in tasks:
+                                self._begin(ticket, task)
+                        case Leave():
+                            self._leave = message
+                            self._changed.set()
+        except TimeoutError:
+            raise DeadlineError(phase="ATTACH", peer=self._options.peer, seconds=_WELCOME_S) from None
+        finally:
+            for running in (stopping, *self._under_way):
+                running.cancel()
+        if not self.is_welcome:
+            raise ProtocolError(f"{self._options.peer} ended the stream without a welcome")
+        if self._leave is None and not self._stopping.is_set():
+            raise PeerLostError(f"{self._options.peer} ended the stream", peer=self._options.peer)
+        return self._leave
+
+    async def _messages(self) -> AsyncIterator[FromClient[AnswerT]]:
+        """What this client says; ends when one side has left and everything is answered."""
+        yield self._options.hello
+        has_left = False
+        while True:
+            if self._outbox:
+                answers = tuple(self._outbox[:_MAX_ANSWERS_PER_MESSAGE])
+                del self._outbox[: len(answers)]
+                yield Answers(answers)
+                continue
+            if self._stopping.is_set() and self._leave is None and not has_left:
+                has_left = True
+                yield Leave(reason="stopped")
+                continue
+            if (has_left or self._leave is not None) and not self._under_way:
+                return
+            await self._changed.wait()
+            self._changed.clear()
+
+    def _begin(self, ticket: int, task: TaskT) -> None:
+        answering = asyncio.create_task(self._answer(ticket, task), name=f"task {ticket}")
+        self._under_way.add(answering)
+        answering.add_done_callback(self._end)
+
+    async def _answer(self, ticket: int, task: TaskT) -> None:
+        self._outbox.append((ticket, await self._handle(task)))
+
+    def _end(self, answering: asyncio.Task[None]) -> None:
+        self._under_way.discard(answering)
+        self._changed.set()
+
+    async def _on_stop(self) -> None:
+        await self._stopping.wait()
+        self._changed.set()

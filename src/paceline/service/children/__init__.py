@@ -1,0 +1,1 @@
+"""Child processes that run code of the user's: started, fed over pipes, observed, killed."""

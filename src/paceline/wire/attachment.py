@@ -1,0 +1,199 @@
+"""What attached clients and the gateway send <-> protobuf messages."""
+
+from __future__ import annotations
+
+import math
+
+from paceline.core.attachment import (
+    CONTRACT,
+    MAX_DATA_SOURCES,
+    MAX_NAME_CHARS,
+    MAX_WINDOW,
+    Answers,
+    FromClient,
+    Hello,
+    Leave,
+    ToClient,
+    Welcome,
+    Window,
+    Work,
+)
+from paceline.core.errors import InvalidMessageError, ProtocolError, RewardError, RewardErrorKind
+from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.core.text import one_line
+from paceline.rpc.v1 import attachment_pb2, reward_pb2
+from paceline.wire.fields import reject
+from paceline.wire.protobuf import (
+    score_item_from_proto,
+    score_item_to_proto,
+    score_result_from_proto,
+    score_result_to_proto,
+)
+
+Result = ScoreResult | RewardError
+"""A score, or why what was sent for it cannot be used."""
+
+
+def scorer_message_to_proto(message: FromClient[ScoreResult]) -> reward_pb2.ScorerMessage:
+    """What an attached scorer says, as a message."""
+    match message:
+        case Hello():
+            return reward_pb2.ScorerMessage(hello=hello_to_proto(message))
+        case Window():
+            return reward_pb2.ScorerMessage(window=attachment_pb2.AttachWindow(window=message.window))
+        case Leave():
+            return reward_pb2.ScorerMessage(leave=leave_to_proto(message))
+        case Answers(answers):
+            rows = [
+                reward_pb2.ScoreAnswer(ticket=ticket, result=score_result_to_proto(result))
+                for ticket, result in answers
+            ]
+            return reward_pb2.ScorerMessage(answers=reward_pb2.ScoreAnswers(answers=rows))
+
+
+def scorer_message_from_proto(message: reward_pb2.ScorerMessage) -> FromClient[Result]:
+    """Reads what an attached scorer says.
+
+    Raises:
+        InvalidMessageError: it says nothing, or a number is out of its range.
+        ProtocolError: it speaks another version of the contract.
+    """
+    match message.WhichOneof("message"):
+        case "hello":
+            return hello_from_proto(message.hello)
+        case "window":
+            return Window(window=_window(message.window.window))
+        case "leave":
+            return leave_from_proto(message.leave)
+        case "answers":
+            return Answers(
+                tuple((row.ticket, result_or_error(row.result)) for row in message.answers.answers)
+            )
+        case _:
+            raise InvalidMessageError("invalid ScorerMessage: it is empty", reason="missing_field")
+
+
+def gateway_message_to_proto(message: ToClient[ScoreItem]) -> reward_pb2.GatewayMessage:
+    """What a scorer is sent, as a message."""
+    match message:
+        case Welcome():
+            return reward_pb2.GatewayMessage(welcome=welcome_to_proto(message))
+        case Leave():
+            return reward_pb2.GatewayMessage(leave=leave_to_proto(message))
+        case Work(tasks):
+            rows = [
+                reward_pb2.ScoreTask(ticket=ticket, item=score_item_to_proto(item)) for ticket, item in tasks
+            ]
+            return reward_pb2.GatewayMessage(work=reward_pb2.ScoreTasks(tasks=rows))
+
+
+def gateway_message_from_proto(message: reward_pb2.GatewayMessage) -> ToClient[ScoreItem]:
+    """Reads what a scorer is sent.
+
+    Raises:
+        InvalidMessageError: it is empty, or an item is malformed.
+        ProtocolError: the gateway speaks another version of the contract.
+    """
+    match message.WhichOneof("message"):
+        case "welcome":
+            return welcome_from_proto(message.welcome)
+        case "leave":
+            return leave_from_proto(message.leave)
+        case "work":
+            return Work(tuple((row.ticket, score_item_from_proto(row.item)) for row in message.work.tasks))
+        case _:
+            raise InvalidMessageError("invalid GatewayMessage: it is empty", reason="missing_field")
+
+
+def result_or_error(message: reward_pb2.ScoreResult) -> Result:
+    """Reads a score; an error as its value where it cannot be used."""
+    try:
+        return score_result_from_proto(message)
+    except InvalidMessageError as error:
+        is_not_finite = error.reason == "not_finite"
+        kind = RewardErrorKind.NOT_FINITE if is_not_finite else RewardErrorKind.WRONG_TYPE
+        return RewardError(str(error), kind=kind)
+
+
+# --- what the streams of all kinds of clients begin and end with
+
+
+def hello_to_proto(hello: Hello) -> attachment_pb2.AttachHello:
+    """A hello as a message."""
+    return attachment_pb2.AttachHello(
+        contract=hello.contract,
+        name=hello.name,
+        client=hello.client,
+        data_sources=sorted(hello.data_sources),
+        window=hello.window,
+    )
+
+
+def hello_from_proto(message: attachment_pb2.AttachHello) -> Hello:
+    """Reads a hello.
+
+    Raises:
+        ProtocolError: it speaks another version of the contract.
+        InvalidMessageError: a number is out of its range, or a text too long.
+    """
+    _check_contract(message.contract, "client")
+    texts = [message.name, message.client, *message.data_sources]
+    if any(len(text) > MAX_NAME_CHARS for text in texts) or len(message.data_sources) > MAX_DATA_SOURCES:
+        reject(
+            "AttachHello",
+            "too_large",
+            f"at most {MAX_DATA_SOURCES} data sources, and {MAX_NAME_CHARS} characters in each text",
+        )
+    return Hello(
+        name=message.name,
+        client=one_line(message.client) or "unnamed",
+        data_sources=frozenset(message.data_sources),
+        window=_window(message.window),
+        contract=message.contract,
+    )
+
+
+def welcome_to_proto(welcome: Welcome) -> attachment_pb2.AttachWelcome:
+    """A welcome as a message."""
+    return attachment_pb2.AttachWelcome(
+        contract=welcome.contract, run_id=welcome.run_id, answer_within_s=welcome.answer_within_s
+    )
+
+
+def welcome_from_proto(message: attachment_pb2.AttachWelcome) -> Welcome:
+    """Reads a welcome.
+
+    Raises:
+        ProtocolError: the gateway speaks another version of the contract.
+        InvalidMessageError: a time that is none.
+    """
+    _check_contract(message.contract, "gateway")
+    if not (math.isfinite(message.answer_within_s) and message.answer_within_s > 0):
+        reject("AttachWelcome", "out_of_range", f"answer_within_s is {message.answer_within_s}")
+    return Welcome(
+        run_id=one_line(message.run_id), answer_within_s=message.answer_within_s, contract=message.contract
+    )
+
+
+def leave_to_proto(leave: Leave) -> attachment_pb2.AttachLeave:
+    """A leave as a message."""
+    return attachment_pb2.AttachLeave(reason=leave.reason, for_good=leave.for_good)
+
+
+def leave_from_proto(message: attachment_pb2.AttachLeave) -> Leave:
+    """Reads a leave."""
+    return Leave(reason=one_line(message.reason), for_good=message.for_good)
+
+
+def _window(window: int) -> int:
+    if not 1 <= window <= MAX_WINDOW:
+        reject("AttachHello", "out_of_range", f"the window is {window}, write 1 to {MAX_WINDOW}")
+    return window
+
+
+def _check_contract(contract: int, who: str) -> None:
+    if contract != CONTRACT:
+        raise ProtocolError(
+            f"the {who} speaks version {contract} of the contract of attached clients, this side version "
+            f"{CONTRACT}: install the same version of Paceline on both sides"
+        )

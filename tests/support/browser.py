@@ -1,0 +1,44 @@
+"""A headless Chromium that runs a page and says what a script finds on it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+
+def probe(page: str, script: str, folder: Path, *, width: int = 1240) -> Any:
+    """Opens a copy of a page with a script at its end, whose function `probe` returns what is returned."""
+    run = (
+        f"<script>{script}\n"
+        "(async () => { const out = document.createElement('pre'); out.id = 'probe';\n"
+        "try { out.textContent = JSON.stringify(await probe()); }\n"
+        "catch (error) { out.textContent = JSON.stringify({error: String(error.stack)}); }\n"
+        "document.body.append(out); })();</script>"
+    )
+    file = folder / "probe.html"
+    file.write_text(page.replace("</body>", f"{run}</body>"))
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--dump-dom"]
+    command += ["--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-sync"]
+    command += ["--disable-component-update", "--disable-default-apps"]
+    command += [
+        "--virtual-time-budget=4000",
+        f"--window-size={width},900",
+        f"--user-data-dir={folder / 'chromium'}",
+    ]
+    done = subprocess.run([*command, file.as_uri()], capture_output=True, text=True, timeout=50, check=True)
+    match = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert match is not None, done.stderr[-2000:]
+    value = json.loads(unescape(match[1]))
+    assert not (isinstance(value, dict) and "error" in value), value
+    return value

@@ -1,0 +1,175 @@
+"""The page in a browser: what is drawn, what is under the pointer, zoom, filters, tokens; on a phone, too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli.report.content import RunContent
+from paceline.cli.report.page import page
+from paceline.cli.report.write import frozen
+from support.browser import needs_chromium, probe
+from support.synthetic_run import write_run
+
+pytestmark = needs_chromium
+
+_HELPERS = """
+const wait = ms => new Promise(resolve => setTimeout(resolve, ms));
+const all = (selector, node = document) => [...node.querySelectorAll(selector)];
+const figure = title => all("figure").find(f => f.querySelector("figcaption b")?.textContent === title);
+const paths = title => all("path.line", figure(title)).map(p => p.getAttribute("d"));
+function point(title, share, kind = "pointermove") {
+  const svg = figure(title).querySelector("svg"), box = svg.getBoundingClientRect();
+  const x = box.left + 46 + share * (box.width - 56);
+  const at = {clientX: x, clientY: box.top + 50, pointerType: "mouse", bubbles: true};
+  svg.dispatchEvent(new PointerEvent(kind, at));
+}
+const tip = () => document.querySelector(".tip").textContent;
+function set(selector, value) {
+  const field = document.querySelector(selector);
+  field.value = value;
+  field.dispatchEvent(new Event("input"));
+  field.dispatchEvent(new Event("change"));
+}
+"""
+
+_DESKTOP = """
+async function probe() {
+  await wait(400);
+  const seen = {};
+  seen.charts = all("figure").filter(f => !f.hidden).map(f => f.querySelector("figcaption b").textContent);
+  seen.tiles = all(".tile").map(t => t.textContent);
+  const marks = level => all(`path.mark.${level}`, figure("Reward")).length;
+  seen.marks = [marks("info"), marks("warn"), marks("bad")];
+  point("Reward", 1);
+  seen.last = tip();
+  point("Entropy", 0.35);
+  seen.cursors = all("line.cursor").length;
+  set("input[type=range]", "0");
+  const before = paths("Entropy");
+  set("input[type=range]", "0.9");
+  seen.smoothed = paths("Entropy").length - before.length;
+  const entropy = figure("Entropy");
+  entropy.querySelector("button").click();
+  seen.log = paths("Entropy")[0] !== before[0];
+  point("Entropy", 0.25, "pointerdown"); point("Entropy", 0.75); point("Entropy", 0.75, "pointerup");
+  await wait(50);
+  seen.range = all(".toolbar input[type=number]").map(field => Number(field.value));
+  point("Value loss", 0); seen.left = tip();
+  point("Value loss", 0.1, "pointerdown"); point("Value loss", 0.1, "pointerup");
+  await wait(200);
+  seen.timeline = document.querySelector("figure.timeline").textContent;
+  all("figure.timeline rect.span")[0]?.dispatchEvent(new PointerEvent("pointermove", {bubbles: true}));
+  seen.span = tip();
+  set("select[aria-label=step]", "step_000060");
+  all("#samples select")[0].value = "step_000060";
+  all("#samples select")[0].dispatchEvent(new Event("change"));
+  await wait(200);
+  seen.rows = document.querySelector("#samples .none").textContent;
+  set("input[aria-label='least reward']", "1");
+  seen.rewarded = [...new Set(all("#samples .facts b").map(b => b.textContent))];
+  set("input[aria-label='least reward']", "");
+  set("input[aria-label=prompt]", "3");
+  seen.prompt = all("#samples article").length;
+  set("input[aria-label=prompt]", "");
+  set("#samples input[type=search]", "no such text");
+  seen.none = all("#samples article").length;
+  set("#samples input[type=search]", "");
+  seen.markup = all("#samples article b").filter(b => b.textContent === "Answer:").length;
+  all("#samples article button")[0].click();
+  await wait(200);
+  const tokens = all("#samples .token");
+  seen.tokens = tokens.map(token => token.textContent);
+  seen.painted = new Set(tokens.map(token => token.style.background)).size > 1;
+  tokens[1].dispatchEvent(new PointerEvent("pointermove", {bubbles: true}));
+  seen.token = tip();
+  seen.coloured = all("#samples .none select option").map(option => option.textContent);
+  seen.fleet = all("#fleet tbody tr").map(row => all("td", row).map(cell => cell.textContent));
+  seen.guard = all("#events table")[0].textContent;
+  seen.events = all("table.events td b").map(b => b.textContent);
+  return seen;
+}
+"""
+
+_PHONE = """
+async function probe() {
+  await wait(400);
+  const beyond = node => !node.hidden && node.getBoundingClientRect().right > innerWidth + 1;
+  const parts = all("figure, article, .tile, .toolbar, h1");
+  const wide = parts.filter(beyond).map(node => node.textContent.slice(0, 60));
+  const sizes = all("figure svg text").map(text => parseFloat(getComputedStyle(text).fontSize));
+  return {wide, page: document.documentElement.scrollWidth - innerWidth, smallest: Math.min(...sizes),
+    hidden: all("figure").filter(f => f.hidden).length};
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = write_run(tmp_path_factory.mktemp("runs") / "demo", num_steps=60)
+    return page("demo", frozen(RunContent(folder)))
+
+
+@pytest.fixture(scope="module")
+def seen(text: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return probe(text, _HELPERS + _DESKTOP, tmp_path_factory.mktemp("browser"))
+
+
+def test_charts_tiles_and_marks(seen: Any) -> None:
+    assert {"Reward", "Seconds per phase", "KL", "Entropy", "Learning rate"} <= set(seen["charts"])
+    assert "Utilisation" not in seen["charts"], "a chart without a number is not shown"
+    assert any("0.310 → 0.920" in tile for tile in seen["tiles"])
+    assert seen["marks"] == [2, 3, 3]
+
+
+def test_values_of_the_step_under_the_pointer(seen: Any) -> None:
+    assert seen["last"].startswith("step 60")
+    assert "validation0.92" in seen["last"]
+    assert seen["cursors"] > 10, "all charts show the step"
+
+
+def test_smoothing_and_logarithmic_scale(seen: Any) -> None:
+    assert seen["smoothed"] == 1, "a line over the pale one of the values"
+    assert seen["log"]
+
+
+def test_dragging_zooms_all_charts(seen: Any) -> None:
+    low, high = seen["range"]
+    assert low == pytest.approx(1 + 59 * 0.25, abs=1)
+    assert high == pytest.approx(1 + 59 * 0.75, abs=1)
+    assert seen["left"].startswith("step 16"), "the chart beside it"
+
+
+def test_a_click_shows_that_steps_work(seen: Any) -> None:
+    assert re.match(r"Step (1|30|31)\D", seen["timeline"]), "the nearest of those in the file"
+    assert "rollout-0" in seen["timeline"]
+    assert seen["span"].startswith("controller step")
+
+
+def test_samples_can_be_filtered(seen: Any) -> None:
+    assert seen["rows"] == "20 of 60 that match, 60 here"
+    assert seen["rewarded"] == ["1"]
+    assert seen["prompt"] in (3, 4)
+    assert (seen["none"], seen["markup"]) == (0, 0)
+
+
+def test_tokens_with_both_log_probs(seen: Any) -> None:
+    assert seen["painted"]
+    assert "engine -0.2" in seen["token"]
+    assert "learner -0.25, apart 0.05" in seen["token"]
+    assert seen["coloured"] == ["engine's log-prob", "learner's log-prob", "their difference"]
+
+
+def test_fleet_guard_and_events(seen: Any) -> None:
+    assert ["rollout-0", "serving", "v60", "", "2", "1"] in seen["fleet"]
+    assert "ppo_kl (actor)7-9, 20warn 3x, skip20.06 in step 20above 0.05" in seen["guard"]
+    assert seen["events"] == ["run", "member", "member", "group_dropped", "checkpoint", "end"]
+
+
+def test_it_fits_a_phone(text: str, tmp_path: Path) -> None:
+    seen = probe(text, _HELPERS + _PHONE, tmp_path, width=390)
+    assert (seen["wide"], seen["page"] <= 0) == ([], True)
+    assert seen["smallest"] >= 11

@@ -1,0 +1,373 @@
+"""Clients that attach to a reward service, well-behaved or not, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from paceline.config.reward import AttachedConfig
+from paceline.core.attachment import Answers, FromClient, Hello, Leave, ToClient, Welcome, Window, Work
+from paceline.core.errors import ConfigError, InvalidMessageError, PacelineError, ProtocolError
+from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.reward.attached.scorer import AttachedScorer
+from paceline.reward.attached.servicer import GatewayServicer
+from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
+from paceline.sdk import RewardAttachment
+from paceline.service import channels
+from paceline.service.credentials import Credentials
+from paceline.service.grpc_server import start_server
+from paceline.wire.attachment import gateway_message_from_proto, scorer_message_to_proto
+
+
+def items(*responses: str, data_source: str = "") -> list[ScoreItem]:
+    return [
+        ScoreItem(
+            trajectory_id=f"t{index}", prompt="", response=response, ground_truth="", data_source=data_source
+        )
+        for index, response in enumerate(responses)
+    ]
+
+
+def length(response: str, ground_truth: str) -> float:
+    return float(len(response))
+
+
+@dataclass
+class Run:
+    """A gateway that serves, with its one scorer."""
+
+    scorer: AttachedScorer
+    address: str
+    server: Any
+
+    def attach(self, function: Callable[..., Any] = length, **options: Any) -> asyncio.Task[None]:
+        attachment = RewardAttachment(function, address=self.address, name="judge", **options)
+        return asyncio.create_task(attachment.run())
+
+    async def clients(self, number: int) -> None:
+        async with asyncio.timeout(10):
+            while self.scorer.gateway.num_clients != number:  # noqa: ASYNC110  a test's own look
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def run(
+    *, timeout_s: float = 5.0, wait_for_s: float = 5.0, weight: float = 1.0, token: str = "", port: int = 0
+) -> AsyncIterator[Run]:
+    config = AttachedConfig(name="judge", weight=weight, timeout_s=timeout_s, wait_for_s=wait_for_s)
+    scorer = AttachedScorer(config, timeout_s=1.0, run_id="run-1")
+    servicer = GatewayServicer()
+    servicer.gateways = {"judge": scorer.gateway}
+    add: Callable[..., None] = reward_pb2_grpc.add_RewardGatewayServicer_to_server
+    server = await start_server(add, servicer, port=port, credentials=Credentials(token=token))
+    await scorer.start()
+    try:
+        yield Run(scorer, server.address, server)
+    finally:
+        await scorer.close()
+        await server.stop(grace_s=0)
+
+
+async def ended(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RawClient:
+    """Says what a test wants it to say."""
+
+    def __init__(self, address: str, token: str = "") -> None:
+        self._channel = channels.connect(address, credentials=Credentials(token=token))
+        self._says: asyncio.Queue[FromClient[ScoreResult] | None] = asyncio.Queue()
+        attach = reward_pb2_grpc.RewardGatewayStub(self._channel).Attach
+        self.hears = channels.duplex(attach, self._messages(), phase="ATTACH", peer="gateway")
+
+    async def _messages(self) -> AsyncIterator[reward_pb2.ScorerMessage]:
+        while (message := await self._says.get()) is not None:
+            yield scorer_message_to_proto(message)
+
+    def say(self, message: FromClient[ScoreResult] | None) -> None:
+        self._says.put_nowait(message)
+
+    async def next(self) -> ToClient[ScoreItem]:
+        async with asyncio.timeout(10):
+            return gateway_message_from_proto(await anext(self.hears))
+
+    async def hello(self, *, window: int = 16) -> None:
+        self.say(Hello(name="judge", client="raw", window=window))
+        assert isinstance(await self.next(), Welcome)
+
+    async def work(self) -> list[tuple[int, ScoreItem]]:
+        message = await self.next()
+        assert isinstance(message, Work), message
+        return list(message.tasks)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def answer(ticket: int, item: ScoreItem, reward: float = 7.0) -> tuple[int, ScoreResult]:
+    return ticket, ScoreResult(trajectory_id=item.trajectory_id, reward=reward)
+
+
+async def test_a_client_scores_what_the_run_sends() -> None:
+    async with run(weight=0.5) as service:
+        client = service.attach()
+        scores = await service.scorer.score(items("a", "bb", ""))
+        assert [score.reward for score in scores] == [0.5, 1.0, 0.0]
+        assert [score.components for score in scores] == [{"judge": 1.0}, {"judge": 2.0}, {"judge": 0.0}]
+        await ended(client)
+
+
+async def test_async_and_batch_functions_work_and_the_window_bounds_what_is_sent() -> None:
+    sizes: list[int] = []
+
+    async def waits(response: str, ground_truth: str) -> float:
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    def batch(given: list[ScoreItem]) -> list[float]:
+        sizes.append(len(given))
+        return [2.0] * len(given)
+
+    async with run() as service:
+        client = service.attach(waits)
+        assert {score.reward for score in await service.scorer.score(items(*["a"] * 40))} == {1.0}
+        await ended(client)
+        await service.clients(0)
+        client = service.attach(batch, batch=True, max_batch=8)
+        assert {score.reward for score in await service.scorer.score(items(*["a"] * 40))} == {2.0}
+        assert max(sizes) <= 8
+        assert sum(sizes) == 40
+        await ended(client)
+
+
+async def test_two_clients_share_the_load() -> None:
+    counts = {"a": 0, "b": 0}
+
+    def counting(name: str) -> Callable[[str, str], float]:
+        def function(response: str, ground_truth: str) -> float:
+            counts[name] += 1
+            time.sleep(0.01)
+            return 1.0
+
+        return function
+
+    async with run() as service:
+        clients = [service.attach(counting(name), max_concurrent=4) for name in counts]
+        await service.clients(2)
+        await service.scorer.score(items(*["a"] * 60))
+        assert sum(counts.values()) == 60
+        assert min(counts.values()) >= 15
+        await ended(*clients)
+
+
+async def test_items_of_a_client_that_vanishes_go_to_one_that_comes_later() -> None:
+    async with run() as service:
+        lost = RawClient(service.address)
+        await lost.hello(window=2)
+        scoring = asyncio.create_task(service.scorer.score(items("a", "bb", "ccc")))
+        assert len(await lost.work()) == 2
+        await lost.close()
+        await service.clients(0)
+        client = service.attach()
+        assert [score.reward for score in await scoring] == [1.0, 2.0, 3.0]
+        await ended(client)
+
+
+async def test_an_item_that_is_answered_late_goes_to_another_and_counts_once() -> None:
+    async with run(timeout_s=0.3) as service:
+        slow = RawClient(service.address)
+        await slow.hello(window=1)
+        scoring = asyncio.create_task(service.scorer.score(items("abc")))
+        ((ticket, item),) = await slow.work()
+        client = service.attach()
+        (score,) = await scoring
+        assert score.reward == 3.0
+        slow.say(Answers((answer(ticket, item),)))  # late: it has no effect, and is forgiven
+        (score,) = await service.scorer.score(items("ab"))
+        assert score.reward in (2.0, None)
+        await ended(client)
+        await slow.close()
+
+
+async def test_a_client_that_never_answers_costs_its_items_their_time_alone() -> None:
+    async with run(timeout_s=0.2) as service:
+        silent = RawClient(service.address)
+        await silent.hello(window=4)
+        client = service.attach()
+        await service.clients(2)
+        scores = await service.scorer.score(items(*["a"] * 32))
+        assert {score.reward for score in scores} == {1.0}
+        started = time.monotonic()
+        assert {score.reward for score in await service.scorer.score(items(*["a"] * 32))} == {1.0}
+        assert time.monotonic() - started < 0.2, "the silent client was given more"
+        await ended(client)
+        await silent.close()
+
+
+async def test_without_a_client_an_item_waits_and_then_has_an_error() -> None:
+    async with run(wait_for_s=0.3) as service:
+        (score,) = await service.scorer.score(items("a"))
+        assert score.error is not None
+        assert (score.error[0].value, score.error[1]) == ("unavailable", "judge: no client is attached")
+
+
+async def test_only_items_of_its_data_sources_go_to_a_client() -> None:
+    async with run(wait_for_s=0.5) as service:
+        client = service.attach(data_sources=["gsm8k"])
+        await service.clients(1)
+        scores = await service.scorer.score(items("a", data_source="gsm8k") + items("a", data_source="code"))
+        assert [score.reward for score in scores] == [1.0, None]
+        assert scores[1].error is not None
+        assert "none of the 1 attached clients takes the data source 'code'" in scores[1].error[1]
+        await ended(client)
+
+
+FLOOD = 100
+
+
+async def _twice(client: RawClient, tasks: list[tuple[int, ScoreItem]]) -> None:
+    for _ in range(FLOOD):
+        client.say(Answers(tuple(answer(*task) for task in tasks)))
+
+
+async def _others(client: RawClient, tasks: list[tuple[int, ScoreItem]]) -> None:
+    client.say(Answers(tuple(answer(ticket + 1 + n, item) for ticket, item in tasks for n in range(FLOOD))))
+
+
+async def _flood(client: RawClient, tasks: list[tuple[int, ScoreItem]]) -> None:
+    for _ in range(2000):
+        client.say(Window(window=1))
+
+
+async def _hello_again(client: RawClient, tasks: list[tuple[int, ScoreItem]]) -> None:
+    client.say(Hello(name="judge", client="raw", window=1))
+
+
+async def _nonsense(client: RawClient, tasks: list[tuple[int, ScoreItem]]) -> None:
+    client.say(Window(window=0))
+
+
+@pytest.mark.parametrize("misbehave", [_twice, _others, _flood, _hello_again, _nonsense])
+async def test_a_client_that_breaks_the_contract_is_sent_away_and_harms_no_item(
+    misbehave: Callable[..., Any],
+) -> None:
+    async with run() as service:
+        client = service.attach()
+        bad = RawClient(service.address)
+        await bad.hello(window=1)
+        await service.clients(2)
+        scoring = asyncio.create_task(service.scorer.score(items(*["a"] * 20)))
+        tasks = await bad.work()
+        await misbehave(bad, tasks)
+        with pytest.raises(PacelineError):
+            while True:
+                await bad.next()
+        await service.clients(1)
+        scores = await scoring
+        own = 7.0 if misbehave is _twice else 1.0
+        assert [score.reward for score in scores].count(own) >= 1
+        assert {score.reward for score in scores} <= {1.0, own}
+        await ended(client)
+        await bad.close()
+
+
+@pytest.mark.parametrize(
+    ("result", "kind"),
+    [
+        (ScoreResult(trajectory_id="t0", reward=math.nan), "not_finite"),
+        (ScoreResult(trajectory_id="t0", reward=1.0, components={"c": math.inf}), "not_finite"),
+        (ScoreResult(trajectory_id="another", reward=1.0), "wrong_count"),
+        (ScoreResult(trajectory_id="t0", reward=None, error="timeout: slow"), "timeout"),
+        (
+            ScoreResult(trajectory_id="t0", reward=1.0, components={str(n): 0.0 for n in range(9999)}),
+            "wrong_type",
+        ),
+    ],
+)
+async def test_a_bad_answer_is_its_items_error(result: ScoreResult, kind: str) -> None:
+    async with run() as service:
+        client = RawClient(service.address)
+        await client.hello()
+        scoring = asyncio.create_task(service.scorer.score(items("a", "b")))
+        (first, _), (second, item) = await client.work()
+        client.say(Answers(((first, result), answer(second, item))))
+        scores = await scoring
+        assert scores[0].error is not None
+        assert scores[0].error[0].value == kind
+        assert scores[1].reward == 7.0
+        await client.close()
+
+
+async def test_an_item_that_no_message_can_hold_is_its_own_error() -> None:
+    async with run() as service:
+        client = service.attach()
+        scores = await service.scorer.score(items("\ud800", "bb"))
+        assert [score.error_kind and score.error_kind.value for score in scores] == ["wrong_type", None]
+        await ended(client)
+
+
+async def test_who_may_attach() -> None:
+    async with run(token="secret") as service:
+        for name, token, words in (
+            ("judge", "wrong", "refused the token"),
+            ("other", "secret", "nothing attaches as 'other' to this run: reward.attached names judge"),
+        ):
+            attachment = RewardAttachment(length, address=service.address, name=name, token=token)
+            with pytest.raises(ConfigError, match=words):
+                await attachment.run()
+        old = RawClient(service.address, token="secret")
+        old.say(Hello(name="judge", client="old", window=1, contract=9))
+        with pytest.raises(ProtocolError, match="speaks version 9"):
+            await old.next()
+        await old.close()
+        shy = RawClient(service.address, token="secret")
+        shy.say(Window(window=2))
+        with pytest.raises(ProtocolError, match="says hello in its first message"):
+            await shy.next()
+        await shy.close()
+        wide = RawClient(service.address, token="secret")
+        wide.say(Hello(name="judge", client="wide", window=10**6))
+        with pytest.raises(InvalidMessageError, match="window is 1000000, write 1 to 4096"):
+            await wide.next()
+        await wide.close()
+
+
+async def test_a_client_that_is_stopped_answers_what_it_has() -> None:
+    def slow(response: str, ground_truth: str) -> float:
+        time.sleep(0.3)
+        return 5.0
+
+    async with run() as service:
+        attachment = RewardAttachment(slow, address=service.address, name="judge", max_concurrent=2)
+        client = asyncio.create_task(attachment.run())
+        await service.clients(1)
+        scoring = asyncio.create_task(service.scorer.score(items("a", "b")))
+        await asyncio.sleep(0.1)
+        attachment.stop()
+        async with asyncio.timeout(5):
+            await client
+        assert [score.reward for score in await scoring] == [5.0, 5.0]
+
+
+async def test_the_end_of_the_run_ends_the_client_and_that_of_a_service_does_not() -> None:
+    async with run() as service:
+        client = service.attach()
+        await service.clients(1)
+        port = service.server.port
+    await asyncio.sleep(0.1)
+    assert not client.done()
+    async with run(port=port) as service:
+        assert [score.reward for score in await service.scorer.score(items("abc"))] == [3.0]
+        await service.scorer.gateway.close(Leave(reason="the run is over", for_good=True))
+        async with asyncio.timeout(5):
+            await client

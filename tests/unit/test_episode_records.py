@@ -1,0 +1,76 @@
+"""Episodes in what is recorded: their texts, their reward, their turns, and what `verify` says of masks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from paceline.controller.run import metrics
+from paceline.controller.verify import files
+from paceline.core.episode import EpisodeOutcome
+from paceline.core.scoring import ScoreItem
+from paceline.core.trajectory import sampled_spans
+from paceline.reward.environment import EnvironmentReward
+from support.headers import scored
+
+OUTCOME = EpisodeOutcome(
+    stop_reason="answered", num_turns=2, num_tool_calls=1, tool_s=0.5, reward=2.0, components={"moves": 3.0}
+)
+
+
+@pytest.mark.parametrize(
+    ("mask", "spans"),
+    [
+        ([1, 1, 1], [(0, 3)]),
+        ([1, 1, 0, 0, 1], [(0, 2), (4, 5)]),
+        ([0, 1, 0], [(1, 2)]),
+        ([0, 0], []),
+    ],
+)
+def test_each_run_of_ones_is_a_turn(mask: list[int], spans: list[tuple[int, int]]) -> None:
+    assert sampled_spans(np.array(mask, dtype=np.uint8)) == spans
+
+
+async def test_the_environments_reward_is_one_more_component() -> None:
+    item = ScoreItem(trajectory_id="a", prompt="", response="", ground_truth="", episode=OUTCOME)
+    plain = dataclasses.replace(item, episode=None)
+    first, second = await EnvironmentReward(0.5).score([item, plain])
+    assert (first.reward, first.components) == (1.0, {"environment": 2.0, "environment/moves": 3.0})
+    assert (second.reward, second.components) == (0.0, {})
+
+
+def test_turns_and_reasons_are_counted() -> None:
+    ended = dataclasses.replace(OUTCOME, stop_reason="max_turns", num_turns=4)
+    samples = [
+        dataclasses.replace(scored(0), episode=OUTCOME),
+        dataclasses.replace(scored(0), episode=ended),
+    ]
+    assert metrics.episode_metrics(samples) == {
+        "episode/turns/mean": 3.0,
+        "episode/turns/max": 4.0,
+        "episode/tool_calls/mean": 1.0,
+        "episode/tool_s/mean": 0.5,
+        "episode/stop/answered": 0.5,
+        "episode/stop/max_turns": 0.5,
+    }
+    assert metrics.episode_metrics([scored(0)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("mask", "fault"), [([1, 0, 1], ""), ([1, 1, 1], "3 sampled tokens, 2 were counted")]
+)
+def test_verify_counts_the_masks(tmp_path: Path, mask: list[int], fault: str) -> None:
+    table = pyarrow.table(
+        {
+            "response_mask": pyarrow.array([mask, None], pyarrow.list_(pyarrow.uint8())),
+            "num_sampled_tokens": [2, 7],
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "step_000001.parquet")
+    assert files.mask_fault(tmp_path / "step_000001.parquet").endswith(fault)
+    assert bool(files.mask_fault(tmp_path / "step_000001.parquet")) is bool(fault)
