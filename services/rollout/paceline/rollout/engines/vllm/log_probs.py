@@ -10,7 +10,6 @@ import numpy as np
 
 from paceline.core.trajectory import Float32Array
 
-
 _CLOSE_S = 1.0
 
 
