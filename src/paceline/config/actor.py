@@ -16,12 +16,17 @@ class OptimConfig(Section):
     """AdamW and its schedule; the learning rate changes once per training step."""
 
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    lr_scheduler: Literal["constant", "cosine"] = Field("constant", description="Shape after the warm-up.")
+    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts"] = Field(
+        "constant", description="Shape after the warm-up, over the rest of trainer.total_steps."
+    )
+    lr_cycles: int = Field(
+        1, gt=0, description="cosine_with_restarts: how often the rate falls; each fall begins at lr."
+    )
     warmup_steps_ratio: float = Field(
         0.0, ge=0, lt=1, description="Share of trainer.total_steps over which the rate rises linearly from 0."
     )
     min_lr_ratio: float = Field(
-        0.0, ge=0, le=1, description="cosine: the last learning rate, as a share of lr."
+        0.0, ge=0, le=1, description="The last learning rate of all shapes that fall, as a share of lr."
     )
     weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled decay.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's averages.")
