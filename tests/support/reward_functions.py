@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import math
 import os
 import resource
+import signal
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+
+import msgpack
 
 FOREVER_S = 3600.0
 
@@ -138,6 +144,66 @@ def _junk(argument: str, extra: dict[str, object]) -> object:
     return 1.0
 
 
+def _eat(argument: str, extra: dict[str, object]) -> object:
+    return float(len(bytearray(10 * 1024**3)))
+
+
+def _double_fork(argument: str, extra: dict[str, object]) -> object:
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            with open(str(extra["pid_file"]), "w") as file:
+                file.write(str(os.getpid()))
+            time.sleep(FOREVER_S)
+        os._exit(0)
+    while argument == "hang":
+        time.sleep(1)
+    time.sleep(0.3)
+    os._exit(1)
+
+
+def _endless(argument: str, extra: dict[str, object]) -> object:
+    while True:
+        print("x" * 10_000)
+
+
+def _close(argument: str, extra: dict[str, object]) -> object:
+    os.closerange(0, 256)
+    return 1.0
+
+
+def _forge(what: str, extra: dict[str, object]) -> object:
+    """Writes a row of results, or a time, as only the process's own code should."""
+    value = {"inf": math.inf, "nan": math.nan, "past": -1.0}.get(what, 0.0)
+    frame = msgpack.packb(
+        {
+            "int": 7,
+            "maps": [[[{}] * 1000] * 300],
+        }.get(what, [[1, 1.0, {}, None, "", value]])
+    )
+    for number in range(3, 64):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISFIFO(os.fstat(number).st_mode):
+                continue
+            os.write(number, len(frame).to_bytes(4, "little") + frame)
+    time.sleep(FOREVER_S)
+    return 1.0
+
+
+def _future(argument: str, extra: dict[str, object]) -> object:
+    """Notes that it began in the future, and hangs."""
+    for referrer in gc.get_objects():
+        if type(referrer).__name__ == "Progress":
+            number, _ = referrer.read()
+            referrer.note(number, time.monotonic() + 1e6)
+    time.sleep(FOREVER_S)
+    return 1.0
+
+
+def _environment(name: str, extra: dict[str, object]) -> object:
+    return float(name in os.environ)
+
+
 ORDERS: dict[str, Callable[[str, dict[str, object]], object]] = {
     "hang": _hang,
     "hang_once": _hang_once,
@@ -153,6 +219,15 @@ ORDERS: dict[str, Callable[[str, dict[str, object]], object]] = {
     "fork": _fork,
     "recurse": _recurse,
     "junk": _junk,
+    "eat": _eat,
+    "double_fork": _double_fork,
+    "endless": _endless,
+    "close": _close,
+    "forge": _forge,
+    "future": _future,
+    "environment": _environment,
+    "keys": lambda argument, extra: {"score": 1.0, **{str(n): 0.0 for n in range(100_000)}},
+    "kill": lambda argument, extra: os.kill(0, signal.SIGKILL),
     "pid": lambda argument, extra: float(os.getpid()),
 }
 

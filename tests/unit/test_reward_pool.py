@@ -25,9 +25,11 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scores import Score
+from paceline.reward.shape import Shape
+from paceline.service.children.process import ChildLimits
 
 OBEDIENT = FunctionSpec(name="f", reference="support.reward_functions:obedient")
-LENGTH = FunctionSpec(name="length", reference="support.reward_functions:length", weight=0.5)
+LENGTH = FunctionSpec(name="length", reference="support.reward_functions:length", shape=Shape(weight=0.5))
 
 
 def items(*responses: str, **extra: object) -> list[ScoreItem]:
@@ -224,13 +226,12 @@ async def test_fields_that_cannot_be_sent_fail_alone() -> None:
     ],
 )
 async def test_start_tells_what_is_wrong_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, kind: type[Exception], sentence: str
+    tmp_path: Path, body: str, kind: type[Exception], sentence: str
 ) -> None:
-    if kind is DeadlineError:
-        monkeypatch.setattr("paceline.service.children.process._START_DEADLINE_S", 1)
+    limits = ChildLimits(start_s=1 if kind is DeadlineError else 60)
     (tmp_path / "slow.py").write_text(body)
     spec = FunctionSpec(name="f", reference=f"{tmp_path}/slow.py:f")
-    pool = FunctionPool([spec], num_processes=2, timeout_s=1)
+    pool = FunctionPool([spec], num_processes=2, timeout_s=1, limits=limits)
     with pytest.raises(kind, match=sentence):
         await pool.start()
     assert children() == []

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from paceline.cli.launch.environment import Finding, Status
 from paceline.cli.main import main
 from paceline.config.load import dump_yaml
 from paceline.storage.folder import Folder
@@ -26,6 +27,41 @@ def test_reward_scores_one_response(project: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.split() == ["1.0", "2.0"]
     assert main(["reward", "mine.py:whole", "x", "y"]) == 2
     assert "has no 'whole'" in capsys.readouterr().err
+
+
+def test_reward_refuses_what_a_run_would_refuse(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "mine.py").write_text(
+        "import time\n"
+        "def nan(response, ground_truth):\n    return float('nan')\n"
+        "def flag(response, ground_truth):\n    return True\n"
+        "def hangs(response, ground_truth):\n    time.sleep(3600)\n"
+    )
+    (project / "slow.py").write_text("import time\ntime.sleep(3600)\n")
+    monkeypatch.setattr("paceline.cli.commands.reward._IMPORT_S", 1.0)
+    for reference, words in (
+        ("mine.py:nan", "not_finite: nan returned nan"),
+        ("mine.py:flag", "wrong_type: flag returned bool: return a float"),
+        ("mine.py:hangs", "timeout: not scored within 0.5 s"),
+        ("slow.py:f", "no answer from a reward process that imports slow.py:f within 1 s"),
+    ):
+        assert main(["reward", "--timeout", "0.5", reference, "x", "y"]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert words in captured.err
+
+
+def test_hints_keep_their_brackets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finding = Finding(
+        part="vLLM", status=Status.LACKING, state="missing [/x]", hint="pip install paceline[gpu]"
+    )
+    monkeypatch.setattr("paceline.cli.commands.doctor.examine", lambda: [finding])
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor"]) == 1
+    assert "missing [/x]  pip install paceline[gpu]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("url", [None, "elsewhere"])

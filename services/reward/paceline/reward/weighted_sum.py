@@ -15,7 +15,8 @@ from paceline.reward.environment import EnvironmentReward
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scorer import Scorer, ScorerSettings
-from paceline.reward.scores import Score, failed
+from paceline.reward.scores import TOTALS, Score, failed
+from paceline.reward.shaped import Shaped
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ class WeightedSum:
     @property
     def attached(self) -> Sequence[AttachedScorer]:
         """The scorers of attached clients."""
-        return [scorer for scorer in self._scorers if isinstance(scorer, AttachedScorer)]
+        inner = [scorer.scorer for scorer in self._scorers if isinstance(scorer, Shaped)]
+        return [scorer for scorer in inner if isinstance(scorer, AttachedScorer)]
 
     @property
     def names(self) -> Sequence[str]:
@@ -109,6 +111,11 @@ def check_names(names: Sequence[str]) -> None:
             raise ConfigError(
                 f"reward: the name {name!r} must be non-empty and hold no slash, which separates a scorer's "
                 "name from a key of the dict that it returns"
+            )
+        if name in TOTALS:
+            raise ConfigError(
+                f"reward: no scorer can be named {name!r}, which metrics call something else: give it "
+                "another name"
             )
         if name in seen:
             raise ConfigError(f"reward: two scorers are named {name!r}: give one another name")

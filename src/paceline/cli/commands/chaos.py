@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         "ended": reason or outcome.message,
     }
     (run_dir / SUMMARY).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    Console(highlight=False).print(table(record.outages))
+    Console(highlight=False, markup=False).print(table(record.outages))
     print(
         f"{len(record.outages)} of {args.faults} faults (seed {args.seed}) in {minutes:.1f} min; "
         f"{told['steps']} steps, {told['rewinds']} rewinds, {told['dropped_groups']} groups dropped; "

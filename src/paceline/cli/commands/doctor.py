@@ -6,6 +6,7 @@ import argparse
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from paceline.cli.launch.environment import Status, examine
 
@@ -21,9 +22,10 @@ def run(_args: argparse.Namespace) -> int:
     findings = examine()
     table = Table("", "part", "found", "what to do", box=None, pad_edge=False)
     for finding in findings:
-        status = f"[{_STYLES[finding.status]}]{finding.status.value}[/]"
+        status = Text(finding.status.value, style=_STYLES[finding.status])
         table.add_row(status, finding.part, finding.state, finding.hint)
-    Console(highlight=False).print(table)
+    # Brackets in a hint are no markup: pip install "paceline[gpu]".
+    Console(highlight=False, markup=False).print(table)
     lacking = [finding.part for finding in findings if finding.status is Status.LACKING]
     print(f"lacking: {', '.join(lacking)}" if lacking else "this machine can run all four services")
     return 1 if lacking else 0

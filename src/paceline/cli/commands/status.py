@@ -70,7 +70,7 @@ async def _ask(controller: arguments.ControllerAddress) -> RunStatus:
 
 
 def _show(status: RunStatus) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     now = status.now
     words = phase_words(now.phase, now.admitted, now.wanted)
     console.print(f"run       {status.run_id}\nfolder    {status.run_dir}")

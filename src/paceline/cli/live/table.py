@@ -36,7 +36,7 @@ class LiveView:
         self._milestones: list[tuple[float, str]] = []
         self._step, self._phase, self._admitted, self._wanted = 0, "starting", 0, 0
         self._closed = False
-        self._console = console or Console()
+        self._console = console or Console(markup=False)
         self._spinner = Spinner("dots", style="cyan")
         self._live = Live(
             get_renderable=self._draw, console=self._console, refresh_per_second=5, transient=False

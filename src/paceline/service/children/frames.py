@@ -17,6 +17,9 @@ OUT_OF_MEMORY_EXIT = 97
 """The exit code of a child process that ran out of memory."""
 
 _MAX_FRAME_BYTES = 256 * 1024 * 1024
+# What a child sends, in which a user's code may have written.
+_MAX_ANSWER_BYTES = 16 * 1024 * 1024
+_MAX_CONTAINERS = 100_000
 _LENGTH = struct.Struct("<I")
 
 
@@ -40,8 +43,12 @@ def decode(payload: bytes) -> Any:
     Raises:
         ProtocolError: it is not msgpack.
     """
+    return _decode(payload, object_pairs_hook=None, list_hook=None)
+
+
+def _decode(payload: bytes, **hooks: Any) -> Any:
     try:
-        return msgpack.unpackb(payload, unicode_errors="surrogatepass", strict_map_key=False)
+        return msgpack.unpackb(payload, unicode_errors="surrogatepass", strict_map_key=False, **hooks)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"a child process wrote to its pipe what is not msgpack: {error}") from error
 
@@ -64,9 +71,30 @@ async def receive(stream: asyncio.StreamReader) -> Any:
         ProtocolError: the bytes are not a frame.
     """
     (size,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
-    if size > _MAX_FRAME_BYTES:
-        raise ProtocolError(f"a child process announced a frame of {size} bytes, over {_MAX_FRAME_BYTES}")
-    return decode(await stream.readexactly(size))
+    if size > _MAX_ANSWER_BYTES:
+        raise ProtocolError(f"a child process announced a frame of {size} bytes, over {_MAX_ANSWER_BYTES}")
+    count = _Count()
+    return _decode(await stream.readexactly(size), object_pairs_hook=count.pairs, list_hook=count.items)
+
+
+class _Count:
+    """Bounds the maps and lists of a message: an empty one is a byte on the wire and 64 in memory."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_CONTAINERS
+
+    def pairs(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        self._use()
+        return dict(pairs)
+
+    def items(self, items: list[Any]) -> list[Any]:
+        self._use()
+        return items
+
+    def _use(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(f"over {_MAX_CONTAINERS} maps and lists")
 
 
 def _plain(value: object) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -18,11 +19,14 @@ _PR_SET_PDEATHSIG = 1
 def serve(answer: Callable[[BinaryIO, BinaryIO, Progress], None]) -> None:
     """Runs a child: calls `answer` with the stream of requests, that of results, and the page of progress.
 
-    The command line holds the parent's process id and the page's file descriptor, as `ChildProcess` writes
-    it.
+    The command line holds the parent's process id, the page's file descriptor and the limit of memory, as
+    `ChildProcess` writes it.
     """
-    parent, page = int(sys.argv[1]), int(sys.argv[2])
+    parent, page, memory_bytes = (int(word) for word in sys.argv[1:4])
     _die_with_parent(parent)
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     # A function that prints must not write between the results; one that reads must not consume requests.
     requests = os.fdopen(os.dup(0), "rb")

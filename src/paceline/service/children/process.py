@@ -4,21 +4,72 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from paceline.core.errors import ConfigError, DeadlineError, PeerLostError
 from paceline.service.children import frames
 from paceline.service.children.progress import Progress
 
-_START_DEADLINE_S = 60.0  # for importing the functions
+_log = logging.getLogger(__name__)
+
 _EXIT_DEADLINE_S = 10.0
 _PIPES_DEADLINE_S = 1.0
 _STREAM_LIMIT_BYTES = 1024 * 1024
-_PRIVATE_PREFIX = "PACELINE_"
+_MAX_OUTPUT_BYTES = 256 * 1024
+_OUTPUT_SPAN_S = 60.0
+_KILL_ROUNDS = 5
+# What a user's code may see of this process's environment; the rest may hold secrets.
+_PASSED = frozenset(
+    {
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "TMPDIR",
+        "VIRTUAL_ENV",
+        "LD_LIBRARY_PATH",
+    }
+)
+_PASSED_PREFIXES = (
+    "LC_",
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "CUDA_",
+    "NVIDIA_",
+    "XDG_",
+    "TOKENIZERS_",
+    "HF_HUB_OFFLINE",
+)
+_MARK = "PACELINE_CHILD_MARK"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChildLimits:
+    """What a child process may use.
+
+    Args:
+        memory_bytes: of the child and of each process that it starts; None: no limit.
+        start_s: how long the import of the user's code may take.
+        pass_env: further variables of this process's environment that it sees.
+    """
+
+    memory_bytes: int | None = None
+    start_s: float = 60.0
+    pass_env: Sequence[str] = ()
 
 
 class ChildProcess:
@@ -29,15 +80,25 @@ class ChildProcess:
 
     description: Any = None
 
-    def __init__(self, process: asyncio.subprocess.Process, progress: Progress, role: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, progress: Progress, role: str, mark: str) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
+        assert process.stderr is not None
         self._process, self._role = process, role
         self._stdin, self._stdout = process.stdin, process.stdout
-        self._progress = progress
+        self._progress, self._mark = progress, mark
+        self._output = asyncio.create_task(_pass_on(process.stderr, role), name=f"{role} output")
 
     @classmethod
-    async def start(cls, module: str, setup: object, *, role: str, imports: str) -> Self:
+    async def start(
+        cls,
+        module: str,
+        setup: object,
+        *,
+        role: str,
+        imports: str,
+        limits: ChildLimits = ChildLimits(),
+    ) -> Self:
         """Starts `python -m MODULE` and waits until it has imported the user's code.
 
         Args:
@@ -45,15 +106,16 @@ class ChildProcess:
             setup: the first message to it.
             role: what it is, for errors: "reward", "tool".
             imports: the user's code, for errors.
+            limits: what it may use.
 
         Raises:
             ConfigError: the code cannot be found or imported.
             DeadlineError: the import takes longer than allowed.
             PeerLostError: the process died while importing.
         """
-        child = await cls._spawn(module, role)
+        child = await cls._spawn(module, role, limits)
         try:
-            async with asyncio.timeout(_START_DEADLINE_S):
+            async with asyncio.timeout(limits.start_s):
                 await child.send(frames.encode(setup))
                 answer, message = await child.receive()
         except TimeoutError:
@@ -61,7 +123,7 @@ class ChildProcess:
             raise DeadlineError(
                 phase=f"{role.upper()} START",
                 peer=f"a {role} process that imports {imports}",
-                seconds=_START_DEADLINE_S,
+                seconds=limits.start_s,
                 hint=f"the import of a {role} function hangs or is slow: move slow work into its first call",
             ) from None
         except (EOFError, ConnectionError):
@@ -81,8 +143,9 @@ class ChildProcess:
         return child
 
     @classmethod
-    async def _spawn(cls, module: str, role: str) -> Self:
+    async def _spawn(cls, module: str, role: str, limits: ChildLimits) -> Self:
         page = os.memfd_create(f"paceline-{role}-progress")
+        mark = uuid.uuid4().hex
         try:
             os.ftruncate(page, Progress.SIZE_BYTES)
             process = await asyncio.create_subprocess_exec(
@@ -91,14 +154,16 @@ class ChildProcess:
                 module,
                 str(os.getpid()),
                 str(page),
+                str(limits.memory_bytes or 0),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env=_environment(),
+                stderr=asyncio.subprocess.PIPE,
+                env={**_environment(limits.pass_env), _MARK: mark},
                 pass_fds=(page,),
                 start_new_session=True,
                 limit=_STREAM_LIMIT_BYTES,
             )
-            return cls(process, Progress(page), role)
+            return cls(process, Progress(page), role, mark)
         finally:
             os.close(page)
 
@@ -133,6 +198,13 @@ class ChildProcess:
         """Kills the process and all that it started; what it has already written can still be received."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        for _ in range(_KILL_ROUNDS):  # what is killed may just have started another one
+            left = _marked(self._mark)
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if not left:
+                return
 
     async def stop(self, *, grace_s: float = 0.0) -> None:
         """Ends the process and waits: closes its input, and kills it when that takes longer than `grace_s`.
@@ -160,7 +232,9 @@ class ChildProcess:
             async with asyncio.timeout(_PIPES_DEADLINE_S):
                 while await self._stdout.read(_STREAM_LIMIT_BYTES):
                     pass
+                await asyncio.wait({self._output})
                 await self._stdin.wait_closed()
+        self._output.cancel()
 
     def release(self) -> None:
         """Unmaps the shared page; call it last."""
@@ -178,8 +252,40 @@ class ChildProcess:
         return f"exit code {code}"
 
 
-def _environment() -> Mapping[str, str]:
-    """What the child inherits: this process's import path, but not Paceline's tokens and passwords."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(_PRIVATE_PREFIX)}
+def _environment(pass_env: Sequence[str]) -> Mapping[str, str]:
+    """What the child inherits: this process's import path and what programs commonly need, but no secrets."""
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key in _PASSED or key in pass_env or key.startswith(_PASSED_PREFIXES)
+    }
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in sys.path if path))
     return environment
+
+
+def _marked(mark: str) -> list[int]:
+    """The processes that a child has started, in whatever session, and the child itself, if they run."""
+    pids = []
+    wanted = f"{_MARK}={mark}".encode()
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal():
+            continue
+        with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
+            environment = Path("/proc", entry, "environ").read_bytes()
+            if wanted in environment.split(b"\0"):
+                pids.append(int(entry))
+    return pids
+
+
+async def _pass_on(output: asyncio.StreamReader, role: str) -> None:
+    """Passes on what a child prints, up to a limit per minute: the service's log has an end."""
+    room, until = _MAX_OUTPUT_BYTES, time.monotonic() + _OUTPUT_SPAN_S
+    while text := await output.read(_STREAM_LIMIT_BYTES):
+        if time.monotonic() >= until:
+            room, until = _MAX_OUTPUT_BYTES, time.monotonic() + _OUTPUT_SPAN_S
+        if room > 0:
+            sys.stderr.write(text[:room].decode(errors="backslashreplace"))
+            sys.stderr.flush()
+            if len(text) >= room:
+                _log.warning("a %s process prints too much: the rest of this minute is dropped", role)
+        room -= len(text)

@@ -13,6 +13,8 @@ from paceline.core.text import one_line
 from paceline.reward.scores import Score, failed
 from paceline.service.children import frames
 
+_LONGEST_S = 1e6
+
 
 @dataclass(slots=True)
 class Request:
@@ -82,6 +84,8 @@ def parse_row(row: Any, jobs: dict[int, Job]) -> tuple[int, Score]:
         if not is_sound or not _are_components(components):
             raise ValueError("neither a reward nor an error")
         number, seconds = int(number), float(seconds)
+        if not 0 <= seconds <= _LONGEST_S:
+            raise ValueError(f"an item that took {seconds} s")
     except (TypeError, ValueError, OverflowError) as fault:
         raise ProtocolError(f"a reward process sent a row that cannot be read: {fault}") from fault
     if number not in jobs:

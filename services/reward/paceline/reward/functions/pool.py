@@ -20,8 +20,9 @@ from paceline.reward.functions.jobs import Job, Request, encode_batch, parse_row
 from paceline.reward.functions.registry import BUILTIN_NAMES
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import Score
-from paceline.service.children.process import ChildProcess
+from paceline.reward.scores import TOTALS, Score
+from paceline.reward.shape import Shape
+from paceline.service.children.process import ChildLimits, ChildProcess
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class FunctionPool:
         functions: what is computed; see `FunctionSpec`.
         num_processes: how many child processes.
         timeout_s: how long all functions together may take for one item.
+        limits: what a process may use.
 
     Raises:
         ConfigError: there is no function, or a number is out of its range.
@@ -56,6 +58,7 @@ class FunctionPool:
         *,
         num_processes: int,
         timeout_s: float,
+        limits: ChildLimits = ChildLimits(),  # noqa: B008  it is frozen
     ) -> None:
         if not functions:
             raise ConfigError("reward.functions is empty: name at least one function, say exact_match")
@@ -65,7 +68,7 @@ class FunctionPool:
             raise ConfigError(f"reward.timeout_s is {timeout_s}: write a positive number of seconds")
         self._functions = tuple(functions)
         self._num_processes = num_processes
-        self._timeout_s = timeout_s
+        self._timeout_s, self._limits = timeout_s, limits
         self._item_s = min(_GUESSED_ITEM_S, timeout_s)
         self._numbers = itertools.count(1)
         self._queue: deque[Job] = deque()
@@ -87,6 +90,9 @@ class FunctionPool:
                 function_specs(config),
                 num_processes=config.num_processes,
                 timeout_s=config.timeout_s,
+                limits=ChildLimits(
+                    memory_bytes=config.memory_mib and config.memory_mib << 20, pass_env=config.pass_env
+                ),
             )
         ]
 
@@ -128,7 +134,9 @@ class FunctionPool:
     async def _start_child(self) -> ChildProcess:
         setup = [{**asdict(spec), "arguments": dict(spec.arguments)} for spec in self._functions]
         names = ", ".join(spec.reference for spec in self._functions)
-        return await ChildProcess.start(CHILD_MODULE, setup, role="reward", imports=names)
+        return await ChildProcess.start(
+            CHILD_MODULE, setup, role="reward", imports=names, limits=self._limits
+        )
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
         """One score per item, in the order of the items; functions do not see `run_id` and `step`.
@@ -237,7 +245,9 @@ class FunctionPool:
     def _deadline(self, child: ChildProcess, jobs: dict[int, Job], sent: float) -> float:
         """When the item that the child is at must be done; if it has not begun, counted from the sending."""
         number, started = child.progress()
-        return (max(started, sent) if number in jobs else sent) + self._timeout_s
+        if number not in jobs or not sent <= started <= time.monotonic():  # not begun, or forged
+            started = sent
+        return started + self._timeout_s
 
     def _settle_rows(self, jobs: dict[int, Job], rows: Any) -> None:
         if not isinstance(rows, list):
@@ -254,7 +264,7 @@ class FunctionPool:
         number, started = child.progress()
         blamed = number if number in jobs else next(iter(jobs))
         job = jobs.pop(blamed)
-        seconds = time.monotonic() - started if number == blamed else 0.0
+        seconds = time.monotonic() - started if number == blamed and math.isfinite(started) else 0.0
         if killed:
             job.fail(RewardErrorKind.TIMEOUT, f"not scored within {self._timeout_s:g} s", seconds)
         else:
@@ -300,19 +310,20 @@ class FunctionPool:
 def function_specs(config: RewardConfig) -> list[FunctionSpec]:
     """The configured functions with names for their components.
 
-    The component of a built-in has its name, that of a user's function the name after the colon. A name that
-    occurs again is numbered (`gsm8k`, `gsm8k_2`).
+    The component of a built-in has its name, that of a user's function the name after the colon; one that
+    metrics use already gets a suffix (`reward_function`). A name that occurs again is numbered (`gsm8k_2`).
     """
     seen: Counter[str] = Counter()
     specs: list[FunctionSpec] = []
     for function in config.functions:
         name = function.name if function.name in BUILTIN_NAMES else function.name.rpartition(":")[2]
+        name = f"{name}_function" if name in TOTALS else name
         seen[name] += 1
         specs.append(
             FunctionSpec(
                 name=name if seen[name] == 1 else f"{name}_{seen[name]}",
                 reference=function.name,
-                weight=function.weight,
+                shape=Shape.configured(function),
                 arguments=dict(function.kwargs),
             )
         )

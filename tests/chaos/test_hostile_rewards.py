@@ -1,0 +1,260 @@
+"""Functions and services that do their worst: the item at fault has a typed error, the others their rewards.
+
+Each row of the tables in docs/security.md is one of these tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from paceline.core.scoring import ScoreItem
+from paceline.reward.functions.pool import FunctionPool
+from paceline.reward.functions.spec import FunctionSpec
+from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
+from paceline.reward.scores import Score
+from paceline.rpc.v1 import reward_pb2
+from paceline.service.children.process import ChildLimits
+from support.reward_servers import OddServer, serving
+
+DOCS = Path(__file__).parents[2] / "docs" / "security.md"
+OBEDIENT = FunctionSpec(name="f", reference="support.reward_functions:obedient")
+TIMEOUT_S, SOON_S = 1.0, 9.0
+GROWTH_MIB = 700
+
+
+def items(*responses: str, **extra: object) -> list[ScoreItem]:
+    return [
+        ScoreItem(trajectory_id=f"t{index}", prompt="", response=response, ground_truth="", extra=extra)
+        for index, response in enumerate(responses)
+    ]
+
+
+def outcome(score: Score) -> str:
+    return score.error[0].value if score.error else "scored"
+
+
+# Orders of support.reward_functions.obedient, and what the item gets.
+FUNCTIONS = {
+    "raise": "raised",
+    "hang": "timeout",
+    "return:nan": "not_finite",
+    "return:huge": "not_finite",
+    "keys": "wrong_type",
+    "exit": "crashed",
+    "kill": "crashed",
+    "segfault": "crashed",
+    "fork": "scored",
+    "double_fork": "crashed",
+    "double_fork:hang": "timeout",
+    "eat": "crashed",
+    "endless": "timeout",
+    "close": "crashed",
+    "recurse": "raised",
+    "junk:row": "crashed",
+    "forge:int": "crashed",
+    "forge:inf": "crashed",
+    "forge:nan": "crashed",
+    "forge:past": "crashed",
+    "forge:maps": "crashed",
+    "future": "timeout",
+}
+
+
+@pytest.mark.parametrize("order", FUNCTIONS)
+async def test_a_function(order: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    pid_file = tmp_path / "pid"
+    limits = ChildLimits(memory_bytes=2 << 30)
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=TIMEOUT_S, limits=limits) as pool:
+        scores = await pool.score(items("fine", order, "fine", pid_file=str(pid_file)))
+        assert [outcome(score) for score in scores] == ["scored", FUNCTIONS[order], "scored"]
+        assert [outcome(score) for score in await pool.score(items("fine"))] == ["scored"]
+    if pid_file.exists():
+        assert is_gone(int(pid_file.read_text()))
+    assert len(capfd.readouterr().err) < 2 << 20
+    assert time.monotonic() - started < SOON_S
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for is a zombie."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def test_a_function_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PACELINE_TOKEN", "AWS_SECRET_ACCESS_KEY", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "secret")
+    limits = ChildLimits(pass_env=["JUDGE_KEY"])
+    names = ("PACELINE_TOKEN", "AWS_SECRET_ACCESS_KEY", "JUDGE_KEY", "PATH")
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=5, limits=limits) as pool:
+        scores = await pool.score(items(*(f"environment:{name}" for name in names)))
+    assert [score.reward for score in scores] == [0.0, 0.0, 1.0, 1.0]
+
+
+# --- services
+
+
+Answer = Callable[[bytes, Any], Awaitable[bytes]]
+
+
+def results(request: bytes, *, ids: Callable[[list[str]], list[str]] = list) -> reward_pb2.ScoreResponse:
+    asked = [item.trajectory_id for item in reward_pb2.ScoreRequest.FromString(request).items]
+    return reward_pb2.ScoreResponse(
+        results=[reward_pb2.ScoreResult(trajectory_id=name, reward=1.0) for name in ids(asked)]
+    )
+
+
+def answers(ids: Callable[[list[str]], list[str]]) -> Answer:
+    async def answer(request: bytes, context: Any) -> bytes:
+        return results(request, ids=ids).SerializeToString()
+
+    return answer
+
+
+def raw(make: Callable[[bytes], bytes]) -> Answer:
+    async def answer(request: bytes, context: Any) -> bytes:
+        return make(request)
+
+    return answer
+
+
+def refuses(code: grpc.StatusCode, details: str, body: bytes = b"") -> Answer:
+    async def answer(request: bytes, context: Any) -> bytes:
+        metadata = (("paceline-error-bin", body),) if body else ()
+        await context.abort(code, details, trailing_metadata=metadata)
+        raise AssertionError
+
+    return answer
+
+
+async def _hang(request: bytes, context: Any) -> bytes:
+    await asyncio.sleep(3600)
+    return b""
+
+
+NESTED = b"[" * 3000 + b"]" * 3000
+SURROGATE = json.dumps({"class": "PacelineError", "message": "half \ud800", "fields": {}}).encode()
+EMPTY_RESULT = b"\x0a\x00"
+SERVICES: dict[str, tuple[Answer, str]] = {
+    "garbage": (raw(lambda request: b"\xff" * 1000), "raised"),
+    "a truncated answer": (raw(lambda request: results(request).SerializeToString()[:-3]), "raised"),
+    "half of the results": (answers(lambda ids: ids[:1]), "wrong_count"),
+    "results of other items": (answers(lambda ids: [f"x{name}" for name in ids]), "wrong_count"),
+    "results twice": (answers(lambda ids: ids + ids), "wrong_count"),
+    "the same result for all": (answers(lambda ids: ids[:1] * len(ids)), "wrong_count"),
+    "10^6 results": (raw(lambda request: EMPTY_RESULT * 10**6), "wrong_count"),
+    "100 MB": (raw(lambda request: b"\0" * 100_000_000), "raised"),
+    "nested metadata": (refuses(grpc.StatusCode.INTERNAL, "no", NESTED), "raised"),
+    "surrogates in metadata": (refuses(grpc.StatusCode.INTERNAL, "no", SURROGATE), "raised"),
+    "an old contract": (refuses(grpc.StatusCode.UNIMPLEMENTED, "no such method"), "raised"),
+    "a wrong token": (refuses(grpc.StatusCode.UNAUTHENTICATED, "who are you"), "raised"),
+    "hang": (_hang, "timeout"),
+}
+
+
+@asynccontextmanager
+async def service(answer: Answer) -> AsyncIterator[str]:
+    server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
+    handler = grpc.unary_unary_rpc_method_handler(answer)  # type: ignore[arg-type]
+    handlers = grpc.method_handlers_generic_handler("paceline.rpc.v1.RewardService", {"Score": handler})
+    server.add_generic_rpc_handlers((handlers,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def asked(address: str) -> list[str]:
+    options = RemoteOptions(name="judge", address=address, timeout_s=TIMEOUT_S, retry_for_s=0.0)
+    remote = RemoteScorer(options)
+    await remote.start()
+    try:
+        scores = await remote.score(items("a", "b"))
+        assert [score.trajectory_id for score in scores] == ["t0", "t1"]
+        assert all(score.error and score.error[1].encode() for score in scores)
+        return [outcome(score) for score in scores]
+    finally:
+        await remote.close()
+
+
+@pytest.mark.parametrize("name", SERVICES)
+async def test_a_service(name: str) -> None:
+    answer, kind = SERVICES[name]
+    process = psutil.Process(os.getpid())
+    started, before = time.monotonic(), process.memory_info().rss
+    async with service(answer) as address:
+        assert await asked(address) == [kind] * 2
+    assert time.monotonic() - started < SOON_S
+    assert (process.memory_info().rss - before) >> 20 < GROWTH_MIB
+
+
+async def _drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        for number in range(1000):
+            writer.write(bytes([number % 7]))
+            await writer.drain()
+            await asyncio.sleep(0.01)
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+
+
+async def _resets(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+async def _tls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"\x15\x03\x03\x00\x02\x02\x46")  # what a TLS server says to plain text
+    writer.close()
+
+
+CONNECTIONS = {"drips byte by byte": _drips, "resets": _resets, "speaks TLS to plain text": _tls}
+
+
+@pytest.mark.parametrize("name", CONNECTIONS)
+async def test_a_connection(name: str) -> None:
+    server = await asyncio.start_server(CONNECTIONS[name], "127.0.0.1", 0)
+    started = time.monotonic()
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        assert set(await asked(f"127.0.0.1:{port}")) <= {"unavailable", "timeout"}
+    assert time.monotonic() - started < SOON_S
+
+
+async def test_others_of_the_run_are_scored_meanwhile() -> None:
+    """A service that hangs costs a second one nothing."""
+    async with service(_hang) as hanging, serving(OddServer()) as good:
+        hanging_call = asyncio.create_task(asked(hanging))
+        remote = RemoteScorer(RemoteOptions(name="good", address=good, timeout_s=5.0))
+        await remote.start()
+        started = time.monotonic()
+        assert [outcome(score) for score in await remote.score(items("a", "b"))] == ["scored"] * 2
+        assert time.monotonic() - started < TIMEOUT_S
+        await remote.close()
+        assert await hanging_call == ["timeout"] * 2
+
+
+def test_the_document_has_every_row() -> None:
+    section = DOCS.read_text(encoding="utf-8").partition("## Hostile rewards\n")[2].partition("\n## ")[0]
+    rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in section.splitlines() if line.startswith("|")]
+    said = {row[0].strip("`"): row[1].strip("`") for row in rows}
+    wanted = FUNCTIONS | {name: kind for name, (_, kind) in SERVICES.items()}
+    assert {name: said.get(name) for name in wanted} == wanted
+    assert set(CONNECTIONS) <= said.keys()
