@@ -125,6 +125,7 @@ NEEDLESS: dict[str, str] = {
     ),
     "paceline.rollout.capacity:Capacity.wait_until_idle: self._changed.wait": "each group has a deadline",
     "paceline.rollout.sampler:Sampler._begin: asyncio.wait": "it draws one group, which has a deadline",
+    "paceline.rollout.engines.vllm.log_probs:LogProbs.take: await ended.result": _OTHERS_END_IT,
     "paceline.rollout.engines.vllm.engine:VllmEngine.generate.result: collector.get": (
         "the sampler waits for the group with a deadline"
     ),

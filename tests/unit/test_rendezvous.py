@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import socket
 import threading
 import time
@@ -17,12 +19,19 @@ from paceline.learner.distributed.ranks import RankEnvironment
 from paceline.learner.distributed.ranks import open_store as open_ranks_store
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
-from paceline.weights.transport.rendezvous import Deadline, await_all, connect_store, open_store
+from paceline.weights.transport.rendezvous import (
+    Deadline,
+    await_all,
+    connect_store,
+    make_process_group,
+    open_store,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 pytestmark = pytest.mark.torch
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def listening_on(port: int) -> set[str]:
@@ -156,3 +165,27 @@ def test_the_roll_call_names_the_first_rank_that_does_not_come() -> None:
     for thread in threads:
         thread.join(5.0)
     assert [error.peer for error in ended] == [RankRef(MemberKind.ROLLOUT, 1)] * 3
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_a_weight_group_over_nccl_has_no_watchdog_and_other_groups_keep_theirs(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Recording:
+        """Stands for torch's group, which reads the environment when it is made."""
+
+        class Options:
+            pass
+
+        def __init__(self, *_: object) -> None:
+            self.blocking_wait = os.environ.get(BLOCKING_WAIT)
+
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", Recording, raising=False)
+    monkeypatch.delenv(BLOCKING_WAIT, raising=False)
+    if before is not None:
+        monkeypatch.setenv(BLOCKING_WAIT, before)
+    store = open_store("127.0.0.1", 5.0)
+    spec = dataclasses.replace(group_of(2, host="127.0.0.1", port=store.port), backend="nccl")
+    group = make_process_group(spec, 0, connect_store(spec, Deadline("join", 5.0)), Deadline("join", 5.0))
+    assert group.blocking_wait == "1"
+    assert os.environ.get(BLOCKING_WAIT) == before

@@ -19,7 +19,10 @@ Files = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 class DataConfig(Section):
     """Prompts: parquet or JSONL files, one row per prompt."""
 
-    train_files: Files = Field(description="Parquet or JSONL files (by suffix) with the training prompts.")
+    train_files: Files = Field(
+        description="Parquet or JSONL files (by suffix) with the training prompts, or names of data sets on "
+        "the Hugging Face hub: ORG/NAME[@REVISION][:CONFIG[:SPLIT]]."
+    )
     val_files: Files = Field((), description="Files with the held-out prompts; empty: no validation.")
     prompt_key: str = Field(
         "prompt", description="Column with the prompt: a string, or a list of {role, content} messages."

@@ -22,8 +22,9 @@ class ModelConfig(Section):
     """The policy: a folder in the Hugging Face layout."""
 
     path: str = Field(
-        description="Folder with config.json, weights (safetensors) and tokenizer: a path, or an fsspec URL "
-        "(s3://BUCKET/MODEL), of which each service makes a local copy."
+        description="Folder with config.json, weights (safetensors) and tokenizer: a path; an fsspec URL "
+        "(s3://BUCKET/MODEL), of which each service makes a local copy; or a name on the Hugging Face hub, "
+        "ORG/NAME[@REVISION], which each service fetches (docs/models.md)."
     )
     paths: ModelPaths = ModelPaths()
     tokenizer_path: str | None = Field(

@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from pydantic import Field, model_validator
 
 from paceline.config.base import Section
 
 
-class RewardFunctionConfig(Section):
+class ShapedConfig(Section):
+    """What all scorers have in common: how their value enters the sum."""
+
+    weight: float = Field(1.0, description="Factor of its value in the sum.")
+    min_value: float | None = Field(
+        None,
+        description="Smaller values enter the sum as this one; null: no bound. Components are not clipped.",
+    )
+    max_value: float | None = Field(
+        None, description="Larger values enter the sum as this one; null: no bound."
+    )
+    data_sources: tuple[str, ...] = Field(
+        (), description="It scores rows of these data sources alone; none: all rows."
+    )
+    required: bool = Field(
+        True,
+        description="A response without its value has no reward. false: the value counts as 0, and the "
+        "component NAME/failed tells how often.",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_range(self) -> Self:
+        if self.min_value is not None and self.max_value is not None and self.min_value > self.max_value:
+            raise ValueError(f"min_value={self.min_value} must not exceed max_value={self.max_value}")
+        return self
+
+
+class RewardFunctionConfig(ShapedConfig):
     """A function `f(response, ground_truth, **extra) -> float | dict[str, float]`."""
 
     name: str = Field(description="A built-in's name, module:function, or path/to/file.py:function.")
-    weight: float = Field(1.0, description="Factor of its value in the sum.")
     kwargs: dict[str, bool | int | float | str | None] = Field(
         {}, description="Further keyword arguments of every call."
     )
 
 
-class RewardServiceConfig(Section):
+class RewardServiceConfig(ShapedConfig):
     """A remote scorer that serves paceline.rpc.v1.RewardService."""
 
     name: str = Field(description="What its component is called in metrics.")
     address: str = Field(description="host:port.")
-    weight: float = Field(1.0, description="Factor of its value in the sum.")
     max_items_per_call: int = Field(256, gt=0, description="Largest request.")
     concurrency: int = Field(16, gt=0, description="Requests at once.")
     timeout_s: float | None = Field(
@@ -41,11 +68,10 @@ class RewardServiceConfig(Section):
     )
 
 
-class AttachedConfig(Section):
+class AttachedConfig(ShapedConfig):
     """A name under which clients attach to the reward service (`paceline.sdk.attach_reward`)."""
 
     name: str = Field(description="What clients attach as, and what its component is called in metrics.")
-    weight: float = Field(1.0, description="Factor of its value in the sum.")
     timeout_s: float | None = Field(
         None,
         gt=0,

@@ -100,6 +100,12 @@ class RolloutConfig(Section):
     )
     kv_cache_gib: int = Field(1, gt=0, description="CPU: KV cache of an engine in GiB.")
     max_num_seqs: int = Field(256, gt=0, description="Most sequences that an engine decodes at once.")
+    sampler: Literal["engine", "batched"] = Field(
+        "engine",
+        description="Who draws tokens. engine: vLLM, row by row, as each request has a seed; every token's "
+        "log-probability is sent with it. batched: one draw for the batch, by seed and position; a sample's "
+        "log-probabilities are fetched when it ends. Faster; other samples from the same seed.",
+    )
     max_groups_in_flight: int | None = Field(
         None,
         gt=0,

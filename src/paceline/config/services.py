@@ -255,7 +255,9 @@ class TelemetryConfig(Section):
 class SftConfig(Section):
     """`paceline sft`: trains a starting model on prompt/answer pairs with the same learner."""
 
-    train_files: Files = Field(description="Parquet or JSONL with prompts and answers.")
+    train_files: Files = Field(
+        description="Parquet or JSONL files, or data sets of the hub, with prompts and answers."
+    )
     answer_key: str = Field("answer", description="Column with the answer text.")
     output: str = Field(description="Folder to write the trained model to.")
     steps: int = Field(gt=0, description="Optimizer steps.")
@@ -264,7 +266,9 @@ class SftConfig(Section):
     memory: Memory = Field(MemoryConfig(), description="What the update keeps in memory; as actor.memory.")
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
-    lr_scheduler: Literal["constant", "cosine"] = Field("cosine", description="Shape after the warm-up.")
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
+        "cosine", description="Shape after the warm-up."
+    )
     warmup_steps_ratio: float = Field(
         0.05, ge=0, lt=1, description="Share of the steps over which the rate rises."
     )

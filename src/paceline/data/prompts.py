@@ -13,6 +13,7 @@ import numpy as np
 from paceline.config.data import DataConfig
 from paceline.core.errors import DataError, ModelError
 from paceline.core.trajectory import Int32Array, RewardContext
+from paceline.data.hub import local_files
 from paceline.data.plain import plain_value
 from paceline.data.rows import Row, read_rows, value_at
 
@@ -174,7 +175,7 @@ class PromptSet:
         """
         files = config.train_files if split == "train" else config.val_files
         required = [config.prompt_key, config.ground_truth_key, *config.extra_keys]
-        rows = read_rows(files, required)
+        rows = read_rows(local_files(files, split), required)
         prompts = [_prompt(config, tokenizer, number, row) for number, row in enumerate(rows)]
         limit = config.max_prompt_length
         kept = {p.prompt_id: p for p in prompts if 0 < len(p.token_ids) <= limit}

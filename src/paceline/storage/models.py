@@ -1,4 +1,4 @@
-"""A service's local model folder: a path of its own, or a copy of what model.path's URL names."""
+"""A service's local model folder: its own path, or a copy of what model.path names by URL or on the hub."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Literal
 from paceline.config.model import ModelConfig
 from paceline.storage.cache import Fetch, fetch
 from paceline.storage.folder import Folder, is_url
+from paceline.storage.hub import is_named, model_folder
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ def local_model(
     tell: Callable[[str], None] = log.info,
     stopped: Callable[[], bool] = lambda: False,
 ) -> ModelConfig:
-    """The model's section with the paths that a service on this machine uses; URLs are copied here first.
+    """The model's section with the paths that a service on this machine uses; what lies elsewhere is fetched.
 
     Args:
         model: of the run.
@@ -36,7 +37,7 @@ def local_model(
 
     Raises:
         ConfigError: fsspec does not know the URL's kind.
-        ModelError: a URL cannot be copied here.
+        ModelError: a URL cannot be copied here, or a name of the hub cannot be fetched.
         InterruptedError: `stopped` said so.
     """
     how = Fetch(
@@ -49,18 +50,20 @@ def local_model(
     # A service's own folder has the tokenizer, too.
     tokenizer = None if own is not None else model.tokenizer_path
     changes = {
-        "path": _local(own or model.path, how),
-        "tokenizer_path": _local(tokenizer, how) if tokenizer is not None else None,
+        "path": _local(own or model.path, how, weights=service == "learner"),
+        "tokenizer_path": _local(tokenizer, how, weights=False) if tokenizer is not None else None,
     }
     return model.model_copy(update=changes)
 
 
 def local_folder(place: str, model: ModelConfig) -> str:
     """The path of another model folder, say the critic's, with its weights; a URL is copied here first."""
-    return _local(place, Fetch(max_bytes=int(model.cache_gib * 2**30)))
+    return _local(place, Fetch(max_bytes=int(model.cache_gib * 2**30)), weights=True)
 
 
-def _local(place: str, how: Fetch) -> str:
+def _local(place: str, how: Fetch, *, weights: bool) -> str:
+    if is_named(place):
+        return str(model_folder(place, weights=weights))
     return str(fetch(Folder.at(place), how)) if is_url(place) else place
 
 

@@ -52,16 +52,21 @@ def test_prompt_and_response_fit_the_model(
     assert "\n  train_batch_size: 64         # prompts per step\n" in (project / "a.yaml").read_text()
 
 
-def test_a_model_that_is_not_here_yet_is_noted(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_not_here_yet_is_noted(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["init", "a.yaml", "--model", "Qwen/Qwen3-0.6B", "--data", "train.parquet"]) == 0
-    assert "there is no folder Qwen/Qwen3-0.6B yet" in capsys.readouterr().out
+    assert "Qwen/Qwen3-0.6B is no folder here, and is fetched from the" in capsys.readouterr().out
+    assert main(["init", "c.yaml", "--model", "not/here/yet", "--data", "train.parquet"]) == 0
+    assert "there is no folder not/here/yet" in capsys.readouterr().out
     assert main(["init", "b.yaml", "--model", "model", "--data", "train.parquet"]) == 0
     assert "note" not in capsys.readouterr().out
 
 
 def test_on_a_terminal_it_asks(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    answers = {"Folder of the model": "model", "Training steps": "3"}
+    answers = {"Model (a folder, or a name on the hub)": "model", "Training steps": "3"}
 
     def answer(prompt: str) -> str:
         asked.append(prompt)
@@ -115,7 +120,7 @@ def test_ctrl_d_ends_the_questions(
     ("words", "said"),
     [
         (["run.yaml"], "run.yaml exists"),
-        (["a.yaml"], "folder of the model is missing: give --model"),
+        (["a.yaml"], "model .a folder, or a name on the hub. is missing: give --model"),
         (["a.yaml", "--model", "model", "--data", "gone.jsonl"], "gone.jsonl does not exist; correct --data"),
         (["a.yaml", "--model", "model", "--data", "odd.jsonl"], "prompt is missing: give --prompt-key"),
         (

@@ -36,6 +36,7 @@ from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
 from paceline.core.errors import BrokerError, ConfigError, PacelineError
+from paceline.data.hub import pinned_run
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import telemetry
 from paceline.service.credentials import Credentials
@@ -68,7 +69,7 @@ class Options:
 
 async def serve(context: ServiceContext, options: Options) -> None:
     """Runs one training run to its end."""
-    config = load(RunConfig, options.config, options.overrides)
+    config = await asyncio.to_thread(pinned_run, load(RunConfig, options.config, options.overrides))
     broker_url, credentials = _broker_url(config), _credentials(config)
     inputs = await asyncio.to_thread(load_inputs, config)
     clock = SystemClock()

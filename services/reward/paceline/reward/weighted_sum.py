@@ -16,6 +16,7 @@ from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scorer import Scorer, ScorerSettings
 from paceline.reward.scores import TOTALS, Score, failed
+from paceline.reward.shaped import Shaped
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ class WeightedSum:
     @property
     def attached(self) -> Sequence[AttachedScorer]:
         """The scorers of attached clients."""
-        return [scorer for scorer in self._scorers if isinstance(scorer, AttachedScorer)]
+        inner = [scorer.scorer for scorer in self._scorers if isinstance(scorer, Shaped)]
+        return [scorer for scorer in inner if isinstance(scorer, AttachedScorer)]
 
     @property
     def names(self) -> Sequence[str]:

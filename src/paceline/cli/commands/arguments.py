@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from paceline.config.load import load, top_level_keys
 from paceline.config.run import RunConfig, SftRunConfig
 from paceline.core.errors import ConfigError
 from paceline.service.credentials import Credentials
+from paceline.storage.hub import OFFLINE
 
 S = TypeVar("S", bound=Section)
 
@@ -26,6 +28,19 @@ def add_config(parser: argparse.ArgumentParser, *, description: str) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="dotted.key=value", help="override a value of the file"
     )
+    parser.add_argument(
+        "--offline",
+        action=_Offline,
+        nargs=0,
+        help="take models and data sets of the hub from the cache, and fetch nothing",
+    )
+
+
+class _Offline(argparse.Action):
+    """Tells huggingface_hub, which reads the variable when it is imported, and every process started."""
+
+    def __call__(self, *args: object, **keywords: object) -> None:
+        os.environ[OFFLINE] = "1"
 
 
 def load_config(kind: type[S], path: str | Path, overrides: Sequence[str]) -> S:

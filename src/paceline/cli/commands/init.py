@@ -16,8 +16,9 @@ from paceline.cli.launch.preflight import has_chat_template
 from paceline.config.load import load
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, ModelError
 from paceline.data.rows import first_row, value_at
+from paceline.storage.hub import is_named
 
 # What data sets call their columns, the most particular first.
 _PROMPTS = ("prompt", "question", "problem", "messages", "input", "query")
@@ -87,7 +88,7 @@ class _Question:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument("file", metavar="FILE.yaml", type=Path, help="the file to write; must not exist")
-    parser.add_argument("--model", metavar="FOLDER", help="the model's folder")
+    parser.add_argument("--model", metavar="FOLDER", help="the model's folder, or its name on the hub")
     parser.add_argument("--data", metavar="FILE", help="training prompts, parquet or JSONL")
     parser.add_argument("--val", metavar="FILE", default="", help="held-out prompts")
     parser.add_argument("--prompt-key", metavar="COLUMN", help="column with the prompt (default: looked for)")
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     answers = {name: str(value) for name, value in vars(args).items() if value is not None}
     ask = _ask if sys.stdin.isatty() else _default
     for question in (
-        _Question(name="model", words="Folder of the model"),
+        _Question(name="model", words="Model (a folder, or a name on the hub)"),
         _Question(name="data", words="File with the training prompts (.parquet or .jsonl)", fault=_no_file),
     ):
         _answer(question, answers, ask)
@@ -134,11 +135,11 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError:
         args.file.unlink()
         raise
-    if not Path(answers["model"]).is_dir() and "://" not in answers["model"]:
-        print(
-            f"note: there is no folder {answers['model']} yet; a model of the Hugging Face Hub comes with\n"
-            "      hf download OWNER/NAME --local-dir FOLDER"
-        )
+    model = answers["model"]
+    if is_named(model):
+        print(f"note: {model} is no folder here, and is fetched from the Hugging Face hub")
+    elif not Path(model).is_dir() and "://" not in model:
+        print(f"note: there is no folder {model} yet")
     print(f"wrote {args.file}\nnext: paceline check {args.file}\n      paceline train {args.file}")
     return 0
 
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
 def configuration(answers: Mapping[str, str], row: Mapping[str, Any]) -> str:
     """The text of the file."""
     prompt = value_at(dict(row), answers["prompt_key"])
-    is_chat = isinstance(prompt, str) and has_chat_template(ModelConfig(path=answers["model"]))
+    is_chat = isinstance(prompt, str) and _has_chat_template(answers["model"])
     prompt_length, response_length = _lengths(Path(answers["model"]))
     val = f"  val_files: {_word(answers['val'])}\n" if answers.get("val") else _NO_VAL
     return f"""\
@@ -176,6 +177,13 @@ trainer:
   test_freq: 10                # with val_files: validate every so many steps
   save_freq: 50                # checkpoint every so many steps; Ctrl-C saves one, too
 """
+
+
+def _has_chat_template(model: str) -> bool:
+    try:
+        return has_chat_template(ModelConfig(path=model))
+    except ModelError:
+        return False  # it cannot be fetched now; `paceline check` says why
 
 
 def _lengths(model: Path) -> tuple[int, int]:

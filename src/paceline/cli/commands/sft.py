@@ -13,7 +13,9 @@ from paceline.cli.launch.ranks import run_ranks
 from paceline.config.load import dump_yaml
 from paceline.config.run import SftRunConfig
 from paceline.core.errors import DataError, ModelError
+from paceline.data.hub import local_files
 from paceline.service.process import write_atomically
+from paceline.storage.models import local_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settled(config: SftRunConfig) -> SftRunConfig:
-    """With the data type that this machine's devices want, and not more ranks than it has GPUs."""
+    """With the data type that the devices want, local files, and not more ranks than there are GPUs."""
     machine, learner = Machine.here(), config.learner
     gpus = () if learner.device == "cpu" else machine.gpus
     model, words = settle_model(config.model, on_gpus=bool(gpus))
@@ -62,5 +64,6 @@ def _settled(config: SftRunConfig) -> SftRunConfig:
         print(f"learner.world_size={len(gpus)}: there are no more GPUs")
         learner = learner.model_copy(update={"world_size": len(gpus)})
     memory = config.sft.memory.with_rest_of(LEAST) if gpus else config.sft.memory
-    sft = config.sft.model_copy(update={"memory": memory})
-    return config.model_copy(update={"model": model, "learner": learner, "sft": sft})
+    files = tuple(map(str, local_files(config.sft.train_files, "train")))
+    sft = config.sft.model_copy(update={"memory": memory, "train_files": files})
+    return config.model_copy(update={"model": local_model(model, "learner"), "learner": learner, "sft": sft})

@@ -12,9 +12,11 @@ from typing import Any
 from paceline.cli.launch.machine import Machine
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.data.hub import uses_hub
 from paceline.service import prometheus
 from paceline.service.credentials import INSECURE
 from paceline.service.member import MAX_MESSAGE_MIB
+from paceline.storage.hub import OFFLINE
 
 # --dry-run shows this in place of an address that is known only after the start.
 CONTROLLER_PLACE = "CONTROLLER_HOST:PORT"
@@ -254,12 +256,13 @@ def _member(config: RunConfig, controller_address: str, member_id: str) -> list[
 def _common(config: RunConfig, *, num_threads: int | None = None) -> dict[str, str]:
     variables = {
         "TOKENIZERS_PARALLELISM": "false",
-        # A run reads local files only; asking the model hub would slow the start and could change results.
-        "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         # Services share the cores: a thread that spins while it waits takes time from a thread that works.
         "OMP_WAIT_POLICY": "passive",
     }
+    if not uses_hub(config):
+        # A run reads local files only; asking the model hub would slow the start and could change results.
+        variables[OFFLINE] = "1"
     if num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(num_threads)
     variables[MAX_MESSAGE_MIB] = str(config.service.max_message_mib)

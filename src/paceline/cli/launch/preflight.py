@@ -25,6 +25,7 @@ from paceline.core.reward_function import check_extra_keys
 from paceline.service.addresses import split
 from paceline.service.gpu_metrics import gpu_memory
 from paceline.storage.folder import Folder, is_url
+from paceline.storage.hub import is_named
 from paceline.storage.models import local_model
 
 _REACH_S = 3.0
@@ -86,17 +87,22 @@ def has_chat_template(model: ModelConfig) -> bool:
 
 
 def _first_prompt_is_text(config: RunConfig) -> bool:
+    from paceline.data.hub import local_files
     from paceline.data.rows import first_row, value_at
 
     try:
-        return isinstance(value_at(first_row(config.data.train_files[0]), config.data.prompt_key), str)
+        files = local_files(config.data.train_files[:1], "train")
+        return isinstance(value_at(first_row(files[0]), config.data.prompt_key), str)
     except (DataError, IndexError):
         return False  # the controller says what is wrong with it
 
 
 def _data_files(config: RunConfig) -> None:
-    for file in (*config.data.train_files, *config.data.val_files):
-        if not Path(file).is_file():
+    from paceline.data.hub import local_files
+
+    data = config.data
+    for file in (*local_files(data.train_files, "train"), *local_files(data.val_files, "val")):
+        if not file.is_file():
             raise DataError(f"data file {file} does not exist; correct data.train_files or data.val_files")
 
 
@@ -135,6 +141,8 @@ def _model_config(config: RunConfig) -> dict[str, Any]:
 def _has_weights(model: ModelConfig) -> bool:
     if model.paths.learner is not None:
         return True  # on the learner's hosts
+    if is_named(model.path):
+        return True  # the learner says if there are none
     if not is_url(model.path):
         return any(any(Path(model.path).glob(name)) for name in _WEIGHTS)
     names = Folder.at(model.path).names()
@@ -169,6 +177,7 @@ def _tokenizer(config: RunConfig) -> str:
 
 
 def _prompts(config: RunConfig, split: str) -> str:
+    from paceline.data.hub import local_files
     from paceline.data.prompts import PromptSet, load_tokenizer
     from paceline.data.rows import read_rows
 
@@ -177,7 +186,7 @@ def _prompts(config: RunConfig, split: str) -> str:
     if split == "val" and not files:
         return "none (data.val_files is empty: no validation)"
     # Before the tokenizer: a missing file or column is reported even without a model.
-    read_rows(files, [data.prompt_key, data.ground_truth_key, *data.extra_keys])
+    read_rows(local_files(files, split), [data.prompt_key, data.ground_truth_key, *data.extra_keys])
     model = local_model(config.model, "controller")
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
     prompts = PromptSet.load(data, tokenizer, split=split)

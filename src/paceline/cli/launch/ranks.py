@@ -14,6 +14,7 @@ from paceline.cli.launch.process_tree import ProcessTree
 from paceline.cli.launch.processes import ManagedProcess
 from paceline.core.errors import PeerLostError
 from paceline.service.process import adopt_orphans
+from paceline.storage.hub import OFFLINE
 
 
 def run_ranks(
@@ -40,7 +41,7 @@ async def _run(
     try:
         for rank in range(world_size):
             env = KEEP_MEMORY | torchrun_env(rank=rank, world_size=world_size, master_port=port)
-            env |= {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+            env |= {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", OFFLINE: "1"}
             spec = ProcessSpec(name=f"rank-{rank}", role=Role.LEARNER, command=command, env=env)
             started.append(await tree.start(spec, {}))
         echo = asyncio.create_task(_echo(started[0]), name="echo of rank 0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.core.manifest import MANIFEST
+from paceline.data.hub import pinned_run
 from paceline.service.process import write_atomically
 from paceline.storage.places import checkpoints_of
 
@@ -25,6 +27,8 @@ LATEST = "latest"
 NOTE = "run.json"
 TARGETS = "prometheus-targets.json"
 RESOLVED = "config.resolved.yaml"
+
+_HUB_NAME = re.compile(r"hf://[^\s,\]'\"]+")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,6 +94,7 @@ def prepare(config: RunConfig) -> Prepared:
 
     Raises:
         ConfigError: the folder holds a run that has finished.
+        ModelError, DataError: a name of the hub cannot be looked up.
         EnvironmentLackError: the folder cannot be written, or another launcher runs in it.
     """
     run_dir = folder_of(config).resolve()
@@ -100,7 +105,8 @@ def prepare(config: RunConfig) -> Prepared:
             "another trainer.run_dir"
         )
     trainer = config.trainer.model_copy(update={"run_dir": str(run_dir), "resume": "auto"})
-    resolved = config.model_copy(update={"trainer": trainer})
+    resolved = pinned_run(config, _pinned_names(run_dir) if config.trainer.resume == "auto" else ())
+    resolved = resolved.model_copy(update={"trainer": trainer})
     aside, remarks = None, []
     try:
         if config.trainer.resume == "never":
@@ -117,6 +123,14 @@ def prepare(config: RunConfig) -> Prepared:
     secret = "@" in (config.broker.url or "")
     write_atomically(run_dir / RESOLVED, dump_yaml(resolved), mode=0o600 if secret else 0o644)
     return Prepared(config=resolved, run_dir=run_dir, remarks=remarks, created=created, aside=aside)
+
+
+def _pinned_names(run_dir: Path) -> list[str]:
+    """The names of the hub, with their commits, of the run's last start."""
+    try:
+        return _HUB_NAME.findall((run_dir / RESOLVED).read_text(encoding="utf-8"))
+    except OSError:
+        return []
 
 
 def checkpoint_steps(config: RunConfig, run_dir: Path) -> list[int]:

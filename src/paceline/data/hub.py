@@ -1,0 +1,176 @@
+"""Data sets of the Hugging Face hub as local files: which files of a repository are a split."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.config.data import Files
+from paceline.config.run import RunConfig
+from paceline.core.errors import DataError
+from paceline.storage.hub import CARD, CONVERTED, DATA_SUFFIXES, HubName, is_named, pinned, snapshot
+
+_HELD_OUT = ("validation", "test", "val", "valid", "dev", "eval")
+
+
+def local_files(places: Iterable[str], split: str) -> list[Path]:
+    """The local files of data files and data sets, in order; what the hub's cache lacks is fetched.
+
+    Args:
+        places: paths, or names of data sets on the hub.
+        split: taken where a name has none: "train", or "val", which data sets call by several names.
+
+    Raises:
+        DataError: there is no such data set, configuration or split, or it cannot be fetched.
+    """
+    files: list[Path] = []
+    for place in places:
+        name = HubName.parse(place)
+        files += [Path(place)] if name is None else _files(name, split)
+    return files
+
+
+def uses_hub(config: RunConfig) -> bool:
+    """Whether the run takes a model or data set by its name on the hub."""
+    model = config.model
+    places = (model.path, model.tokenizer_path, config.critic.path, *dict(model.paths).values())
+    files = (*config.data.train_files, *config.data.val_files)
+    return any(is_named(place) for place in (*places, *files) if place)
+
+
+def pinned_run(config: RunConfig, known: Collection[str] = ()) -> RunConfig:
+    """The configuration with a commit in every name of the hub, for all services and later starts.
+
+    Args:
+        config: of the run.
+        known: names with commits of an earlier start of the run, which are kept.
+
+    Raises:
+        ModelError, DataError: a model or data set is not on the hub, or cannot be reached.
+    """
+
+    def model(place: str | None) -> str | None:
+        return None if place is None else pinned(place, "model", known)
+
+    def files(places: Files) -> Files:
+        return tuple(pinned(place, "dataset", known) for place in places)
+
+    section, data, critic = config.model, config.data, config.critic
+    changes = {"path": model(section.path), "tokenizer_path": model(section.tokenizer_path)}
+    return config.model_copy(
+        update={
+            "model": section.model_copy(update=changes),
+            "critic": critic.model_copy(update={"path": model(critic.path)}),
+            "data": data.model_copy(
+                update={"train_files": files(data.train_files), "val_files": files(data.val_files)}
+            ),
+        }
+    )
+
+
+def _files(name: HubName, split: str) -> Sequence[Path]:
+    """The files of a split. The README's `configs` say which they are; without them the files' names do.
+
+    A data set without parquet or JSONL of its own is taken as the hub converts it.
+    """
+    wanted = (name.split,) if name.split else _HELD_OUT if split == "val" else (split,)
+    subset, listed = _chosen(name, _card(snapshot("dataset", name, (CARD,))))
+    if listed is None:
+        return _named_after(name, wanted) or _converted(name, subset, wanted)
+    found_split = next((candidate for candidate in wanted if candidate in listed), None)
+    if found_split is None:
+        raise DataError(
+            f"{name} has no split {' or '.join(wanted)}; its configuration {subset!r} has "
+            f"{', '.join(sorted(listed))}: name one as {name.repo}:{subset}:SPLIT"
+        )
+    return _matching(name, listed[found_split]) or _converted(name, subset, (found_split,))
+
+
+def _card(folder: Path) -> dict[str, Any]:
+    """The front matter of a data set's README; {} where there is none that can be read."""
+    import yaml
+
+    try:
+        text = (folder / CARD).read_text(encoding="utf-8")
+        tree = yaml.safe_load(text.split("---", 2)[1]) if text.startswith("---") else {}
+    except (OSError, IndexError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _chosen(name: HubName, card: dict[str, Any]) -> tuple[str, dict[str, tuple[str, ...]] | None]:
+    """A configuration and, by split, the patterns of its files; None where the README does not say.
+
+    Raises:
+        DataError: there are several, and neither the name nor the README says which.
+    """
+    configs = {
+        str(entry.get("config_name")): entry
+        for entry in card.get("configs") or ()
+        if isinstance(entry, dict) and entry.get("data_files")
+    }
+    if not configs:
+        return name.subset, None
+    usual = [key for key, entry in configs.items() if entry.get("default") is True] + ["default", "main"]
+    choices = [name.subset] if name.subset else [*usual, *(configs if len(configs) == 1 else ())]
+    subset = next((key for key in choices if key in configs), None)
+    if subset is None:
+        raise DataError(
+            f"{name} has the configurations {', '.join(sorted(configs))}; name one as {name.repo}:CONFIG"
+        )
+    return subset, _patterns(configs[subset]["data_files"])
+
+
+def _patterns(files: Any) -> dict[str, tuple[str, ...]]:
+    """By split; files without one belong to "train"."""
+    if isinstance(files, str):
+        return {"train": (files,)}
+    if all(isinstance(entry, str) for entry in files):
+        return {"train": tuple(files)}
+    paths = {str(entry["split"]): entry["path"] for entry in files}
+    return {split: (path,) if isinstance(path, str) else tuple(path) for split, path in paths.items()}
+
+
+def _named_after(name: HubName, splits: Sequence[str]) -> Sequence[Path]:
+    """The repository's files that are named after a split; none where there are none."""
+    folders = [f"{name.subset}/", f"data/{name.subset}/"] if name.subset else ["", "data/"]
+    for split in splits:
+        patterns = [f"{folder}{split}{rest}" for folder in folders for rest in ("-*", ".*", "/*", "_*")]
+        files = _matching(name, patterns)
+        if files:
+            return files
+    return ()
+
+
+def _converted(name: HubName, subset: str, splits: Sequence[str]) -> Sequence[Path]:
+    """The files of a split as the hub converts them.
+
+    Raises:
+        DataError: the hub has none, or several configurations have this split.
+    """
+    for split in splits:
+        try:
+            files = _matching(replace(name, revision=CONVERTED), [f"{subset or '*'}/{split}/*.parquet"])
+        except DataError as error:
+            raise DataError(
+                f"{name} has no parquet or JSONL files of a split {' or '.join(splits)}, and the hub has no "
+                f"conversion ({error}); convert it to a file and name that file"
+            ) from error
+        if len({file.parent for file in files}) > 1:
+            choices = ", ".join(sorted(file.parts[-3] for file in files))
+            raise DataError(f"{name} has the configurations {choices}; name one as {name.repo}:CONFIG")
+        if files:
+            return files
+    raise DataError(
+        f"{name} has no parquet or JSONL files of a split {' or '.join(splits)}; name one as "
+        f"{name.repo}:CONFIG:SPLIT"
+    )
+
+
+def _matching(name: HubName, patterns: Sequence[str]) -> Sequence[Path]:
+    """The files with rows that match a pattern, sorted by path."""
+    folder = snapshot("dataset", name, patterns)
+    files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in files if path.suffix in DATA_SUFFIXES)

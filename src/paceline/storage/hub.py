@@ -1,0 +1,204 @@
+"""Models and data sets by their names on the Hugging Face hub, kept in huggingface_hub's own cache.
+
+`ORG/NAME`, with `@REVISION` (a branch, a tag or a commit), and for data with `:CONFIG:SPLIT` after it. A path
+that exists, or whose first folder does, is a path. `hf://ORG/NAME` is always a name of the hub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from paceline.core.errors import DataError, ModelError, PacelineError
+
+Kind = Literal["model", "dataset"]
+
+OFFLINE = "HF_HUB_OFFLINE"
+"""Set to 1, huggingface_hub takes what its cache has and asks nobody."""
+
+DATA_SUFFIXES = (".parquet", ".jsonl", ".ndjson")
+"""Of files with rows; a place that ends so is a path."""
+
+CONVERTED = "refs/convert/parquet"
+"""The branch on which the hub keeps a data set as parquet, whatever its own files are."""
+
+CARD = "README.md"
+"""Every repository may have one; a data set's says which files belong to which split."""
+
+_SCHEME = "hf://"
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_NAME = re.compile(
+    rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9._/-]+))?"
+    rf"(?::(?P<subset>[A-Za-z0-9._-]*))?(?::(?P<split>[A-Za-z0-9._-]+))?"
+)
+_COMMIT = re.compile("[0-9a-f]{40}")
+_MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+_WEIGHTS = ("*.safetensors",)
+# Other programs' copies of the same weights.
+_NOT_OURS = ("original/*", "onnx/*", "*/*.safetensors")
+_ERRORS: dict[Kind, type[PacelineError]] = {"model": ModelError, "dataset": DataError}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubName:
+    """What a name means.
+
+    Attributes:
+        repo: ORG/NAME.
+        revision: None for the default branch.
+        subset: configuration of a data set; "" for its default.
+        split: "" for the split that is wanted where the name stands.
+    """
+
+    repo: str
+    revision: str | None = None
+    subset: str = ""
+    split: str = ""
+
+    @classmethod
+    def parse(cls, place: str) -> HubName | None:
+        """The name that a place is; None if it is a path or another URL."""
+        text = place.removeprefix(_SCHEME)
+        match = _NAME.fullmatch(text)
+        if match is None:
+            return None
+        if text == place and _is_path(text, match["repo"]):
+            return None
+        return cls(
+            repo=match["repo"],
+            revision=match["revision"],
+            subset=match["subset"] or "",
+            split=match["split"] or "",
+        )
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its revision is a commit or the hub's conversion of a data set."""
+        return self.revision == CONVERTED or bool(_COMMIT.fullmatch(self.revision or ""))
+
+    def __str__(self) -> str:
+        """The name as one that cannot be taken for a path."""
+        revision = f"@{self.revision}" if self.revision else ""
+        rest = f":{self.subset}:{self.split}" if self.split else f":{self.subset}" if self.subset else ""
+        return f"{_SCHEME}{self.repo}{revision}{rest}"
+
+
+def _is_path(text: str, repo: str) -> bool:
+    return Path(text).suffix in DATA_SUFFIXES or Path(text).exists() or Path(repo).parent.is_dir()
+
+
+def is_named(place: str) -> bool:
+    """Whether a place is the name of something on the hub."""
+    return HubName.parse(place) is not None
+
+
+def model_folder(place: str, *, weights: bool) -> Path:
+    """The local snapshot of a model; what the cache lacks is fetched.
+
+    Args:
+        place: a name of the hub.
+        weights: fetch them, too.
+
+    Raises:
+        ModelError: there is no such model or revision, or it is not in the cache and cannot be fetched.
+    """
+    name = _parsed(place)
+    patterns = (*_MODEL_FILES, *(_WEIGHTS if weights else ()))
+    folder = snapshot("model", name, patterns, ignore=_NOT_OURS)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{name} has no config.json: it is no model for transformers; choose another")
+    if weights and not any(folder.glob(_WEIGHTS[0])):
+        raise ModelError(f"{name} has no weights as safetensors; choose a model or a revision that has them")
+    return folder
+
+
+def pinned(place: str, kind: Kind, known: Collection[str] = ()) -> str:
+    """The same place, with the commit in place of a branch if it is a name of the hub.
+
+    Every service takes that commit then, and so does a run that goes on later.
+
+    Args:
+        place: a path, a URL or a name.
+        kind: what the name is of.
+        known: names with commits that were chosen earlier; a name without a revision takes its commit there.
+
+    Raises:
+        ModelError, DataError: there is no such repository or revision, or it cannot be fetched.
+    """
+    name = HubName.parse(place)
+    if name is None or name.is_pinned:
+        return str(name or place)
+    for earlier in filter(None, map(HubName.parse, known)):
+        if replace(earlier, revision=None) == name:
+            return str(earlier)
+    files = ("config.json",) if kind == "model" else (CARD,)
+    return str(replace(name, revision=snapshot(kind, name, files).name))
+
+
+def _parsed(place: str) -> HubName:
+    name = HubName.parse(place)
+    assert name is not None, place
+    return name
+
+
+def snapshot(kind: Kind, name: HubName, patterns: Sequence[str], ignore: Sequence[str] = ()) -> Path:
+    """A folder with those files of a repository; its own name is the commit.
+
+    Raises:
+        ModelError, DataError: there is no such repository or revision, or it cannot be fetched.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    with _hub_errors(kind, name):
+        return Path(
+            snapshot_download(
+                name.repo,
+                repo_type=kind,
+                revision=name.revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(ignore),
+                local_files_only=constants.HF_HUB_OFFLINE,
+                library_name="paceline",
+            )
+        )
+
+
+@contextlib.contextmanager
+def _hub_errors(kind: Kind, name: HubName) -> Iterator[None]:
+    """Errors of huggingface_hub as those of this program, with what to do."""
+    from huggingface_hub import constants, errors
+
+    what, error_type, hub = kind.replace("dataset", "data set"), _ERRORS[kind], constants.ENDPOINT
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise error_type(
+            f"{name}: the owner of this {what} asks for consent; accept the terms on its page at {hub} and "
+            "set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise error_type(
+            f"{name.repo} is no folder or file here, and {hub} has no {what} of this name (or it is private: "
+            "set HF_TOKEN)"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise error_type(
+            f"{name.repo} has no revision {name.revision} at {hub}; correct what follows the @"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise error_type(_unreachable(what, name, hub, offline=constants.HF_HUB_OFFLINE)) from error
+    except (errors.HfHubHTTPError, OSError, ValueError) as error:
+        raise error_type(f"the {what} {name.repo} cannot be fetched from {hub}: {error}") from error
+
+
+def _unreachable(what: str, name: HubName, hub: str, *, offline: bool) -> str:
+    why = "and nothing may be fetched (--offline)" if offline else f"and {hub} cannot be reached"
+    instead = "without --offline" if offline else "with a network"
+    return (
+        f"{name.repo} is no folder or file here, this {what} is not (wholly) in huggingface_hub's cache, "
+        f"{why}: start once {instead}, set HF_ENDPOINT to a mirror, or give the path of a copy"
+    )

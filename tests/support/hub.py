@@ -1,0 +1,108 @@
+"""A stand-in of the Hugging Face hub: repositories in memory, served over HTTP as huggingface_hub asks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
+
+Files = Mapping[str, bytes]
+
+
+class StandInHub:
+    """Repositories by (kind, name, revision); `requests` are the paths asked for, in order."""
+
+    def __init__(self) -> None:
+        self._revisions: dict[tuple[str, str, str], str] = {}
+        self._commits: dict[str, dict[str, bytes]] = {}
+        self.requests: list[str] = []
+        self.gated: set[str] = set()
+        self.endpoint = ""
+
+    def put(self, name: str, files: Files, *, kind: str = "models", revision: str = "main") -> str:
+        """Commits files to a branch; returns the commit."""
+        commit = hashlib.sha1(json.dumps([name, revision, len(self._commits)]).encode()).hexdigest()
+        self._commits[commit] = dict(files)
+        self._revisions[kind, name, revision] = commit
+        self._revisions[kind, name, commit] = commit
+        return commit
+
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of a request."""
+        self.requests.append(path)
+        parts = [unquote(part) for part in path.partition("?")[0].strip("/").split("/")]
+        if parts[0] == "api":
+            kind, name, verb, revision = parts[1], "/".join(parts[2:4]), parts[4], parts[5]
+            return self._about(kind, name, verb, revision)
+        kind = "models"
+        if parts[0] == "datasets":
+            kind, parts = parts[0], parts[1:]
+        return self._file(kind, "/".join(parts[:2]), parts[3], "/".join(parts[4:]))
+
+    def _about(self, kind: str, name: str, verb: str, revision: str) -> tuple[int, dict[str, str], bytes]:
+        commit = self._revisions.get((kind, name, revision))
+        if name in self.gated:
+            return 403, {"X-Error-Code": "GatedRepo"}, b"{}"
+        if commit is None:
+            known = any(key[:2] == (kind, name) for key in self._revisions)
+            return 404, {"X-Error-Code": "RevisionNotFound" if known else "RepoNotFound"}, b"{}"
+        files = self._commits[commit]
+        tree = [
+            {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            for path, data in files.items()
+        ]
+        if verb == "tree":
+            return 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
+        about = {"id": name, "sha": commit, "siblings": [{"rfilename": path} for path in files]}
+        return 200, {"Content-Type": "application/json"}, json.dumps(about).encode()
+
+    def _file(self, kind: str, name: str, revision: str, path: str) -> tuple[int, dict[str, str], bytes]:
+        commit = self._revisions.get((kind, name, revision), "")
+        data = self._commits.get(commit, {}).get(path)
+        if data is None:
+            return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, b""
+        return 200, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}, data
+
+
+@contextmanager
+def stand_in_hub() -> Iterator[StandInHub]:
+    """A hub on a port of the loopback, for as long as the block lasts."""
+    hub = StandInHub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._send(with_body=True)
+
+        def do_HEAD(self) -> None:
+            self._send(with_body=False)
+
+        def _send(self, *, with_body: bool) -> None:
+            status, headers, body = hub.answer(self.path)
+            self.send_response(status)
+            for key, value in headers.items():
+                self.send_header(key, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if with_body:
+                self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

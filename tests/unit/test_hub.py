@@ -1,0 +1,253 @@
+"""Models and data sets by their names on the hub, against a stand-in that speaks its HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.launch.dry_run import describe
+from paceline.config.load import parse
+from paceline.config.model import ModelConfig
+from paceline.config.run import RunConfig
+from paceline.core.errors import DataError, ModelError
+from paceline.data.hub import local_files, pinned_run, uses_hub
+from paceline.storage.hub import HubName, is_named
+from paceline.storage.models import local_folder, local_model
+from support.hub import StandInHub, stand_in_hub
+
+MODEL = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"the same weights",
+    "onnx/model.onnx": b"again",
+}
+
+
+def _parquet(*answers: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    rows = [{"question": f"question {answer}", "answer": answer} for answer in answers]
+    pq.write_table(pa.Table.from_pylist(rows), sink)
+    return bytes(sink.getvalue())
+
+
+def _card(configs: list[dict[str, Any]]) -> bytes:
+    return f"---\n{yaml.safe_dump({'configs': configs})}---\nA data set.\n".encode()
+
+
+GSM8K = {
+    "README.md": _card(
+        [
+            {
+                "config_name": name,
+                "data_files": [
+                    {"split": "train", "path": f"{name}/train-*"},
+                    {"split": "test", "path": f"{name}/test-*"},
+                ],
+            }
+            for name in ("main", "socratic")
+        ]
+    ),
+    "main/train-00000-of-00002.parquet": _parquet("1"),
+    "main/train-00001-of-00002.parquet": _parquet("2"),
+    "main/test-00000-of-00001.parquet": _parquet("3"),
+    "socratic/train-00000-of-00001.parquet": _parquet("4"),
+    "socratic/test-00000-of-00001.parquet": _parquet("5"),
+}
+
+
+def _use(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """What HF_ENDPOINT does when huggingface_hub is imported."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    with stand_in_hub() as server:
+        _use(monkeypatch, server.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield server
+
+
+def _config(**sections: Any) -> RunConfig:
+    tree = {
+        "model": {"path": "acme/tiny"},
+        "data": {"train_files": "openai/gsm8k", "val_files": "openai/gsm8k", "prompt_key": "question"},
+        "reward": {"functions": [{"name": "gsm8k"}]},
+        "trainer": {"total_steps": 1},
+    }
+    return parse(RunConfig, tree | sections)
+
+
+def test_what_is_a_name_and_what_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert is_named("Qwen/Qwen2.5-0.5B-Instruct")
+    assert is_named("hf://models/tiny")
+    for path in ("models/tiny", "/srv/qwen", "./a/b", "a/b/c", "data.jsonl", "data/x.parquet", "s3://b/m"):
+        assert not is_named(path), path
+    full = HubName.parse("openai/gsm8k@refs/pr/1:main:test")
+    assert full == HubName(repo="openai/gsm8k", revision="refs/pr/1", subset="main", split="test")
+    assert str(full) == "hf://openai/gsm8k@refs/pr/1:main:test"
+
+
+def test_each_service_fetches_what_it_needs(hub: StandInHub) -> None:
+    hub.put("acme/tiny", MODEL)
+    model = ModelConfig(path="acme/tiny")
+    small = Path(local_model(model, "controller").path)
+    assert sorted(path.name for path in small.iterdir()) == ["config.json", "tokenizer.json"]
+    assert not any(request.endswith("model.safetensors") for request in hub.requests)
+    large = Path(local_model(model, "learner").path)
+    assert sorted(path.name for path in large.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert (large / "model.safetensors").read_bytes() == b"weights"
+    assert local_folder("acme/tiny", model) == str(large)
+
+
+def test_the_cache_serves_a_second_start_and_an_offline_one(
+    hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    commit = hub.put("acme/tiny", MODEL)
+    model = ModelConfig(path=f"acme/tiny@{commit}")
+    first = local_model(model, "learner").path
+    hub.requests.clear()
+    assert local_model(model, "learner").path == first
+    assert not [request for request in hub.requests if "/resolve/" in request]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    assert local_model(ModelConfig(path="acme/tiny@" + commit), "learner").path == first
+    assert hub.requests == []
+
+
+def test_offline_without_a_copy_says_what_to_do(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    hub.put("acme/tiny", MODEL)
+    local_model(ModelConfig(path="acme/tiny"), "controller")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="acme/other is no folder or file here.*--offline.*start once"):
+        local_model(ModelConfig(path="acme/other"), "controller")
+    with pytest.raises(ModelError, match=r"not \(wholly\) in the cache"):
+        local_model(ModelConfig(path="acme/tiny"), "learner")  # the cache has no weights
+
+
+def test_no_network_names_the_hub(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    _use(monkeypatch, f"http://127.0.0.1:{port}")
+    with pytest.raises(ModelError, match=rf"http://127.0.0.1:{port} cannot be reached.*HF_ENDPOINT"):
+        local_model(ModelConfig(path="acme/tiny"), "controller")
+
+
+def test_faults_of_the_name_are_told_apart(hub: StandInHub) -> None:
+    hub.put("acme/tiny", MODEL)
+    hub.put("acme/secret", MODEL)
+    hub.put("acme/bin", {"config.json": b"{}", "pytorch_model.bin": b"x"})
+    hub.gated.add("acme/secret")
+    for path, words in {
+        "acme/absent": "no model of this name",
+        "acme/tiny@v9": "no revision v9",
+        "acme/secret": "set HF_TOKEN",
+        "acme/bin": "no weights as safetensors",
+    }.items():
+        with pytest.raises(ModelError, match=words):
+            local_model(ModelConfig(path=path), "learner")
+
+
+def test_gsm8k_by_its_name(hub: StandInHub) -> None:
+    hub.put("openai/gsm8k", GSM8K, kind="datasets")
+    earlier = GSM8K | {"main/test-00000-of-00001.parquet": _parquet("6")}
+    old = hub.put("openai/gsm8k", earlier, kind="datasets")
+    hub.put("openai/gsm8k", GSM8K, kind="datasets")
+
+    def answers(name: str, split: str) -> list[str]:
+        files = local_files([name], split)
+        return [row["answer"] for file in files for row in pq.read_table(file).to_pylist()]
+
+    assert answers("openai/gsm8k", "train") == ["1", "2"]
+    assert answers("openai/gsm8k", "val") == ["3"]
+    assert answers(f"openai/gsm8k@{old}", "val") == ["6"]
+    assert answers("openai/gsm8k:socratic", "train") == ["4"]
+    assert answers("openai/gsm8k:main:test", "train") == ["3"]
+    with pytest.raises(DataError, match=r"no split dev; .* has test, train"):
+        answers("openai/gsm8k:main:dev", "val")
+    with pytest.raises(DataError, match="configurations main, socratic"):
+        answers("openai/gsm8k:other", "train")
+
+
+def test_a_data_set_without_a_card_is_known_by_its_file_names(hub: StandInHub) -> None:
+    files = {"data/train-00000.parquet": _parquet("1"), "data/test.jsonl": b"{}"}
+    hub.put("acme/plain", files, kind="datasets")
+    assert [file.name for file in local_files(["acme/plain"], "train")] == ["train-00000.parquet"]
+    assert [file.name for file in local_files(["acme/plain"], "val")] == ["test.jsonl"]
+
+
+def test_a_data_set_of_another_format_is_taken_as_the_hub_converts_it(hub: StandInHub) -> None:
+    hub.put("acme/csv", {"train.csv": b"a,b"}, kind="datasets")
+    with pytest.raises(DataError, match="no parquet or JSONL files of a split train"):
+        local_files(["acme/csv"], "train")
+    converted = {"default/train/0000.parquet": _parquet("1")}
+    hub.put("acme/csv", converted, kind="datasets", revision="refs/convert/parquet")
+    (file,) = local_files(["acme/csv"], "train")
+    assert pq.read_table(file).to_pylist()[0]["answer"] == "1"
+
+
+def test_a_run_keeps_its_commits_when_the_branch_moves(hub: StandInHub) -> None:
+    commit, data = hub.put("acme/tiny", MODEL), hub.put("openai/gsm8k", GSM8K, kind="datasets")
+    prepared = run_dirs.prepare(_config())
+    assert prepared.config.model.path == f"hf://acme/tiny@{commit}"
+    assert prepared.config.data.train_files == (f"hf://openai/gsm8k@{data}",)
+    moved = hub.put("acme/tiny", MODEL | {"model.safetensors": b"newer"})
+    again = run_dirs.prepare(_config())
+    assert again.config.model.path == f"hf://acme/tiny@{commit}"
+    assert pinned_run(_config()).model.path == f"hf://acme/tiny@{moved}"
+
+
+def test_services_may_ask_the_hub_only_for_names(hub: StandInHub) -> None:
+    commit = hub.put("acme/tiny", MODEL)
+    hub.put("openai/gsm8k", GSM8K, kind="datasets")
+    by_name, by_path = _config(), _config(model={"path": "/srv/model"}, data={"train_files": "a.jsonl"})
+    assert uses_hub(by_name)
+    assert not uses_hub(by_path)
+    assert "HF_HUB_OFFLINE" not in describe(by_name)
+    assert "HF_HUB_OFFLINE=1" in describe(by_path)
+    assert commit
+
+
+def test_the_option_offline_reaches_the_hub_s_library(hub: StandInHub, tmp_path: Path) -> None:
+    hub.put("acme/tiny", MODEL)
+    hub.put("openai/gsm8k", GSM8K, kind="datasets")
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(_config().model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+    environment = os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-m", "paceline.cli.main", "train", str(file), "--dry-run", "--offline"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
+    assert "acme/tiny is no folder or file here" in done.stderr
+    assert "--offline" in done.stderr
+    assert hub.requests == []
