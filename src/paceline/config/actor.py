@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from paceline.config.algorithm import KL_KINDS, KLKind
 from paceline.config.base import Section
 from paceline.config.memory import Memory, MemoryConfig
 from paceline.config.policy_losses import Clip, PolicyLossConfig, PPOClip
+
+# YAML 1.1 reads a bare on and off as booleans.
+SharedPrompts = Annotated[
+    Literal["auto", "on", "off"],
+    BeforeValidator(lambda given: ("off", "on")[given] if isinstance(given, bool) else given),
+]
 
 
 class OptimConfig(Section):
@@ -46,7 +52,7 @@ class ActorConfig(Section):
     ppo_max_token_len_per_gpu: int = Field(
         16384, gt=0, description="Token budget of a micro-batch, prompt and response together, on one rank."
     )
-    shared_prompts: Literal["auto", "on", "off"] = Field(
+    shared_prompts: SharedPrompts = Field(
         "off",
         description="Samples of a prompt in the same micro-batch have one copy of it, in all passes: the "
         "same numbers up to rounding, with less arithmetic. auto: in steps where that saves a sixth of it; "
