@@ -146,19 +146,10 @@ class RewardConfig(Section):
     @property
     def has_scorer(self) -> bool:
         """Whether anything scores responses; an episode's environment may do it in their place."""
-        return bool(self.functions or self.services or self.attached)
+        return bool(self.functions or self.services or self.attached or self.code)
 
     @model_validator(mode="after")
-<<<<<<< HEAD
-    def _has_scorer(self) -> RewardConfig:
-        if not (self.functions or self.services or self.attached or self.code):
-            raise ValueError(
-                "no scorer: name at least one under reward.functions (say exact_match), reward.services, "
-                "reward.attached or reward.code"
-            )
-=======
     def _has_range(self) -> RewardConfig:
->>>>>>> main
         if self.min_reward >= self.max_reward:
             raise ValueError(f"min_reward={self.min_reward} must be below max_reward={self.max_reward}")
         return self
