@@ -26,27 +26,30 @@ _LEARNER = """## A learner rank
 
 The most that it takes in a step, in GiB, by the number of ranks. The first number is of the fast form that
 still recomputes all activations, the second of the leanest: `actor.memory` with `recompute: full`,
-`accumulate: false` and `keep_gathered: false`. Left alone, the plan chooses between these and forms that recompute less.
+`accumulate: false` and `keep_gathered: false`. Left alone, the plan chooses between these and forms that
+recompute less.
 """
 _ENGINE = f"""## A rollout server
 
-On a GPU of {_ENGINE_GIB} GiB with `rollout.gpu_memory_utilization: 0.9`, without tensor parallelism: its weights, what
-is left for the KV cache, and how many sequences of 1,536 tokens that holds at once:
+On a GPU of {_ENGINE_GIB} GiB with `rollout.gpu_memory_utilization: 0.9`, without tensor parallelism: its weights,
+what is left for the KV cache, and how many sequences of 1,536 tokens that holds at once:
 """
 _EXAMPLES = """## What to write
 
-Five lines are enough: `placement: auto`, the default, takes all visible GPUs, about half of them for the learner,
-and chooses what to recompute. Where that is not enough:
+Five lines are enough: `placement: auto`, the default, takes all visible GPUs, about half of them for the
+learner, and chooses what to recompute. Where that is not enough:
 
-- **One GPU**: learner and engine share it. `placement: colocated` has them take turns, and the engine gives up its
-  memory where both do not fit. What the learner of the leanest form takes must fit the GPU: nothing is offloaded
-  to the CPU.
+- **One GPU**: learner and engine share it. `placement: colocated` has them take turns, and the engine gives up
+  its memory where both do not fit. What the learner of the leanest form takes must fit the GPU: nothing is
+  offloaded to the CPU.
 - **Out of memory in the plan**: the sentence names the setting. In this order they cost least:
   `actor.memory.recompute: full`, a lower `actor.ppo_max_token_len_per_gpu` (not below one sequence),
   `actor.memory.accumulate: false`, more learner ranks.
-- **PPO** (`gae`) has a critic as large as the model, with its optimizer: take nearly twice the numbers above.
+- **PPO** (`gae`) has a critic as large as the model, with its optimizer: take nearly twice the
+  numbers above.
 - **An engine that does not fit**: `rollout.tensor_model_parallel_size: 2` halves its weights per GPU.
-- **Longer responses** cost the learner nothing until one sequence exceeds the token budget; they cost KV cache.
+- **Longer responses** cost the learner nothing until one sequence exceeds the token budget; they cost KV
+  cache.
 """
 
 
@@ -136,7 +139,7 @@ def _fits() -> str:
         }
         words = [f"{name} from {ranks}" for name, ranks in least.items() if ranks]
         parts.append(f"The fewest ranks on GPUs of {size} GiB: {', '.join(words) or 'none'}.")
-    return textwrap.fill(" ".join(parts), 120, break_on_hyphens=False)
+    return textwrap.fill(" ".join(parts), 110, break_on_hyphens=False)
 
 
 def _engines() -> list[str]:
