@@ -31,7 +31,7 @@ recompute less.
 """
 _ENGINE = f"""## A rollout server
 
-On a GPU of {_ENGINE_GIB} GiB with `rollout.gpu_memory_utilization: 0.9`, without tensor parallelism: its weights,
+On a GPU of {_ENGINE_GIB} GiB with `rollout.gpu_memory_utilization: 0.9`, no tensor parallelism: its weights,
 what is left for the KV cache, and how many sequences of 1,536 tokens that holds at once:
 """
 _EXAMPLES = """## What to write
@@ -39,7 +39,7 @@ _EXAMPLES = """## What to write
 Five lines are enough: `placement: auto`, the default, takes all visible GPUs, about half of them for the
 learner, and chooses what to recompute. Where that is not enough:
 
-- **One GPU**: learner and engine share it. `placement: colocated` has them take turns, and the engine gives up
+- **One GPU**: learner and engine share it. `placement: colocated` has them take turns; the engine gives up
   its memory where both do not fit. What the learner of the leanest form takes must fit the GPU: nothing is
   offloaded to the CPU.
 - **Out of memory in the plan**: the sentence names the setting. In this order they cost least:
