@@ -77,6 +77,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.service.attaching:_Stream._messages: self._changed.wait": "ends with its stream",
     "paceline.service.attaching:_Stream._on_stop: self._stopping.wait": _TOLD,
     "paceline.service.gateway:Gateway.ask: await answer": _OTHERS_END_IT,
+    "paceline.service.confinement.inside:_init: os.wait": "whoever started the confinement kills it in time",
     "paceline.service.runtime:ServiceContext.stopping_or: asyncio.wait": _TOLD,
     "paceline.service.runtime:ServiceContext.stopping_or: self.stopping.wait": _TOLD,
     "paceline.service.member:MemberSession.reporting: await work": _TOLD,
