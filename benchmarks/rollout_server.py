@@ -1,14 +1,20 @@
 """Tokens per second of a rollout server against plain `vllm.LLM.generate`, on the same samples in one run.
 
     python benchmarks/rollout_server.py [--model examples/arithmetic/model] [--redis] [--response-tokens 8 64]
+    python benchmarks/rollout_server.py --samplers engine batched
+    python benchmarks/rollout_server.py --device cuda --shape 7B --samplers batched --prompts 16 \\
+        --prompt-tokens 512 --response-tokens 512 --max-num-seqs 128 --kv-gib 9 --rounds 1
 
 Server: prompt groups from a mailbox, AsyncLLM, one request per sample with its own seed, trajectories with
 blobs and headers into a mailbox, until the last header arrives. Baseline: one call of `LLM.generate` with the
 same prompts and sampling parameters (seeds, log-probabilities, end tokens). Another baseline draws each
-group with `n` and no seed.
+group with `n` and neither seeds nor log-probabilities. `--samplers` names the measured values of
+`rollout.sampler`; only with `engine` do server and baseline draw the same samples.
 
 Each side has a process and an engine of its own. The sides take turns, so that a busy machine slows them
-alike. The model may have random weights: responses then run to their full length.
+alike. The model may have random weights: responses then run to their full length. With `--shape` it has, and
+no token ends a response. On a GPU all sides share it, each with a KV cache of `--kv-gib`; with `--lock FILE`
+benchmarks that are started together measure one after the other.
 """
 
 from __future__ import annotations
@@ -16,6 +22,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import fcntl
+import json
 import multiprocessing
 import os
 import platform
@@ -30,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from shapes import SHAPES
 
 from paceline.broker import names
 from paceline.broker.base import Broker, Outgoing
@@ -47,7 +56,6 @@ from paceline.wire import decode_trajectory_header, encode_prompt_group
 RUN = "benchmark"
 POLICY = PolicyTag(version=0, digest="0" * 16)
 EOS = 1
-PROMPT_TOKENS = 20
 IDLE_S = 0.5
 
 
@@ -59,11 +67,13 @@ class Load:
     num_samples: int
     response_tokens: int
     round_index: int
+    prompt_tokens: int
+    stop_token_ids: tuple[int, ...]
 
     def prompts(self) -> list[list[int]]:
         """Random prompts, the same for both sides."""
         rng = np.random.default_rng(self.round_index)
-        ids: list[list[int]] = rng.integers(5, 64, (self.num_prompts, PROMPT_TOKENS)).tolist()
+        ids: list[list[int]] = rng.integers(5, 64, (self.num_prompts, self.prompt_tokens)).tolist()
         return ids
 
     def seeds(self, prompt_id: int) -> tuple[int, ...]:
@@ -82,18 +92,31 @@ class Outcome:
     seconds: float
 
 
-def make_config(arguments: argparse.Namespace) -> RunConfig:
+def make_config(arguments: argparse.Namespace, sampler: str) -> RunConfig:
     """What a run with this model would have."""
+    rollout: dict[str, Any] = {
+        "max_num_seqs": arguments.max_num_seqs,
+        "threads": arguments.threads,
+        "sampler": sampler,
+    }
+    if arguments.device == "cuda":
+        engine_kwargs: dict[str, Any] = {"kv_cache_memory_bytes": int(arguments.kv_gib * 2**30)}
+        if not arguments.compiled:
+            engine_kwargs["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        rollout |= {"gpu_memory_utilization": 0.05, "engine_kwargs": engine_kwargs}
     return parse(
         RunConfig,
         {
             "data": {
                 "train_files": "unused.parquet",
-                "max_prompt_length": PROMPT_TOKENS,
+                "max_prompt_length": arguments.prompt_tokens,
                 "max_response_length": max(arguments.response_tokens),
             },
-            "model": {"path": arguments.model},
-            "rollout": {"max_num_seqs": arguments.max_num_seqs, "threads": arguments.threads},
+            "model": {
+                "path": arguments.model,
+                "dtype": "bfloat16" if arguments.device == "cuda" else "float32",
+            },
+            "rollout": rollout,
             "reward": {"functions": [{"name": "exact_match"}]},
             "trainer": {"total_steps": 1},
         },
@@ -103,13 +126,15 @@ def make_config(arguments: argparse.Namespace) -> RunConfig:
 # --- the baseline
 
 
-def baseline_side(pipe: Connection, config: RunConfig) -> None:
+def baseline_side(pipe: Connection, config: RunConfig, load_format: str) -> None:
     """A process with an LLM; answers (grouped, Load) with Outcome until None comes."""
     environment.prepare(config)
-    environment.prepare_cpu()
+    on_cpu = environment.has_cpu_build()
+    if on_cpu:
+        environment.prepare_cpu()
     from vllm import LLM, SamplingParams
 
-    arguments = engine_arguments(config, on_cpu=True, load_format="auto", worker_extension=None)
+    arguments = engine_arguments(config, on_cpu=on_cpu, load_format=load_format, worker_extension=None)
     arguments.pop("enable_log_requests")
     llm = LLM(**arguments)
     pipe.send("ready")
@@ -118,7 +143,7 @@ def baseline_side(pipe: Connection, config: RunConfig) -> None:
         common = {
             "temperature": 1.0,
             "max_tokens": load.response_tokens,
-            "stop_token_ids": [EOS],
+            "stop_token_ids": list(load.stop_token_ids),
             "detokenize": False,
         }
         pairs = [
@@ -132,7 +157,7 @@ def baseline_side(pipe: Connection, config: RunConfig) -> None:
         params = SamplingParams(
             temperature=1.0,
             max_tokens=load.response_tokens,
-            stop_token_ids=[EOS],
+            stop_token_ids=list(load.stop_token_ids),
             detokenize=False,
             n=load.num_samples,
         )
@@ -152,17 +177,17 @@ def baseline_side(pipe: Connection, config: RunConfig) -> None:
 # --- the server
 
 
-def server_side(pipe: Connection, config: RunConfig, broker_url: str) -> None:
+def server_side(pipe: Connection, config: RunConfig, load_format: str, broker_url: str) -> None:
     """A process with a sampler; answers Load with Outcome until None comes."""
-    asyncio.run(_serve(pipe, config, broker_url))
+    asyncio.run(_serve(pipe, config, load_format, broker_url))
 
 
-async def _serve(pipe: Connection, config: RunConfig, broker_url: str) -> None:
+async def _serve(pipe: Connection, config: RunConfig, load_format: str, broker_url: str) -> None:
     from paceline.rollout.capacity import SamplerLimits
     from paceline.rollout.engines.vllm.engine import VllmEngine
     from paceline.rollout.sampler import Sampler
 
-    engine = await VllmEngine.start(config, load_format="auto")
+    engine = await VllmEngine.start(config, load_format=load_format)
     broker = open_broker(broker_url)
     async with asyncio.TaskGroup() as tasks:
 
@@ -216,7 +241,9 @@ def _group(load: Load, prompt_id: int, ids: list[int]) -> PromptGroup:
         purpose=Purpose.TRAIN,
         prompt_id=prompt_id,
         prompt_token_ids=np.asarray(ids, np.int32),
-        sampling=SamplingSpec(temperature=1.0, max_tokens=load.response_tokens, stop_token_ids=(EOS,)),
+        sampling=SamplingSpec(
+            temperature=1.0, max_tokens=load.response_tokens, stop_token_ids=load.stop_token_ids
+        ),
         seeds=load.seeds(prompt_id),
         policy=POLICY,
         context=RewardContext(ground_truth="42", data_source="benchmark", prompt_text="x" * 40),
@@ -226,17 +253,17 @@ def _group(load: Load, prompt_id: int, ids: list[int]) -> PromptGroup:
 # --- both
 
 
+Ask = Callable[[Any], Any]
+
+
 @contextlib.contextmanager
-def side(work: Callable[..., None], *arguments: Any) -> Iterator[Callable[[Any], Any]]:
-    """A process that has loaded its engine; called with an order it answers."""
+def side(work: Callable[..., None], *arguments: Any) -> Iterator[Callable[[], Ask]]:
+    """A process that loads its engine; the result waits for that and returns what gives it orders."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, *arguments))
     process.start()
     theirs.close()
-    if not ours.poll(600):
-        raise TimeoutError(f"{work.__name__} did not load its engine within 600 s")
-    assert ours.recv() == "ready"
 
     def ask(order: Any) -> Any:
         ours.send(order)
@@ -244,8 +271,14 @@ def side(work: Callable[..., None], *arguments: Any) -> Iterator[Callable[[Any],
             raise TimeoutError(f"{work.__name__} gave no answer within 600 s")
         return ours.recv()
 
+    def ready() -> Ask:
+        if not ours.poll(600):
+            raise TimeoutError(f"{work.__name__} did not load its engine within 600 s")
+        assert ours.recv() == "ready"
+        return ask
+
     try:
-        yield ask
+        yield ready
     finally:
         with contextlib.suppress(BrokenPipeError):
             ours.send(None)
@@ -254,45 +287,86 @@ def side(work: Callable[..., None], *arguments: Any) -> Iterator[Callable[[Any],
             process.kill()
 
 
-def compare(
-    arguments: argparse.Namespace, broker_url: str
-) -> list[tuple[int, list[Outcome], list[Outcome], list[Outcome]]]:
-    """Rounds by turns, per response length: (length, server, baseline, grouped baseline)."""
-    config = make_config(arguments)
-    results = []
-    with side(baseline_side, config) as baseline, side(server_side, config, broker_url) as server:
-        for length in arguments.response_tokens:
-            server_outcomes: list[Outcome] = []
-            baseline_outcomes: list[Outcome] = []
-            grouped: list[Outcome] = []
-            for index in range(arguments.rounds + 1):
-                load = Load(
-                    num_prompts=arguments.prompts,
-                    num_samples=arguments.samples,
-                    response_tokens=length,
-                    round_index=1000 * length + index,
-                )
-                outcomes = []
-                for ask, order in ((server, load), (baseline, (False, load)), (baseline, (True, load))):
-                    outcomes.append(ask(order))
-                    time.sleep(IDLE_S)
-                if outcomes[0].tokens != outcomes[1].tokens:
-                    print(
-                        f"the sides drew {outcomes[0].tokens} and {outcomes[1].tokens} tokens: "
-                        "these are not the same samples"
-                    )
-                if index:  # the first round warms up
-                    for kept, outcome in zip(
-                        (server_outcomes, baseline_outcomes, grouped), outcomes, strict=True
-                    ):
-                        kept.append(outcome)
-            results.append((length, server_outcomes, baseline_outcomes, grouped))
-    return results
+def compare(arguments: argparse.Namespace, broker_url: str) -> dict[int, dict[str, list[Outcome]]]:
+    """Rounds by turns: outcomes by response length and side."""
+    load_format = "dummy" if arguments.shape else "auto"
+    with contextlib.ExitStack() as stack:
+        starting: dict[str, Callable[[], Ask]] = {}
+        config = make_config(arguments, "engine")
+        starting["baseline"] = stack.enter_context(side(baseline_side, config, load_format))
+        for sampler in arguments.samplers:
+            work = (server_side, make_config(arguments, sampler), load_format, broker_url)
+            starting[sampler] = stack.enter_context(side(*work))
+        sides = {name: ready() for name, ready in starting.items()}
+        if arguments.lock:
+            lock = stack.enter_context(open(arguments.lock, "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        return {length: measure(arguments, sides, length) for length in arguments.response_tokens}
+
+
+def measure(arguments: argparse.Namespace, sides: dict[str, Ask], length: int) -> dict[str, list[Outcome]]:
+    """One response length; the first round warms up."""
+    outcomes: dict[str, list[Outcome]] = {}
+    for index in range(arguments.rounds + 1):
+        load = Load(
+            num_prompts=arguments.prompts,
+            num_samples=arguments.samples,
+            response_tokens=length,
+            round_index=1000 * length + index,
+            prompt_tokens=arguments.prompt_tokens,
+            stop_token_ids=() if arguments.shape else (EOS,),
+        )
+        orders: dict[str, tuple[Ask, Any]] = {name: (sides[name], load) for name in arguments.samplers}
+        if not arguments.shape:
+            orders["same"] = sides["baseline"], (False, load)
+        orders["plain"] = sides["baseline"], (True, load)
+        drawn = {}
+        for name, (ask, order) in orders.items():
+            drawn[name] = ask(order)
+            time.sleep(IDLE_S)
+        if {"engine", "same"} <= drawn.keys() and drawn["engine"].tokens != drawn["same"].tokens:
+            print(
+                f"the sides drew {drawn['engine'].tokens} and {drawn['same'].tokens} tokens: "
+                "these are not the same samples"
+            )
+        if index:
+            for name, outcome in drawn.items():
+                outcomes.setdefault(name, []).append(outcome)
+    return outcomes
 
 
 def rate(outcomes: list[Outcome]) -> float:
     """Median tokens per second."""
     return statistics.median(outcome.tokens / outcome.seconds for outcome in outcomes)
+
+
+HEADINGS = {
+    "engine": "server, sampler: engine",
+    "batched": "server, sampler: batched",
+    "same": "LLM.generate, same requests",
+    "plain": "LLM.generate, n per prompt, no seeds, no log-probs",
+}
+
+
+def report(results: dict[int, dict[str, list[Outcome]]]) -> None:
+    """Prints the table; ratios are medians over the rounds."""
+    names = [name for name in HEADINGS if name in next(iter(results.values()))]
+    baselines = [name for name in ("same", "plain") if name in names]
+    servers = [name for name in names if name not in baselines]
+    ratios = [(server, baseline) for server in servers for baseline in baselines]
+    headings = [HEADINGS[name] for name in names] + [f"{a} / {b}" for a, b in ratios]
+    print(f"| response tokens | {' | '.join(headings)} |")
+    print("|---" * (len(headings) + 1) + "|")
+    for length, outcomes in results.items():
+        cells = [f"{rate(outcomes[name]):,.0f}" for name in names]
+        for server, baseline in ratios:
+            quotients = [
+                (a.tokens / a.seconds) / (b.tokens / b.seconds)
+                for a, b in zip(outcomes[server], outcomes[baseline], strict=True)
+            ]
+            median = statistics.median(quotients)
+            cells.append(f"{median:.2f} ({min(quotients):.2f} to {max(quotients):.2f})")
+        print(f"| {length} | {' | '.join(cells)} |")
 
 
 def main() -> int:
@@ -301,41 +375,38 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="examples/arithmetic/model", help="folder with config and weights")
+    parser.add_argument("--shape", help=f"random weights instead: {', '.join(SHAPES)}")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--samplers", nargs="+", default=["engine"], choices=("engine", "batched"))
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=20)
     parser.add_argument("--response-tokens", type=int, nargs="+", default=[8, 40])
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds; one more warms up")
     parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument("--threads", type=int, default=None, help="of the engine; default: all cores")
+    parser.add_argument("--kv-gib", type=float, default=4.0, help="GPU: KV cache of each side")
+    parser.add_argument("--compiled", action="store_true", help="GPU: vLLM's own compilation on both sides")
+    parser.add_argument("--lock", help="file that is locked while this measures")
     parser.add_argument("--redis", action="store_true", help="mailboxes in a Redis server, not in memory")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         url = "memory://"
         if arguments.redis:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             url = stack.enter_context(RedisServer.start(folder)).url
+        if arguments.shape:
+            arguments.model = str(folder)
+            (folder / "config.json").write_text(json.dumps(SHAPES[arguments.shape]))
         results = compare(arguments, url)
     print(f"\n$ python {' '.join(sys.argv)}")
     print(f"{platform.platform()}, {len(os.sched_getaffinity(0))} cores, python {platform.python_version()}")
     print(
-        f"{arguments.prompts} prompts x {arguments.samples} samples, model {arguments.model}, mailboxes in "
+        f"{arguments.prompts} prompts x {arguments.samples} samples, model "
+        f"{arguments.shape or arguments.model}, mailboxes in "
         f"{'Redis' if arguments.redis else 'memory'}, median of {arguments.rounds} rounds, tokens/s\n"
     )
-    print(
-        "| response tokens | rollout server | LLM.generate, same requests | ratio (median of rounds) "
-        "| LLM.generate, n per prompt, no seeds |"
-    )
-    print("|---|---|---|---|---|")
-    for length, server_outcomes, baseline_outcomes, grouped in results:
-        ratios = [
-            (a.tokens / a.seconds) / (b.tokens / b.seconds)
-            for a, b in zip(server_outcomes, baseline_outcomes, strict=True)
-        ]
-        print(
-            f"| {length} | {rate(server_outcomes):,.0f} | {rate(baseline_outcomes):,.0f} | "
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | "
-            f"{rate(grouped):,.0f} |"
-        )
+    report(results)
     return 0
 
 

@@ -39,9 +39,16 @@ MIXTURE: dict[str, Any] = shape(128, 512, 2, 4, 2, 1024, tied=False) | {
 }
 """A Mixture of Experts, whose experts the layout rules do not cover"""
 
+SMALL_LLAMA: dict[str, Any] = shape(576, 1536, 30, 9, 3, 49152, tied=True) | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+}
+"""SmolLM2-135M's"""
+
 SHAPES = {
     "tiny": shape(128, 512, 4, 4, 2, 1024, tied=True),
     "tiny-moe": MIXTURE,
+    "135M": SMALL_LLAMA,
     "0.5B": shape(896, 4864, 24, 14, 2, 151936, tied=True),
     "7B": shape(3584, 18944, 28, 28, 4, 152064, tied=False),
     "32B": shape(5120, 27648, 64, 40, 8, 152064, tied=False),

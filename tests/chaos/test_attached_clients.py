@@ -21,10 +21,10 @@ NUM_STEPS = 16
 
 
 @contextlib.contextmanager
-def client(address: str, token: str, scored: Path) -> Iterator[subprocess.Popen[bytes]]:
+def client(address: str, token_file: Path, scored: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "support.attached_client", address, str(scored)]
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    environment = {**os.environ, "PACELINE_REWARD_TOKEN": token, "PYTHONPATH": path}
+    environment = {**os.environ, "PACELINE_REWARD_TOKEN_FILE": str(token_file), "PYTHONPATH": path}
     with subprocess.Popen(command, env=environment) as process:
         try:
             yield process
@@ -32,10 +32,10 @@ def client(address: str, token: str, scored: Path) -> Iterator[subprocess.Popen[
             process.kill()
 
 
-def wait_until_it_scores(scored: Path) -> None:
+def wait_for(path: Path, num_bytes: int) -> None:
     deadline = time.monotonic() + 200
-    while not scored.exists() or scored.stat().st_size < 3:
-        assert time.monotonic() < deadline, f"nothing was scored: {scored.name}"
+    while not path.exists() or path.stat().st_size < num_bytes:
+        assert time.monotonic() < deadline, f"nothing is written: {path.name}"
         time.sleep(0.01)
 
 
@@ -46,27 +46,27 @@ def free_port() -> int:
 
 
 def test_clients_that_come_and_go_change_nothing(
-    config: dict[str, object], undisturbed: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, object], undisturbed: list[Row], tmp_path: Path
 ) -> None:
     """The reference scored with the same function in a child process of the reward service, which lived."""
-    port, token = free_port(), "a token that the clients know"
-    monkeypatch.setenv("PACELINE_TOKEN", token)
-    address = f"127.0.0.1:{port}"
+    port = free_port()
+    address, token = f"127.0.0.1:{port}", tmp_path / "run" / "token"
     with_clients = {
         **config,
         "reward": {"attached": [{"name": "letters", "timeout_s": 20}]},
         "service": {**dict(config["service"]), "reward_port": port},  # type: ignore[call-overload]
     }
     scored = {name: tmp_path / name for name in ("lives", "killed", "late")}
-    with (
-        training(with_clients, tmp_path / "run") as run,
-        client(address, token, scored["lives"]) as lives,
-        client(address, token, scored["killed"]) as killed,
-    ):
-        wait_until_it_scores(scored["killed"])
+    with contextlib.ExitStack() as open_things:
+        run = open_things.enter_context(training(with_clients, tmp_path / "run", "--open"))
+        wait_for(token, 1)
+        lives, killed = (
+            open_things.enter_context(client(address, token, scored[name])) for name in ("lives", "killed")
+        )
+        wait_for(scored["killed"], 3)
         killed.kill()
         with client(address, token, scored["late"]) as late:
-            wait_until_it_scores(scored["late"])
+            wait_for(scored["late"], 3)
             assert run.finish(timeout_s=400) == 0, run.output
             # The run's end ends them.
             assert [process.wait(timeout=20) for process in (lives, late)] == [0, 0]

@@ -14,10 +14,12 @@ from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
 from paceline.reward.scorer import Scorer, ScorerSettings
+from paceline.reward.shape import Shape
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.sdk import RewardServer
 
 WEIGHT = 0.5
+SHAPE = Shape(weight=WEIGHT)
 
 
 def length_or_error(response: str, ground_truth: str) -> float:
@@ -27,12 +29,12 @@ def length_or_error(response: str, ground_truth: str) -> float:
 
 
 def pool(address: str) -> Scorer:
-    function = FunctionSpec(name="length", reference=f"{__file__}:length_or_error", weight=WEIGHT)
+    function = FunctionSpec(name="length", reference=f"{__file__}:length_or_error", shape=SHAPE)
     return FunctionPool([function], num_processes=1, timeout_s=20.0)
 
 
 def remote(address: str) -> Scorer:
-    return RemoteScorer(RemoteOptions(name="length", address=address, weight=WEIGHT, timeout_s=20.0))
+    return RemoteScorer(RemoteOptions(name="length", address=address, shape=SHAPE, timeout_s=20.0))
 
 
 def weighted_sum(address: str) -> Scorer:

@@ -176,7 +176,12 @@ async def vllm_subject(folder: Path) -> AsyncIterator[Subject]:
             },
             "model": {"path": str(folder)},
             # Small blocks: a prompt of 80 tokens fills some, so that a stale prefix cache would show.
-            "rollout": {"max_num_seqs": 32, "threads": 1, "engine_kwargs": {"block_size": 32}},
+            "rollout": {
+                "max_num_seqs": 32,
+                "threads": 1,
+                "sampler": "batched",
+                "engine_kwargs": {"block_size": 32},
+            },
             "reward": {"functions": [{"name": "exact_match"}]},
             "trainer": {"total_steps": 1},
         },

@@ -41,6 +41,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.term = 1
         self.run_dir = "/nowhere"
         self.members: list[pb.MemberStatus] = []
+        self.lr_scales: list[float] = []
         self.policy: PolicyTag | None = None
         self.checkpoints: list[str] = []
         self.heard = asyncio.Event()
@@ -112,6 +113,10 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
             self._dead_since.pop(name, None)
             return 0.0
         return time.monotonic() - self._dead_since.setdefault(name, time.monotonic())
+
+    async def SetRates(self, request: pb.SetRatesRequest, context: Any) -> pb.SetRatesResponse:
+        self.lr_scales.append(request.lr_scale)
+        return pb.SetRatesResponse(from_step=4)
 
     async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
         self.calls.append(f"stop {'after the step: ' if request.after_step else ''}{request.reason}")

@@ -35,6 +35,7 @@ if "trainer.name=refused" in words:
     print("paceline train: there are no GPUs", file=sys.stderr)
     sys.exit(2)
 for step in range(3 if "trainer.total_steps=2" in words else 10_000):
+    say(event="begin", step=step)
     say(event="step", step=step, metrics={"critic/score/mean": step / 2, "odd": None}, padding="x" * 5000)
     if asked:
         if "trainer.name=slow" in words:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,8 +18,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from paceline.api import load_run, train, training
+from paceline.api import Callback, EarlyStop, Step, Training, load_run, train, training
+from paceline.cli.launch import run_dir as run_dirs
 from paceline.core.errors import ConfigError, DataError, PacelineError
+from support.fake_controller import FakeController, serve
 
 FAKE = Path(__file__).parents[1] / "support" / "fake_train.py"
 CONFIG: dict[str, Any] = {
@@ -63,6 +66,63 @@ def test_a_loop_over_the_steps(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     pyarrow.parquet.write_table(pyarrow.table({"reward": [1.0]}), folder / "step_000001.parquet")
     assert steps[1].samples == [{"reward": 1.0}]
+
+
+class Recorder(Callback):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def before_step(self, number: int, training: Training) -> None:
+        self.calls.append(("before", number))
+
+    def after_step(self, step: Step, training: Training) -> None:
+        self.calls.append(("after", step.number))
+
+
+def test_callbacks_are_called_around_each_step() -> None:
+    recorder, seen = Recorder(), list[int]()
+    for step in train(CONFIG, "trainer.total_steps=2", callbacks=[recorder], say=None):
+        assert recorder.calls[-1] == ("after", step.number), "before the loop gets it"
+        seen.append(step.number)
+    assert seen == [0, 1, 2]
+    assert recorder.calls == [(when, number) for number in seen for when in ("before", "after")]
+
+
+@pytest.mark.parametrize(
+    ("stop", "last"),
+    [
+        (EarlyStop(metric="critic/score/mean", target=1.5), 3),
+        (EarlyStop(metric="critic/score/mean", patience=2, minimize=True), 2),
+        (EarlyStop(metric="critic/score/mean", patience=2, min_delta=5.0), 2),
+        (EarlyStop(metric="odd", patience=1, target=0.0), None),
+    ],
+)
+def test_a_run_stops_early(stop: EarlyStop, last: int | None) -> None:
+    said, numbers = list[str](), list[int]()
+    for step in train(CONFIG, callbacks=[stop], say=said.append):
+        numbers.append(step.number)
+        if last is None and step.number == 5:
+            break
+    assert numbers[-1] >= (last or 0)
+    if last is None:
+        assert numbers == [0, 1, 2, 3, 4, 5], "a metric that no step has stops nothing"
+    else:
+        assert last <= numbers[-1] <= last + 5, "the run does not wait for callbacks"
+        assert said[-1] == f"stopped after step {numbers[-1]}"
+
+
+async def test_rates_are_changed_through_the_controller(tmp_path: Path) -> None:
+    controller = FakeController()
+    server = await serve(controller, token="t")
+    training = Training(tmp_path, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="is not under way"):
+        training.scale_rates(0.5)
+    note = run_dirs.new_note(tmp_path, "t")
+    note.controller, note.state = server.address, "running"
+    run_dirs.write_note(tmp_path, note)
+    assert await asyncio.to_thread(training.scale_rates, 0.5) == 4
+    assert controller.lr_scales == [0.5]
+    await server.stop(0)
 
 
 def test_leaving_the_loop_ends_the_run_after_its_step() -> None:

@@ -66,6 +66,11 @@ class Bench:
         request = pb.StopRunRequest(reason=reason, after_step=after_step)
         await channels.call(self._stub.StopRun, request, timeout_s=5, phase="S", peer="controller")
 
+    async def scale_rates(self, lr_scale: float) -> int:
+        request = pb.SetRatesRequest(lr_scale=lr_scale)
+        call = channels.call(self._stub.SetRates, request, timeout_s=5, phase="S", peer="controller")
+        return (await call).from_step
+
     async def drain(self, member_id: str) -> None:
         request = pb.DrainRequest(member_id=member_id)
         await channels.call(self._stub.Drain, request, timeout_s=5, phase="D", peer="controller")
@@ -351,3 +356,13 @@ async def test_a_run_is_stopped_at_once_or_after_its_step(bench: Bench) -> None:
     assert (bench.progress.stop_reason, bench.stops) == ("SIGINT", [])
     await bench.stop("enough")
     assert bench.stops == ["enough"]
+
+
+async def test_rates_are_scaled_from_the_next_step_on(bench: Bench) -> None:
+    bench.progress.step = 7
+    assert await bench.scale_rates(0.25) == 8
+    assert bench.progress.lr_scale == 0.25
+    for wrong in (-0.1, 101.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="must be from 0 to 100"):
+            await bench.scale_rates(wrong)
+    assert bench.progress.lr_scale == 0.25

@@ -91,6 +91,21 @@ async def test_rates_and_coefficients_are_adjusted_from_the_next_step_on(tmp_pat
         assert [line["guard/lr_scale"] for line in it.lines()[1:]] == [1.0, 0.5, 0.25, 0.25]
 
 
+async def test_rates_that_a_client_asked_for_are_taken_from_the_next_step_on_and_saved(
+    tmp_path: Path,
+) -> None:
+    async with run(tmp_path, **guarded(3, ppo_kl={"lower_lr": 0.1})) as it:
+        await it.enlist_all()
+        it.sequencer.progress.lr_scale = 0.5
+        it.services.readings = {2: ppo_kl(0.2)}
+        await it.go()
+        assert [a.lr_scale for a in it.services.adjustments] == [0.5, 0.5, 0.25], "the guard goes on from it"
+        (event,) = of(it, "rates")
+        assert (event["step"], event["lr_scale"]) == (1, 0.5)
+        states = [json.loads(state)["guard"]["adjustments"]["lr_scale"] for state in it.services.saved]
+        assert states[-1] == 0.25
+
+
 async def test_a_clip_range_is_lowered_and_a_kl_coefficient_raised_up_to_their_bounds(tmp_path: Path) -> None:
     rules = {
         "ppo_kl": {"lower_clip": 0.1},

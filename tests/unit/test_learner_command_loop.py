@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -130,6 +131,13 @@ def test_schedules_by_hand() -> None:
     cosine = Schedule(peak=1.0, kind="cosine", total_steps=6, warmup_ratio=0.2, min_ratio=0.1)
     assert [cosine.at(step) for step in (1, 2, 4, 6, 9)] == pytest.approx([0.5, 1.0, 0.55, 0.1, 0.1])
     assert Schedule(peak=1.0, kind="constant", total_steps=5, warmup_ratio=0.0).at(1) == 1.0
+    linear = Schedule(peak=2.0, kind="linear", total_steps=6, warmup_ratio=0.3, min_ratio=0.5)
+    assert [linear.at(step) for step in (1, 2, 3, 4, 6, 7)] == pytest.approx([1.0, 2.0, 1.75, 1.5, 1.0, 1.0])
+    again = Schedule(peak=1.0, kind="cosine_with_restarts", total_steps=8, warmup_ratio=0.0, cycles=2)
+    half = 0.5 * (1 + math.cos(math.pi / 4))
+    assert [again.at(step) for step in (1, 2, 3, 4, 5, 6, 8)] == pytest.approx(
+        [half, 0.5, 1 - half, 1.0, half, 0.5, 0.0]
+    )
 
 
 def test_rows_are_fetched_by_index_and_checked_once_more() -> None:

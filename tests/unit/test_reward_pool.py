@@ -25,10 +25,11 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scores import Score
+from paceline.reward.shape import Shape
 from paceline.service.children.process import ChildLimits
 
 OBEDIENT = FunctionSpec(name="f", reference="support.reward_functions:obedient")
-LENGTH = FunctionSpec(name="length", reference="support.reward_functions:length", weight=0.5)
+LENGTH = FunctionSpec(name="length", reference="support.reward_functions:length", shape=Shape(weight=0.5))
 
 
 def items(*responses: str, **extra: object) -> list[ScoreItem]:

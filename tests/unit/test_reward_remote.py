@@ -18,6 +18,7 @@ from paceline.reward.functions.pool import function_specs
 from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, join_error, split_error
+from paceline.reward.shape import Shape
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.service.credentials import Credentials
 from support.reward_servers import OddServer, serving
@@ -38,7 +39,7 @@ async def scorer(
         RemoteOptions(
             name="judge",
             address=address,
-            weight=weight,
+            shape=Shape(weight=weight),
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
             **options,
@@ -313,3 +314,44 @@ def test_columns_may_not_shadow_what_a_function_is_given() -> None:
     check_extra_keys(["level"])
     with pytest.raises(ConfigError, match="data.extra_keys names prompt, response"):
         check_extra_keys(["response", "level", "prompt"])
+
+
+async def test_scorers_take_their_data_sources_clip_and_may_fail_where_they_are_not_required() -> None:
+    async with serving(OddServer("refuse_bad")) as address:
+        config = RewardConfig(
+            functions=(
+                RewardFunctionConfig(name="exact_match", data_sources=("maths",)),
+                RewardFunctionConfig(name="support.reward_functions:obedient", required=False, weight=0.25),
+            ),
+            services=(
+                RewardServiceConfig(
+                    name="judge",
+                    address=address,
+                    max_value=2.0,
+                    min_value=1.5,
+                    weight=10.0,
+                    required=False,
+                    data_sources=("essays",),
+                    retry_for_s=0.0,
+                ),
+            ),
+        )
+        total = WeightedSum.configured(ScorerSettings(config=config))
+        await total.start()
+        rows = [("aa", "maths"), ("raise", "essays"), ("a", "essays"), ("bad", "essays"), ("nan", "other")]
+        batches = [
+            [
+                ScoreItem(
+                    trajectory_id="t", prompt="", response=response, ground_truth="aa", data_source=source
+                )
+            ]
+            for response, source in rows
+        ]
+        scores = [score for batch in batches for score in await total.score(batch)]
+        await total.close()
+    assert [score.reward for score in scores] == [1.25, 20.0, 15.25, 0.25, 0.25]
+    assert scores[0].components == {"exact_match": 1.0, "obedient": 1.0, "obedient/failed": 0.0}
+    assert scores[1].components == {
+        "obedient/failed": 1.0, "judge": 5.0, "judge/words": 1.0, "judge/failed": 0.0,
+    }  # fmt: skip
+    assert scores[3].components == {"obedient": 1.0, "obedient/failed": 0.0, "judge/failed": 1.0}

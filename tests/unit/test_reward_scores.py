@@ -8,6 +8,7 @@ from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.text import MAX_MESSAGE_CHARS
 from paceline.reward.functions.spec import FunctionSpec, combine
 from paceline.reward.scores import Score, failed
+from paceline.reward.shape import Shape
 from paceline.reward.weighted_sum import add_scores, check_names
 from support.reward_functions import RETURNED
 
@@ -16,8 +17,8 @@ SPEC = FunctionSpec(name="f", reference="exact_match")
 
 def test_weights_combine_values_and_extra_keys_become_components() -> None:
     functions = [
-        FunctionSpec(name="right", reference="exact_match", weight=2.0),
-        FunctionSpec(name="style", reference="m:f", weight=-0.5),
+        FunctionSpec(name="right", reference="exact_match", shape=Shape(weight=2.0)),
+        FunctionSpec(name="style", reference="m:f", shape=Shape(weight=-0.5)),
     ]
     reward, components = combine(functions, [1, {"score": 0.5, "length": 7, "share": 0.25}])
     assert reward == 2.0 * 1 - 0.5 * 0.5
@@ -54,7 +55,7 @@ def test_refused_values(what: str, kind: RewardErrorKind, sentence: str) -> None
 
 
 def test_a_weighted_sum_that_overflows_is_not_finite() -> None:
-    spec = FunctionSpec(name="f", reference="exact_match", weight=10.0)
+    spec = FunctionSpec(name="f", reference="exact_match", shape=Shape(weight=10.0))
     with pytest.raises(RewardError, match="weighted sum of f is inf") as caught:
         combine([spec], [RETURNED["big"]])
     assert caught.value.kind is RewardErrorKind.NOT_FINITE

@@ -137,6 +137,9 @@ def test_overrides_are_typed_like_the_file(tmp_path: Path) -> None:
     assert config.reward.functions[0].weight == 2
     assert config.rollout.threads is None
     assert config.data.shuffle is False
+    for written, meant in (("on", "on"), ("off", "off"), ("true", "on"), ("auto", "auto")):
+        given = load(RunConfig, file, [f"actor.shared_prompts={written}"]).actor.shared_prompts
+        assert given == meant
 
 
 def test_a_missing_or_broken_file_is_one_sentence(tmp_path: Path) -> None:

@@ -199,6 +199,8 @@ def test_processes_that_ended_are_named_with_signal_step_and_time(
         f"ended     redis ended with exit code 1 before step 1 at {at[0]}; not started again",
         f"ended     learner-1 was killed by SIGSEGV in step 12 at {at[1]}; started again",
     ]
+    process_ends.append(run_dir, end)
+    assert [e.step for e in process_ends.read(run_dir)] == [0, 12, 12]
     (run_dir / process_ends.FILE).unlink()
     for _ in range(32):
         process_ends.append(run_dir, end)

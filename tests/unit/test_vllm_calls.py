@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerLostError, WeightSyncError
-from paceline.core.members import LocalPart, MemberKind, RankRef, peer_to_plain
+from paceline.core.members import EnginePart, LocalPart, MemberKind, RankRef, peer_to_plain
 from paceline.core.trajectory import FinishReason
 from paceline.rollout.engines.processes import EngineProcesses
 from paceline.rollout.engines.vllm import calls
@@ -55,6 +55,17 @@ class FakeLlm:
     async def reset_prefix_cache(self) -> bool:
         self.calls.append(("reset_prefix_cache",))
         return self.idle
+
+    async def sleep(self, level: int) -> None:
+        await self._order("sleep", level)
+
+    async def wake_up(self, tags: list[str]) -> None:
+        await self._order("wake_up", *tags)
+
+    async def _order(self, *call: object) -> None:
+        self.calls.append(call)
+        if self.failure is not None:
+            raise self.failure
 
 
 def engine(llm: FakeLlm) -> VllmEngine:
@@ -180,11 +191,36 @@ async def test_an_engine_whose_loader_is_broken_ends_its_server() -> None:
         await subject.check_health()
 
 
-def test_a_request_that_the_engine_ends_for_another_reason_is_no_sample() -> None:
+async def test_a_request_that_the_engine_ends_for_another_reason_is_no_sample() -> None:
     """vLLM names errors of a single request, and some models' endless repetitions, as finish reasons."""
     completion = SimpleNamespace(token_ids=[5], logprobs=None, finish_reason="error")
     output = SimpleNamespace(request_id="7:0", outputs=[completion])
     with pytest.raises(PacelineError, match="has ended request 7:0 with the finish reason 'error'"):
-        to_sample(output)
+        await to_sample(output, "r", None)
     completion.finish_reason = "stop"
-    assert to_sample(output).finish_reason is FinishReason.STOP
+    assert (await to_sample(output, "r", None)).finish_reason is FinishReason.STOP
+
+
+async def test_an_order_to_sleep_or_to_wake_that_failed_is_given_again() -> None:
+    llm = FakeLlm([])
+    subject = engine(llm)
+    llm.failure = RuntimeError("no memory to save buffers in")
+    with pytest.raises(WeightSyncError, match="sleep failed in the engine: no memory to save buffers in"):
+        await subject.sleep()
+    llm.failure = None
+    await subject.sleep()
+    await subject.sleep()
+    llm.failure = RuntimeError("out of memory")
+    with pytest.raises(WeightSyncError, match="wake weights failed"):
+        await subject.wake(EnginePart.WEIGHTS)
+    llm.failure = None
+    await subject.wake(EnginePart.WEIGHTS)
+    await subject.wake(EnginePart.WEIGHTS)
+    await subject.sleep()
+    assert llm.calls == [
+        ("sleep", 2),
+        ("sleep", 2),
+        ("wake_up", "weights"),
+        ("wake_up", "weights"),
+        ("sleep", 2),
+    ]

@@ -8,15 +8,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from paceline.api.run import samples_file
+from paceline.api.callbacks import Callback, Training
+from paceline.api.step import Step
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.config.load import load
 from paceline.config.run import RunConfig
@@ -26,35 +26,17 @@ from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
 _COMMAND = (sys.executable, "-m", "paceline.cli.main", "train", "--json")
 # It has closed its output by then.
 _EXIT_S = 60.0
+_STOPPED = 128 + signal.SIGINT
 
 Say = Callable[[str], object]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """A finished step; step 0 is the starting model.
-
-    Attributes:
-        metrics: docs/metrics.md; None for a number that is not finite.
-    """
-
-    number: int
-    metrics: Mapping[str, float | None]
-    run_dir: Path
-
-    @property
-    def samples(self) -> list[dict[str, Any]]:
-        """Its trajectories, a dict each; [] where none were saved (trainer.save_trajectories)."""
-        path = samples_file(self.run_dir, self.number)
-        if not path.is_file():
-            return []
-        import pyarrow.parquet
-
-        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-        return rows
-
-
-def train(config: str | Path | Mapping[str, Any], *overrides: str, say: Say | None = print) -> Iterator[Step]:
+def train(
+    config: str | Path | Mapping[str, Any],
+    *overrides: str,
+    callbacks: Sequence[Callback] = (),
+    say: Say | None = print,
+) -> Iterator[Step]:
     """Starts the services, yields each finished step, and stops all in order.
 
     The run does not wait for the loop's body. Leaving the loop ends the run after the step in progress, with
@@ -63,6 +45,7 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, say: Say | No
     Args:
         config: a file, or the same tree as a mapping.
         overrides: "dotted.key=value", as on the command line.
+        callbacks: called in their order before and after each step.
         say: gets notes for people, and what happens at the start.
 
     Raises:
@@ -86,16 +69,24 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, say: Say | No
             )
         )
         tell: Say = say or (lambda text: None)
+        training = Training(run_dir, process)
         try:
             for event in _events(process):
                 if event["event"] == "step":
-                    yield Step(number=event["step"], metrics=event["metrics"], run_dir=run_dir)
+                    step = Step(number=event["step"], metrics=event["metrics"], run_dir=run_dir)
+                    for callback in callbacks:
+                        callback.after_step(step, training)
+                    yield step
+                elif event["event"] == "begin":
+                    for callback in callbacks:
+                        callback.before_step(event["step"], training)
                 elif event["event"] in ("milestone", "note"):
                     tell(event["text"])
         except BaseException:
             _end(process, tell)
             raise
-        if code := process.wait(_EXIT_S):
+        code = process.wait(_EXIT_S)
+        if code and not (training.stopping and code == _STOPPED):
             raise _error(code, errors)
 
 

@@ -94,6 +94,14 @@ class ControllerClient:
         request = controller_pb2.StopRunRequest(reason=reason, after_step=after_step)
         await channels.call(self._stub.StopRun, request, timeout_s=2.0, phase="STOP", peer=self._peer)
 
+    async def set_rates(self, lr_scale: float) -> int:
+        """Scales the configured learning rates; returns the first step that is trained with it."""
+        request = controller_pb2.SetRatesRequest(lr_scale=lr_scale)
+        reply = await channels.call(
+            self._stub.SetRates, request, timeout_s=5.0, phase="RATES", peer=self._peer
+        )
+        return reply.from_step
+
     async def drain(self, member_id: str) -> None:
         """Has a member finish its work and leave; raises ConfigError if it cannot be spared."""
         request = controller_pb2.DrainRequest(member_id=member_id)

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from paceline.config.algorithm import KL_KINDS, KLKind
 from paceline.config.base import Section
 from paceline.config.memory import Memory, MemoryConfig
 from paceline.config.policy_losses import Clip, PolicyLossConfig, PPOClip
 
+# YAML 1.1 reads a bare on and off as booleans.
+SharedPrompts = Annotated[
+    Literal["auto", "on", "off"],
+    BeforeValidator(lambda given: ("off", "on")[given] if isinstance(given, bool) else given),
+]
+
 
 class OptimConfig(Section):
     """AdamW and its schedule; the learning rate changes once per training step."""
 
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    lr_scheduler: Literal["constant", "cosine"] = Field("constant", description="Shape after the warm-up.")
+    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts"] = Field(
+        "constant", description="Shape after the warm-up, over the rest of trainer.total_steps."
+    )
+    lr_cycles: int = Field(
+        1, gt=0, description="cosine_with_restarts: how often the rate falls; each fall begins at lr."
+    )
     warmup_steps_ratio: float = Field(
         0.0, ge=0, lt=1, description="Share of trainer.total_steps over which the rate rises linearly from 0."
     )
     min_lr_ratio: float = Field(
-        0.0, ge=0, le=1, description="cosine: the last learning rate, as a share of lr."
+        0.0, ge=0, le=1, description="The last learning rate of all shapes that fall, as a share of lr."
     )
     weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled decay.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's averages.")
@@ -41,7 +52,7 @@ class ActorConfig(Section):
     ppo_max_token_len_per_gpu: int = Field(
         16384, gt=0, description="Token budget of a micro-batch, prompt and response together, on one rank."
     )
-    shared_prompts: Literal["auto", "on", "off"] = Field(
+    shared_prompts: SharedPrompts = Field(
         "off",
         description="Samples of a prompt in the same micro-batch have one copy of it, in all passes: the "
         "same numbers up to rounding, with less arithmetic. auto: in steps where that saves a sixth of it; "

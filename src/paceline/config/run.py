@@ -58,6 +58,11 @@ class RunConfig(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @property
+    def has_episodes(self) -> bool:
+        """Whether samples are episodes of turns, not single answers."""
+        return bool(self.rollout.tools) or self.rollout.environment is not None
+
+    @property
     def needs_critic(self) -> bool:
         """Whether advantages are made from values."""
         return self.algorithm.estimator.needs_critic
@@ -116,6 +121,20 @@ class RunConfig(Section):
                 f"algorithm.kl_ctrl.horizon={control.horizon} would let one step of {sequences} sequences "
                 "(data.train_batch_size x rollout.n) take the coefficient to 0 or below; raise it above "
                 f"{sequences // 5}, or to {10 * sequences} for a fiftieth a step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _chat_episodes(self) -> RunConfig:
+        if self.has_episodes and self.data.prompt_format == "text":
+            raise ValueError(
+                "rollout.tools and rollout.environment make conversations of several turns, and "
+                "data.prompt_format=text has none; write chat, or auto with lists of messages"
+            )
+        if not self.reward.has_scorer and self.rollout.environment is None:
+            raise ValueError(
+                "no scorer: name at least one under reward.functions (say exact_match), reward.services or "
+                "reward.attached, or an environment that grades under rollout.environment"
             )
         return self
 

@@ -266,7 +266,9 @@ class SftConfig(Section):
     memory: Memory = Field(MemoryConfig(), description="What the update keeps in memory; as actor.memory.")
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
-    lr_scheduler: Literal["constant", "cosine"] = Field("cosine", description="Shape after the warm-up.")
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
+        "cosine", description="Shape after the warm-up."
+    )
     warmup_steps_ratio: float = Field(
         0.05, ge=0, lt=1, description="Share of the steps over which the rate rises."
     )

@@ -6,6 +6,7 @@ The launcher writes it, one line per end. The journal cannot have it: its writer
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -47,9 +48,12 @@ class ProcessEnd:
 
 
 def append(run_dir: Path, end: ProcessEnd) -> None:
-    """Adds a line."""
-    with (run_dir / FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(end)) + "\n")
+    """Adds a line, after a torn one too."""
+    with (run_dir / FILE).open("a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        begin = b"\n" if file.read(1) not in (b"", b"\n") else b""
+        file.write(begin + json.dumps(asdict(end)).encode() + b"\n")
 
 
 def read(run_dir: Path) -> Iterator[ProcessEnd]:

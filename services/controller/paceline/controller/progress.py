@@ -41,6 +41,7 @@ class Progress:
         admitted, wanted: trajectories of the collection in progress.
         metrics: those of the last step.
         stop_reason: why the run is to end after the step in progress; "" where it is not.
+        lr_scale: of the learning rates from the next step on, as a client asked; None where none did.
     """
 
     def __init__(self, run: Run, *, step: int = 0) -> None:
@@ -50,6 +51,7 @@ class Progress:
         self.admitted = self.wanted = 0
         self.metrics: dict[str, float] = {}
         self.stop_reason = ""
+        self.lr_scale: float | None = None
 
     def move(self, to: Phase) -> None:
         """Journals a phase, then enters it; raises IllegalTransitionError for a move that does not exist."""

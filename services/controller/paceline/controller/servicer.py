@@ -28,6 +28,7 @@ from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
 from paceline.wire.run_events import run_event_to_proto
 
 _MAX_NAME_CHARS = 200
+_MAX_LR_SCALE = 100.0
 # A server that leaves in the middle of a push fails it, so it is told later.
 _PUSHING = (Phase.FORMING, Phase.PUBLISH, Phase.COMMIT)
 
@@ -233,6 +234,18 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         else:
             self._stop(reason)
         return controller_pb2.StopRunResponse()
+
+    async def SetRates(
+        self, request: controller_pb2.SetRatesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> controller_pb2.SetRatesResponse:
+        """Scales the learning rates of the steps that begin from now on."""
+        if not 0 <= request.lr_scale <= _MAX_LR_SCALE:
+            raise ConfigError(
+                f"lr_scale={request.lr_scale:g} must be from 0 to {_MAX_LR_SCALE:g}: it multiplies every "
+                "configured learning rate"
+            )
+        self._progress.lr_scale = request.lr_scale
+        return controller_pb2.SetRatesResponse(from_step=self._progress.step + 1)
 
 
 def _check_names(request: controller_pb2.RegisterRequest) -> None:

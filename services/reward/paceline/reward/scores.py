@@ -10,6 +10,7 @@ from paceline.core.errors import PacelineError, RewardError, RewardErrorKind
 from paceline.core.reward_function import MAX_COMPONENT_CHARS, MAX_COMPONENTS, kind_of
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.core.text import one_line
+from paceline.reward.shape import Shape
 
 RETRIED_KINDS = frozenset({RewardErrorKind.TIMEOUT, RewardErrorKind.CRASHED, RewardErrorKind.UNAVAILABLE})
 """The errors that another attempt may cure; any other kind would occur again."""
@@ -60,27 +61,25 @@ def failed(trajectory_id: str, kind: RewardErrorKind, message: str, seconds: flo
 
 
 def score_of(
-    item: ScoreItem, result: ScoreResult | PacelineError, *, name: str, weight: float, seconds: float
+    item: ScoreItem, result: ScoreResult | PacelineError, *, name: str, shape: Shape, seconds: float
 ) -> Score:
-    """What somebody outside answered for an item, weighted, as the score of the scorer `name`."""
+    """What somebody outside answered for an item, shaped, as the score of the scorer `name`."""
     try:
-        reward, components = _weighted(result, name, weight)
+        reward, components = _shaped(result, name, shape)
     except PacelineError as error:
         return failed(item.trajectory_id, kind_of(error), f"{name}: {error}", seconds)
     return Score(trajectory_id=item.trajectory_id, reward=reward, components=components, seconds=seconds)
 
 
-def _weighted(
-    result: ScoreResult | PacelineError, name: str, weight: float
-) -> tuple[float, dict[str, float]]:
+def _shaped(result: ScoreResult | PacelineError, name: str, shape: Shape) -> tuple[float, dict[str, float]]:
     if isinstance(result, PacelineError):
         raise result
     if result.reward is None:
         kind, text = split_error(result.error or "")
         raise RewardError(text, kind=kind)
-    reward = weight * result.reward
+    reward = shape.contribution(result.reward)
     if not math.isfinite(reward):
-        text = f"{weight:g} times {result.reward:g} is {reward}"
+        text = f"{shape.weight:g} times {result.reward:g} is {reward}"
         raise RewardError(text, kind=RewardErrorKind.NOT_FINITE)
     components = {
         name: result.reward,

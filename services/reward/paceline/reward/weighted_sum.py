@@ -11,17 +11,20 @@ from typing import Self
 from paceline.core.errors import ConfigError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.reward.attached.scorer import AttachedScorer
+from paceline.reward.code.scorer import CodeScorer
 from paceline.reward.environment import EnvironmentReward
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scorer import Scorer, ScorerSettings
 from paceline.reward.scores import TOTALS, Score, failed
+from paceline.reward.shaped import Shaped
 
 _log = logging.getLogger(__name__)
 
 KINDS: tuple[Callable[[ScorerSettings], Sequence[Scorer]], ...] = (
     RemoteScorer.configured,
     AttachedScorer.configured,
+    CodeScorer.configured,
     FunctionPool.configured,
     EnvironmentReward.configured,
 )
@@ -56,7 +59,8 @@ class WeightedSum:
     @property
     def attached(self) -> Sequence[AttachedScorer]:
         """The scorers of attached clients."""
-        return [scorer for scorer in self._scorers if isinstance(scorer, AttachedScorer)]
+        inner = [scorer.scorer for scorer in self._scorers if isinstance(scorer, Shaped)]
+        return [scorer for scorer in inner if isinstance(scorer, AttachedScorer)]
 
     @property
     def names(self) -> Sequence[str]:

@@ -20,6 +20,7 @@ from paceline.cli.launch.plan import ProcessSpec
 from paceline.core.errors import EnvironmentLackError
 from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
 
+VMSTAT = Path("/proc/vmstat")
 _MARK = "PACELINE_STARTED_AS"
 _FAMILY_S = 2.0
 _ERROR = re.compile(r"\s(ERROR|CRITICAL)\s\S+\s\S+: (?P<text>.*)")
@@ -153,7 +154,7 @@ async def start(spec: ProcessSpec, log_path: Path, secret_env: Mapping[str, str]
 def _num_oom_kills() -> int:
     """How often the kernel of this machine has killed a process for want of memory."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+        for line in VMSTAT.read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(" ")
             if name == "oom_kill":
                 return int(value)

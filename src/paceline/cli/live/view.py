@@ -101,13 +101,17 @@ class JsonView:
     def __init__(self, total_steps: int, *, out: TextIO | None = None) -> None:
         self._total_steps, self._out = total_steps, out or sys.stdout
         self._began, self._pace = time.monotonic(), Pace(total_steps)
+        self._step = 0
 
     def milestone(self, text: str) -> None:
         """Prints a part of the start-up."""
         self._say(event="milestone", text=text)
 
     def phase(self, *, step: int, phase: str, admitted: int, wanted: int) -> None:
-        """Prints nothing: the line of the step has the seconds of its phases."""
+        """Prints that a step has begun; its line has the seconds of its phases."""
+        if step != self._step:
+            self._step = step
+            self._say(event="begin", step=step)
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Prints the step; a number that is not finite is null."""

@@ -608,3 +608,43 @@ class StopRunResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopRunResponse: _TypeAlias = StopRunResponse  # noqa: Y015
+
+@_typing.final
+class SetRatesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LR_SCALE_FIELD_NUMBER: _builtins.int
+    lr_scale: _builtins.float
+    """of every configured learning rate; replaces the scale in force"""
+    def __init__(
+        self,
+        *,
+        lr_scale: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lr_scale", b"lr_scale"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRatesRequest: _TypeAlias = SetRatesRequest  # noqa: Y015
+
+@_typing.final
+class SetRatesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    from_step: _builtins.int
+    """the first step that is trained with it"""
+    def __init__(
+        self,
+        *,
+        from_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRatesResponse: _TypeAlias = SetRatesResponse  # noqa: Y015

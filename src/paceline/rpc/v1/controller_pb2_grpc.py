@@ -70,6 +70,11 @@ class ControllerServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.StopRunResponse.FromString,
                 _registered_method=True)
+        self.SetRates = channel.unary_unary(
+                '/paceline.rpc.v1.ControllerService/SetRates',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.SetRatesRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.SetRatesResponse.FromString,
+                _registered_method=True)
 
 
 class ControllerServiceServicer(object):
@@ -123,6 +128,13 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRates(self, request, context):
+        """Scales the learning rates of the steps that begin to learn from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +172,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.StopRun,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.StopRunRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.StopRunResponse.SerializeToString,
+            ),
+            'SetRates': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRates,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.SetRatesRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.SetRatesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -352,6 +369,33 @@ class ControllerService(object):
             '/paceline.rpc.v1.ControllerService/StopRun',
             paceline_dot_rpc_dot_v1_dot_controller__pb2.StopRunRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_controller__pb2.StopRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.rpc.v1.ControllerService/SetRates',
+            paceline_dot_rpc_dot_v1_dot_controller__pb2.SetRatesRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_controller__pb2.SetRatesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,6 +28,8 @@ class ControllerServiceStub:
     """Every phase change and every step's metrics, from `from_step` on, until the run ends."""
     StopRun: _aio.UnaryUnaryMultiCallable[_controller_pb2.StopRunRequest, _controller_pb2.StopRunResponse]
     """Ends the run in order after the current phase."""
+    SetRates: _aio.UnaryUnaryMultiCallable[_controller_pb2.SetRatesRequest, _controller_pb2.SetRatesResponse]
+    """Scales the learning rates of the steps that begin to learn from now on."""
 
 class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by the controller. Members register, report that they are alive and in what state, and leave."""
@@ -85,5 +87,13 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_controller_pb2.StopRunRequest, _abc.Awaitable[_controller_pb2.StopRunResponse]],
     ) -> _abc.Awaitable[_controller_pb2.StopRunResponse]:
         """Ends the run in order after the current phase."""
+
+    @_abc_1.abstractmethod
+    def SetRates(
+        self,
+        request: _controller_pb2.SetRatesRequest,
+        context: _aio.ServicerContext[_controller_pb2.SetRatesRequest, _abc.Awaitable[_controller_pb2.SetRatesResponse]],
+    ) -> _abc.Awaitable[_controller_pb2.SetRatesResponse]:
+        """Scales the learning rates of the steps that begin to learn from now on."""
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: _aio.Server) -> None: ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.controller.batch.collect import Batch
@@ -61,6 +61,12 @@ class Guard:
     def adjustments(self) -> Adjustments:
         """The adjustments for the next step."""
         return self._policy.adjustments
+
+    def scale_rates(self, step: int, lr_scale: float) -> None:
+        """Sets the scale of the learning rates from a step on, as a client asked; rules go on from there."""
+        self._policy.adjustments = replace(self._policy.adjustments, lr_scale=lr_scale)
+        self._journal.record("rates", step=step, lr_scale=lr_scale)
+        self._events.notice(f"step {step}: learning rates are {lr_scale:g} of the configured, as asked")
 
     def judge(self, outcome: StepOutcome) -> tuple[GuardDecision, dict[str, float]]:
         """Decides what follows after a step and reports it; returns the metrics of `guard/` too."""

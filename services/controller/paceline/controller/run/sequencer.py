@@ -190,6 +190,9 @@ class Sequencer:
     async def _train_step(self) -> tuple[dict[str, float], bool]:
         """Runs DISPATCH to COMMIT; returns the step's metrics, and whether it was rolled back."""
         began, step, policy = time.monotonic(), self.progress.step, self._policy
+        if self.progress.lr_scale is not None:
+            self._guard.scale_rates(step, self.progress.lr_scale)
+            self.progress.lr_scale = None
         with _timer() as cleanup:
             await self._clean_up(step)
         batch, result, learn_s = await self._collect_and_learn(step, policy)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from paceline.learner.model.lora import B, add_adapters, is_adapter
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork, body_of, decoder_layers, hidden_size
 
 VALUE_HEAD_STD = 0.01
+_DRAWING_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +89,9 @@ def load_policy(
         ConfigError: the adapters' targets are not in the model.
     """
     network = unfilled_policy(folder, ranks, precision, options=options, lora=lora)
-    _fill(network, _AdapterSource(_source(folder, random_seed, network.lm.config), adapter_seed))
+    num_threads = 1 if random_seed is None else _DRAWING_THREADS
+    source = _AdapterSource(_source(folder, random_seed, network.lm.config), adapter_seed)
+    _fill(network, source, num_threads=num_threads)
     return network
 
 
@@ -284,10 +289,16 @@ def _source(folder: str | Path, random_seed: int | None, config: Any) -> ModelFi
     return _Seed(random_seed, float(getattr(config, "initializer_range", 0.02)))
 
 
-def _fill(network: nn.Module, source: _AdapterSource | _ValueHeadSource) -> None:
-    with torch.no_grad():
-        for name, parameter in hugging_face_names(network):
-            local, start, stop = local_rows(parameter)
-            read = source.rows(name, parameter.shape)
-            if stop > start:
-                local.copy_(read(start, stop))
+def _fill(network: nn.Module, source: _AdapterSource | _ValueHeadSource, *, num_threads: int = 1) -> None:
+    """Copies tensors in; so many are drawn at a time, which takes longer than to read them."""
+    parts = []
+    for name, parameter in hugging_face_names(network):
+        local, start, stop = local_rows(parameter)
+        if stop > start:
+            parts.append((local, partial(source.rows(name, parameter.shape), start, stop)))
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads, torch.no_grad():
+        for first in range(0, len(parts), num_threads):
+            some = parts[first : first + num_threads]
+            reads = [threads.submit(read) for _, read in some]
+            for (local, _), read in zip(some, reads, strict=True):
+                local.copy_(read.result())

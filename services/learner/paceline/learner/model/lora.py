@@ -41,16 +41,13 @@ class LoraLinear(nn.Linear):
     @staticmethod
     def convert(linear: nn.Linear, lora: LoraConfig) -> None:
         """Turns a linear layer into one with an adapter, in place."""
-        linear.__class__ = LoraLinear
         linear.requires_grad_(False)
-        device = linear.weight.device
-        linear.register_parameter(
-            "lora_a", nn.Parameter(torch.empty(lora.rank, linear.in_features, device=device))
-        )
-        linear.register_parameter(
-            "lora_b", nn.Parameter(torch.empty(linear.out_features, lora.rank, device=device))
-        )
-        linear.scale = lora.alpha / lora.rank
+        rank, device = lora.rank, linear.weight.device
+        linear.__class__ = LoraLinear
+        assert isinstance(linear, LoraLinear)
+        linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
+        linear.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=device))
+        linear.scale = lora.alpha / rank
         linear.is_adapted = True
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the base class's name

@@ -151,6 +151,7 @@ def _trainable(
             total_steps=config.trainer.total_steps,
             warmup_ratio=optim.warmup_steps_ratio,
             min_ratio=optim.min_lr_ratio,
+            cycles=optim.lr_cycles,
         ),
     )
 

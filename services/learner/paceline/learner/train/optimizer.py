@@ -55,10 +55,11 @@ Veto = Callable[[Tensor, float], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The learning rate by step: linear from 0 in the warm-up, then constant or a cosine to `min_ratio`.
+    """The learning rate by step: linear from 0 in the warm-up, then as `kind` says, down to `min_ratio`.
 
     A function of the step alone, so resuming needs no state. Steps count from 1. The last step of the warm-up
-    runs at the peak, and so does every later step of `constant`.
+    runs at the peak, and so does every later step of `constant`. `cosine_with_restarts` falls `cycles` times
+    and begins each but the first anew at the peak; only its last step is at the end of a fall.
     """
 
     peak: float
@@ -66,6 +67,7 @@ class Schedule:
     total_steps: int
     warmup_ratio: float
     min_ratio: float = 0.0
+    cycles: int = 1
 
     def at(self, step: int) -> float:
         """The rate of a step, counted from 1."""
@@ -75,7 +77,13 @@ class Schedule:
         if self.kind == "constant":
             return self.peak
         done = min(1.0, (step - warmup) / max(1, self.total_steps - warmup))
-        return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done)))
+        if self.kind == "linear":
+            share = 1.0 - done
+        else:
+            cycles = self.cycles if self.kind == "cosine_with_restarts" else 1
+            in_cycle = 1.0 if done == 1.0 else (cycles * done) % 1.0
+            share = 0.5 * (1.0 + math.cos(math.pi * in_cycle))
+        return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

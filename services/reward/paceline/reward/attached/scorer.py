@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Self
 
 from paceline.config.reward import AttachedConfig
 from paceline.core.attachment import Leave
@@ -13,6 +12,8 @@ from paceline.core.errors import InvalidMessageError, RewardError, RewardErrorKi
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, failed, score_of
+from paceline.reward.shape import Shape
+from paceline.reward.shaped import Shaped
 from paceline.service.gateway import Gateway, GatewayOptions
 from paceline.wire.attachment import Result
 from paceline.wire.protobuf import check_score_item
@@ -22,7 +23,7 @@ class AttachedScorer:
     """A `Scorer` whose items go to attached clients. Whatever these do, every item gets a score."""
 
     def __init__(self, config: AttachedConfig, *, timeout_s: float, run_id: str = "") -> None:
-        self._name, self._weight = config.name, config.weight
+        self._name, self._shape = config.name, Shape.configured(config)
         self._is_open = False
         self.gateway: Gateway[ScoreItem, Result] = Gateway(
             GatewayOptions(
@@ -36,11 +37,14 @@ class AttachedScorer:
         )
 
     @classmethod
-    def configured(cls, settings: ScorerSettings) -> list[Self]:
+    def configured(cls, settings: ScorerSettings) -> list[Shaped]:
         """One scorer for each configured name under which clients attach."""
         config = settings.config
         return [
-            cls(attached, timeout_s=config.timeout_s, run_id=settings.run_id) for attached in config.attached
+            Shaped(
+                cls(attached, timeout_s=config.timeout_s, run_id=settings.run_id), Shape.configured(attached)
+            )
+            for attached in config.attached
         ]
 
     @property
@@ -86,7 +90,7 @@ class AttachedScorer:
                     "a client answered under another trajectory_id than the item's",
                     kind=RewardErrorKind.WRONG_COUNT,
                 )
-        return score_of(item, answer, name=self._name, weight=self._weight, seconds=seconds)
+        return score_of(item, answer, name=self._name, shape=self._shape, seconds=seconds)
 
 
 def _problem(item: ScoreItem) -> RewardError | None:

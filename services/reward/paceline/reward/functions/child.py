@@ -15,11 +15,12 @@ from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 from paceline.core.errors import ConfigError, RewardError
-from paceline.core.reward_function import describe, kind_of
+from paceline.core.reward_function import RewardFunction, check_value, describe, kind_of
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import one_line
 from paceline.reward.functions.registry import load
 from paceline.reward.functions.spec import FunctionSpec, combine
+from paceline.reward.shape import Shape
 from paceline.service.children import frames, pipes
 from paceline.service.children.progress import Progress
 
@@ -36,27 +37,48 @@ class Functions:
 
     def score(self, item: ScoreItem) -> tuple[float | None, dict[str, float], str | None, str]:
         """The reward and the components of an item, or the error's kind and message."""
+        specs: list[FunctionSpec] = []
         returned: list[object] = []
+        failed: dict[str, float] = {}
         try:
             for spec, function in self._functions:
-                keywords = function.keywords(item, spec.arguments)
+                if not spec.shape.takes(item):
+                    continue
                 try:
-                    returned.append(function.call(item.response, item.ground_truth, **keywords))
-                except MemoryError:
-                    raise
-                except BaseException as error:  # noqa: BLE001  user code: what it raises is this item's error
-                    return None, {}, kind_of(error).value, describe(spec.name, error)
-                finally:
-                    if os.getpid() != self._pid:
-                        os._exit(0)  # a copy that a function forked must not write results
-            reward, components = combine(self._specs, returned)
+                    value = self._call(spec, function, item)
+                except RewardError:
+                    if spec.shape.required:
+                        raise
+                    failed[f"{spec.name}/failed"] = 1.0
+                    continue
+                if not spec.shape.required:
+                    failed[f"{spec.name}/failed"] = 0.0
+                specs.append(spec)
+                returned.append(value)
+            reward, components = combine(specs, returned)
         except RewardError as error:
             return None, {}, error.kind.value, one_line(str(error))
         except MemoryError:
             raise
         except BaseException as error:  # noqa: BLE001  user code too: the methods of what a function returned
             return None, {}, kind_of(error).value, describe("what a reward function returned", error)
-        return reward, components, None, ""
+        return reward, components | failed, None, ""
+
+    def _call(self, spec: FunctionSpec, function: RewardFunction, item: ScoreItem) -> object:
+        """What a function returns; a RewardError for what it raises."""
+        keywords = function.keywords(item, spec.arguments)
+        try:
+            returned = function.call(item.response, item.ground_truth, **keywords)
+        except MemoryError:
+            raise
+        except BaseException as error:  # noqa: BLE001  user code: what it raises is this item's error
+            raise RewardError(describe(spec.name, error), kind=kind_of(error)) from None
+        finally:
+            if os.getpid() != self._pid:
+                os._exit(0)  # a copy that a function forked must not write results
+        if not spec.shape.required:
+            check_value(spec.name, returned)
+        return returned
 
 
 def serve(requests: BinaryIO, results: BinaryIO, progress: Progress) -> None:
@@ -65,7 +87,7 @@ def serve(requests: BinaryIO, results: BinaryIO, progress: Progress) -> None:
     if specs is None:
         return
     try:
-        functions = Functions(FunctionSpec(**spec) for spec in specs)
+        functions = Functions(FunctionSpec(**{**spec, "shape": Shape(**spec["shape"])}) for spec in specs)
     except ConfigError as error:
         pipes.write(results, ["refused", str(error)])
         return

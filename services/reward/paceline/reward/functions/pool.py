@@ -21,6 +21,7 @@ from paceline.reward.functions.registry import BUILTIN_NAMES
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import TOTALS, Score
+from paceline.reward.shape import Shape
 from paceline.service.children.process import ChildLimits, ChildProcess
 
 _log = logging.getLogger(__name__)
@@ -322,7 +323,7 @@ def function_specs(config: RewardConfig) -> list[FunctionSpec]:
             FunctionSpec(
                 name=name if seen[name] == 1 else f"{name}_{seen[name]}",
                 reference=function.name,
-                weight=function.weight,
+                shape=Shape.configured(function),
                 arguments=dict(function.kwargs),
             )
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.reward_function import check_value
+from paceline.reward.shape import Shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,13 +18,13 @@ class FunctionSpec:
     Args:
         name: its name among the components, unique in a configuration.
         reference: a built-in's name, `module:function` or `path/to/file.py:function`.
-        weight: the factor of its value in the sum that is the reward.
+        shape: how its value enters the sum that is the reward.
         arguments: keyword arguments of every call, for example `{"method": "flexible"}`.
     """
 
     name: str
     reference: str
-    weight: float = 1.0
+    shape: Shape = field(default_factory=Shape)
     arguments: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -43,7 +44,7 @@ def combine(functions: Sequence[FunctionSpec], returned: Sequence[object]) -> tu
         value, further = check_value(spec.name, returned_value)
         components[spec.name] = value
         components.update(further)
-        reward += spec.weight * value
+        reward += spec.shape.contribution(value)
     if not math.isfinite(reward):
         raise RewardError(
             f"the weighted sum of {', '.join(spec.name for spec in functions)} is {reward}",

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
 
 import grpc
 
@@ -27,6 +26,8 @@ from paceline.reward.remote.breaker import Breaker
 from paceline.reward.remote.client import call_score
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, score_of
+from paceline.reward.shape import Shape
+from paceline.reward.shaped import Shaped
 from paceline.service import channels
 from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
 from paceline.service.credentials import Credentials
@@ -48,7 +49,7 @@ class RemoteOptions:
     Args:
         name: the name of its component.
         address: host:port.
-        weight: the factor of its rewards in the sum.
+        shape: how its rewards enter the sum.
         timeout_s: deadline of one call.
         retry_for_s: how long after an item came further calls for it begin.
         max_items_per_call: largest call.
@@ -59,7 +60,7 @@ class RemoteOptions:
 
     name: str
     address: str
-    weight: float = 1.0
+    shape: Shape = field(default_factory=Shape)
     timeout_s: float = 10.0
     retry_for_s: float = 30.0
     max_items_per_call: int = 256
@@ -106,13 +107,14 @@ class RemoteScorer:
         self._breaker = Breaker(self._peer)
 
     @classmethod
-    def configured(cls, settings: ScorerSettings) -> list[Self]:
+    def configured(cls, settings: ScorerSettings) -> list[Shaped]:
         """One scorer for each configured service.
 
         Raises:
             ConfigError: the file with a service's token cannot be read.
         """
-        return [cls(_options(service, settings)) for service in settings.config.services]
+        options = [_options(service, settings) for service in settings.config.services]
+        return [Shaped(cls(option), option.shape) for option in options]
 
     @property
     def names(self) -> Sequence[str]:
@@ -211,7 +213,7 @@ class RemoteScorer:
                 fault = _fault_of(error)
         seconds = time.monotonic() - started
         scores = [
-            (index, score_of(item, result, name=options.name, weight=options.weight, seconds=seconds))
+            (index, score_of(item, result, name=options.name, shape=options.shape, seconds=seconds))
             for (index, item), result in zip(part.items, results, strict=True)
         ]
         return _Outcome(scores=scores, fault=fault)
@@ -270,7 +272,7 @@ def _options(service: RewardServiceConfig, settings: ScorerSettings) -> RemoteOp
     return RemoteOptions(
         name=service.name,
         address=service.address,
-        weight=service.weight,
+        shape=Shape.configured(service),
         timeout_s=service.timeout_s or config.timeout_s,
         retry_for_s=service.retry_for_s,
         max_items_per_call=service.max_items_per_call,

@@ -20,6 +20,7 @@ from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_noth
 from paceline.rollout.engines.processes import EngineProcesses, kill
 from paceline.rollout.engines.vllm import calls
 from paceline.rollout.engines.vllm.arguments import WORKER_EXTENSION
+from paceline.rollout.engines.vllm.log_probs import LogProbs
 from paceline.rollout.engines.vllm.samples import submit, to_sample
 from paceline.rollout.engines.vllm.startup import build, in_daemon, prepare
 from paceline.weights.digest.agreement import DigestReport
@@ -30,6 +31,8 @@ from paceline.weights.receipt import PushReceipt
 log = logging.getLogger(__name__)
 
 _DESCRIBE_S = 60.0
+# The engine answers between two of its steps; one with long prompts takes seconds on a CPU.
+_FETCH_S = 60.0
 _LEAVE_S = 30.0
 _SLEEP_S = 30.0
 # vLLM's second level keeps neither weights nor cache; the first would copy the weights to the host.
@@ -43,6 +46,7 @@ class VllmEngine(Engine):
 
     def __init__(self, llm: Any, processes: EngineProcesses) -> None:
         self._llm, self._processes = llm, processes
+        self._log_probs: LogProbs | None = None
         self._unusable: PeerLostError | None = None
         self._asleep: set[EnginePart] = set()
 
@@ -85,7 +89,21 @@ class VllmEngine(Engine):
         # What exists now stays: later collections need not look at it.
         gc.collect()
         gc.freeze()
-        return cls(built.pop(), processes)
+        engine = cls(built.pop(), processes)
+        if config.rollout.sampler == "batched":
+            await engine.batch_draws()
+        return engine
+
+    async def batch_draws(self) -> None:
+        """From now on a batch's tokens are drawn at once, and log-probs are fetched when samples end."""
+
+        async def fetch(ids: list[str], starts: list[int], counts: list[int]) -> bytes:
+            args = (ids, starts, counts)
+            replies = await self.call_workers("paceline_take_log_probs", args, _FETCH_S)
+            return bytes(replies[0]["log_probs"])
+
+        await self.call_workers("paceline_batch_draws", (), _DESCRIBE_S)
+        self._log_probs = LogProbs(fetch)
 
     @property
     def vocab_size(self) -> int:
@@ -151,13 +169,13 @@ class VllmEngine(Engine):
         async def result(collector: Any) -> Sample:
             output = await collector.get()
             ended()
-            return to_sample(output)
+            return await to_sample(output, collector.request_id, self._log_probs)
 
         pending: list[Any] = []
         results: list[asyncio.Task[Sample]] = []
         try:
             for request in requests:
-                collector = await submit(self._llm, request)
+                collector = await submit(self._llm, request, keeps_log_probs=self._log_probs is not None)
                 pending.append(collector)
             results = [asyncio.create_task(result(collector)) for collector in pending]
             return await asyncio.gather(*results)
@@ -174,8 +192,8 @@ class VllmEngine(Engine):
     async def sleep(self) -> None:
         """Unmaps weights and KV cache on every TP rank."""
         if self._asleep != set(EnginePart):
-            self._asleep = set(EnginePart)
             await self._ordered(self._llm.sleep(level=_SLEEP_LEVEL), "sleep")
+            self._asleep = set(EnginePart)
 
     async def wake(self, part: EnginePart) -> None:
         """Maps a part again; vLLM schedules requests once both are there."""
@@ -202,6 +220,8 @@ class VllmEngine(Engine):
         llm, self._llm = self._llm, None
         if llm is None:
             return
+        if self._log_probs is not None:
+            await self._log_probs.close()
         cores, workers = self._processes.children(), self._processes.descendants()
         # Else the task that reads the engine's outputs would report its end as a failure.
         if llm.output_handler is not None:

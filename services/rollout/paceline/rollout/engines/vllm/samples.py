@@ -4,36 +4,45 @@ from __future__ import annotations
 
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from paceline.core.errors import InvalidMessageError, PacelineError
 from paceline.core.trajectory import FinishReason
 from paceline.rollout.engines.base import Sample, SampleRequest
+from paceline.rollout.engines.vllm.log_probs import LogProbs
+
+SEED: Final = "paceline_seed"
+"""Where a request carries the seed by which `batched_sampler` draws: in `SamplingParams.extra_args`"""
 
 _ENDS = {reason.value: reason for reason in FinishReason}
 
 
-async def submit(llm: Any, request: SampleRequest) -> Any:
+async def submit(llm: Any, request: SampleRequest, *, keeps_log_probs: bool = False) -> Any:
     """Adds a request to an AsyncLLM; returns the collector of its output.
+
+    Args:
+        keeps_log_probs: whether the worker draws by the seed itself and keeps the log-probs (see
+            `batched_sampler`), or vLLM does and sends one with every token.
 
     Raises:
         InvalidMessageError: vLLM refuses the request.
     """
     vllm, sampling = _vllm(), request.sampling
+    seeded: dict[str, Any] = {"seed": request.seed, "logprobs": 0, "flat_logprobs": True}
+    if keeps_log_probs:
+        seeded = {"extra_args": {SEED: request.seed}}
     params = vllm.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
-        seed=request.seed,
-        logprobs=0,
-        flat_logprobs=True,
         detokenize=False,
         output_kind=vllm.FINAL_ONLY,
         skip_clone=True,
+        **seeded,
     )
     prompt = vllm.tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
     try:
@@ -60,8 +69,12 @@ def _vllm() -> Any:
     )
 
 
-def to_sample(output: Any) -> Sample:
+async def to_sample(output: Any, request_id: str, kept: LogProbs | None) -> Sample:
     """The one completion of a RequestOutput.
+
+    Args:
+        request_id: AsyncLLM's own name of the request.
+        kept: log-probs, where the workers keep them.
 
     Raises:
         PacelineError: the engine has ended the request for a reason that makes no sample.
@@ -74,6 +87,9 @@ def to_sample(output: Any) -> Sample:
             f"{completion.finish_reason!r}; this server's log says why"
         )
     token_ids = np.asarray(completion.token_ids, dtype=np.int32)
+    if kept is not None:
+        log_probs = await kept.take(request_id, len(output.prompt_token_ids), len(token_ids))
+        return Sample(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)
     flat = completion.logprobs
     # Each position lists the drawn token first; further entries would be the most likely tokens.
     log_probs = np.asarray(flat.logprobs, dtype=np.float32) if flat is not None else np.empty(0, np.float32)

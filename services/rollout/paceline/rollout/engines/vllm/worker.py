@@ -17,6 +17,7 @@ import torch
 from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.core.members import peer_to_plain
 from paceline.rollout.engines.rank_receiver import RankReceiver
+from paceline.rollout.engines.vllm.batched_sampler import BatchedSampler
 from paceline.rollout.engines.vllm.checkpoint import learner_names
 from paceline.rollout.engines.vllm.layout import describe_model
 from paceline.rollout.engines.vllm.reload import Reloader
@@ -140,6 +141,18 @@ class PacelineWorkerExtension:
         """Leaves the group; peers that still wait get an error."""
         self._paceline_receiver().leave()
         return {}
+
+    @_answering
+    def paceline_batch_draws(self) -> Reply:
+        """From now on a batch's tokens are drawn at once; see `batched_sampler`."""
+        self.model_runner.sampler = BatchedSampler(self.model_runner)
+        return {}
+
+    @_answering
+    def paceline_take_log_probs(self, ids: list[str], starts: list[int], counts: list[int]) -> Reply:
+        """The log-probabilities of samples that have ended, from TP rank 0; all ranks forget them."""
+        values = self.model_runner.sampler.take(ids, starts, counts)
+        return {"log_probs": values.numpy().tobytes()} if self.rank == 0 else {}
 
     def _paceline_receiver(self) -> RankReceiver:
         # vLLM calls no __init__ of an extension.

@@ -1,0 +1,54 @@
+"""A scorer around another one: gives it its items only, and lets it fail where it is not required."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paceline.core.scoring import ScoreItem
+from paceline.reward.scorer import Scorer
+from paceline.reward.scores import Score
+from paceline.reward.shape import Shape
+
+
+class Shaped:
+    """A `Scorer` that gives another one its items only, and counts an error as 0 where it is not required."""
+
+    def __init__(self, scorer: Scorer, shape: Shape) -> None:
+        self.scorer, self._shape = scorer, shape
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Those of the scorer."""
+        return self.scorer.names
+
+    async def start(self) -> None:
+        """Starts the scorer."""
+        await self.scorer.start()
+
+    async def close(self) -> None:
+        """Closes the scorer."""
+        await self.scorer.close()
+
+    async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
+        """One score per item, in the order of the items; 0 without components for other data sources.
+
+        Raises:
+            RewardError: UNAVAILABLE, as the scorer.
+        """
+        own = [item for item in items if self._shape.takes(item)]
+        scores = iter(await self.scorer.score(own, run_id=run_id, step=step) if own else [])
+        return [
+            self._judged(next(scores))
+            if self._shape.takes(item)
+            else Score(trajectory_id=item.trajectory_id, reward=0.0)
+            for item in items
+        ]
+
+    def _judged(self, score: Score) -> Score:
+        if self._shape.required:
+            return score
+        failed = f"{self.scorer.names[0]}/failed"
+        if score.error is None:
+            return replace(score, components={**score.components, failed: 0.0})
+        return replace(score, reward=0.0, error=None, components={failed: 1.0})

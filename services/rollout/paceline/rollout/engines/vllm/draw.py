@@ -1,0 +1,65 @@
+"""Draws a token per row of a batch: each by one number that its seed and its position alone determine.
+
+A row's sample does not depend on the other rows, on their number, or on how often was drawn before. Only what
+the rows' logits owe to the batch's size (in bfloat16, kernels that add in another order) can move it.
+
+B rows, V tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SLICE: Final = 512
+"""Tokens whose probabilities are added up first; the draw chooses a slice, then a token in it"""
+
+# Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014): SplitMix64's constants, signed.
+_GAMMA: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND: Final = 0x94D049BB133111EB - (1 << 64)
+_BITS: Final = 48  # so that the product with a float64 sum is less than the sum
+
+
+def uniforms(seeds: Tensor, length: int) -> Tensor:
+    """Numbers in [0, 1) for positions 0 to length - 1 of each seed; (B, length), float64.
+
+    Args:
+        seeds: (B,), int64.
+    """
+    positions = torch.arange(1, length + 1, device=seeds.device, dtype=torch.int64)
+    counters = _mixed(seeds * _GAMMA + _FIRST).unsqueeze(-1) + positions * _GAMMA
+    return _shifted(_mixed(counters), 64 - _BITS).double() * 2.0**-_BITS
+
+
+def draw(log_probs: Tensor, numbers: Tensor) -> Tensor:
+    """The token at which each row's cumulated probability passes the row's number; (B,), int64.
+
+    Args:
+        log_probs: (B, V), normalized.
+        numbers: (B,), float64, in [0, 1).
+    """
+    num_rows, vocab = log_probs.shape
+    probs = F.pad(log_probs.exp(), (0, -vocab % SLICE)).view(num_rows, -1, SLICE)
+    ends = probs.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = (numbers * ends[:, -1]).unsqueeze(-1)
+    slices = (ends <= target).sum(-1, keepdim=True)
+    starts = F.pad(ends, (1, 0)).gather(-1, slices)
+    tokens = probs.gather(1, slices.unsqueeze(-1).expand(-1, 1, SLICE)).squeeze(1)
+    within = (tokens.cumsum(-1, dtype=torch.float64) <= target - starts).sum(-1)
+    # Where rounding moved the last bit of a sum past the end of its slice, the next token follows.
+    return (slices.squeeze(-1) * SLICE + within).clamp_(max=vocab - 1)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right, zeros coming in: torch's own shift brings the sign in."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

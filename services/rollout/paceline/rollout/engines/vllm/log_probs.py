@@ -1,0 +1,69 @@
+"""Fetches the log-probabilities of ended samples from the workers: many with one call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.core.trajectory import Float32Array
+
+_CLOSE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Ended:
+    request_id: str
+    start: int
+    count: int
+    result: asyncio.Future[Float32Array] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+Fetch = Callable[[list[str], list[int], list[int]], Awaitable[bytes]]
+"""Float32 values of requests, from a position on, so many of each: one after the other"""
+
+
+class LogProbs:
+    """While a call is under way, the samples that end wait for the next one."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._waiting: list[_Ended] = []
+        self._fetching: asyncio.Task[None] | None = None
+
+    async def take(self, request_id: str, start: int, count: int) -> Float32Array:
+        """The log-probabilities of a sample's tokens; raises what the call raises."""
+        if not count:  # aborted, and perhaps before a worker knew of it
+            return np.empty(0, np.float32)
+        ended = _Ended(request_id=request_id, start=start, count=count)
+        self._waiting.append(ended)
+        if self._fetching is None or self._fetching.done():
+            self._fetching = asyncio.create_task(self._fetch_all(), name="log-probs")
+        return await ended.result
+
+    async def close(self) -> None:
+        """Fetches no more."""
+        if self._fetching is not None:
+            self._fetching.cancel()
+            await asyncio.wait([self._fetching], timeout=_CLOSE_S)
+
+    async def _fetch_all(self) -> None:
+        while self._waiting:
+            samples, self._waiting = self._waiting, []
+            counts = [sample.count for sample in samples]
+            try:
+                ids, starts = [s.request_id for s in samples], [s.start for s in samples]
+                values = np.frombuffer(await self._fetch(ids, starts, counts), dtype=np.float32)
+            except Exception as error:  # noqa: BLE001 - handed to those that wait
+                for sample in samples:
+                    if not sample.result.done():
+                        sample.result.set_exception(error)
+                continue
+            ends = np.cumsum(counts)
+            for sample, end in zip(samples, ends, strict=True):
+                if not sample.result.done():
+                    sample.result.set_result(values[end - sample.count : end])

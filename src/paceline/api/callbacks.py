@@ -1,0 +1,108 @@
+"""What scripts may hook into a training run: callbacks, and the run that they act on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.api.step import Step
+from paceline.cli.controller_client import ControllerClient
+from paceline.cli.launch import run_dir as run_dirs
+from paceline.core.errors import ConfigError
+from paceline.service.credentials import Credentials
+
+_ANSWER_S = 20.0
+
+
+class Training:
+    """A run that is under way.
+
+    Attributes:
+        run_dir: its folder.
+        stopping: whether a callback has asked for its end.
+    """
+
+    def __init__(self, run_dir: Path, process: subprocess.Popen[str]) -> None:
+        self.run_dir, self._process, self.stopping = run_dir, process, False
+
+    def stop(self) -> None:
+        """Ends the run after the step in progress, with a checkpoint; the loop gets the steps until then."""
+        if not self.stopping:
+            self.stopping = True
+            self._process.send_signal(signal.SIGINT)
+
+    def scale_rates(self, lr_scale: float) -> int:
+        """Multiplies the configured learning rates, in place of the scale in force, the guard's too.
+
+        Returns:
+            The first step that is trained with it.
+
+        Raises:
+            ConfigError: it is not from 0 to 100, or the run has ended.
+            PeerLostError: the controller does not answer.
+        """
+        note = run_dirs.read_note(self.run_dir)
+        if note is None or not note.controller or not note.alive:
+            raise ConfigError(f"the run in {self.run_dir} is not under way: its rates cannot be changed")
+        # A notebook has an event loop of its own in this thread.
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(asyncio.run, _set_rates(note.controller, note.token, lr_scale))
+            return call.result(_ANSWER_S)
+
+
+class Callback:
+    """Override what you need. The run does not wait for callbacks."""
+
+    def before_step(self, number: int, training: Training) -> None:
+        """A step has begun."""
+
+    def after_step(self, step: Step, training: Training) -> None:
+        """A step is finished; step 0 is the starting model. The loop gets it afterwards."""
+
+
+@dataclass(kw_only=True)
+class EarlyStop(Callback):
+    """Ends a run whose metric has not become better for a while.
+
+    Args:
+        metric: its name in docs/metrics.md; steps without it do not count.
+        patience: how many measurements in a row may be no better than the best.
+        min_delta: what counts as better.
+        minimize: less is better.
+        target: the run ends, too, when the metric gets there.
+    """
+
+    metric: str = "val/reward/mean"
+    patience: int = 3
+    min_delta: float = 0.0
+    minimize: bool = False
+    target: float | None = None
+
+    def __post_init__(self) -> None:
+        """Nothing is measured yet."""
+        self._best, self._waited = -math.inf, 0
+
+    def after_step(self, step: Step, training: Training) -> None:
+        """Compares."""
+        value = step.metrics.get(self.metric)
+        if value is None:
+            return
+        sign = -1.0 if self.minimize else 1.0
+        if sign * value > self._best + self.min_delta:
+            self._best, self._waited = sign * value, 0
+        else:
+            self._waited += 1
+        reached = self.target is not None and sign * value >= sign * self.target
+        if reached or self._waited >= self.patience:
+            training.stop()
+
+
+async def _set_rates(address: str, token: str, lr_scale: float) -> int:
+    credentials = Credentials.from_env().for_own_machine().with_token(token)
+    async with ControllerClient(address, credentials) as controller:
+        return await controller.set_rates(lr_scale)

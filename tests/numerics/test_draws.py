@@ -1,0 +1,134 @@
+"""Drawing a batch by seeds and positions: the numbers, the distribution, and who keeps which row."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.core.errors import WeightSyncError
+from paceline.rollout.engines.vllm.batched_sampler import Places
+from paceline.rollout.engines.vllm.draw import SLICE, draw, uniforms
+from paceline.rollout.engines.vllm.log_probs import LogProbs
+
+CPU = torch.device("cpu")
+MASK = (1 << 64) - 1
+
+
+def mixed(x: int) -> int:
+    """SplitMix64's finalizer in Python's own numbers."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def test_numbers_follow_from_seed_and_position_alone() -> None:
+    gamma, first = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
+    table = uniforms(torch.tensor([0, 7, 2**31 - 1]), 5)
+    expected = [
+        [
+            (mixed((mixed((seed * gamma + first) & MASK) + position * gamma) & MASK) >> 16) / 2**48
+            for position in range(1, 6)
+        ]
+        for seed in (0, 7, 2**31 - 1)
+    ]
+    assert table.tolist() == expected
+    assert torch.equal(uniforms(torch.tensor([7]), 3)[0], table[1, :3])
+
+
+def test_numbers_are_uniform_and_neighbours_have_nothing_in_common() -> None:
+    table = uniforms(torch.arange(400), 500)
+    assert float(table.mean()) == pytest.approx(0.5, abs=3e-3)
+    counts = torch.histc(table.float(), bins=64, min=0.0, max=1.0)
+    chi_square = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
+    assert chi_square < 63 + 5 * (2 * 63) ** 0.5
+    for other in (table[1:], table[:, 1:]):  # the next seed, the next position
+        same = table[: len(other), : other.shape[1]]
+        correlation = torch.corrcoef(torch.stack([same.flatten(), other.flatten()]))[0, 1]
+        assert abs(float(correlation)) < 0.01
+
+
+@pytest.mark.parametrize("vocab", [3, SLICE, 3 * SLICE + 17])
+def test_the_token_is_where_the_sum_of_probabilities_passes_the_number(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_probs = (4 * torch.randn(300, vocab, generator=generator)).log_softmax(-1)
+    numbers = torch.rand(300, generator=generator, dtype=torch.float64)
+    ends = log_probs.exp().double().cumsum(-1)
+    expected = (ends <= (numbers * ends[:, -1]).unsqueeze(-1)).sum(-1)
+    drawn = draw(log_probs, numbers)
+    # Sums in another order: a number within a rounding of an end may fall on its other side.
+    assert int((drawn != expected).sum()) <= 1
+    assert int((drawn - expected).abs().max()) <= 1
+
+
+def test_the_ends_of_the_range_draw_the_first_and_the_last_token_that_can_be() -> None:
+    log_probs = torch.full((2, SLICE + 9), -torch.inf)
+    log_probs[:, [3, SLICE + 5]] = torch.tensor(0.5).log()
+    numbers = torch.tensor([0.0, 1 - 2.0**-48], dtype=torch.float64)
+    assert draw(log_probs, numbers).tolist() == [3, SLICE + 5]
+
+
+def test_a_row_draws_the_same_whatever_is_beside_it() -> None:
+    logits = 3 * torch.randn(64, 700, generator=torch.Generator().manual_seed(1))
+    log_probs, numbers = logits.log_softmax(-1), uniforms(torch.arange(64), 1)[:, 0]
+    together = draw(log_probs, numbers)
+    alone = torch.cat([draw(log_probs[i : i + 1], numbers[i : i + 1]) for i in range(64)])
+    backwards = draw(log_probs.flip(0), numbers.flip(0)).flip(0)
+    assert torch.equal(together, alone)
+    assert torch.equal(together, backwards)
+
+
+def test_a_request_keeps_its_row_until_it_is_fetched() -> None:
+    running = {"a", "b"}
+    places = Places(2, 6, CPU, running.__contains__)
+    rows = places.rows_of({"a": 5, "b": 6})
+    assert torch.equal(places.numbers[rows], uniforms(torch.tensor([5, 6]), 6))
+    places.log_probs[rows, torch.tensor([2, 3])] = torch.tensor([-1.0, -2.0])
+    assert places.rows_of({"b": 6, "a": 5}).tolist() == rows.flip(0).tolist()
+    assert places.log_probs[rows[1], 3] == -2.0  # not cleared again
+    assert places.take(["b", "a"], [3, 2], [1, 1]).tolist() == [-2.0, -1.0]
+    with pytest.raises(WeightSyncError, match="no log-probabilities of request a"):
+        places.take(["a"], [2], [1])
+
+
+def test_a_row_that_nobody_fetches_goes_to_another_request_and_is_cleared() -> None:
+    running = {"old", "running"}
+    places = Places(2, 4, CPU, running.__contains__)
+    places.log_probs[places.rows_of({"old": 1, "running": 2})] = -1.0
+    running.remove("old")
+    running.add("new")
+    rows = places.rows_of({"running": 2, "new": 3})
+    assert places.log_probs[rows[0]].tolist() == [-1.0] * 4
+    assert places.take(["new"], [0], [4]).isnan().all()
+
+
+async def test_samples_that_end_during_a_call_share_the_next_one() -> None:
+    calls: list[Any] = []
+
+    async def fetch(ids: list[str], starts: list[int], counts: list[int]) -> bytes:
+        calls.append((ids, starts, counts))
+        await asyncio.sleep(0.01)
+        if "broken" in ids:
+            raise WeightSyncError("no such request")
+        return np.concatenate(
+            [np.arange(s, s + c, dtype=np.float32) for s, c in zip(starts, counts, strict=True)]
+        ).tobytes()
+
+    subject = LogProbs(fetch)
+
+    async def late(request_id: str, start: int, count: int) -> Any:
+        await asyncio.sleep(0.002)
+        return await subject.take(request_id, start, count)
+
+    results = await asyncio.gather(
+        subject.take("first", 10, 2), late("second", 20, 3), late("third", 30, 1), subject.take("none", 0, 0)
+    )
+    assert [result.tolist() for result in results] == [[10, 11], [20, 21, 22], [30], []]
+    assert calls == [(["first"], [10], [2]), (["second", "third"], [20, 30], [3, 1])]
+    with pytest.raises(WeightSyncError):
+        await subject.take("broken", 0, 1)
+    assert (await subject.take("fourth", 1, 1)).tolist() == [1]  # it goes on
+    await subject.close()
