@@ -15,7 +15,7 @@ SEED ?= 0
 TESTS := tests --ignore=tests/chaos --ignore=tests/deploy
 TEST_PROCESSES ?= 3
 
-.PHONY: help venv venv-cuda venv-cpu demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
+.PHONY: help venv venv-cuda venv-cpu docs demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
 
 help:
 	@echo "make venv       install into $(VENV) from the lock files, for GPUs if nvidia-smi finds one, else for CPUs"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-fast  the tests without a real engine or a whole run"
 	@echo "make test-chaos runs under faults: about a quarter of an hour"
 	@echo "make test-deploy  the deployed forms: hosts, containers, Prometheus, chart; skips what lacks a program, and says which"
+	@echo "make docs       the docs as a site, in .cache/site"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
 
 venv: $(VENV)/.installed
@@ -74,6 +75,10 @@ test-chaos: venv
 test-deploy: venv
 	test -x $(BIN)/helm || $(BIN)/python tools/get_helm.py $(BIN) || echo "no helm: see tools/get_helm.py" >&2
 	$(BIN)/python -m pytest -s $(DEPLOY_OPTIONS) tests/deploy
+
+# The docs as a site, in .cache/site; a broken link is an error.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: venv
 	$(BIN)/ruff format --check .
