@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Writes docs/configuration.md from the configuration models; with --check, fails if it differs."""
+"""Writes what the docs have from code: configuration.md, gpus-and-memory.md, tables of from-verl-and-trl.md.
+
+With --check, fails if they differ.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,19 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import memory_tables
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from paceline.cli.convert.rules import Row
+from paceline.cli.convert.trl import TRL
+from paceline.cli.convert.verl import VERL
 from paceline.config.base import OneOf
 from paceline.config.load import section_types
 from paceline.config.run import RunConfig, SftRunConfig
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# Configuration
 
 *Generated from `src/paceline/config` by `tools/generate_config_docs.py`; do not edit.*
@@ -45,14 +52,36 @@ def main() -> int:
         "## `paceline sft`\n",
         *sections(SftRunConfig, ""),
     ]
-    text = "\n".join(parts)
+    pages = {
+        DOCS / "configuration.md": "\n".join(parts),
+        DOCS / "from-verl-and-trl.md": comparison(),
+        DOCS / "gpus-and-memory.md": memory_tables.page(),
+    }
+    stale = [
+        path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
     if "--check" in sys.argv[1:]:
-        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-            print(f"stale: {PAGE.name}; run make generate")
-            return 1
-        return 0
-    PAGE.write_text(text, encoding="utf-8")
+        for path in stale:
+            print(f"stale: {path.name}; run make generate")
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(pages[path], encoding="utf-8")
     return 0
+
+
+def comparison() -> str:
+    """The page on verl and TRL, with its tables as the code has them."""
+    text = (DOCS / "from-verl-and-trl.md").read_text(encoding="utf-8")
+    for program, rows in (("verl", VERL), ("TRL", TRL)):
+        head, _, rest = text.partition(f"| {program} | here |\n")
+        text = head + table(rows, program) + "\n\n" + rest.partition("\n\n")[2]
+    return text
+
+
+def table(rows: tuple[Row, ...], program: str) -> str:
+    """Rows of keys as Markdown."""
+    lines = [f"| {program} | here |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {row.theirs} | {row.ours} |" for row in rows)])
 
 
 def sections(

@@ -234,17 +234,18 @@ def build_tokenizer() -> Any:
     return tokenizer
 
 
-def write_model(out: Path, *, seed: int) -> int:
+def write_model(out: Path, *, seed: int, tokenizer: Any = None) -> int:
     """Writes the tokenizer and a randomly initialised float32 Qwen2 model; returns the number of parameters.
 
-    Two key-value heads, head size 32 and widths divisible by 64 allow tensor parallelism over two ranks.
+    The tokenizer is that of `build_tokenizer`, if none is given. Two key-value heads, head size 32 and widths
+    divisible by 64 allow tensor parallelism over two ranks.
     """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = build_tokenizer()
+    tokenizer = tokenizer or build_tokenizer()
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     config = Qwen2Config(
         vocab_size=-(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,

@@ -160,7 +160,13 @@ def test_the_controller_reads_its_configuration(
 
 
 def test_every_rank_of_the_learner_has_its_number(many: dict[tuple[str, str], Manifest]) -> None:
-    pod = many["Job", "learner"]["spec"]["template"]["spec"]
+    job = many["Job", "learner"]["spec"]
+    # Only an indexed job numbers its pods.
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 3, 3)
+    pod = job["template"]["spec"]
+    (number,) = (each for each in pod["containers"][0]["env"] if each["name"] == "PET_NODE_RANK")
+    path = number["valueFrom"]["fieldRef"]["fieldPath"]
+    assert path == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     places = [
         place
         for node in range(3)

@@ -68,9 +68,9 @@ def test_three_hosts_and_two_cuts_train_what_the_local_run_trains(
         own = (host.address, f"[::ffff:{host.address}]", *LOOPBACK)  # gRPC listens for both families
         beyond = {place for place in listeners if place[0] not in own}
         assert beyond <= {("*", str(MASTER_PORT))}, host.name
-    three.cut("c", CUT_S)
+    three.cut("c", seconds=CUT_S)
     run.wait_for_phase("collect", 3)
-    three.cut("b", CUT_S)
+    three.cut("b", seconds=CUT_S)
     run.finish(500)
     assert run.registrations("rollout-c") == 2
     assert run.registrations("learner-0") >= 2

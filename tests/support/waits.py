@@ -62,6 +62,12 @@ NEEDLESS: dict[str, str] = {
     "paceline.service.member:MemberSession.finish: self.run_over.wait": _TOLD,
     "paceline.service.member:MemberSession.until_leaving: self._draining.wait": _TOLD,
     "paceline.service.member:MemberSession._register: asyncio.wait": _CANCELLED,
+    **{
+        f"paceline.rollout.episodes.remote:RemoteSession.{name}: self._call": "each call has its deadline"
+        for name in ("open", "step", "close")
+    },
+    "paceline.sdk.environment_server:EnvironmentServer.stop: asyncio.wait": _CANCELLED,
+    "paceline.sdk.environment_server:serve_environment.serve: context.stopping.wait": _TOLD,
     "paceline.sdk.server:serve_reward.serve: context.stopping.wait": _TOLD,
     "paceline.sdk.attach:attach_reward.serve: await running": _TOLD,
     "paceline.sdk.attach:_Batches.score: await done": _OTHERS_END_IT,
@@ -71,6 +77,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.service.attaching:_Stream._messages: self._changed.wait": "ends with its stream",
     "paceline.service.attaching:_Stream._on_stop: self._stopping.wait": _TOLD,
     "paceline.service.gateway:Gateway.ask: await answer": _OTHERS_END_IT,
+    "paceline.service.confinement.inside:_init: os.wait": "whoever started the confinement kills it in time",
     "paceline.service.runtime:ServiceContext.stopping_or: asyncio.wait": _TOLD,
     "paceline.service.runtime:ServiceContext.stopping_or: self.stopping.wait": _TOLD,
     "paceline.service.member:MemberSession.reporting: await work": _TOLD,
@@ -104,6 +111,9 @@ NEEDLESS: dict[str, str] = {
         "an idle task of the pool waits for work; closing the pool cancels it"
     ),
     "paceline.reward.functions.pool:FunctionPool.score: await done": _OTHERS_END_IT,
+    "paceline.rollout.episodes.tool_pool:ToolPool.call: self._idle.get": (
+        "each process is used for a bounded time, and the group's deadline stands over it"
+    ),
     "paceline.service.children.frames:receive: stream.readexactly": "the callers wait for it with a deadline",
     "paceline.reward.remote.client:call_score: reward_pb2_grpc.RewardServiceStub(channel).Score": (
         "named here and called in the next line, with a deadline"

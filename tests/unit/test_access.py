@@ -32,7 +32,8 @@ SECRET = "a secret of the run"
 METHODS = {path(method): method for method in methods()}
 SCORE = "/paceline.rpc.v1.RewardService/Score"
 ATTACH = "/paceline.rpc.v1.RewardGateway/Attach"
-OUTSIDE = (SCORE, ATTACH)
+PLAY = tuple(sorted(method for method in METHODS if "/paceline.rpc.v1.EnvironmentService/" in method))
+OUTSIDE = (SCORE, ATTACH, *PLAY)
 INSIDE = sorted(METHODS.keys() - {*OUTSIDE})
 HEALTH = "/grpc.health.v1.Health/Check"
 DOCS = Path(__file__).parents[2] / "docs" / "security.md"
@@ -117,7 +118,8 @@ def reward_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def scoped(method: str, *, days: float = 1, right: bool = True) -> str:
     """A token whose scope is, or is not, for the method."""
-    opener = {SCORE: Scope.REWARD, ATTACH: Scope.ATTACH}.get(method, Scope.STATUS)
+    play = dict.fromkeys(PLAY, Scope.ENVIRONMENT)
+    opener = {SCORE: Scope.REWARD, ATTACH: Scope.ATTACH, **play}.get(method, Scope.STATUS)
     other = Scope.ATTACH if method == SCORE else Scope.REWARD
     scope = opener if right else other
     return tokens.mint(SECRET, scope, expires_at=time.time() + days * 86_400)
@@ -205,7 +207,12 @@ def test_a_scoped_token_opens_its_methods_alone(server: Server) -> None:
             for method in METHODS
             if server.ask(method, certificate="host", token=token) is StatusCode.UNIMPLEMENTED
         }
-        wanted = {Scope.REWARD: {SCORE}, Scope.ATTACH: {ATTACH}, Scope.STATUS: set(STATUS_METHODS)}[scope]
+        wanted = {
+            Scope.REWARD: {SCORE},
+            Scope.ATTACH: {ATTACH},
+            Scope.ENVIRONMENT: set(PLAY),
+            Scope.STATUS: set(STATUS_METHODS),
+        }[scope]
         assert opened == wanted
 
 

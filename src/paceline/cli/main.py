@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, PacelineError
 
-# Each name is also that of its module in paceline.cli.commands.
+# Each name is also that of its module in paceline.cli.commands, where a - is a _.
 COMMANDS: dict[str, str] = {
     "train": "train a model; starts all services on this machine",
     "up": "train over several hosts; starts their services through ssh",
     "init": "write a commented configuration from a few flags or questions",
+    "convert-config": "write a configuration of verl or TRL as ours",
     "check": "validate configuration, data and model without starting anything",
     "doctor": "report what this machine offers and lacks",
     "chaos": "train under faults, then check what the run has written",
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="paceline",
         description="Post-training of language models with reinforcement learning.",
-        epilog="\n".join(["commands:", *(f"  {name:8} {summary}" for name, summary in COMMANDS.items())]),
+        epilog="\n".join(["commands:", *(f"  {name:14} {summary}" for name, summary in COMMANDS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"paceline {_version()}")
     name = parser.parse_args(words[:1]).command
-    command = importlib.import_module(f"paceline.cli.commands.{name}")
+    command = importlib.import_module(f"paceline.cli.commands.{name.replace('-', '_')}")
     summary = COMMANDS[name]
     command_parser = argparse.ArgumentParser(
         prog=f"paceline {name}", description=f"{summary[0].upper()}{summary[1:]}."

@@ -83,6 +83,23 @@ class AttachedConfig(ShapedConfig):
     )
 
 
+class CodeConfig(ShapedConfig):
+    """Runs the program in a response against the tests in its row's ground truth, confined."""
+
+    name: str = Field(description="What its component is called in metrics.")
+    command: tuple[str, ...] = Field(
+        (), description="Absolute path and arguments, {file} for the program's file; none: Python."
+    )
+    file: str = Field("program.py", pattern=r"^[\w.-]+$", description="Name of the program's file.")
+    read_only: tuple[str, ...] = Field(
+        (), description="Further folders that programs see, beside the system's and Python's."
+    )
+    test_timeout_s: float = Field(10.0, gt=0, description="Longest time for one test.")
+    memory_mib: int = Field(512, gt=0, description="Most memory of each process of a program.")
+    max_processes: int = Field(8, gt=0, description="Most processes and threads of a program at a time.")
+    concurrency: int = Field(2, gt=0, description="Programs that run at a time.")
+
+
 class RewardConfig(Section):
     """Scorers and their limits. The reward is the weighted sum over all of them."""
 
@@ -95,6 +112,7 @@ class RewardConfig(Section):
         1.0,
         description="Factor in the sum of the reward that an episode's environment gives, if it gives one.",
     )
+    code: tuple[CodeConfig, ...] = Field((), description="Scorers that run the program in a response.")
     num_processes: int = Field(1, gt=0, description="Child processes that call the functions.")
     memory_mib: int | None = Field(
         8192,
@@ -125,13 +143,13 @@ class RewardConfig(Section):
         "stops beyond it.",
     )
 
+    @property
+    def has_scorer(self) -> bool:
+        """Whether anything scores responses; an episode's environment may do it in their place."""
+        return bool(self.functions or self.services or self.attached or self.code)
+
     @model_validator(mode="after")
-    def _has_scorer(self) -> RewardConfig:
-        if not self.functions and not self.services and not self.attached:
-            raise ValueError(
-                "no scorer: name at least one under reward.functions (say exact_match), reward.services or "
-                "reward.attached"
-            )
+    def _has_range(self) -> RewardConfig:
         if self.min_reward >= self.max_reward:
             raise ValueError(f"min_reward={self.min_reward} must be below max_reward={self.max_reward}")
         return self

@@ -16,6 +16,63 @@ class ValSamplingConfig(Section):
     temperature: float = Field(0.0, ge=0, description="0 is greedy.")
 
 
+class EpisodeConfig(Section):
+    """Limits of an episode of turns: an episode that reaches one ends there, and is trained on."""
+
+    max_turns: int = Field(8, gt=0, description="Most answers of the policy.")
+    max_turn_tokens: int | None = Field(
+        None, gt=0, description="Most tokens of one answer; null: data.max_response_length."
+    )
+    max_sampled_tokens: int | None = Field(
+        None,
+        gt=0,
+        description="Most tokens of all answers together; null: data.max_response_length, which bounds the "
+        "tokens of answers, tools and environment together.",
+    )
+    max_tool_calls: int = Field(16, gt=0, description="Most tool calls.")
+    observation_tokens: int = Field(
+        1024, gt=0, description="Most tokens of one message of a tool or the environment; the rest is cut."
+    )
+    step_s: float = Field(
+        10.0, gt=0, description="Longest time for one tool call; a longer one is answered with an error."
+    )
+    tool_s: float = Field(60.0, gt=0, description="Longest time for all tool calls of an episode together.")
+    retries: int = Field(
+        2,
+        ge=0,
+        description="Further attempts at an episode whose environment was lost, before its prompt group "
+        "goes back to the mailbox.",
+    )
+    max_open: int | None = Field(
+        None,
+        gt=0,
+        description="Most episodes that a server has open, those that wait for a tool included; null: four "
+        "times rollout.max_num_seqs.",
+    )
+    tool_processes: int = Field(2, gt=0, description="Processes per rollout server that call rollout.tools.")
+    tool_memory_mib: int = Field(2048, gt=0, description="Most memory of such a process, in MiB.")
+    call_format: Literal["auto", "tagged", "json"] = Field(
+        "auto",
+        description="How the policy writes tool calls. tagged: JSON in <tool_call> tags; json: the answer is "
+        "JSON and nothing else; auto: by the chat template.",
+    )
+    show_tools: bool = Field(
+        True, description="The chat template describes the tools to the model; false: the prompts do."
+    )
+
+
+class EnvironmentConfig(Section):
+    """An environment that serves paceline.rpc.v1.EnvironmentService."""
+
+    address: str = Field(description="host:port.")
+    call_s: float = Field(60.0, gt=0, description="Longest time for one call: to open, to step, to grade.")
+    token_file: str | None = Field(
+        None,
+        description="A file with the token that the environment asks for, on the hosts of the rollout "
+        "servers. null: the run's own token is sent.",
+    )
+
+
 class RolloutConfig(Section):
     """Rollout servers: one engine each."""
 
@@ -68,6 +125,15 @@ class RolloutConfig(Section):
         description="Longest time for a prompt group in the engine; null: 0.2 s per token of "
         "data.max_response_length, at least 600 s.",
     )
+    tools: tuple[str, ...] = Field(
+        (),
+        description="Python functions that the policy may call between its turns: module:function or "
+        "path/to/file.py:function; docs/environments.md.",
+    )
+    environment: EnvironmentConfig | None = Field(
+        None, description="In place of tools: a service that answers the policy's turns and may grade them."
+    )
+    episode: EpisodeConfig = EpisodeConfig()
     max_deliveries: int = Field(
         6,
         gt=0,
@@ -78,6 +144,12 @@ class RolloutConfig(Section):
         {},
         description="Further arguments of vLLM's AsyncEngineArgs; what breaks exactness is refused.",
     )
+
+    @model_validator(mode="after")
+    def _answered_once(self) -> RolloutConfig:
+        if self.tools and self.environment is not None:
+            raise ValueError("tools and environment are both set: an environment brings its own tools")
+        return self
 
     @model_validator(mode="after")
     def _unbiased(self) -> RolloutConfig:

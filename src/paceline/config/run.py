@@ -58,6 +58,11 @@ class RunConfig(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @property
+    def has_episodes(self) -> bool:
+        """Whether samples are episodes of turns, not single answers."""
+        return bool(self.rollout.tools) or self.rollout.environment is not None
+
+    @property
     def needs_critic(self) -> bool:
         """Whether advantages are made from values."""
         return self.algorithm.estimator.needs_critic
@@ -120,6 +125,20 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _chat_episodes(self) -> RunConfig:
+        if self.has_episodes and self.data.prompt_format == "text":
+            raise ValueError(
+                "rollout.tools and rollout.environment make conversations of several turns, and "
+                "data.prompt_format=text has none; write chat, or auto with lists of messages"
+            )
+        if not self.reward.has_scorer and self.rollout.environment is None:
+            raise ValueError(
+                "no scorer: name at least one under reward.functions (say exact_match), reward.services or "
+                "reward.attached, or an environment that grades under rollout.environment"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _guard_can_act(self) -> RunConfig:
         for action in (Action.LOWER_KL_COEF, Action.RAISE_KL_COEF):
             if self.guard.uses(action) and not self.needs_reference:
@@ -139,6 +158,12 @@ class RunConfig(Section):
                 f"a guard rule may lower_clip, but actor.policy_loss={self.actor.policy_loss.type} has no "
                 "clip range; remove guard.*.lower_clip, or use a loss that clips"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_are_not_compiled(self) -> RunConfig:
+        if self.model.lora is not None and self.actor.compile:
+            raise ValueError("model.lora has no compiled form; set actor.compile: false or leave it out")
         return self
 
     @model_validator(mode="after")
@@ -189,6 +214,12 @@ class SftRunConfig(Section):
     learner: LearnerConfig = LearnerConfig()
     seed: int = Field(0, ge=0, description="Governs the order of the pairs.")
     telemetry: TelemetryConfig = TelemetryConfig()
+
+    @model_validator(mode="after")
+    def _all_weights_train(self) -> SftRunConfig:
+        if self.model.lora is not None:
+            raise ValueError("`paceline sft` trains all weights; leave model.lora out")
+        return self
 
 
 class SftDataConfig(Section):

@@ -31,15 +31,25 @@ class Tokenizer(Decoder, Protocol):
 
     eos_token_id: int | None
     chat_template: str | None
+    all_special_tokens: list[str]
+
+    def get_added_vocab(self) -> Mapping[str, int]:
+        """Tokens that text is searched for before it is split."""
+        ...
 
     def __call__(self, text: str | list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
         """Token ids under "input_ids"."""
         ...
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: list[dict[str, Any]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **options: Any,
     ) -> Any:
-        """The conversation as one text."""
+        """The conversation as one text; `options` are the template's own, say its tools."""
         ...
 
 

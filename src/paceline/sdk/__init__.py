@@ -1,16 +1,26 @@
-"""What outsiders import: reward servers and clients, those that attach to a run, without torch."""
+"""What outsiders import: rewards and environments, served or attached to a run, without torch."""
 
+from paceline.core.chat import Message
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.sdk.attach import RewardAttachment, attach_reward
 from paceline.sdk.client import RewardClient
+from paceline.sdk.environment import Environment, Observation, Outcome, tool
+from paceline.sdk.environment_server import EnvironmentServer, serve_environment
 from paceline.sdk.server import RewardServer, serve_reward
 
 __all__ = [
+    "Environment",
+    "EnvironmentServer",
+    "Message",
+    "Observation",
+    "Outcome",
     "RewardAttachment",
     "RewardClient",
     "RewardServer",
     "ScoreItem",
     "ScoreResult",
     "attach_reward",
+    "serve_environment",
     "serve_reward",
+    "tool",
 ]

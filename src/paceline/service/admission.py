@@ -22,6 +22,8 @@ _CALLERS: dict[str, frozenset[str] | None] = {
     # Its callers come from outside, with a token: a reward service asks nobody for a certificate.
     "RewardService": None,
     "RewardGateway": None,
+    # The user's own server, which asks for a token likewise.
+    "EnvironmentService": None,
 }
 
 

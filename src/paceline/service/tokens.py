@@ -24,6 +24,7 @@ class Scope(enum.Enum):
 
     REWARD = "reward"
     ATTACH = "attach"
+    ENVIRONMENT = "environment"
     STATUS = "status"
 
 
@@ -31,6 +32,7 @@ class Scope(enum.Enum):
 _METHODS = {
     Scope.REWARD: ("/paceline.rpc.v1.RewardService/",),
     Scope.ATTACH: ("/paceline.rpc.v1.RewardGateway/",),
+    Scope.ENVIRONMENT: ("/paceline.rpc.v1.EnvironmentService/",),
     Scope.STATUS: (
         "/paceline.rpc.v1.ControllerService/GetStatus",
         "/paceline.rpc.v1.ControllerService/Watch",

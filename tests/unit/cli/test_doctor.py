@@ -80,3 +80,17 @@ def test_doctor_looks_at_limits_and_the_clock(monkeypatch: pytest.MonkeyPatch) -
     assert (findings["open files"].state, findings["open files"].status) == ("256", Status.NOTE)
     assert findings["clock"].status is Status.NOTE
     assert findings["clock"].state == "1970-01-01T00:16:40+00:00"
+
+
+@pytest.mark.parametrize("problem", ["", "unshare: not permitted"])
+def test_doctor_says_whether_code_can_be_confined(
+    problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def why() -> str:
+        return problem
+
+    monkeypatch.setattr(environment, "why_not_confined", why)
+    (finding,) = environment._confinement()
+    assert (finding.part, finding.hint) == ("confined code", f"for reward.code: {problem}" if problem else "")
+    assert finding.status is (environment.Status.NOTE if problem else environment.Status.OK)
+    assert environment._confinement in environment._PARTS

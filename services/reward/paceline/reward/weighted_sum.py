@@ -11,6 +11,7 @@ from typing import Self
 from paceline.core.errors import ConfigError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.reward.attached.scorer import AttachedScorer
+from paceline.reward.code.scorer import CodeScorer
 from paceline.reward.environment import EnvironmentReward
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.remote.scorer import RemoteScorer
@@ -23,6 +24,7 @@ _log = logging.getLogger(__name__)
 KINDS: tuple[Callable[[ScorerSettings], Sequence[Scorer]], ...] = (
     RemoteScorer.configured,
     AttachedScorer.configured,
+    CodeScorer.configured,
     FunctionPool.configured,
     EnvironmentReward.configured,
 )

@@ -12,23 +12,28 @@ import logging
 
 from paceline.broker.opening import open_broker
 from paceline.config.run import RunConfig
+from paceline.data.prompts import load_tokenizer, stop_token_ids
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.engines.registry import start_engine
+from paceline.rollout.episodes.group import Episodes, environment_of, rules_of
 from paceline.rollout.sampler import Sampler
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.rollout.servicer import RolloutServicer
+from paceline.rollout.trajectories import check_samples
 from paceline.rpc.v1 import rollout_pb2_grpc
 from paceline.service.addresses import choose_for_nccl
 from paceline.service.controller_link import MemberReport, Registration
+from paceline.service.credentials import Credentials
 from paceline.service.member import MemberSession
-from paceline.service.threads import in_stoppable_thread
+from paceline.service.threads import in_stoppable_thread, in_thread
 from paceline.storage.models import local_model
 
 log = logging.getLogger(__name__)
 
 _HEALTH_S = 1.0
 _ENGINE_SHUTDOWN_S = 8.0
+_ENVIRONMENT_SHUTDOWN_S = 5.0
 # After a signal, groups under way get this long; those that take longer go to another server.
 _FINISH_S = 5.0
 
@@ -78,6 +83,7 @@ class RolloutApp:
         broker = open_broker(registration.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
         context.defer("broker", broker.close)
         await broker.ping()
+        episodes = await self._open_episodes(config, engine) if config.has_episodes else None
         sampler = Sampler(
             engine=engine,
             broker=broker,
@@ -86,6 +92,7 @@ class RolloutApp:
             incarnation=session.link.incarnation,
             limits=SamplerLimits.of(config),
             spawn=session.spawn,
+            episodes=episodes,
         )
         context.defer("sampler", sampler.close)
         self._server.start(
@@ -99,6 +106,21 @@ class RolloutApp:
         session.spawn("engine health", self._check_health(engine))
         await session.until_leaving()
         await session.finish(self._server.drain, grace_s=_FINISH_S)
+
+    async def _open_episodes(self, config: RunConfig, engine: Engine) -> Episodes:
+        model = local_model(config.model, "rollout")
+        tokenizer = await in_thread(load_tokenizer, model.tokenizer_path or model.path)
+        rules = rules_of(config, tokenizer, stop_token_ids(model.path, tokenizer))
+        environment = environment_of(config, Credentials.from_env())
+        self._session.context.defer("environment", environment.close, budget_s=_ENVIRONMENT_SHUTDOWN_S)
+        await environment.start()
+        return Episodes(
+            engine=engine,
+            environment=environment,
+            rules=rules,
+            retries=config.rollout.episode.retries,
+            check=check_samples,
+        )
 
     def _reregistered(self) -> None:
         self._session.spawn("forget", self._server.forget())

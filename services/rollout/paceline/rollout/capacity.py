@@ -18,6 +18,7 @@ class SamplerLimits:
             room in the mailbox, no group is begun: what waits in one server's engine could be decoded by
             another server.
         num_groups: most groups, of any size.
+        num_open: most samples that have not ended, those that wait for a tool included.
         group_timeout_s: longest that one group may take in the engine.
         max_deliveries: attempts that a group gets before it is refused.
         lease_s, max_stream_length, append_timeout_s: of the mailboxes.
@@ -32,6 +33,7 @@ class SamplerLimits:
     append_timeout_s: float
     max_deliveries: int
     probe_timeout_s: float = 60.0
+    num_open: int = 2**31
 
     @classmethod
     def of(cls, config: RunConfig) -> SamplerLimits:
@@ -45,13 +47,15 @@ class SamplerLimits:
             max_stream_length=config.broker.max_stream_length,
             append_timeout_s=config.stall_timeout_s,
             max_deliveries=rollout.max_deliveries,
+            num_open=max(rollout.episode.max_open or 4 * rollout.max_num_seqs, rollout.max_num_seqs),
         )
 
 
 class Capacity:
     """Counts groups and samples against the limits.
 
-    A sample is first *drawing*, in the engine, and then *delivering*, on its way into the mailbox. A group
+    A sample is first *drawing*, in the engine, and then *delivering*, on its way into the mailbox. An episode
+    is *acting* while it waits for a tool or its environment, and takes no room of the engine's then. A group
     counts until all of its samples have been delivered.
     """
 
@@ -62,7 +66,7 @@ class Capacity:
 
     def clear(self) -> None:
         """Nothing is under way."""
-        self._drawing = self._delivering = self._num_groups = 0
+        self._drawing = self._delivering = self._acting = self._num_groups = 0
 
     @property
     def num_groups(self) -> int:
@@ -71,14 +75,15 @@ class Capacity:
 
     @property
     def num_samples(self) -> int:
-        """Samples that the engine draws or that wait for their delivery."""
-        return self._drawing + self._delivering
+        """Samples that are under way: drawn, waiting for a tool, or waiting for their delivery."""
+        return self._drawing + self._acting + self._delivering
 
     async def wait_for_room(self) -> None:
         """Returns as soon as there is room for a group."""
         limits = self._limits
         while (
             max(self._drawing, self._delivering) >= limits.num_samples
+            or self._drawing + self._acting >= limits.num_open
             or self._num_groups >= limits.num_groups
         ):
             self._changed.clear()
@@ -99,6 +104,17 @@ class Capacity:
         """The engine is done with so many samples."""
         self._drawing -= num_samples
         self._changed.set()
+
+    def turn_ended(self) -> None:
+        """A sample waits for its tool or environment."""
+        self._drawing -= 1
+        self._acting += 1
+        self._changed.set()
+
+    def turn_began(self) -> None:
+        """It is drawn again. It waits for no room: the oldest episodes go on first."""
+        self._drawing += 1
+        self._acting -= 1
 
     def delivery_began(self, num_samples: int) -> None:
         """So many samples are on their way into the mailbox."""

@@ -9,6 +9,7 @@ from paceline.core.errors import InvalidMessageError, NumericsError, PeerLostErr
 from paceline.core.policy import PolicyTag
 from paceline.core.text import one_line
 from paceline.core.trajectory import GroupRefusal, PromptGroup
+from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.wire import decode_prompt_group, refusal_of
 
 MAX_FAILED_IN_A_ROW = 8
@@ -36,6 +37,8 @@ def failure_of(error: Exception) -> GroupFailure:
             return GroupFailure(
                 reason=error.reason, message=one_line(str(error)), final=True, of_engine=False
             )
+        case EnvironmentLostError():
+            return GroupFailure(reason="environment_lost", message=one_line(str(error)), of_engine=False)
         case NumericsError():
             # Seeds and weights decide the numbers: they would be the same on any server.
             return GroupFailure(reason="not_finite", message=one_line(str(error)), final=True)

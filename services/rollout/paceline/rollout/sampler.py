@@ -26,6 +26,9 @@ from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import PromptGroup, SamplingSpec
 from paceline.rollout.capacity import Capacity, SamplerLimits
 from paceline.rollout.engines.base import Engine, SampleRequest
+from paceline.rollout.episodes.group import Episodes
+from paceline.rollout.episodes.loop import Slot
+from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.failures import Admission, FailureStreak, GroupFailure, failure_of
 from paceline.rollout.trajectories import check_samples, sample_requests, trajectory_messages
 from paceline.service import telemetry
@@ -45,6 +48,7 @@ class Sampler:
         server_id: this server's name in trajectories.
         incarnation: another one after each restart of the server.
         spawn: starts a task whose failure ends the service.
+        episodes: draws groups that are to be episodes of turns; None where no run asks for that.
     """
 
     def __init__(
@@ -57,10 +61,11 @@ class Sampler:
         incarnation: str,
         limits: SamplerLimits,
         spawn: Spawn,
+        episodes: Episodes | None = None,
     ) -> None:
         self._engine, self._broker, self._limits = engine, broker, limits
         self._run_id, self._server_id, self._incarnation = run_id, server_id, incarnation
-        self._spawn, self._serials = spawn, itertools.count()
+        self._spawn, self._serials, self._episodes = spawn, itertools.count(), episodes
         self._session: asyncio.Task[None] | None = None
         self._draining = asyncio.Event()
         self._capacity, self._streak = Capacity(limits), FailureStreak()
@@ -185,11 +190,10 @@ class Sampler:
         limit_s, started, serial = self._limits.group_timeout_s, time.monotonic(), next(self._serials)
         try:
             async with asyncio.timeout(limit_s):
-                samples = await self._engine.generate(sample_requests(group, serial), sample_ended)
-            check_samples(group, samples)
+                draws = await self._draw_samples(group, serial, sample_ended)
             return trajectory_messages(
                 group,
-                samples,
+                draws,
                 server_id=self._server_id,
                 draw=f"{self._incarnation}.{serial}",
                 seconds=time.monotonic() - started,
@@ -204,6 +208,17 @@ class Sampler:
         except Exception as error:  # noqa: BLE001 - the group's error, unless the engine has died of it
             await self._engine.check_health()
             return failure_of(error)
+
+    async def _draw_samples(
+        self, group: PromptGroup, serial: int, sample_ended: Callable[[], None]
+    ) -> list[Draw]:
+        if group.messages and self._episodes is not None:
+            return await self._episodes.draw(
+                group, str(serial), lambda: _EpisodeSlot(self._capacity, sample_ended)
+            )
+        samples = await self._engine.generate(sample_requests(group, serial), sample_ended)
+        check_samples(group, samples)
+        return [Draw.single(group.prompt_token_ids, sample) for sample in samples]
 
     async def _probe(self, group: PromptGroup) -> None:
         """Asks the engine for one token: a group that takes too long may have hung the engine.
@@ -264,3 +279,19 @@ class _Delivery:
     box: Mailbox
     admission: Admission
     entry: Entry
+
+
+class _EpisodeSlot(Slot):
+    """An episode's place in the capacity."""
+
+    def __init__(self, capacity: Capacity, ended: Callable[[], None]) -> None:
+        self._capacity, self._ended = capacity, ended
+
+    def pause(self) -> None:
+        self._capacity.turn_ended()
+
+    def resume(self) -> None:
+        self._capacity.turn_began()
+
+    def end(self) -> None:
+        self._ended()

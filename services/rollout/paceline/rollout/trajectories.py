@@ -11,6 +11,7 @@ from paceline.broker.base import Outgoing
 from paceline.core.errors import NumericsError, PeerLostError
 from paceline.core.trajectory import FinishReason, PromptGroup, Trajectory, TrajectoryHeader
 from paceline.rollout.engines.base import Sample, SampleRequest
+from paceline.rollout.episodes.recorder import Draw
 from paceline.service import telemetry
 from paceline.wire import blob_digest, decode_trajectory, encode_trajectory, encode_trajectory_header
 
@@ -56,7 +57,7 @@ def check_samples(group: PromptGroup, samples: Sequence[Sample]) -> None:
 
 
 def trajectory_messages(
-    group: PromptGroup, samples: Sequence[Sample], *, server_id: str, draw: str, seconds: float
+    group: PromptGroup, draws: Sequence[Draw], *, server_id: str, draw: str, seconds: float
 ) -> list[Outgoing]:
     """One message per sample: the header as payload, the trajectory as its blob.
 
@@ -71,8 +72,8 @@ def trajectory_messages(
     """
     stream, traceparent = names.trajectories(group.run_id), telemetry.current_traceparent()
     messages = []
-    for index, sample in enumerate(samples):
-        trajectory = _trajectory(group, index, sample)
+    for index, drawn in enumerate(draws):
+        trajectory = _trajectory(group, index, drawn)
         blob = encode_trajectory(trajectory)
         decode_trajectory(blob)
         key = names.blob(group.run_id, str(trajectory.trajectory_id), server_id, draw)
@@ -82,13 +83,14 @@ def trajectory_messages(
             policy=group.policy,
             blob_key=key,
             blob_digest=blob_digest(blob),
-            num_prompt_tokens=len(group.prompt_token_ids),
-            num_response_tokens=len(sample.token_ids),
-            num_sampled_tokens=len(sample.token_ids),
-            finish_reason=sample.finish_reason,
+            num_prompt_tokens=len(drawn.prompt_token_ids),
+            num_response_tokens=len(drawn.token_ids),
+            num_sampled_tokens=int(drawn.mask.sum()),
+            finish_reason=drawn.finish_reason,
             server_id=server_id,
             seconds=seconds,
             context=group.context,
+            episode=drawn.episode,
         )
         messages.append(
             Outgoing(
@@ -101,16 +103,16 @@ def trajectory_messages(
     return messages
 
 
-def _trajectory(group: PromptGroup, index: int, sample: Sample) -> Trajectory:
+def _trajectory(group: PromptGroup, index: int, drawn: Draw) -> Trajectory:
     return Trajectory(
         run_id=group.run_id,
         trajectory_id=group.trajectory_id(index),
         policy=group.policy,
-        prompt_token_ids=group.prompt_token_ids,
-        response_token_ids=sample.token_ids,
-        response_log_probs=sample.log_probs,
-        response_mask=np.ones(len(sample.token_ids), dtype=np.uint8),
-        finish_reason=sample.finish_reason,
+        prompt_token_ids=drawn.prompt_token_ids,
+        response_token_ids=drawn.token_ids,
+        response_log_probs=drawn.log_probs,
+        response_mask=drawn.mask,
+        finish_reason=drawn.finish_reason,
         sampling=group.sampling,
         seed=group.seeds[index],
     )

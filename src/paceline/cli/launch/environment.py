@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes.util
 import datetime
 import enum
@@ -19,6 +20,7 @@ import psutil
 
 from paceline.cli.launch.machine import free_port, is_cpu_build, num_cores, version
 from paceline.core.errors import EnvironmentLackError
+from paceline.service.confinement.confined import why_not_confined
 
 _GIB = 2**30
 _INSTALL = "make venv, in the repository (docs/install.md)"
@@ -85,6 +87,16 @@ def _package(name: str, *, hint: str) -> Finding:
     if number is None:
         return Finding(part=name, state="no", status=Status.LACKING, hint=hint)
     return Finding(part=name, state=number)
+
+
+def _confinement() -> Iterable[Finding]:
+    problem = asyncio.run(why_not_confined())
+    if problem:
+        yield Finding(
+            part="confined code", state="no", status=Status.NOTE, hint=f"for reward.code: {problem}"
+        )
+    else:
+        yield Finding(part="confined code", state="yes, for reward.code")
 
 
 def _redis() -> Iterable[Finding]:
@@ -230,6 +242,7 @@ _PARTS: tuple[Callable[[], Iterable[Finding]], ...] = (
     _python,
     _packages,
     _redis,
+    _confinement,
     _gpus,
     _ports,
     _shared_memory,

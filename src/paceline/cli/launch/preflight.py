@@ -252,6 +252,12 @@ def _learner_check(config: RunConfig, *options: str) -> str:
     return process.stdout.strip()
 
 
+def _episodes(config: RunConfig) -> str:
+    from paceline.rollout.episodes.check import check_episodes
+
+    return check_episodes(config)
+
+
 def _reward_services(config: RunConfig) -> str:
     """Whether somebody listens where the remote scorers are said to be."""
     for number, service in enumerate(config.reward.services):
@@ -328,6 +334,7 @@ PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("training prompts", lambda config: _prompts(config, "train")),
     ("validation prompts", lambda config: _prompts(config, "val")),
     ("reward functions", _rewards),
+    ("episodes", _episodes),
     ("policy loss", _policy_loss),
     ("engine", _engine),
 )

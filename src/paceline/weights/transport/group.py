@@ -409,7 +409,7 @@ class Pending:
             try:
                 if self.on_stream:
                     # In a group without a watchdog `wait` holds the caller up.
-                    work.block_current_stream()
+                    work.synchronize()
                 else:
                     work.wait(deadline.remaining(peer))
             except RuntimeError as error:

@@ -108,6 +108,7 @@ class Dispatcher:
             seeds=seeds,
             policy=order.policy,
             context=prompt.context,
+            messages=prompt.messages if self._config.has_episodes else (),
         )
         if not order.with_greedy:
             return [samples]

@@ -9,6 +9,7 @@ import logging
 from dataclasses import asdict, dataclass
 
 from paceline.config.run import RunConfig
+from paceline.core.errors import DataError
 from paceline.core.trajectory import SamplingSpec
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import PromptSet, load_tokenizer, stop_token_ids
@@ -58,8 +59,18 @@ def load_inputs(config: RunConfig) -> Inputs:
             log.info(
                 "%d %s prompts, %d left out as over-long", len(prompts.prompts), name, prompts.num_filtered
             )
+            _check_episodes(config, prompts)
     seed = config.trainer.seed if config.data.seed is None else config.data.seed
     cursor = PromptCursor(
         train.ids(), batch_size=config.data.train_batch_size, seed=seed, shuffle=config.data.shuffle
     )
     return Inputs(train=train, val=val, cursor=cursor, stop_token_ids=stop_token_ids(model.path, tokenizer))
+
+
+def _check_episodes(config: RunConfig, prompts: PromptSet) -> None:
+    plain = [i for i, prompt in prompts.prompts.items() if not prompt.messages]
+    if config.has_episodes and plain:
+        raise DataError(
+            f"row {plain[0]} has a prompt that is plain text, and episodes need chat messages: set "
+            "data.prompt_format: chat, or write lists of messages"
+        )

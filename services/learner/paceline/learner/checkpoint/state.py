@@ -30,7 +30,9 @@ def state_of(learner: Learner) -> State:
         trainables["critic"] = learner.critic
     state: State = {"rng": {"cpu": torch.get_rng_state()}}
     for name, trainable in trainables.items():
-        state[name] = dict(hugging_face_names(trainable.network))
+        parameters = hugging_face_names(trainable.network)
+        # What is frozen comes from the model's folder.
+        state[name] = {key: parameter for key, parameter in parameters if parameter.requires_grad}
         state[f"{name}_optimizer"] = trainable.optimizer.state()
     return state
 

@@ -109,7 +109,7 @@ class StepOutcome:
 
 
 class Optimizer:
-    """AdamW (arXiv:1711.05101) with decoupled weight decay on all parameters.
+    """AdamW (arXiv:1711.05101) with decoupled weight decay on all parameters that train.
 
     Args:
         network: sharded; its backward pass leaves the gradients.
@@ -132,7 +132,7 @@ class Optimizer:
     ) -> None:
         self._host = host
         self._network, self._grad_clip = network, grad_clip
-        self._parameters = list(network.parameters())
+        self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self._adamw = torch.optim.AdamW(
             self._parameters, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
         )
@@ -175,8 +175,9 @@ class Optimizer:
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
         for name, parameter in hugging_face_names(self._network):
-            for kind, tensor in sorted(self._adamw.state[parameter].items()):
-                yield name, kind, tensor
+            if parameter.requires_grad:
+                for kind, tensor in sorted(self._adamw.state[parameter].items()):
+                    yield name, kind, tensor
 
     def _fill_state(self) -> None:
         """Creates AdamW's state before its first step, so a checkpoint can load into it."""

@@ -1,0 +1,109 @@
+"""Writes the calculator example's inputs: the arithmetic example's sums, and a model that may ask a tool.
+
+The warm-up answers come from two made-up pupils: a hasty one writes the sum at once and forgets the carry,
+one with a calculator writes a tool call, and then what the tool answered. Most answers are the hasty pupil's.
+Reinforcement learning sees true sums only through the reward and has to discover that the calculator pays.
+
+The seed determines everything: the same arguments write the same rows and the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+HERE = Path(__file__).resolve().parent
+_SPEC = importlib.util.spec_from_file_location(
+    "arithmetic_prepare", HERE.parent / "arithmetic" / "prepare.py"
+)
+assert _SPEC is not None, HERE
+assert _SPEC.loader is not None, HERE
+arithmetic: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = arithmetic
+_SPEC.loader.exec_module(arithmetic)
+
+TOOL = "<|tool|>"
+# What stands around the expression in a call: one token each, so that a tiny model has little to write.
+CALL, CLOSE = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
+
+
+def call(operands: Sequence[int]) -> str:
+    """The calculator called with a sum."""
+    return f"{CALL}{'+'.join(map(str, operands))}{CLOSE}"
+
+
+def build_tokenizer() -> Any:
+    """The arithmetic example's tokenizer with a role for tools and the two parts of a call."""
+    tokenizer = arithmetic.build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [*arithmetic.ROLES, TOOL]})
+    tokenizer.add_tokens([CALL, CLOSE])
+    return tokenizer
+
+
+def to_sft(problems: Sequence[Any], rng: np.random.Generator, hasty_share: float) -> pa.Table:
+    """Pairs of a conversation and its next answer; of a conversation with the tool both turns are pairs."""
+    prompts, answers = [], []
+    for problem in problems:
+        question = {"role": "user", "content": problem.question}
+        if rng.random() < hasty_share:
+            prompts.append([question])
+            answers.append(str(arithmetic.add_without_carry(problem.operands)))
+            continue
+        asked = call(problem.operands)
+        prompts.append([question])
+        answers.append(asked)
+        prompts.append(
+            [question, {"role": "assistant", "content": asked}, {"role": "tool", "content": problem.answer}]
+        )
+        answers.append(problem.answer)
+    return pa.table({"prompt": prompts, "answer": answers, "ground_truth": answers})
+
+
+def write_data(
+    out: Path, *, seed: int, num_train: int, num_val: int, num_sft: int, hasty_share: float
+) -> None:
+    """Writes `train.parquet`, `val.parquet`, `sft.parquet`; no multiset of `val` is in the other two."""
+    arithmetic.write_data(out, seed=seed, num_train=num_train, num_val=num_val, num_sft=1, hasty_share=1.0)
+    val_rng, rng = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 2])
+    val = arithmetic.draw_problems(val_rng, num_val, avoid=set(), distinct=True)
+    problems = arithmetic.draw_problems(rng, num_sft, avoid={p.key for p in val}, distinct=False)
+    pq.write_table(to_sft(problems, rng, hasty_share), out / "sft.parquet")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the data and the model, and prints a line of JSON that says what was written."""
+    parser = argparse.ArgumentParser(description="Prepare the calculator example's data and starting model.")
+    parser.add_argument("--out", type=Path, default=HERE / "data", help="folder for the parquet files")
+    parser.add_argument("--model-out", type=Path, default=HERE / "model", help="folder for the model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the rows and of the weights")
+    parser.add_argument("--num-train", type=int, default=2048)
+    parser.add_argument("--num-val", type=int, default=256)
+    parser.add_argument("--num-sft", type=int, default=25600)
+    parser.add_argument(
+        "--hasty-share", type=float, default=0.85, help="share of warm-up answers without a tool"
+    )
+    args = parser.parse_args(argv)
+    write_data(
+        args.out,
+        seed=args.seed,
+        num_train=args.num_train,
+        num_val=args.num_val,
+        num_sft=args.num_sft,
+        hasty_share=args.hasty_share,
+    )
+    num_parameters = arithmetic.write_model(args.model_out, seed=args.seed, tokenizer=build_tokenizer())
+    print(json.dumps({"data": str(args.out), "model": str(args.model_out), "num_parameters": num_parameters}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

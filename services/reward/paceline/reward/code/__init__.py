@@ -1,0 +1,1 @@
+"""Scoring of answers that are programs, by running them."""

@@ -1,0 +1,74 @@
+"""What a row's ground truth asks of a program, and whether a run of it did that.
+
+The expected outputs are compared here: the program, which may try to cheat, never sees them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.errors import RewardError, RewardErrorKind
+
+_FENCE = re.compile(r"```[ \t]*[\w+-]*[ \t]*\r?\n(.*?)```", re.DOTALL)
+_CALLER = "\nimport json as _json, sys as _sys\nprint(_json.dumps(eval(_sys.stdin.read())))\n"
+_FORM = (
+    'the ground truth must be a JSON object: {"inputs": ["1 2"], "outputs": ["3"]} for what a program reads '
+    'and prints, or {"calls": ["add(1, 2)"], "results": [3]} for what a function returns'
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodeTest:
+    """One test: what is read, and what must be printed; `is_json`: as JSON, whose last line counts."""
+
+    stdin: str
+    expected: object
+    is_json: bool = False
+
+    def passes(self, stdout: str) -> bool:
+        """Whether a program that ended well passes."""
+        if not self.is_json:
+            return _lines(stdout) == _lines(str(self.expected))
+        try:
+            return bool(json.loads(stdout.strip().rpartition("\n")[2]) == self.expected)
+        except ValueError:
+            return False
+
+
+def code_of(response: str) -> str:
+    """The program in a response: its last fenced block, or all of it."""
+    blocks = _FENCE.findall(response)
+    return blocks[-1] if blocks else response
+
+
+def program_of(code: str, tests: Sequence[CodeTest]) -> str:
+    """The program to run for these tests."""
+    return code + _CALLER if any(test.is_json for test in tests) else code
+
+
+def tests_of(ground_truth: str) -> list[CodeTest]:
+    """The tests that a ground truth holds.
+
+    Raises:
+        RewardError: WRONG_TYPE, if it holds none.
+    """
+    try:
+        asked = json.loads(ground_truth)
+        if "calls" in asked:
+            pairs = zip(asked["calls"], asked["results"], strict=True)
+            tests = [CodeTest(stdin=str(call), expected=result, is_json=True) for call, result in pairs]
+        else:
+            pairs = zip(asked["inputs"], asked["outputs"], strict=True)
+            tests = [CodeTest(stdin=str(text), expected=str(output)) for text, output in pairs]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RewardError(f"{_FORM} ({error})", kind=RewardErrorKind.WRONG_TYPE) from None
+    if not tests:
+        raise RewardError(_FORM, kind=RewardErrorKind.WRONG_TYPE)
+    return tests
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

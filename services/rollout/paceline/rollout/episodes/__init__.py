@@ -1,0 +1,1 @@
+"""Episodes: samples of several turns, between which tools or an environment answer."""

@@ -1,0 +1,112 @@
+"""The seam between an episode and what answers the policy: tools of this server, or a service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.core.chat import Message, ToolSpec
+from paceline.core.errors import PeerLostError
+
+
+class EnvironmentLostError(PeerLostError):
+    """The environment is gone, refused the episode or broke its contract: not the policy's doing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeTask:
+    """What an episode is about.
+
+    Attributes:
+        trajectory_id: of the sample.
+        attempt: rises with every opening of the same episode.
+        task: the prompt's row, plain data.
+        task_seed: equal in a prompt group, so that all of its episodes begin alike.
+        episode_seed: differs between them.
+    """
+
+    run_id: str
+    trajectory_id: str
+    attempt: int
+    task: Mapping[str, object]
+    task_seed: int
+    episode_seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """How an episode begins: messages after those of the prompt, and tools; both may be empty."""
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[ToolSpec, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What a turn led to.
+
+    `seconds` is the time that counts as the policy's, without waiting for a process. `stop_reason`: the
+    environment ends the episode; "" if it goes on.
+    """
+
+    messages: tuple[Message, ...] = ()
+    seconds: float = 0.0
+    stop_reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grade:
+    """The environment's reward, None if it gives none, and further numbers."""
+
+    reward: float | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+class Session(Protocol):
+    """One episode's side of the environment. Each call has a deadline of its own.
+
+    Raises:
+        EnvironmentLostError: from every method; the episode is then begun again in another session.
+    """
+
+    async def open(self) -> Opening:
+        """Begins the episode."""
+        ...
+
+    async def step(self, turn: int, action: Message) -> Observation:
+        """Answers the policy's turn, counted from 1."""
+        ...
+
+    async def close(self, stop_reason: str) -> Grade:
+        """Grades what has happened, and frees what the session holds."""
+        ...
+
+    async def abandon(self) -> None:
+        """Frees what the session holds; nothing is graded. Never raises."""
+        ...
+
+
+class Environment(Protocol):
+    """Where sessions come from."""
+
+    async def start(self) -> None:
+        """Makes it ready.
+
+        Raises:
+            PacelineError: it cannot be used as it is configured.
+        """
+        ...
+
+    def session(self, task: EpisodeTask) -> Session:
+        """A session for one attempt at an episode."""
+        ...
+
+    async def close(self) -> None:
+        """Ends its processes and connections. May be repeated."""
+        ...
+
+    @property
+    def call_names(self) -> Sequence[str]:
+        """Names of the tools that are known before any episode."""
+        ...

@@ -1,0 +1,178 @@
+"""The episodes of one prompt group: all at once, each with another attempt where its environment was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import time
+from collections.abc import Callable
+
+from paceline.config.run import RunConfig
+from paceline.core.errors import ModelError
+from paceline.core.trajectory import PromptGroup
+from paceline.data.prompts import Tokenizer
+from paceline.rollout.engines.base import Engine, Sample, SampleRequest
+from paceline.rollout.episodes import calls
+from paceline.rollout.episodes.environment import Environment, EnvironmentLostError, EpisodeTask
+from paceline.rollout.episodes.joiner import Joiner
+from paceline.rollout.episodes.loop import EpisodeRules, Slot, run_episode
+from paceline.rollout.episodes.recorder import Draw
+from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
+from paceline.rollout.episodes.states import EpisodeLimits
+from paceline.rollout.episodes.tool_pool import ToolLimits, ToolPool
+from paceline.service.credentials import Credentials
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S = 0.2
+"""Before the second attempt at an episode; doubled for each further one."""
+
+CheckSamples = Callable[[PromptGroup, list[Sample]], None]
+
+
+class Episodes:
+    """Draws prompt groups as episodes.
+
+    Args:
+        engine: decodes the turns.
+        environment: answers them; started, and closed by whoever started it.
+        rules: of every episode.
+        retries: further attempts at an episode whose environment was lost.
+        check: raises for samples that must not leave the server.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        environment: Environment,
+        rules: EpisodeRules,
+        retries: int,
+        check: CheckSamples,
+    ) -> None:
+        self._engine, self._environment, self._rules = engine, environment, rules
+        self._retries, self._check = retries, check
+        self._last_attempt = 0
+
+    async def draw(self, group: PromptGroup, serial: str, slots: Callable[[], Slot]) -> list[Draw]:
+        """All episodes of a group, in the order of its seeds; cancelling it abandons them.
+
+        Args:
+            group: with messages.
+            serial: differs between deliveries of a group.
+            slots: makes the slot of one sample.
+
+        Raises:
+            EnvironmentLostError: an episode's environment was lost in every attempt.
+            Exception: the first error of an episode; the others are abandoned.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._episode(group, index, serial, slots()), name=f"episode {index}")
+                    for index in range(group.num_samples)
+                ]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in running]
+
+    async def _episode(self, group: PromptGroup, index: int, serial: str, slot: Slot) -> Draw:
+        for retry in itertools.count():
+            session = self._environment.session(self._task(group, index))
+            try:
+                drawn = await run_episode(
+                    group,
+                    index,
+                    session=session,
+                    generate=lambda request: self._generate(group, request),
+                    rules=self._rules,
+                    slot=slot,
+                    serial=f"{serial}.{retry}",
+                )
+                slot.end()
+                return drawn
+            except EnvironmentLostError as error:
+                if retry >= self._retries:
+                    raise
+                log.warning("%s begins again: %s", group.trajectory_id(index), error)
+            with slot.paused():
+                await asyncio.sleep(_PAUSE_S * 2**retry)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _generate(self, group: PromptGroup, request: SampleRequest) -> Sample:
+        samples = await self._engine.generate([request])
+        self._check(group, samples)
+        return samples[0]
+
+    def _task(self, group: PromptGroup, index: int) -> EpisodeTask:
+        context = group.context
+        start = f"{group.step}/{group.prompt_id}/{group.seeds[0]}".encode()
+        return EpisodeTask(
+            run_id=group.run_id,
+            trajectory_id=str(group.trajectory_id(index)),
+            attempt=self._next_attempt(),
+            task={
+                "messages": [dict(message) for message in group.messages],
+                "ground_truth": context.ground_truth,
+                "data_source": context.data_source,
+                **context.extra,
+            },
+            task_seed=int.from_bytes(hashlib.blake2b(start, digest_size=8).digest(), "big") >> 33,
+            episode_seed=group.seeds[index],
+        )
+
+    def _next_attempt(self) -> int:
+        """The time in microseconds: it rises over servers and their restarts, and if the broker is lost."""
+        self._last_attempt = max(self._last_attempt + 1, time.time_ns() // 1000)
+        return self._last_attempt
+
+
+def environment_of(config: RunConfig, credentials: Credentials) -> Environment:
+    """What the configuration names: a service, or tools.
+
+    Raises:
+        ConfigError: the file with the service's token cannot be read.
+    """
+    episode, service = config.rollout.episode, config.rollout.environment
+    if service is not None:
+        options = RemoteOptions.of(service, turn_s=config.request_timeout_s, credentials=credentials)
+        return RemoteEnvironment(options)
+    limits = ToolLimits(
+        call_s=episode.step_s,
+        memory_bytes=episode.tool_memory_mib * 2**20,
+        num_processes=episode.tool_processes,
+    )
+    return ToolPool(config.rollout.tools, limits)
+
+
+def rules_of(config: RunConfig, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> EpisodeRules:
+    """What the configuration asks of episodes.
+
+    Raises:
+        ModelError: the chat template does not pass the self-test, or shows no tools.
+        ConfigError: there is no such format of calls.
+    """
+    episode = config.rollout.episode
+    template = tokenizer.chat_template or ""
+    call_format = calls.format_of(template) if episode.call_format == "auto" else episode.call_format
+    calls.check_format(call_format)
+    joiner = Joiner(
+        tokenizer,
+        stop_token_ids,
+        observation_tokens=episode.observation_tokens,
+        show_tools=episode.show_tools,
+    )
+    if episode.show_tools and not joiner.shows_tools():
+        raise ModelError(
+            "the chat template does not tell the model of its tools: describe them in the prompts, and set "
+            "rollout.episode.show_tools: false to say that this is meant"
+        )
+    return EpisodeRules(
+        limits=EpisodeLimits.of(config.rollout, config.data.max_response_length),
+        joiner=joiner,
+        tokenizer=tokenizer,
+        call_format=call_format,
+        max_prompt_tokens=config.data.max_prompt_length,
+    )

@@ -1,0 +1,161 @@
+"""What the environment says, as tokens after those that the policy sampled, which are never made again.
+
+The tokens of a tool's answer are those that the chat template writes between the end of one assistant turn
+and the beginning of the next one. They are cut out of a short made-up conversation with that answer in it,
+so the history is neither rendered nor tokenized a second time. The self-test shows whether a template allows
+this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.core.chat import Message, ToolSpec
+from paceline.core.errors import ModelError
+from paceline.core.text import encodable
+from paceline.data.prompts import Tokenizer
+
+_MARK = "MARK7Q"
+_QUESTION = "QUESTION7Q"
+_CHARS_PER_TOKEN = 16
+"""A text of more characters per token than this is cut before it is tokenized."""
+
+
+class Joiner:
+    """Renders prompts, and the environment's messages between two turns.
+
+    Args:
+        tokenizer: with a chat template.
+        stop_token_ids: those that end a turn.
+        observation_tokens: most tokens of one message's content; what is longer is cut.
+        show_tools: whether the template tells the model of its tools.
+
+    Raises:
+        ModelError: the template does not pass the self-test.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_token_ids: Sequence[int],
+        *,
+        observation_tokens: int = 1024,
+        show_tools: bool = True,
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise ModelError(
+                "the tokenizer has no chat template, and episodes are made of chat messages: add one to the "
+                "model folder, or take an instruct model"
+            )
+        self._tokenizer, self._limit, self.show_tools = tokenizer, observation_tokens, show_tools
+        self._ends = [tokenizer.decode([end], skip_special_tokens=False) for end in stop_token_ids]
+        self._special = sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}, key=len)[::-1]
+        self.tool_role = "tool"
+        self.tool_role = self._self_test()
+
+    def prompt(self, messages: Sequence[Mapping[str, object]], tools: Sequence[ToolSpec]) -> list[int]:
+        """Tokens of a conversation that nobody has answered yet, the assistant's turn opened."""
+        shown = [tool.to_template() for tool in tools] if self.show_tools else []
+        return self._encode(self._render(list(messages), tools=shown))
+
+    def between(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens from the end of a sampled turn, whose last token ends it, to the next turn's opening."""
+        return self._encode(self._between([self._plain(message) for message in messages], _QUESTION))
+
+    def safe(self, text: str) -> str:
+        """Content from outside: cut to the limit, its special tokens broken, so that none can be forged."""
+        text = encodable(text)
+        num_chars = len(text)
+        text = text[: self._limit * _CHARS_PER_TOKEN]
+        for special in self._special:
+            if special in text:
+                text = text.replace(special, f"{special[0]} {special[1:]}")
+        ids = self._encode(text)
+        if len(ids) > self._limit:
+            text = self._tokenizer.decode(ids[: self._limit], skip_special_tokens=False)
+        return text if len(text) >= num_chars else f"{text} [cut: {num_chars} characters]"
+
+    def shows_tools(self) -> bool:
+        """Whether the template writes the tools that it is given into the prompt."""
+        tool = ToolSpec(name="tool7q", description="", parameters={"type": "object", "properties": {}})
+        try:
+            text = self._render([{"role": "user", "content": _QUESTION}], tools=[tool.to_template()])
+        except Exception:  # noqa: BLE001  a template may raise anything
+            return False
+        return "tool7q" in text
+
+    def _plain(self, message: Message) -> dict[str, object]:
+        """The form that templates take, with a content that is safe."""
+        role = self.tool_role if message.role == "tool" else message.role
+        plain: dict[str, object] = {"role": role, "content": self.safe(message.content)}
+        if role == "tool":
+            plain |= {"name": message.name or "tool", "tool_call_id": message.call_id}
+        return plain
+
+    def _between(self, messages: Sequence[dict[str, object]], question: str) -> str:
+        if self.tool_role == "user":  # such templates want users and assistants to alternate
+            messages = [{"role": "user", "content": "\n".join(str(m["content"]) for m in messages)}]
+        before = [{"role": "user", "content": question}, {"role": "assistant", "content": _MARK}]
+        text = self._render([*before, *messages])
+        _, mark, tail = text.rpartition(_MARK)
+        end = next((end for end in self._ends if tail.startswith(end)), None)
+        if not mark or end is None:
+            raise ModelError(
+                f"after an assistant's message the chat template writes {tail[:40]!r}, which begins with "
+                f"none of the tokens that end a turn ({', '.join(map(repr, self._ends))})"
+            )
+        return tail[len(end) :]
+
+    def _render(
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] = ()
+    ) -> str:
+        options = {"tools": list(tools)} if tools else {}
+        return str(
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **options
+            )
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _self_test(self) -> str:
+        """The role in which the template takes a tool's answer.
+
+        Raises:
+            ModelError: it takes it in none.
+        """
+        faults = []
+        for role in ("tool", "user"):
+            self.tool_role = role
+            try:
+                fault = self._fault(role)
+            except Exception as error:  # noqa: BLE001  a template may raise anything
+                fault = f"it raises {type(error).__name__}: {error}"
+            if not fault:
+                return role
+            faults.append(f"role {role}: {fault}")
+        raise ModelError(
+            f"the chat template cannot carry several turns: {'; '.join(faults)}. Take a model whose template "
+            "knows tools, or mend the template (docs/environments.md says what is asked of it)"
+        )
+
+    def _fault(self, role: str) -> str:
+        opening = self._render([{"role": "user", "content": _QUESTION}])
+        opening = opening[opening.index(_QUESTION) + len(_QUESTION) :]
+        for answers in (["ANSWER1Q"], ["ANSWER1Q", "ANSWER2Q"]):
+            messages = [self._plain(Message(role="tool", content=answer, name="t")) for answer in answers]
+            text = self._between(messages, _QUESTION)
+            places = [text.find(answer) for answer in answers]
+            if -1 in places or places != sorted(places) or any(text.count(answer) > 1 for answer in answers):
+                return "it does not write each answer once, in order"
+            if text != self._between(messages, f"{_QUESTION} and more"):
+                return "what it writes after a turn depends on what came before"
+            turn_opening = text[text.index(answers[-1]) + len(answers[-1]) :]
+            last = max((opening.rfind(end) + len(end) for end in self._ends if end in opening), default=0)
+            if not turn_opening.endswith(opening[last:].strip("\n")) and not turn_opening.endswith(
+                opening[last:]
+            ):
+                return f"a later turn opens with {turn_opening[-40:]!r}, the first one with {opening[-40:]!r}"
+        return ""

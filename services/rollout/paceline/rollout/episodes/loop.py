@@ -1,0 +1,214 @@
+"""One episode: turns of the policy and answers of the environment, until a limit or the environment ends it.
+
+    open -> prompt -> (engine -> calls -> step -> tokens between) ... -> close -> Draw
+
+Consumes: a session, the engine. Unblocked by: the engine's samples and the session's answers, each of which
+has a deadline; the sampler's deadline stands over the episode. Produces: one `Draw`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
+
+from paceline.core.chat import Message
+from paceline.core.episode import EpisodeOutcome
+from paceline.core.errors import InvalidMessageError
+from paceline.core.trajectory import FinishReason, PromptGroup
+from paceline.data.prompts import Tokenizer
+from paceline.rollout.engines.base import Sample, SampleRequest
+from paceline.rollout.episodes import states
+from paceline.rollout.episodes.calls import read_action
+from paceline.rollout.episodes.environment import Opening, Session
+from paceline.rollout.episodes.joiner import Joiner
+from paceline.rollout.episodes.recorder import Draw, Recorder
+from paceline.rollout.episodes.states import EpisodeLimits, Phase, Standing, advance
+
+Generate = Callable[[SampleRequest], Awaitable[Sample]]
+"""Draws one turn, and raises what `Engine.generate` raises."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeRules:
+    """What all episodes of a run share.
+
+    Attributes:
+        max_prompt_tokens: of the prompt with what the environment adds to it.
+        call_format: see `calls.FORMATS`.
+    """
+
+    limits: EpisodeLimits
+    joiner: Joiner
+    tokenizer: Tokenizer
+    call_format: str
+    max_prompt_tokens: int
+
+
+class Slot:
+    """Tells the server's capacity whether an episode needs the engine: not while it waits for a tool."""
+
+    def pause(self) -> None:
+        """The engine is not needed for now."""
+
+    def resume(self) -> None:
+        """It is needed again."""
+
+    def end(self) -> None:
+        """The episode is over."""
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Paused, for the duration."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
+
+async def run_episode(
+    group: PromptGroup,
+    index: int,
+    *,
+    session: Session,
+    generate: Generate,
+    rules: EpisodeRules,
+    slot: Slot,
+    serial: str,
+) -> Draw:
+    """Runs one attempt at an episode.
+
+    Args:
+        group, index: which sample of which prompt it is.
+        session: opened and closed here, or abandoned if anything fails.
+        generate: the engine.
+        rules: of the run.
+        slot: of this sample.
+        serial: differs between attempts.
+
+    Raises:
+        EnvironmentLostError: begin again, in another session.
+        InvalidMessageError: the prompt is too long with what the environment adds.
+        Exception: whatever `generate` raises.
+    """
+    episode = _Episode(group, index, session, generate, rules, slot, serial)
+    try:
+        return await episode.run()
+    except BaseException:
+        await session.abandon()
+        raise
+
+
+class _Episode:
+    def __init__(
+        self,
+        group: PromptGroup,
+        index: int,
+        session: Session,
+        generate: Generate,
+        rules: EpisodeRules,
+        slot: Slot,
+        serial: str,
+    ) -> None:
+        self._group, self._index, self._session, self._generate = group, index, session, generate
+        self._rules, self._slot, self._serial = rules, slot, serial
+        self._standing = Standing()
+
+    async def run(self) -> Draw:
+        recorder = await self._open()
+        for turn in itertools.count(1):
+            sample = await self._generate(self._request(recorder, turn))
+            recorder.sampled(sample)
+            token_ids = sample.token_ids.tolist()
+            text = self._rules.tokenizer.decode(token_ids, skip_special_tokens=True)
+            action = read_action(text, self._rules.call_format, turn)
+            self._move(
+                states.TurnSampled(
+                    num_tokens=len(sample.token_ids),
+                    num_tool_calls=len(action.tool_calls),
+                    is_cut=sample.finish_reason is FinishReason.LENGTH,
+                )
+            )
+            if self._standing.phase is Phase.ACTING:
+                between = await self._act(turn, action)
+            if self._standing.phase is Phase.CLOSING:
+                return await self._close(recorder)
+            recorder.observed(between)
+        raise AssertionError("an episode has a limit of turns")
+
+    async def _open(self) -> Recorder:
+        with self._slot.paused():
+            opening = await self._session.open()
+        prompt = self._prompt(opening)
+        if len(prompt) > self._rules.max_prompt_tokens:
+            raise InvalidMessageError(
+                f"prompt {self._group.prompt_id} has {len(prompt)} tokens with its tools and what the "
+                f"environment adds, data.max_prompt_length={self._rules.max_prompt_tokens}",
+                reason="prompt_too_long",
+            )
+        self._move(states.Opened())
+        return Recorder(prompt)
+
+    def _prompt(self, opening: Opening) -> list[int]:
+        joiner = self._rules.joiner
+        if not opening.messages and not (opening.tools and joiner.show_tools):
+            prompt: list[int] = self._group.prompt_token_ids.tolist()
+            return prompt
+        said = [{"role": m.role, "content": joiner.safe(m.content)} for m in opening.messages]
+        return joiner.prompt([*self._group.messages, *said], opening.tools)
+
+    async def _act(self, turn: int, action: Message) -> list[int]:
+        with self._slot.paused():
+            observation = await self._session.step(turn, action)
+        between = [] if observation.stop_reason else self._rules.joiner.between(observation.messages)
+        self._move(
+            states.Observed(
+                seconds=observation.seconds,
+                num_tokens=len(between),
+                stop_reason=observation.stop_reason,
+            )
+        )
+        return between
+
+    async def _close(self, recorder: Recorder) -> Draw:
+        standing = self._standing
+        with self._slot.paused():
+            grade = await self._session.close(standing.stop_reason)
+        self._move(states.Closed())
+        return recorder.draw(
+            EpisodeOutcome(
+                stop_reason=standing.stop_reason,
+                num_turns=standing.num_turns,
+                num_tool_calls=standing.num_tool_calls,
+                tool_s=standing.tool_s,
+                reward=grade.reward,
+                components=grade.components,
+            )
+        )
+
+    def _request(self, recorder: Recorder, turn: int) -> SampleRequest:
+        group = self._group
+        room = min(group.sampling.max_tokens, self._standing.turn_tokens(self._rules.limits))
+        return SampleRequest(
+            request_id=f"{group.trajectory_id(self._index)}#{self._serial}.{turn}",
+            prompt_token_ids=recorder.context,
+            sampling=replace(group.sampling, max_tokens=room),
+            seed=turn_seed(group.seeds[self._index], turn),
+            cache_salt=str(group.policy),
+        )
+
+    def _move(self, event: states.Event) -> None:
+        self._standing = advance(self._standing, event, self._rules.limits)
+
+
+def turn_seed(episode_seed: int, turn: int) -> int:
+    """The sampling seed of a turn, counted from 1, in [0, 2**31); the first turn has the episode's own."""
+    if turn == 1:
+        return episode_seed
+    return (
+        int.from_bytes(hashlib.blake2b(f"{episode_seed}/{turn}".encode(), digest_size=8).digest(), "big")
+        >> 33
+    )

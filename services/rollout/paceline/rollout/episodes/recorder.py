@@ -1,0 +1,77 @@
+"""The tokens of an episode as they come: what was sampled with its log-probs, what the environment said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.core.episode import EpisodeOutcome
+from paceline.core.trajectory import FinishReason, Float32Array, Int32Array, UInt8Array
+from paceline.rollout.engines.base import Sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Draw:
+    """A finished sample or episode, as its trajectory holds it; arrays (R,) but for the prompt's."""
+
+    prompt_token_ids: Int32Array
+    token_ids: Int32Array
+    log_probs: Float32Array
+    mask: UInt8Array
+    finish_reason: FinishReason
+    episode: EpisodeOutcome | None = None
+
+    @classmethod
+    def single(cls, prompt_token_ids: Int32Array, sample: Sample) -> Draw:
+        """A single answer."""
+        return cls(
+            prompt_token_ids=prompt_token_ids,
+            token_ids=sample.token_ids,
+            log_probs=sample.log_probs,
+            mask=np.ones(len(sample.token_ids), dtype=np.uint8),
+            finish_reason=sample.finish_reason,
+        )
+
+
+class Recorder:
+    """Appends only: a token that is recorded is never changed, moved or made again."""
+
+    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+        self._prompt = np.asarray(prompt_token_ids, dtype=np.int32)
+        self._token_ids: list[Int32Array] = []
+        self._log_probs: list[Float32Array] = []
+        self._mask: list[UInt8Array] = []
+        self._finish_reason = FinishReason.STOP
+
+    @property
+    def context(self) -> list[int]:
+        """All tokens so far: what the engine is asked to go on from."""
+        return [int(token) for part in (self._prompt, *self._token_ids) for token in part.tolist()]
+
+    def sampled(self, sample: Sample) -> None:
+        """The policy's turn."""
+        self._append(sample.token_ids, sample.log_probs, 1)
+        self._finish_reason = sample.finish_reason
+
+    def observed(self, token_ids: Sequence[int]) -> None:
+        """What the environment said."""
+        ids = np.asarray(token_ids, dtype=np.int32)
+        self._append(ids, np.zeros(len(ids), dtype=np.float32), 0)
+
+    def draw(self, outcome: EpisodeOutcome) -> Draw:
+        """The finished episode."""
+        return Draw(
+            prompt_token_ids=self._prompt,
+            token_ids=np.concatenate(self._token_ids),
+            log_probs=np.concatenate(self._log_probs),
+            mask=np.concatenate(self._mask),
+            finish_reason=self._finish_reason,
+            episode=outcome,
+        )
+
+    def _append(self, token_ids: Int32Array, log_probs: Float32Array, mask: int) -> None:
+        self._token_ids.append(token_ids)
+        self._log_probs.append(log_probs)
+        self._mask.append(np.full(len(token_ids), mask, dtype=np.uint8))

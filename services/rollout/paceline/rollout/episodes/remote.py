@@ -1,0 +1,222 @@
+"""An environment that somebody serves over gRPC: `EnvironmentService`.
+
+Each call is made again, with the same attempt and turn, while the service cannot be reached for a moment: it
+answers a repeated call as it answered the first one. What fails for longer, or is refused, loses the attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from paceline.config.rollout import EnvironmentConfig
+from paceline.core.chat import Message
+from paceline.core.errors import ConfigError, PacelineError, PeerLostError
+from paceline.core.text import one_line
+from paceline.rollout.episodes.environment import (
+    EnvironmentLostError,
+    EpisodeTask,
+    Grade,
+    Observation,
+    Opening,
+)
+from paceline.rpc.v1 import environment_pb2 as pb
+from paceline.rpc.v1 import environment_pb2_grpc
+from paceline.service import channels
+from paceline.service.credentials import Credentials
+from paceline.wire.environment import (
+    grade_from_proto,
+    message_to_proto,
+    messages_from_proto,
+    object_to_json,
+    tool_from_proto,
+)
+
+log = logging.getLogger(__name__)
+
+_REACH_S = 3.0
+_ABANDON_S = 1.0
+_REPEAT_PAUSES_S = (0.2, 0.5, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteOptions:
+    """How the service is called.
+
+    Args:
+        address: host:port.
+        call_s: deadline of each call.
+        lease_s: silence after which the service frees an episode; longer than any turn takes.
+        credentials: the token that it asks for, and the files for TLS.
+    """
+
+    address: str
+    call_s: float
+    lease_s: float
+    credentials: Credentials
+
+    @classmethod
+    def of(cls, config: EnvironmentConfig, *, turn_s: float, credentials: Credentials) -> RemoteOptions:
+        """As configured.
+
+        Args:
+            turn_s: longest time that a group may be under way.
+
+        Raises:
+            ConfigError: the file with the token cannot be read.
+        """
+        return cls(
+            address=config.address,
+            call_s=config.call_s,
+            lease_s=turn_s + 2 * config.call_s,
+            credentials=_with_token(config, credentials),
+        )
+
+
+class RemoteEnvironment:
+    """An `Environment` behind an address."""
+
+    call_names: Sequence[str] = ()
+
+    def __init__(self, options: RemoteOptions) -> None:
+        self._options = options
+        self._peer = f"environment at {options.address}"
+        self._channel: grpc.aio.Channel | None = None
+
+    async def start(self) -> None:
+        """Connects. A service that cannot be reached now is logged, and may come up later."""
+        self._channel = channels.connect(
+            self._options.address, credentials=self._options.credentials, role="environment"
+        )
+        stub = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
+        try:
+            description = await channels.call(
+                stub.Describe,
+                pb.DescribeEnvironmentRequest(),
+                timeout_s=_REACH_S,
+                phase="ENVIRONMENT",
+                peer=self._peer,
+                wait_for_ready=True,
+            )
+        except PacelineError as error:
+            log.warning("%s cannot be reached (yet): %s", self._peer, error)
+        else:
+            log.info("%s: %s, up to %d episodes", self._peer, description.name, description.max_episodes)
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    def session(self, task: EpisodeTask) -> RemoteSession:
+        """A session for one attempt."""
+        assert self._channel is not None, "the environment has been started"
+        stub = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
+        return RemoteSession(stub, self._options, self._peer, task)
+
+
+class RemoteSession:
+    """One attempt at an episode, in the service."""
+
+    def __init__(self, stub: Any, options: RemoteOptions, peer: str, task: EpisodeTask) -> None:
+        self._stub, self._options, self._peer, self._task = stub, options, peer, task
+        self._episode = pb.EpisodeAttempt(
+            run_id=task.run_id, trajectory_id=task.trajectory_id, attempt=task.attempt
+        )
+
+    async def open(self) -> Opening:
+        """Begins the episode; what the service wants said comes after the prompt's messages."""
+        request = pb.OpenEpisodeRequest(
+            episode=self._episode,
+            task_json=object_to_json(self._task.task, "task"),
+            task_seed=self._task.task_seed,
+            episode_seed=self._task.episode_seed,
+            lease_s=self._options.lease_s,
+        )
+        with self._losses("Open"):
+            answer = await self._call(self._stub.Open, request)
+            return Opening(
+                messages=messages_from_proto(answer.messages),
+                tools=tuple(tool_from_proto(tool) for tool in answer.tools),
+            )
+
+    async def step(self, turn: int, action: Message) -> Observation:
+        """Answers a turn. A service that neither says anything nor ends the episode breaks the contract."""
+        request = pb.StepEpisodeRequest(
+            episode=self._episode,
+            turn=turn,
+            action=message_to_proto(action),
+            deadline_s=self._options.call_s,
+        )
+        with self._losses("Step"):
+            answer = await self._call(self._stub.Step, request)
+            messages = messages_from_proto(answer.messages)
+        if not messages and not answer.stop_reason:
+            raise EnvironmentLostError(
+                f"{self._peer} answered turn {turn} with nothing: it must say something, or end the episode",
+                peer=self._peer,
+            )
+        return Observation(
+            messages=messages,
+            seconds=max(answer.seconds, 0.0),
+            stop_reason=one_line(answer.stop_reason)[:64],
+        )
+
+    async def close(self, stop_reason: str) -> Grade:
+        """Grades the episode and frees it."""
+        request = pb.CloseEpisodeRequest(episode=self._episode, stop_reason=stop_reason, graded=True)
+        with self._losses("Close"):
+            reward, components = grade_from_proto(await self._call(self._stub.Close, request))
+        return Grade(reward=reward, components=components)
+
+    async def abandon(self) -> None:
+        """Frees the episode, if the service can be reached at once; otherwise its lease does."""
+        request = pb.CloseEpisodeRequest(episode=self._episode, graded=False)
+        try:
+            await channels.call(
+                self._stub.Close, request, timeout_s=_ABANDON_S, phase="ENVIRONMENT", peer=self._peer
+            )
+        except PacelineError as error:
+            log.info("episode %s is left to its lease: %s", self._task.trajectory_id, error)
+
+    async def _call(self, method: Any, request: Any) -> Any:
+        for pause_s in (*_REPEAT_PAUSES_S, None):
+            try:
+                return await channels.call(
+                    method, request, timeout_s=self._options.call_s, phase="ENVIRONMENT", peer=self._peer
+                )
+            except PeerLostError:
+                if pause_s is None:
+                    raise
+                await asyncio.sleep(pause_s)
+        raise AssertionError("the last call returns or raises")
+
+    @contextlib.contextmanager
+    def _losses(self, name: str) -> Any:
+        try:
+            yield
+        except PacelineError as error:
+            raise EnvironmentLostError(
+                one_line(f"{name} of {self._task.trajectory_id}: {type(error).__name__}: {error}"),
+                peer=self._peer,
+            ) from error
+
+
+def _with_token(config: EnvironmentConfig, credentials: Credentials) -> Credentials:
+    if config.token_file is None:
+        return credentials
+    try:
+        token = Path(config.token_file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"rollout.environment.token_file={config.token_file} cannot be read ({error}); it must be on the "
+            "hosts of the rollout servers"
+        ) from error
+    return replace(credentials, token=token)

@@ -1,0 +1,165 @@
+"""Where an episode stands: a state machine. Nothing here waits or speaks to anybody.
+
+    OPENING -> DECODING <-> ACTING -> CLOSING -> ENDED
+                   `------------------^  a limit of the policy's own
+
+Limits are checked in one order, so that an episode that reaches several ends for the same reason each time.
+What the policy caused ends the episode, which is then trained on; what the machines caused is not an event
+here: such an episode is begun again from OPENING.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+from paceline.config.rollout import RolloutConfig
+from paceline.core.errors import ProtocolError
+
+
+class Phase(enum.Enum):
+    """What an episode waits for: its environment, or the engine."""
+
+    OPENING = "opening"
+    DECODING = "decoding"
+    ACTING = "acting"
+    CLOSING = "closing"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeLimits:
+    """What ends an episode; `max_response_tokens` counts all tokens after the prompt."""
+
+    max_turns: int
+    max_turn_tokens: int
+    max_sampled_tokens: int
+    max_response_tokens: int
+    max_tool_calls: int
+    tool_s: float
+
+    @classmethod
+    def of(cls, config: RolloutConfig, max_response_tokens: int) -> EpisodeLimits:
+        """The limits that the configuration sets."""
+        episode = config.episode
+        return cls(
+            max_turns=episode.max_turns,
+            max_turn_tokens=episode.max_turn_tokens or max_response_tokens,
+            max_sampled_tokens=episode.max_sampled_tokens or max_response_tokens,
+            max_response_tokens=max_response_tokens,
+            max_tool_calls=episode.max_tool_calls,
+            tool_s=episode.tool_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """An episode's phase and what it has used up; `stop_reason` is set from CLOSING on."""
+
+    phase: Phase = Phase.OPENING
+    num_turns: int = 0
+    num_tool_calls: int = 0
+    num_sampled: int = 0
+    num_response: int = 0
+    tool_s: float = 0.0
+    stop_reason: str = ""
+
+    def turn_tokens(self, limits: EpisodeLimits) -> int:
+        """Most tokens that the next turn may have."""
+        return min(
+            limits.max_turn_tokens,
+            limits.max_sampled_tokens - self.num_sampled,
+            limits.max_response_tokens - self.num_response,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The environment is ready."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnSampled:
+    """The policy has answered; `is_cut`: by a limit, not by a token that ends a turn."""
+
+    num_tokens: int
+    num_tool_calls: int
+    is_cut: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """The environment has answered after `seconds`, in `num_tokens`, the next turn's opening included.
+
+    `stop_reason`: the environment has ended the episode, say "answered"; "" if it goes on.
+    """
+
+    seconds: float
+    num_tokens: int = 0
+    stop_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The environment has graded the episode and let it go."""
+
+
+Event = Opened | TurnSampled | Observed | Closed
+
+
+def advance(standing: Standing, event: Event, limits: EpisodeLimits) -> Standing:
+    """The standing after an event.
+
+    Raises:
+        ProtocolError: the event cannot happen in this phase.
+    """
+    match standing.phase, event:
+        case Phase.OPENING, Opened():
+            return replace(standing, phase=Phase.DECODING)
+        case Phase.DECODING, TurnSampled():
+            return _after_turn(standing, event, limits)
+        case Phase.ACTING, Observed():
+            return _after_observation(standing, event, limits)
+        case Phase.CLOSING, Closed():
+            return replace(standing, phase=Phase.ENDED)
+    raise ProtocolError(f"an episode that is {standing.phase.value} cannot take {type(event).__name__}")
+
+
+def _after_turn(standing: Standing, event: TurnSampled, limits: EpisodeLimits) -> Standing:
+    after = replace(
+        standing,
+        phase=Phase.ACTING,
+        num_turns=standing.num_turns + 1,
+        num_tool_calls=standing.num_tool_calls + event.num_tool_calls,
+        num_sampled=standing.num_sampled + event.num_tokens,
+        num_response=standing.num_response + event.num_tokens,
+    )
+    if event.is_cut:
+        if after.num_sampled >= limits.max_sampled_tokens < limits.max_response_tokens:
+            return _close(after, "max_sampled_tokens")
+        full = after.num_response >= limits.max_response_tokens
+        return _close(after, "max_response_tokens" if full else "max_turn_tokens")
+    if after.num_tool_calls > limits.max_tool_calls:
+        return _close(after, "max_tool_calls")
+    return after
+
+
+def _after_observation(standing: Standing, event: Observed, limits: EpisodeLimits) -> Standing:
+    after = replace(standing, tool_s=standing.tool_s + event.seconds)
+    if event.stop_reason:
+        return _close(after, event.stop_reason)
+    if after.num_turns >= limits.max_turns:
+        return _close(after, "max_turns")
+    if after.tool_s >= limits.tool_s:
+        return _close(after, "tool_time")
+    after = replace(after, phase=Phase.DECODING, num_response=standing.num_response + event.num_tokens)
+    if after.turn_tokens(limits) < 1:
+        reason = (
+            "max_sampled_tokens" if after.num_sampled >= limits.max_sampled_tokens else "max_response_tokens"
+        )
+        return _close(replace(after, num_response=standing.num_response), reason)
+    return after
+
+
+def _close(standing: Standing, reason: str) -> Standing:
+    return replace(standing, phase=Phase.CLOSING, stop_reason=reason)

@@ -1,0 +1,181 @@
+"""Plain Python functions as tools: called in child processes, with a deadline and a limit of memory per call.
+
+A call that hangs, raises, dies or cannot be made is answered with a sentence that begins with "error:", for
+the policy to read: what it calls a tool with is its own doing. A process that cannot be replaced is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.chat import Message, ToolCall, ToolSpec
+from paceline.core.errors import PacelineError, ProtocolError
+from paceline.rollout.episodes.environment import (
+    EnvironmentLostError,
+    EpisodeTask,
+    Grade,
+    Observation,
+    Opening,
+)
+from paceline.service.children import frames
+from paceline.service.children.process import ChildLimits, ChildProcess
+
+log = logging.getLogger(__name__)
+
+CHILD_MODULE = "paceline.rollout.episodes.tool_child"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolLimits:
+    """Of every call: seconds, bytes of the process's memory; and how many processes there are."""
+
+    call_s: float
+    memory_bytes: int
+    num_processes: int
+
+
+class ToolPool:
+    """An `Environment` whose episodes end with the first turn without a tool call; it gives no reward.
+
+    Args:
+        references: `module:function` or `path/to/file.py:function`.
+        limits: of the processes.
+    """
+
+    def __init__(self, references: Sequence[str], limits: ToolLimits) -> None:
+        self._references, self._limits = tuple(references), limits
+        self._idle: asyncio.Queue[ChildProcess | None] = asyncio.Queue()
+        self._children: set[ChildProcess] = set()
+        self._specs: tuple[ToolSpec, ...] = ()
+
+    @property
+    def call_names(self) -> Sequence[str]:
+        """Names of the tools, once started."""
+        return [spec.name for spec in self._specs]
+
+    async def start(self) -> None:
+        """Starts one process, which tells what the tools are; the others start when they are needed.
+
+        Raises:
+            ConfigError: a function cannot be found, imported or described.
+            DeadlineError, PeerLostError: a process hung or died while importing.
+        """
+        child = await self._start_child()
+        self._specs = tuple(ToolSpec(**spec) for spec in child.description)
+        self._idle.put_nowait(child)
+        for _ in range(self._limits.num_processes - 1):
+            self._idle.put_nowait(None)
+
+    async def close(self) -> None:
+        """Ends all processes, whatever they are doing."""
+        children, self._children = self._children, set()
+        for child in children:
+            await self._end(child)
+
+    def session(self, task: EpisodeTask) -> ToolSession:
+        """A session; all sessions share the processes."""
+        return ToolSession(self, self._specs)
+
+    async def call(self, call: ToolCall) -> tuple[str, float]:
+        """What a tool answers, or "error:" and why it does not; the seconds that it took, without waiting.
+
+        Raises:
+            EnvironmentLostError: a process cannot be started.
+        """
+        problem = call.problem or self._unknown(call.name)
+        if problem:
+            return f"error: {problem}", 0.0
+        try:
+            frame = frames.encode([call.name, dict(call.arguments)])
+        except (TypeError, ValueError, OverflowError) as error:
+            return f"error: the arguments cannot be handed over: {error}", 0.0
+        child = await self._idle.get()
+        try:
+            child = child or await self._replacement()
+        except PacelineError as error:
+            self._idle.put_nowait(None)
+            raise EnvironmentLostError(
+                f"a tool process does not start: {error}", peer="tool process"
+            ) from error
+        is_sound, began = False, time.monotonic()
+        try:
+            async with asyncio.timeout(self._limits.call_s):
+                await child.send(frame)
+                is_ok, text = await child.receive()
+            is_sound = True
+            answer = str(text) if is_ok else f"error: {text}"
+        except TimeoutError:
+            answer = f"error: the tool did not answer within {self._limits.call_s:g} s"
+        except (EOFError, ConnectionError, ProtocolError, ValueError, TypeError):
+            await self._end(child)
+            answer = f"error: the tool's process ended: {child.describe_exit()}"
+        finally:
+            # A process that did not answer, also because the episode was given up, is in an unknown state.
+            if not is_sound:
+                child.kill()
+            self._idle.put_nowait(child if is_sound else None)
+        return answer, time.monotonic() - began
+
+    async def _start_child(self) -> ChildProcess:
+        setup = list(self._references)
+        child = await ChildProcess.start(
+            CHILD_MODULE,
+            setup,
+            role="tool",
+            imports=", ".join(self._references),
+            limits=ChildLimits(memory_bytes=self._limits.memory_bytes),
+        )
+        self._children.add(child)
+        return child
+
+    async def _replacement(self) -> ChildProcess:
+        """A new process; those that were killed since the last one are buried first."""
+        for child in [child for child in self._children if child.exited]:
+            await self._end(child)
+        return await self._start_child()
+
+    async def _end(self, child: ChildProcess) -> None:
+        self._children.discard(child)
+        try:
+            await child.stop()
+        except PacelineError as error:
+            log.warning("%s", error)
+        child.release()
+
+    def _unknown(self, name: str) -> str:
+        if name in self.call_names:
+            return ""
+        return f"there is no tool {name[:80]!r}; there are {', '.join(self.call_names)}"
+
+
+class ToolSession:
+    """One episode with the pool's tools; it keeps nothing between calls."""
+
+    def __init__(self, pool: ToolPool, specs: tuple[ToolSpec, ...]) -> None:
+        self._pool, self._specs = pool, specs
+
+    async def open(self) -> Opening:
+        """The tools; the prompt is the data's."""
+        return Opening(tools=self._specs)
+
+    async def step(self, turn: int, action: Message) -> Observation:
+        """Makes the turn's calls, one after the other; a turn without any is the answer."""
+        messages, seconds = [], 0.0
+        for call in action.tool_calls:
+            text, call_s = await self._pool.call(call)
+            seconds += call_s
+            messages.append(Message(role="tool", content=text, name=call.name, call_id=call.call_id))
+        return Observation(
+            messages=tuple(messages), seconds=seconds, stop_reason="" if messages else "answered"
+        )
+
+    async def close(self, stop_reason: str) -> Grade:
+        """Tools give no reward."""
+        return Grade()
+
+    async def abandon(self) -> None:
+        """Nothing is held."""

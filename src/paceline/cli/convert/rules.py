@@ -1,0 +1,40 @@
+"""A row of a table of keys: what another program calls something, what it is here, and how values change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Tree = Mapping[str, Any]
+"""Values by dotted key."""
+Convert = Callable[[Any, Tree], Tree]
+"""Of a value and the other file's values: ours, by dotted key; {} where nothing is to be set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A row.
+
+    Attributes:
+        theirs: how the page names their key.
+        ours: what the page says of it.
+        keys: their dotted keys; a row without keys is for readers alone.
+        convert: None where there is nothing to set here: the converted file says so.
+    """
+
+    theirs: str
+    ours: str
+    keys: tuple[str, ...] = ()
+    convert: Convert | None = None
+
+
+def to(key: str, *, by: Mapping[Any, Any] | Callable[[Any], Any] | None = None) -> Convert:
+    """The value under another key; changed by a function, or by a mapping where that has it."""
+
+    def convert(value: Any, tree: Tree) -> Tree:
+        if callable(by):
+            return {key: by(value)}
+        return {key: by.get(value, value) if by is not None and isinstance(value, str | bool) else value}
+
+    return convert

@@ -1,0 +1,186 @@
+"""The fields of TRL's GRPOConfig, and those of its scripts that name model and data, and ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.cli.convert.rules import Row, Tree, to
+
+PREFIXES: dict[str, str] = {}
+
+_AGGREGATIONS = {
+    "grpo": "seq-mean-token-mean",
+    "bnpo": "token-mean",
+    "dapo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
+
+
+def _mini_batch(value: Any, tree: Tree) -> Tree:
+    """Prompts per optimizer step and device: TRL counts samples."""
+    samples = int(value) * int(tree.get("gradient_accumulation_steps", 1))
+    prompts = samples // int(tree.get("num_generations", 8))
+    return {"actor.ppo_mini_batch_size": max(1, prompts)}
+
+
+def _kl(value: Any, tree: Tree) -> Tree:
+    return {"actor.use_kl_loss": True, "actor.kl_loss_coef": value} if value else {"actor.use_kl_loss": False}
+
+
+def _rewards(value: Any, tree: Tree) -> Tree:
+    names = [value] if isinstance(value, str) else list(value or [])
+    weights = tree.get("reward_weights") or [1.0] * len(names)
+    listed = [{"name": str(n), "weight": w} for n, w in zip(names, weights, strict=False)]
+    return {"reward.functions": listed}
+
+
+def _spread(value: Any, tree: Tree) -> Tree:
+    return {"algorithm.norm_adv_by_std_in_grpo": value not in (False, "none")}
+
+
+def _loggers(value: Any, tree: Tree) -> Tree:
+    names = [value] if isinstance(value, str) else list(value or [])
+    return {"trainer.loggers": [name for name in names if name not in ("none", "all")]}
+
+
+TRL: tuple[Row, ...] = (
+    Row(
+        theirs="`model_name_or_path`",
+        ours="`model.path`",
+        keys=("model_name_or_path",),
+        convert=to("model.path"),
+    ),
+    Row(
+        theirs="`num_generations`",
+        ours="`rollout.n`",
+        keys=("num_generations",),
+        convert=to("rollout.n"),
+    ),
+    Row(
+        theirs="`per_device_train_batch_size` × `gradient_accumulation_steps` × devices / `num_generations`",
+        ours="`actor.ppo_mini_batch_size`, in prompts",
+        keys=("per_device_train_batch_size",),
+        convert=_mini_batch,
+    ),
+    Row(
+        theirs="`steps_per_generation`, `generation_batch_size`",
+        ours="`data.train_batch_size`: several mini-batches of one policy's samples",
+        keys=("steps_per_generation", "generation_batch_size"),
+    ),
+    Row(
+        theirs="`num_iterations`",
+        ours="`actor.ppo_epochs`",
+        keys=("num_iterations",),
+        convert=to("actor.ppo_epochs"),
+    ),
+    Row(
+        theirs="`max_prompt_length`",
+        ours="`data.max_prompt_length`",
+        keys=("max_prompt_length",),
+        convert=to("data.max_prompt_length"),
+    ),
+    Row(
+        theirs="`max_completion_length`",
+        ours="`data.max_response_length`",
+        keys=("max_completion_length",),
+        convert=to("data.max_response_length"),
+    ),
+    Row(
+        theirs="`learning_rate`, `lr_scheduler_type`, `warmup_ratio`",
+        ours="`actor.optim.lr`, `actor.optim.lr_scheduler`, `actor.optim.warmup_steps_ratio`",
+        keys=("learning_rate",),
+        convert=to("actor.optim.lr", by=float),
+    ),
+    Row(
+        theirs="`max_grad_norm`",
+        ours="`actor.grad_clip`",
+        keys=("max_grad_norm",),
+        convert=to("actor.grad_clip"),
+    ),
+    Row(
+        theirs="`beta`",
+        ours="`actor.kl_loss_coef`, with `actor.use_kl_loss: true`",
+        keys=("beta",),
+        convert=_kl,
+    ),
+    Row(
+        theirs="`epsilon`, `epsilon_high`",
+        ours="`actor.clip_ratio_low`, `actor.clip_ratio_high`",
+        keys=("epsilon",),
+        convert=to("actor.clip_ratio_low"),
+    ),
+    Row(
+        theirs="`scale_rewards: none`",
+        ours="`algorithm.norm_adv_by_std_in_grpo: false`",
+        keys=("scale_rewards",),
+        convert=_spread,
+    ),
+    Row(
+        theirs="`loss_type: grpo`, `dapo`, `dr_grpo`",
+        ours="`actor.loss_agg_mode: seq-mean-token-mean`, `token-mean`, `seq-mean-token-sum-norm`",
+        keys=("loss_type",),
+        convert=to("actor.loss_agg_mode", by=_AGGREGATIONS),
+    ),
+    Row(
+        theirs="`vllm_gpu_memory_utilization`",
+        ours="`rollout.gpu_memory_utilization`",
+        keys=("vllm_gpu_memory_utilization",),
+        convert=to("rollout.gpu_memory_utilization"),
+    ),
+    Row(
+        theirs="`vllm_tensor_parallel_size`",
+        ours="`rollout.tensor_model_parallel_size`",
+        keys=("vllm_tensor_parallel_size",),
+        convert=to("rollout.tensor_model_parallel_size"),
+    ),
+    Row(
+        theirs="`temperature`, `top_p`, `top_k`",
+        ours="`rollout.temperature`, `rollout.top_p`, `rollout.top_k`",
+        keys=("temperature",),
+        convert=to("rollout.temperature"),
+    ),
+    Row(
+        theirs="`reward_funcs`, `reward_weights`",
+        ours="`reward.functions: [{name: ..., weight: ...}]`",
+        keys=("reward_funcs",),
+        convert=_rewards,
+    ),
+    Row(
+        theirs="`max_steps`",
+        ours="`trainer.total_steps`",
+        keys=("max_steps",),
+        convert=to("trainer.total_steps"),
+    ),
+    Row(
+        theirs="`save_steps`, `eval_steps`",
+        ours="`trainer.save_freq`, `trainer.test_freq`",
+        keys=("save_steps",),
+        convert=to("trainer.save_freq"),
+    ),
+    Row(
+        theirs="`output_dir`, `run_name`",
+        ours="`trainer.run_dir`, `trainer.name`",
+        keys=("output_dir",),
+        convert=to("trainer.run_dir"),
+    ),
+    Row(
+        theirs="`report_to`",
+        ours="`trainer.loggers`",
+        keys=("report_to",),
+        convert=_loggers,
+    ),
+)
+
+MORE = {
+    "lr_scheduler_type": to("actor.optim.lr_scheduler"),
+    "warmup_ratio": to("actor.optim.warmup_steps_ratio"),
+    "weight_decay": to("actor.optim.weight_decay"),
+    "epsilon_high": to("actor.clip_ratio_high"),
+    "top_p": to("rollout.top_p"),
+    "top_k": to("rollout.top_k", by=lambda value: max(0, int(value or 0))),
+    "eval_steps": to("trainer.test_freq"),
+    "run_name": to("trainer.name"),
+    "seed": to("trainer.seed"),
+    "gradient_accumulation_steps": lambda value, tree: {},
+    "reward_weights": lambda value, tree: {},
+}

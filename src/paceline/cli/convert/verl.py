@@ -1,0 +1,249 @@
+"""verl's keys and ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.cli.convert.rules import Row, Tree, to
+
+# A key that begins so is the same here without the beginning; where there is no such key, it is left out.
+PREFIXES = {
+    "actor_rollout_ref.actor.": "actor.",
+    "actor_rollout_ref.rollout.": "rollout.",
+    "actor_rollout_ref.model.": "model.",
+    "algorithm.": "algorithm.",
+    "critic.": "critic.",
+    "data.": "data.",
+    "trainer.": "trainer.",
+}
+
+_ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
+_LOSSES = {"vanilla": "ppo_clip"}
+_RECOMPUTE = {True: "full", False: "none"}
+_SCHEDULES = {"warmup_stable_decay": "constant"}
+
+
+def _reward(path: Any, tree: Tree) -> Tree:
+    if not path:
+        return {}
+    name = tree.get("custom_reward_function.name") or "compute_score"
+    return {"reward.functions": [{"name": f"{path}:{name}"}], "data.extra_keys": ["extra_info"]}
+
+
+def _loggers(value: Any, tree: Tree) -> Tree:
+    names = [value] if isinstance(value, str) else list(value or [])
+    return {"trainer.loggers": [name for name in names if name != "console"]}
+
+
+def _frequency(key: str) -> Any:
+    return to(key, by=lambda value: max(0, int(value)))
+
+
+def _top_k(value: Any, tree: Tree) -> Tree:
+    return {"rollout.top_k": max(0, int(value))}
+
+
+VERL: tuple[Row, ...] = (
+    Row(theirs="`actor_rollout_ref.actor.X`", ours="`actor.X`"),
+    Row(theirs="`actor_rollout_ref.rollout.X`", ours="`rollout.X`"),
+    Row(
+        theirs="`actor_rollout_ref.model.path`",
+        ours="`model.path`: a folder or URL; `hf download OWNER/NAME --local-dir FOLDER` makes one",
+        keys=(f"{_MODEL}.path",),
+        convert=to("model.path"),
+    ),
+    Row(
+        theirs="`data.reward_fn_key`",
+        ours="`data.data_source_key`",
+        keys=("data.reward_fn_key",),
+        convert=to("data.data_source_key"),
+    ),
+    Row(
+        theirs="`reward_model.ground_truth` (column)",
+        ours="`data.ground_truth_key: reward_model.ground_truth`",
+        keys=("data.train_files",),
+        convert=lambda value, tree: {
+            "data.train_files": value,
+            "data.ground_truth_key": "reward_model.ground_truth",
+        },
+    ),
+    Row(
+        theirs="`data.filter_overlong_prompts: true`",
+        ours="`data.overlong_prompts: filter`, the default",
+        keys=("data.filter_overlong_prompts",),
+        convert=to("data.overlong_prompts", by={True: "filter", False: "error"}),
+    ),
+    Row(
+        theirs="`custom_reward_function.path`, `.name`",
+        ours='`reward.functions: [{name: "my/reward.py:compute_score"}]`; see below',
+        keys=("custom_reward_function.path",),
+        convert=_reward,
+    ),
+    Row(
+        theirs="`actor...ppo_mini_batch_size`",
+        ours="`actor.ppo_mini_batch_size`: prompts, too",
+        keys=(f"{_ACTOR}.ppo_mini_batch_size",),
+        convert=to("actor.ppo_mini_batch_size"),
+    ),
+    Row(
+        theirs="`actor...ppo_micro_batch_size_per_gpu`, `use_dynamic_bsz`",
+        ours="nothing: micro-batches are always filled by tokens, up to `actor.ppo_max_token_len_per_gpu`",
+        keys=tuple(
+            f"{section}.{name}"
+            for section in (_ACTOR, "critic")
+            for name in (
+                *("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+                *("forward_micro_batch_size", "forward_micro_batch_size_per_gpu"),
+            )
+        )
+        + tuple(
+            f"actor_rollout_ref.{section}.log_prob_{name}"
+            for section in ("ref", "rollout")
+            for name in (
+                "micro_batch_size",
+                "micro_batch_size_per_gpu",
+                "use_dynamic_bsz",
+                "max_token_len_per_gpu",
+            )
+        ),
+    ),
+    Row(
+        theirs="`actor...clip_ratio_c`",
+        ours="`actor.clip_ratio_c`, with `actor.use_dual_clip`",
+        keys=(f"{_ACTOR}.clip_ratio_c",),
+        convert=to("actor.clip_ratio_c"),
+    ),
+    Row(
+        theirs="`actor...policy_loss.loss_mode`",
+        ours="`actor.policy_loss`; `vanilla` is `ppo_clip`",
+        keys=(f"{_ACTOR}.policy_loss.loss_mode",),
+        convert=to("actor.policy_loss", by=_LOSSES),
+    ),
+    Row(
+        theirs="`actor...optim.lr_warmup_steps_ratio`",
+        ours="`actor.optim.warmup_steps_ratio`",
+        keys=(f"{_ACTOR}.optim.lr_warmup_steps_ratio",),
+        convert=to("actor.optim.warmup_steps_ratio"),
+    ),
+    Row(
+        theirs="`actor...optim.warmup_style`, `lr_scheduler_type`",
+        ours="`actor.optim.lr_scheduler`",
+        keys=(f"{_ACTOR}.optim.warmup_style", f"{_ACTOR}.optim.lr_scheduler_type"),
+        convert=to("actor.optim.lr_scheduler", by=_SCHEDULES),
+    ),
+    Row(
+        theirs="`model.enable_gradient_checkpointing`",
+        ours="`actor.memory.recompute`",
+        keys=(f"{_MODEL}.enable_gradient_checkpointing",),
+        convert=to("actor.memory.recompute", by=_RECOMPUTE),
+    ),
+    Row(
+        theirs="`actor...use_torch_compile`",
+        ours="`actor.compile`",
+        keys=(f"{_ACTOR}.use_torch_compile",),
+        convert=to("actor.compile"),
+    ),
+    Row(
+        theirs="`rollout.top_k: -1`",
+        ours="`rollout.top_k: 0`",
+        keys=(f"{_ROLLOUT}.top_k",),
+        convert=_top_k,
+    ),
+    Row(
+        theirs="`rollout.val_kwargs.n`, `.temperature`",
+        ours="`rollout.val.n`, `rollout.val.temperature`",
+        keys=(f"{_ROLLOUT}.val_kwargs.n",),
+        convert=to("rollout.val.n"),
+    ),
+    Row(
+        theirs="`algorithm.filter_groups.enable`",
+        ours="`algorithm.dynamic_sampling.enable`",
+        keys=("algorithm.filter_groups.enable",),
+        convert=to("algorithm.dynamic_sampling.enable"),
+    ),
+    Row(
+        theirs="`critic.model.path`",
+        ours="`critic.path`",
+        keys=("critic.model.path",),
+        convert=to("critic.path"),
+    ),
+    Row(
+        theirs="`critic.cliprange_value`",
+        ours="`critic.vf_clip_param`",
+        keys=("critic.cliprange_value",),
+        convert=to("critic.vf_clip_param"),
+    ),
+    Row(
+        theirs="`trainer.critic_warmup`",
+        ours="`critic.warmup`",
+        keys=("trainer.critic_warmup",),
+        convert=to("critic.warmup"),
+    ),
+    Row(
+        theirs="`trainer.total_training_steps`",
+        ours="`trainer.total_steps`",
+        keys=("trainer.total_training_steps",),
+        convert=to("trainer.total_steps"),
+    ),
+    Row(
+        theirs="`trainer.total_epochs`",
+        ours="`trainer.total_steps`: epochs times rows over `data.train_batch_size`",
+        keys=("trainer.total_epochs",),
+    ),
+    Row(
+        theirs="`trainer.n_gpus_per_node`, `nnodes`",
+        ours="`placement: auto` takes what is visible; `learner.world_size`, `rollout.replicas`; "
+        "[several hosts](several-hosts.md)",
+        keys=("trainer.n_gpus_per_node", "trainer.nnodes"),
+    ),
+    Row(
+        theirs="`trainer.experiment_name`",
+        ours="`trainer.name`",
+        keys=("trainer.experiment_name",),
+        convert=to("trainer.name"),
+    ),
+    Row(
+        theirs="`trainer.project_name`",
+        ours="the tracker's own variable, `WANDB_PROJECT`; [trackers](trackers.md)",
+        keys=("trainer.project_name",),
+    ),
+    Row(
+        theirs="`trainer.logger`",
+        ours="`trainer.loggers`, without `console`",
+        keys=("trainer.logger",),
+        convert=_loggers,
+    ),
+    Row(
+        theirs="`trainer.default_local_dir`",
+        ours="`trainer.run_dir`",
+        keys=("trainer.default_local_dir",),
+        convert=to("trainer.run_dir"),
+    ),
+    Row(
+        theirs="`trainer.resume_mode`",
+        ours="`trainer.resume`",
+        keys=("trainer.resume_mode",),
+        convert=to("trainer.resume", by={"disable": "never", "resume_path": "auto"}),
+    ),
+    Row(
+        theirs="`trainer.save_freq: -1`, `test_freq: -1`",
+        ours="`trainer.save_freq: 0`, `trainer.test_freq: 0`; null validates at the end only",
+        keys=("trainer.save_freq",),
+        convert=_frequency("trainer.save_freq"),
+    ),
+    Row(
+        theirs="`trainer.max_actor_ckpt_to_keep`",
+        ours="`trainer.keep_checkpoints`",
+        keys=("trainer.max_actor_ckpt_to_keep",),
+        convert=to("trainer.keep_checkpoints"),
+    ),
+)
+
+# What rows above name in passing.
+MORE = {
+    f"{_ROLLOUT}.val_kwargs.temperature": to("rollout.val.temperature"),
+    "critic.optim.lr_warmup_steps_ratio": to("critic.optim.warmup_steps_ratio"),
+    "critic.optim.warmup_style": to("critic.optim.lr_scheduler", by=_SCHEDULES),
+    "custom_reward_function.name": lambda value, tree: {},
+    "trainer.test_freq": _frequency("trainer.test_freq"),
+}

@@ -1,0 +1,143 @@
+"""What users write an environment with: a class with tools, what it says, what it grades."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from paceline.core.chat import Message, ToolCall, ToolSpec
+from paceline.core.errors import ConfigError
+from paceline.core.text import one_line
+from paceline.core.tool_function import argument_problem, describe_tool, result_text
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_MARK = "__paceline_tool__"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What the policy reads next.
+
+    Attributes:
+        text: one message; of `open` a user's, after those of the prompt. "": none.
+        messages: in its place, several.
+        tools: of `open`: the environment's tools that this episode has; None: all.
+        done: ends the episode, with this word for its stop reason; "": it goes on.
+    """
+
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    tools: tuple[str, ...] | None = None
+    done: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What an episode was worth: a finite reward, or None for none, and further numbers."""
+
+    reward: float | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+def tool(timeout_s: float = 10.0) -> Callable[[_Method], _Method]:
+    """Makes a method a tool; its docstring and annotations are what the model is told.
+
+    A plain method runs in a thread, which cannot be ended: after `timeout_s` its answer no longer counts.
+    """
+
+    def mark(method: _Method) -> _Method:
+        setattr(method, _MARK, timeout_s)
+        return method
+
+    return mark
+
+
+class Environment:
+    """One episode. Write `open`, `step` and `close` as far as their defaults do not suffice; all are async.
+
+    Whatever they raise ends the attempt: the rollout server begins the episode again with a new instance.
+    """
+
+    tools: ClassVar[Mapping[str, tuple[ToolSpec, float]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        by_name: dict[str, tuple[ToolSpec, float]] = {}
+        for name, method in inspect.getmembers(cls, inspect.isfunction):
+            if hasattr(method, _MARK):
+                bound = method.__get__(object())  # without self
+                spec = describe_tool(f"{cls.__name__}.{name}", bound)
+                by_name[name] = (spec, getattr(method, _MARK))
+        cls.tools = by_name
+
+    async def open(self, task: Mapping[str, Any], *, task_seed: int, episode_seed: int) -> Observation:
+        """Begins an episode.
+
+        Args:
+            task: the prompt's row: `messages`, `ground_truth`, `data_source` and data.extra_keys.
+            task_seed: equal in all episodes of a prompt, which should begin alike.
+            episode_seed: differs between them.
+        """
+        return Observation()
+
+    async def step(self, action: Message) -> Observation:
+        """Answers a turn: by default it makes its tool calls, and ends the episode at a turn without any."""
+        return await self.call_tools(action)
+
+    async def close(self, stop_reason: str) -> Outcome:
+        """Grades the episode."""
+        return Outcome()
+
+    async def release(self) -> None:
+        """Frees what the instance holds; called once, after `close` or in its place."""
+
+    async def call_tools(self, action: Message, *, done: str = "") -> Observation:
+        """Makes a turn's calls, one after the other; one that fails is answered with "error:" and why.
+
+        Args:
+            action: the turn.
+            done: as of `Observation`; a turn without calls ends the episode as "answered".
+        """
+        answers = []
+        for call in action.tool_calls:
+            text = await self._answer(call)
+            answers.append(Message(role="tool", content=text, name=call.name, call_id=call.call_id))
+        return Observation(messages=tuple(answers), done=done or ("" if answers else "answered"))
+
+    async def _answer(self, call: ToolCall) -> str:
+        spec, timeout_s = self.tools.get(call.name, (None, 0.0))
+        if call.problem or spec is None:
+            known = ", ".join(self.tools) or "none"
+            return f"error: {call.problem or f'there is no tool {call.name[:80]!r}; there are {known}'}"
+        problem = argument_problem(spec, call.arguments)
+        if problem:
+            return f"error: {problem}"
+        method = getattr(self, call.name)
+        try:
+            async with asyncio.timeout(timeout_s):
+                if inspect.iscoroutinefunction(method):
+                    return result_text(await method(**call.arguments))
+                return result_text(await asyncio.to_thread(method, **call.arguments))
+        except TimeoutError:
+            return f"error: {call.name} did not answer within {timeout_s:g} s"
+        except Exception as error:  # noqa: BLE001  user code: what it raises is the call's answer
+            return one_line(f"error: {type(error).__name__}: {error}")
+
+
+def specs_for(environment: Environment, names: Sequence[str] | None) -> list[ToolSpec]:
+    """The tools of an episode.
+
+    Raises:
+        ConfigError: it names one that the class does not have.
+    """
+    known = environment.tools
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"{type(environment).__name__}.open names the tool {unknown[0]!r}; its tools are "
+            f"{', '.join(known) or 'none'}: mark a method with @tool()"
+        )
+    return [known[name][0] for name in (known if names is None else names)]

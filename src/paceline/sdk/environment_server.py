@@ -1,0 +1,191 @@
+"""An environment served to rollout servers: `serve_environment(Guess, port=50071)`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from paceline.core.chat import Message
+from paceline.core.errors import ProtocolError
+from paceline.rpc.v1 import environment_pb2 as pb
+from paceline.rpc.v1 import environment_pb2_grpc
+from paceline.sdk.environment import Environment, Observation
+from paceline.sdk.sessions import Key, Sessions
+from paceline.service.credentials import ENVIRONMENT_TOKEN, Credentials
+from paceline.service.grpc_server import RunningServer, start_server
+from paceline.service.runtime import ServiceContext, run_service
+from paceline.wire.environment import (
+    message_from_proto,
+    message_to_proto,
+    object_from_json,
+    tool_to_proto,
+)
+
+_EXPIRE_S = 1.0
+
+
+class EnvironmentServer:
+    """Serves `EnvironmentService` by a class; an async context manager.
+
+    Args:
+        make: the class, or a function without arguments that makes an instance: one per attempt.
+        host, port: where to listen; port 0 takes any free one.
+        token: what callers must carry; None takes PACELINE_ENVIRONMENT_TOKEN from the environment. Required
+            if other machines can reach the address.
+        max_episodes: most episodes that are open at once; further ones are refused, and tried again later.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        max_episodes: int = 64,
+    ) -> None:
+        self.sessions = Sessions(make, max_episodes)
+        self._name = getattr(make, "__name__", type(make).__name__)
+        self._host, self._port = host, port
+        credentials = Credentials.from_env(ENVIRONMENT_TOKEN).for_outside_callers()
+        self._credentials = credentials if token is None else credentials.with_token(token)
+        self._running: RunningServer | None = None
+        self._expiring: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port, once started."""
+        if self._running is None:
+            raise RuntimeError("the environment server has not been started")
+        return self._running.address
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listens.
+
+        Raises:
+            ConfigError: no token on an address that other machines reach.
+            EnvironmentLackError: the port is taken.
+        """
+        add = environment_pb2_grpc.add_EnvironmentServiceServicer_to_server
+        self._running = await start_server(
+            add,
+            _Servicer(self.sessions, self._name),
+            host=self._host,
+            port=self._port,
+            credentials=self._credentials,
+            port_key="the port argument of serve_environment",
+        )
+        self._expiring = asyncio.create_task(self._expire(), name="leases")
+
+    async def stop(self) -> None:
+        """Gives calls under way two seconds, then frees all episodes."""
+        if self._running is not None:
+            await self._running.stop()
+        if self._expiring is not None:
+            self._expiring.cancel()
+            await asyncio.wait([self._expiring])
+        await self.sessions.close_all()
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRE_S)
+            await self.sessions.expire()
+
+
+def serve_environment(
+    make: Callable[[], Environment],
+    *,
+    port: int,
+    host: str = "127.0.0.1",
+    token: str | None = None,
+    max_episodes: int = 64,
+) -> None:
+    """Serves an environment until SIGINT or SIGTERM; arguments as of `EnvironmentServer`.
+
+    Raises:
+        SystemExit: the server could not start; the reason is in the log on standard error.
+    """
+
+    async def serve(context: ServiceContext) -> None:
+        server = EnvironmentServer(make, host=host, port=port, token=token, max_episodes=max_episodes)
+        await server.start()
+        context.defer("environment server", server.stop)
+        print(f"environment server on {server.address}", file=sys.stderr, flush=True)
+        await context.stopping.wait()
+
+    code = run_service(serve, name="environment-server")
+    if code:
+        raise SystemExit(code)
+
+
+class _Servicer(environment_pb2_grpc.EnvironmentServiceServicer):
+    def __init__(self, sessions: Sessions, name: str) -> None:
+        self._sessions, self._name = sessions, name
+
+    async def Describe(
+        self, request: pb.DescribeEnvironmentRequest, context: object
+    ) -> pb.EnvironmentDescription:
+        return pb.EnvironmentDescription(
+            name=self._name, max_episodes=self._sessions.max_episodes, num_open=self._sessions.num_open
+        )
+
+    async def Open(self, request: pb.OpenEpisodeRequest, context: object) -> pb.EpisodeObservation:
+        key, attempt = _key(request.episode)
+        began = time.monotonic()
+        said, tools = await self._sessions.open(
+            key,
+            attempt,
+            object_from_json(request.task_json, "task"),
+            task_seed=request.task_seed,
+            episode_seed=request.episode_seed,
+            lease_s=request.lease_s,
+        )
+        answer = _observation(said, role="user", seconds=time.monotonic() - began)
+        answer.tools.extend(tool_to_proto(tool) for tool in tools)
+        return answer
+
+    async def Step(self, request: pb.StepEpisodeRequest, context: object) -> pb.EpisodeObservation:
+        key, attempt = _key(request.episode)
+        began = time.monotonic()
+        said = await self._sessions.step(key, attempt, request.turn, message_from_proto(request.action))
+        return _observation(said, role="tool", seconds=time.monotonic() - began)
+
+    async def Close(self, request: pb.CloseEpisodeRequest, context: object) -> pb.EpisodeGrade:
+        key, attempt = _key(request.episode)
+        outcome = await self._sessions.close(key, attempt, request.stop_reason, graded=request.graded)
+        if outcome is None:
+            return pb.EpisodeGrade()
+        with contextlib.suppress(TypeError, ValueError):
+            return pb.EpisodeGrade(reward=outcome.reward, components=dict(outcome.components))
+        raise ProtocolError(
+            f"{self._name}.close must return an Outcome of numbers, it returned {outcome!r:.200}"
+        )
+
+
+def _key(episode: pb.EpisodeAttempt) -> tuple[Key, int]:
+    if not episode.run_id or not episode.trajectory_id or episode.attempt < 1:
+        raise ProtocolError(
+            "a call names no episode: run_id, trajectory_id and an attempt from 1 on are needed"
+        )
+    return (episode.run_id, episode.trajectory_id), episode.attempt
+
+
+def _observation(said: Observation, *, role: str, seconds: float) -> pb.EpisodeObservation:
+    messages = said.messages or ((Message(role=role, content=said.text),) if said.text else ())
+    return pb.EpisodeObservation(
+        messages=[message_to_proto(message) for message in messages], stop_reason=said.done, seconds=seconds
+    )

@@ -1,0 +1,207 @@
+"""Runs a program in a confinement, with a deadline, and tells what it printed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.errors import EnvironmentLackError
+from paceline.service.confinement import inside
+
+_READ_BYTES = 64 * 1024
+_EXIT_S = 5.0
+_PROBE_S = 20.0
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfinedLimits:
+    """What a program may use. Memory is that of each of its processes.
+
+    Args:
+        seconds: from start to end.
+        memory_bytes, disk_bytes: disk is its /tmp, in memory.
+        max_processes: threads count.
+        max_output_bytes: of what it prints; more ends it.
+    """
+
+    seconds: float = 10.0
+    memory_bytes: int = 512 << 20
+    disk_bytes: int = 32 << 20
+    max_processes: int = 8
+    max_output_bytes: int = 256 << 10
+
+
+class Ending(enum.Enum):
+    """How a program ended."""
+
+    EXITED = "exited"
+    TIMED_OUT = "timed out"
+    PRINTED_TOO_MUCH = "printed too much"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a program did: `code` is its exit code, 128 and the signal's number where one ended it."""
+
+    ending: Ending
+    code: int
+    stdout: bytes
+    stderr: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A program to run.
+
+    Args:
+        words: absolute path and arguments.
+        files: written into its working directory, /tmp: name and text.
+        stdin: what it reads.
+        read_only: further folders that it sees; the system's are there, and Python's.
+        limits: what it may use.
+    """
+
+    words: Sequence[str]
+    files: Mapping[str, str] = field(default_factory=dict)
+    stdin: bytes = b""
+    read_only: Sequence[str] = ()
+    limits: ConfinedLimits = field(default_factory=ConfinedLimits)
+
+
+async def run_confined(command: Command) -> Outcome:
+    """Runs a program and waits for its end, which is that of everything it has started, too.
+
+    Raises:
+        EnvironmentLackError: this machine cannot build the confinement; nothing was run.
+    """
+    # Only a place for the root, which is in memory; nothing is written there.
+    with tempfile.TemporaryDirectory(prefix="paceline-root-") as root:
+        spec = os.memfd_create("paceline-command")
+        try:
+            os.write(spec, json.dumps(_spec(command, root)).encode())
+            os.lseek(spec, 0, os.SEEK_SET)
+            process = await asyncio.create_subprocess_exec(
+                python(), "-I", "-S", inside.__file__, str(spec),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={},
+                pass_fds=(spec,),
+                start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(spec)
+        try:
+            outcome = await _follow(process, command)
+        finally:
+            await _end(process)
+    if outcome.code == inside.BROKEN_EXIT:
+        reason = outcome.stderr.decode(errors="replace").strip()
+        raise EnvironmentLackError(
+            f"code cannot be confined on this machine ({reason}): allow user namespaces "
+            "(sysctl kernel.unprivileged_userns_clone=1; in a container, seccomp and AppArmor profiles that "
+            "let unshare and mount pass), on Linux 5.12 or newer"
+        )
+    return outcome
+
+
+async def why_not_confined() -> str:
+    """Why this machine cannot confine programs; "" where it can."""
+    limits = ConfinedLimits(seconds=_PROBE_S)
+    try:
+        outcome = await run_confined(Command(words=["/bin/true"], limits=limits))
+    except EnvironmentLackError as error:
+        return str(error)
+    if (outcome.ending, outcome.code) != (Ending.EXITED, 0):
+        return f"/bin/true {outcome.ending.value} with {outcome.code}: {outcome.stderr[:200]!r}"
+    return ""
+
+
+def python() -> str:
+    """The Python that confined programs find: this one, without its packages."""
+    return os.path.realpath(sys.executable)
+
+
+def _spec(command: Command, root: str) -> dict[str, object]:
+    limits = command.limits
+    return {
+        "root": root,
+        "command": list(command.words),
+        "files": dict(command.files),
+        "read_only": [*_SYSTEM, sys.base_prefix, *command.read_only],
+        "other_user": os.getuid() == 0,
+        "disk_bytes": limits.disk_bytes,
+        "environment": {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"},
+        "limits": {
+            "RLIMIT_AS": limits.memory_bytes,
+            "RLIMIT_FSIZE": limits.disk_bytes,
+            "RLIMIT_NPROC": limits.max_processes,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_CPU": int(limits.seconds) + 2,
+        },
+    }
+
+
+async def _follow(process: asyncio.subprocess.Process, command: Command) -> Outcome:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    until = time.monotonic() + command.limits.seconds
+    reading = [
+        asyncio.create_task(_read(stream, command.limits.max_output_bytes), name="confined output")
+        for stream in (process.stdout, process.stderr)
+    ]
+    writing = asyncio.create_task(_write(process.stdin, command.stdin), name="confined input")
+    try:
+        _, late = await asyncio.wait(reading, timeout=until - time.monotonic(), return_when="FIRST_EXCEPTION")
+        too_much = any(task.done() and task.exception() is not None for task in reading)
+        if late or too_much:
+            ending = Ending.PRINTED_TOO_MUCH if too_much else Ending.TIMED_OUT
+            return Outcome(ending=ending, code=-1, stdout=b"", stderr=b"")
+        try:
+            async with asyncio.timeout(max(0.1, until - time.monotonic())):
+                code = await process.wait()
+        except TimeoutError:
+            return Outcome(ending=Ending.TIMED_OUT, code=-1, stdout=b"", stderr=b"")
+        return Outcome(
+            ending=Ending.EXITED, code=code, stdout=reading[0].result(), stderr=reading[1].result()
+        )
+    finally:
+        for task in (*reading, writing):
+            task.cancel()
+        await asyncio.gather(*reading, writing, return_exceptions=True)
+
+
+async def _read(stream: asyncio.StreamReader, limit: int) -> bytes:
+    parts, size = [], 0
+    while part := await stream.read(_READ_BYTES):
+        size += len(part)
+        if size > limit:
+            raise OverflowError(f"over {limit} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _write(stream: asyncio.StreamWriter, text: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        stream.write(text)
+        await stream.drain()
+        stream.close()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kills the process; its namespaces end with it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    async with asyncio.timeout(_EXIT_S):
+        await process.communicate()  # to their ends, so that asyncio closes the pipes

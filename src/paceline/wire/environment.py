@@ -1,0 +1,138 @@
+"""Chat messages, tools and grades <-> protobuf, checked on both sides of `EnvironmentService`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+
+from paceline.core.chat import Message, ToolCall, ToolSpec
+from paceline.core.errors import InvalidMessageError
+from paceline.core.text import encodable
+from paceline.rpc.v1 import environment_pb2 as pb
+from paceline.wire.fields import DEFAULT_LIMITS, plain_problem, reject
+
+_ROLES = ("system", "user", "assistant", "tool")
+_MAX_CALLS = 256
+
+
+def object_to_json(value: Mapping[str, object], subject: str) -> str:
+    """A JSON object as text.
+
+    Raises:
+        InvalidMessageError: it holds what JSON cannot express.
+    """
+    problem = plain_problem(dict(value), DEFAULT_LIMITS.max_depth)
+    if problem:
+        reject(subject, problem[0], problem[1])
+    return json.dumps(value)
+
+
+def object_from_json(text: str, subject: str) -> dict[str, object]:
+    """Reads the text of a JSON object.
+
+    Raises:
+        InvalidMessageError: it is none, or holds numbers that are not finite.
+    """
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidMessageError(
+            f"invalid {subject}: it is not JSON ({error})", reason="not_json"
+        ) from error
+    if not isinstance(value, dict):
+        reject(subject, "wrong_type", f"a {type(value).__name__} where a JSON object belongs")
+    problem = plain_problem(value, DEFAULT_LIMITS.max_depth)
+    if problem:
+        reject(subject, problem[0], problem[1])
+    return value
+
+
+def message_to_proto(message: Message) -> pb.ChatMessage:
+    """A message; lone surrogates are escaped, and arguments that cannot be sent are the call's problem."""
+    return pb.ChatMessage(
+        role=message.role,
+        content=encodable(message.content),
+        tool_calls=[_call_to_proto(call) for call in message.tool_calls],
+        name=encodable(message.name),
+        call_id=message.call_id,
+    )
+
+
+def message_from_proto(message: pb.ChatMessage) -> Message:
+    """Reads a message.
+
+    Raises:
+        InvalidMessageError: an unknown role, too long a content, or arguments that are no JSON object.
+    """
+    if message.role not in _ROLES:
+        reject("ChatMessage", "unknown_value", f"role {message.role[:40]!r}, wanted {', '.join(_ROLES)}")
+    if len(message.tool_calls) > _MAX_CALLS:
+        reject("ChatMessage", "too_large", f"{len(message.tool_calls)} tool calls, at most {_MAX_CALLS}")
+    return Message(
+        role=message.role,
+        content=message.content,
+        tool_calls=tuple(_call_from_proto(call) for call in message.tool_calls),
+        name=message.name,
+        call_id=message.call_id,
+    )
+
+
+def messages_from_proto(messages: Iterable[pb.ChatMessage]) -> tuple[Message, ...]:
+    """Reads messages; raises as `message_from_proto`."""
+    return tuple(message_from_proto(message) for message in messages)
+
+
+def tool_to_proto(tool: ToolSpec) -> pb.ToolDescription:
+    """A tool's description; raises InvalidMessageError if its schema is no plain data."""
+    parameters = object_to_json(tool.parameters, "ToolDescription")
+    return pb.ToolDescription(name=tool.name, description=tool.description, parameters_json=parameters)
+
+
+def tool_from_proto(message: pb.ToolDescription) -> ToolSpec:
+    """Reads a tool's description.
+
+    Raises:
+        InvalidMessageError: no name, or a schema that is no JSON object.
+    """
+    if not message.name:
+        reject("ToolDescription", "missing_field", "no name")
+    parameters = object_from_json(message.parameters_json, "ToolDescription")
+    return ToolSpec(name=message.name, description=message.description, parameters=parameters)
+
+
+def grade_from_proto(message: pb.EpisodeGrade) -> tuple[float | None, dict[str, float]]:
+    """The reward, None if there is none, and the components.
+
+    Raises:
+        InvalidMessageError: a number is not finite.
+    """
+    reward = message.reward if message.HasField("reward") else None
+    components = dict(message.components)
+    for name, value in {"reward": reward or 0.0, **components}.items():
+        if not math.isfinite(value):
+            reject("EpisodeGrade", "not_finite", f"{name[:80]} is {value}")
+    return reward, components
+
+
+def _call_to_proto(call: ToolCall) -> pb.ChatToolCall:
+    problem, arguments = call.problem, "{}"
+    try:
+        arguments = object_to_json(call.arguments, "tool call")
+    except InvalidMessageError as error:
+        problem = problem or str(error)
+    return pb.ChatToolCall(
+        call_id=call.call_id,
+        name=encodable(call.name),
+        arguments_json=arguments,
+        problem=encodable(problem),
+    )
+
+
+def _call_from_proto(message: pb.ChatToolCall) -> ToolCall:
+    return ToolCall(
+        call_id=message.call_id,
+        name=message.name,
+        arguments=object_from_json(message.arguments_json, "ChatToolCall"),
+        problem=message.problem,
+    )
