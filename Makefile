@@ -10,12 +10,12 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/$(BUILD).txt)
 # Where to find torch if pip's own index has not this build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/$(if $(filter cuda,$(BUILD)),cu130,cpu)
 SEED ?= 0
-# What `make test` runs: first the tests without a real engine or a whole run, in several processes, each file in
-# one of them; then the others, one after the other. To debug, or with one core: make test TEST_PROCESSES=0
+# What `make test` runs: first the tests without a real engine or a whole run, then the others; in several processes,
+# each file in one of them. To debug, or with one core: make test TEST_PROCESSES=0
 TESTS := tests --ignore=tests/chaos --ignore=tests/deploy
 TEST_PROCESSES ?= 3
 
-.PHONY: help venv venv-cuda venv-cpu demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
+.PHONY: help venv venv-cuda venv-cpu docs demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
 
 help:
 	@echo "make venv       install into $(VENV) from the lock files, for GPUs if nvidia-smi finds one, else for CPUs"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-fast  the tests without a real engine or a whole run"
 	@echo "make test-chaos runs under faults: about a quarter of an hour"
 	@echo "make test-deploy  the deployed forms: hosts, containers, Prometheus, chart; skips what lacks a program, and says which"
+	@echo "make docs       the docs as a site, in .cache/site"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
 
 venv: $(VENV)/.installed
@@ -61,7 +62,7 @@ demo-start: venv
 	$(BIN)/paceline sft examples/arithmetic/sft.yaml seed=$(SEED)
 
 test: test-fast
-	$(BIN)/python -m pytest -m "e2e or vllm" $(TESTS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "e2e or vllm" $(TESTS)
 
 test-fast: venv
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not e2e and not vllm" $(TESTS)
@@ -74,6 +75,10 @@ test-chaos: venv
 test-deploy: venv
 	test -x $(BIN)/helm || $(BIN)/python tools/get_helm.py $(BIN) || echo "no helm: see tools/get_helm.py" >&2
 	$(BIN)/python -m pytest -s $(DEPLOY_OPTIONS) tests/deploy
+
+# The docs as a site, in .cache/site; a broken link is an error.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: venv
 	$(BIN)/ruff format --check .

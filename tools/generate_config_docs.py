@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what the docs have from code: configuration.md, and the tables of from-verl-and-trl.md.
+"""Writes what the docs have from code: configuration.md, gpus-and-memory.md, tables of from-verl-and-trl.md.
 
 With --check, fails if they differ.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import memory_tables
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -51,7 +52,11 @@ def main() -> int:
         "## `paceline sft`\n",
         *sections(SftRunConfig, ""),
     ]
-    pages = {DOCS / "configuration.md": "\n".join(parts), DOCS / "from-verl-and-trl.md": comparison()}
+    pages = {
+        DOCS / "configuration.md": "\n".join(parts),
+        DOCS / "from-verl-and-trl.md": comparison(),
+        DOCS / "gpus-and-memory.md": memory_tables.page(),
+    }
     stale = [
         path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text
     ]

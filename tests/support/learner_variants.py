@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
+
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.loading import as_fsdp, hugging_face_names
+from paceline.learner.model.lora import is_adapter, with_adapters
 from paceline.learner.train.learner import Learner
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step
@@ -43,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "algorithm": {**GROUPS, "rollout_correction": {"method": "tis", "level": "sequence", "cap": 3.0}},
     },
     "icepop": {"algorithm": {**GROUPS, "rollout_correction": {"method": "icepop"}}},
+    "lora": {"model": {"lora": {"rank": 3, "alpha": 6.0}}},
     "sequence_mask": {
         "algorithm": {**GROUPS, "rollout_correction": {"method": "sequence_mask", "level": "geometric"}},
     },
@@ -54,8 +60,24 @@ def one_step(ranks: Ranks, model: str, name: str, **actor: Any) -> dict[str, flo
     """Metrics of a variant's first training step, with two mini-batches; `actor` overrides the variant's."""
     sections = dict(VARIANTS[name])
     sections["actor"] = {**sections.get("actor", {}), **actor}
+    sections["model"] = {"path": model, **sections.get("model", {})}
     learner = Learner.build(run_config(Path(model), **sections), ranks)
-    return numbers(take_step(learner, 1))
+    return numbers(take_step(learner, 1)) | _pushed(learner)
+
+
+def _pushed(learner: Learner) -> dict[str, float]:
+    """A number of what a push of adapters would send, which depends on every element and its place."""
+    if learner.config.model.lora is None:
+        return {}
+    network, total = learner.actor.network, 0.0
+    as_fsdp(network).reshard()
+    with with_adapters(network):
+        for name, parameter in hugging_face_names(network):
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if not is_adapter(name):
+                values = full.detach().double().flatten()
+                total += float(values @ torch.linspace(1, 2, values.numel(), dtype=torch.float64))
+    return {"pushed": total}
 
 
 def all_variants(ranks: Ranks, model: str) -> dict[str, dict[str, float]]:

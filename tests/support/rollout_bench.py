@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,8 @@ from paceline.core.ids import Purpose, sample_seed
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import GroupRefusal, PromptGroup, RewardContext, SamplingSpec, Trajectory
 from paceline.rollout.capacity import SamplerLimits
+from paceline.rollout.engines.base import Engine
+from paceline.rollout.episodes.group import Episodes
 from paceline.rollout.sampler import Sampler
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.weights.geometry.layout import RankLayout
@@ -113,6 +115,7 @@ async def bench(
     num_ranks: int = 1,
     engine: FakeEngine | None = None,
     broker: MemoryBroker | None = None,
+    episodes: Callable[[Engine], Episodes] | None = None,
 ) -> AsyncIterator[Bench]:
     broker, engine = broker or MemoryBroker(), engine or FakeEngine(num_ranks=num_ranks)
     changes: list[str] = []
@@ -131,6 +134,7 @@ async def bench(
                 incarnation="x",
                 limits=limits,
                 spawn=spawn,
+                episodes=None if episodes is None else episodes(engine),
             )
             server.start(Parts(engine=engine, sampler=sampler, join_timeout_s=1, push_timeout_s=1))
             if joined:

@@ -18,6 +18,19 @@ class ModelPaths(Section):
     reward: str | None = Field(None, description="Folder with the tokenizer.")
 
 
+class LoraConfig(Section):
+    """Low-rank adapters: each target W computes W x + (alpha / rank) B A x, and only A and B train."""
+
+    rank: int = Field(16, gt=0, description="Rows of A and columns of B.")
+    alpha: float = Field(32.0, gt=0, description="The product of B and A counts alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        ("all",),
+        min_length=1,
+        description="Linear layers by the last part of their names ([q_proj, v_proj]); all: every one in the "
+        "decoder layers.",
+    )
+
+
 class ModelConfig(Section):
     """The policy: a folder in the Hugging Face layout."""
 
@@ -43,6 +56,11 @@ class ModelConfig(Section):
         False,
         description="Accept an architecture that is not in the table of docs/models.md, if the self-test of "
         "`paceline check`, which the learner runs at its start, passes.",
+    )
+    lora: LoraConfig | None = Field(
+        None,
+        description="Adapters on the policy, which is frozen in model.dtype then; null: all weights train. "
+        "They want about ten times the learning rate. The critic, if there is one, trains all its weights.",
     )
     cache_gib: float = Field(
         500.0,

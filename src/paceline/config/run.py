@@ -161,6 +161,12 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _adapters_are_not_compiled(self) -> RunConfig:
+        if self.model.lora is not None and self.actor.compile:
+            raise ValueError("model.lora has no compiled form; set actor.compile: false or leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         batch, mini = self.data.train_batch_size, self.actor.ppo_mini_batch_size
         if batch % mini:
@@ -208,6 +214,12 @@ class SftRunConfig(Section):
     learner: LearnerConfig = LearnerConfig()
     seed: int = Field(0, ge=0, description="Governs the order of the pairs.")
     telemetry: TelemetryConfig = TelemetryConfig()
+
+    @model_validator(mode="after")
+    def _all_weights_train(self) -> SftRunConfig:
+        if self.model.lora is not None:
+            raise ValueError("`paceline sft` trains all weights; leave model.lora out")
+        return self
 
 
 class SftDataConfig(Section):

@@ -120,7 +120,7 @@ def test_ctrl_d_ends_the_questions(
     ("words", "said"),
     [
         (["run.yaml"], "run.yaml exists"),
-        (["a.yaml"], "model .a folder, or a name on the hub. is missing: give --model"),
+        (["a.yaml"], "model (a folder, or a name on the hub) is missing: give --model"),
         (["a.yaml", "--model", "model", "--data", "gone.jsonl"], "gone.jsonl does not exist; correct --data"),
         (["a.yaml", "--model", "model", "--data", "odd.jsonl"], "prompt is missing: give --prompt-key"),
         (

@@ -22,6 +22,7 @@ from paceline.learner.distributed.collectives import CommandError, attempt, gath
 from paceline.learner.distributed.command_loop import Arguments, Handler
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.model.loading import as_fsdp
+from paceline.learner.model.lora import with_adapters
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.profiler import StepProfiler
 from paceline.learner.train.step import train_step
@@ -138,7 +139,8 @@ class Commands:
             )
         timeout_s = learner.config.weights.push_timeout_s
         self._reshard()
-        receipt = attempt(learner.ranks, lambda: self._publisher.publish(version, timeout_s=timeout_s))
+        with with_adapters(learner.actor.network):
+            receipt = attempt(learner.ranks, lambda: self._publisher.publish(version, timeout_s=timeout_s))
         # Rank 0's report is large and already where it is needed, so it is not gathered.
         numbers = gather_bytes(dataclasses.replace(receipt, reports=()).to_bytes(), learner.ranks)
         merged = PushReceipt.merge([PushReceipt.from_bytes(data) for data in numbers])

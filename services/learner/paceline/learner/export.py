@@ -23,15 +23,20 @@ from paceline.learner.checkpoint import files
 from paceline.learner.checkpoint.manifest import Manifest
 from paceline.learner.checkpoint.shards import reader
 from paceline.learner.checkpoint.state import POLICY
-from paceline.learner.model.folder import write_folder
+from paceline.learner.model.folder import write_adapters, write_folder
+from paceline.learner.model.loading import stored_tensors
+from paceline.learner.model.lora import merge
 from paceline.learner.train.learner import DTYPES
 from paceline.storage.folder import Folder
 from paceline.storage.models import local_model
 from paceline.storage.places import checkpoints_of
 
+ADAPTERS = "adapter"
+"""The folder beside merged weights that has the adapters by themselves."""
+
 
 def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = None) -> Path:
-    """Writes the policy of a checkpoint.
+    """Writes the policy of a checkpoint; adapters are merged, and written by themselves in `out`/adapter.
 
     Args:
         run_dir: of the run; its config.resolved.yaml names the model that the run started from.
@@ -50,7 +55,10 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
     folder = checkpoints_of(config, run_dir).child(f"step_{step:06d}")
     manifest = Manifest.read(folder.address)
     files.check(folder, manifest.files, manifest.files)
-    model, source = local_model(config.model, "controller"), Path(manifest.model_path)
+    lora = config.model.lora
+    # The weights that training began with are needed beside adapters.
+    model = local_model(config.model, "controller" if lora is None else "learner")
+    source = Path(manifest.model_path)
     if not (source / "config.json").is_file():
         source = Path(model.path)  # the learner's folder is on another host
     if not (source / "config.json").is_file():
@@ -59,14 +67,25 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
             "config and tokenizer"
         )
     tokenizer = Path(model.tokenizer_path) if model.tokenizer_path else None
+    trained = read_policy(folder)
+    tensors = trained if lora is None else merge(_base(config, source), trained, lora)
     write_folder(
         out,
-        read_policy(folder),
+        tensors,
         source=source,
         tokenizer_source=tokenizer,
         dtype=dtype or DTYPES[config.model.dtype],
     )
+    if lora is not None:
+        write_adapters(out / ADAPTERS, trained, lora=lora, base=config.model.path)
     return out
+
+
+def _base(config: RunConfig, source: Path) -> dict[str, Tensor]:
+    """The weights that the adapters were trained beside."""
+    is_random = config.model.load_format == "random"
+    tensors = stored_tensors(source, config.trainer.seed if is_random else None)
+    return {name: tensor.to(DTYPES[config.model.dtype]) for name, tensor in tensors.items()}
 
 
 def read_policy(folder: Folder) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
 from paceline.learner.model.loading import hugging_face_names
+from paceline.learner.model.lora import A, B
 
 # Files beside the weights that are copied from the starting model.
 COMPANIONS = (
@@ -70,6 +73,40 @@ def write_folder(
         for name in COMPANIONS:
             if folder is not None and (folder / name).is_file():
                 shutil.copyfile(folder / name, out / name)
+
+
+def write_adapters(out: Path, tensors: Mapping[str, Tensor], *, lora: LoraConfig, base: str) -> None:
+    """Writes adapters in the layout of the library PEFT, which transformers and vLLM load beside their base.
+
+    Args:
+        out: created if it is missing.
+        tensors: full tensors of A and B, by the names of parameters.
+        lora: of the run.
+        base: the model that the adapters belong to, as adapter_config.json names it.
+    """
+    from safetensors.torch import save_file
+
+    targets = {name.removesuffix(A).rpartition(".")[2] for name in tensors if name.endswith(A)}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(targets),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    state = {_peft_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(state, str(out / "adapter_model.safetensors"), metadata={"format": "pt"})
+
+
+def _peft_name(name: str) -> str:
+    return f"base_model.model.{name}.weight".replace(A, ".lora_A").replace(B, ".lora_B")
 
 
 def gather_tensors(network: nn.Module, *, keep: bool) -> dict[str, Tensor]:

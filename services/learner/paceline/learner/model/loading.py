@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import architectures, attention
 from paceline.learner.model.experts import use_float32_routers
 from paceline.learner.model.files import ModelFiles, ReadRows
 from paceline.learner.model.layers import DEFAULT_OPTIONS, LayerOptions
+from paceline.learner.model.lora import B, add_adapters, is_adapter
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork, body_of, decoder_layers, hidden_size
 
 VALUE_HEAD_STD = 0.01
@@ -68,6 +70,8 @@ def load_policy(
     *,
     options: LayerOptions = DEFAULT_OPTIONS,
     random_seed: int | None = None,
+    lora: LoraConfig | None = None,
+    adapter_seed: int = 0,
 ) -> PolicyNetwork:
     """A sharded policy.
 
@@ -77,24 +81,43 @@ def load_policy(
         precision: of computing, storing and reducing.
         options: of its layers.
         random_seed: draws the weights instead of reading them.
+        lora: adapters, which alone are trained; the model itself is frozen then.
+        adapter_seed: draws the adapters.
 
     Raises:
         ModelError: a tensor is missing or has another shape than the model's.
+        ConfigError: the adapters' targets are not in the model.
     """
-    network = unfilled_policy(folder, ranks, precision, options=options)
+    network = unfilled_policy(folder, ranks, precision, options=options, lora=lora)
     num_threads = 1 if random_seed is None else _DRAWING_THREADS
-    _fill(network, _source(folder, random_seed, network.lm.config), num_threads=num_threads)
+    source = _AdapterSource(_source(folder, random_seed, network.lm.config), adapter_seed)
+    _fill(network, source, num_threads=num_threads)
     return network
 
 
 def unfilled_policy(
-    folder: str | Path, ranks: Ranks, precision: Precision, *, options: LayerOptions = DEFAULT_OPTIONS
+    folder: str | Path,
+    ranks: Ranks,
+    precision: Precision,
+    *,
+    options: LayerOptions = DEFAULT_OPTIONS,
+    lora: LoraConfig | None = None,
 ) -> PolicyNetwork:
     """A sharded policy whose parameters have memory and no values yet; arguments as `load_policy`."""
     lm = empty_lm(read_config(folder))
+    if lora is not None:
+        add_adapters(lm, decoder_layers(body_of(lm)), lora)
     network = PolicyNetwork(lm)
     _materialise(network, body_of(lm), lm, ranks, precision, options)
     return network
+
+
+def stored_tensors(folder: str | Path, random_seed: int | None = None) -> dict[str, Tensor]:
+    """The full tensors that `load_policy` reads or draws, by Hugging Face name."""
+    lm = empty_lm(read_config(folder))
+    source = _source(folder, random_seed, lm.config)
+    shapes = {name: parameter.shape for name, parameter in lm.named_parameters()}
+    return {name: source.rows(name, shape)(0, shape[0]) for name, shape in shapes.items()}
 
 
 def load_critic(
@@ -198,8 +221,9 @@ def give_storage(module: nn.Module, lm: Any, device: torch.device, dtype: torch.
         if not any(tensor.is_meta for tensor in own):
             continue
         part.to_empty(device=device, recurse=False)
-        for parameter in part.parameters(recurse=False):
-            parameter.data = parameter.data.to(dtype)
+        for name, parameter in part.named_parameters(recurse=False):
+            if not is_adapter(f".{name}"):  # adapters are masters
+                parameter.data = parameter.data.to(dtype)
         if any(True for _ in part.buffers(recurse=False)):
             lm._init_weights(part)  # rotary frequencies: computed, never read from a file
 
@@ -218,6 +242,21 @@ class _Seed:
             return lambda start, stop: draw_normal(shape, self.std, self.seed, name)[start:stop]
         fill = 0.0 if name.endswith("bias") else 1.0
         return lambda start, stop: torch.full((stop - start, *shape[1:]), fill)
+
+
+class _AdapterSource:
+    """Another source, with adapters: B begins with zeros, A as torch's linear layers do."""
+
+    def __init__(self, inner: ModelFiles | _Seed, seed: int) -> None:
+        self.inner, self.seed = inner, seed
+
+    def rows(self, name: str, shape: torch.Size) -> ReadRows:
+        if not is_adapter(name):
+            return self.inner.rows(name, shape)
+        if name.endswith(B):
+            return lambda start, stop: torch.zeros(stop - start, *shape[1:])
+        std = 1 / math.sqrt(3 * shape[1])
+        return lambda start, stop: draw_normal(shape, std, self.seed, name)[start:stop]
 
 
 class _ValueHeadSource:
@@ -250,7 +289,7 @@ def _source(folder: str | Path, random_seed: int | None, config: Any) -> ModelFi
     return _Seed(random_seed, float(getattr(config, "initializer_range", 0.02)))
 
 
-def _fill(network: nn.Module, source: ModelFiles | _Seed | _ValueHeadSource, *, num_threads: int = 1) -> None:
+def _fill(network: nn.Module, source: _AdapterSource | _ValueHeadSource, *, num_threads: int = 1) -> None:
     """Copies tensors in; so many are drawn at a time, which takes longer than to read them."""
     parts = []
     for name, parameter in hugging_face_names(network):

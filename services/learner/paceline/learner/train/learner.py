@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from paceline.config.run import RunConfig
 from paceline.core.guard import Histories
 from paceline.learner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from paceline.learner.distributed.catching_up import count_collectives
+from paceline.learner.distributed.host_memory import host_mesh
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.compiling import CompileClock
 from paceline.learner.model.layers import LayerOptions
@@ -31,7 +33,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Learner:
-    """One rank's part of everything that trains; `version` counts training steps."""
+    """One rank's part of everything that trains; `version` counts training steps.
+
+    With adapters, `reference` is the policy's own network, which computes it without them.
+    """
 
     config: RunConfig
     ranks: Ranks
@@ -63,13 +68,17 @@ class Learner:
         random_weights = model.load_format == "random"
         compute = DTYPES[model.dtype]
         options = LayerOptions.of_actor(config.actor)
-        masters = Precision(compute=compute, reduce=DTYPES[config.actor.reduce_dtype])
+        # A network that is never updated is kept in the type that it computes in.
+        frozen = Precision(compute=compute, store=compute, reduce=DTYPES[config.actor.reduce_dtype])
+        masters = dataclasses.replace(frozen, store=torch.float32)
         policy = load_policy(
             model.path,
             ranks,
-            masters,
+            masters if model.lora is None else frozen,
             options=options,
             random_seed=seed if random_weights else None,
+            lora=model.lora,
+            adapter_seed=seed,
         )
         critic = reference = None
         if config.needs_critic:
@@ -81,9 +90,9 @@ class Learner:
                 options=options,
                 random_weights=random_weights,
             )
-        if config.needs_reference:
-            # It is never updated, so it is kept in the type that it computes in.
-            frozen = Precision(compute=compute, store=compute)
+        if config.needs_reference and model.lora is not None:
+            reference = policy  # scored without its adapters
+        elif config.needs_reference:
             reference = load_policy(
                 model.path,
                 ranks,
@@ -136,6 +145,7 @@ def _trainable(
             eps=optim.eps,
             weight_decay=optim.weight_decay,
             grad_clip=grad_clip,
+            host=host_mesh(ranks) if config.actor.memory.offloads else None,
         ),
         schedule=Schedule(
             peak=optim.lr,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paceline.learner.batch.types import MicroBatch, OldLogProbs, ScoredBatch
 from paceline.learner.model.layers import free_gathered
 from paceline.learner.model.loading import forget_forward_passes
+from paceline.learner.model.lora import base_alone
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.stopwatch import Stopwatch
 
@@ -33,7 +34,7 @@ def score(
         scored = _old_log_probs(learner, batches[num_unscored:])
     old = [OldLogProbs() for _ in batches[:num_unscored]] + [OldLogProbs(table) for table in scored]
     if reference is not None:
-        with stopwatch.phase("ref"):
+        with stopwatch.phase("ref"), base_alone(reference):
             ref = [*_score_all(reference, batches, lambda b: b.table(reference(b, temperature)[0]))]
     if critic is not None:
         with stopwatch.phase("values"):

@@ -191,10 +191,11 @@ class _Episode:
 
     def _request(self, recorder: Recorder, turn: int) -> SampleRequest:
         group = self._group
+        room = min(group.sampling.max_tokens, self._standing.turn_tokens(self._rules.limits))
         return SampleRequest(
             request_id=f"{group.trajectory_id(self._index)}#{self._serial}.{turn}",
             prompt_token_ids=recorder.context,
-            sampling=replace(group.sampling, max_tokens=self._standing.turn_tokens(self._rules.limits)),
+            sampling=replace(group.sampling, max_tokens=room),
             seed=turn_seed(group.seeds[self._index], turn),
             cache_salt=str(group.policy),
         )

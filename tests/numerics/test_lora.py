@@ -1,0 +1,156 @@
+"""Adapters: what trains, what a push sends, what the reference is, what checkpoints and exports hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.config.load import dump_yaml, parse
+from paceline.config.run import RunConfig, SftRunConfig
+from paceline.core.errors import ConfigError
+from paceline.learner.batch.pack import pack
+from paceline.learner.checkpoint.load import load
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.export import export
+from paceline.learner.model.layers import free_gathered
+from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_policy, local_rows
+from paceline.learner.model.lora import base_alone, is_adapter, with_adapters
+from paceline.learner.model.networks import PolicyNetwork
+from paceline.learner.train.learner import Learner
+from support.learner_fakes import run_config
+from support.learner_scenarios import save, train
+from support.learner_shapes import rows_with_holes
+
+ADAPTERS = {"lora": {"rank": 4, "alpha": 8.0}}
+
+
+def _config(model: Path, **lora: Any) -> RunConfig:
+    actor = {"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 128, "optim": {"lr": 1e-2}}
+    return run_config(model, model={"lora": {**ADAPTERS["lora"], **lora}}, actor=actor)
+
+
+def _tensors(learner: Learner) -> dict[str, Tensor]:
+    as_fsdp(learner.actor.network).reshard()
+    return {name: local_rows(p)[0].detach().clone() for name, p in hugging_face_names(learner.actor.network)}
+
+
+@pytest.fixture(scope="module")
+def trained(model: Path, ranks: Ranks) -> Learner:
+    """Two steps of training at a rate that moves the policy far."""
+    learner = Learner.build(_config(model), ranks)
+    first, second = train(learner, 1, 2)
+    assert first["actor/first_ppo_kl"] == 0.0
+    # Fresh adapters change nothing, and the reference is scored without them.
+    assert first["algorithm/reference_kl"] == 0.0
+    assert abs(second["algorithm/reference_kl"]) > 1e-4
+    return learner
+
+
+def test_adapters_alone_train_and_have_optimizer_state(model: Path, ranks: Ranks, trained: Learner) -> None:
+    before, after = _tensors(Learner.build(_config(model), ranks)), _tensors(trained)
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in after if is_adapter(name)}
+    assert len(changed) == 2 * 7 * 2  # A and B of seven matrices in two layers
+    owners = {name.rpartition(".")[0] for name in trained.actor.optimizer.state()}
+    assert owners == changed
+
+
+def _log_probs(network: PolicyNetwork) -> Tensor:
+    free_gathered(network)
+    with torch.no_grad():
+        values: Tensor = network(pack(rows_with_holes([[(4, 3)], [(9, 5)]]), torch.device("cpu")))[0]
+    free_gathered(network)
+    return values
+
+
+def test_the_reference_is_the_base_and_takes_no_memory(model: Path, ranks: Ranks, trained: Learner) -> None:
+    assert trained.reference is trained.actor.network
+    base = load_policy(model, ranks, Precision(compute=torch.float32))
+    with base_alone(trained.actor.network):
+        assert torch.equal(_log_probs(trained.actor.network), _log_probs(base))
+
+
+def test_a_push_sends_the_merged_weights_and_leaves_the_base_as_it_was(trained: Learner) -> None:
+    network = trained.actor.network
+    before, own = _tensors(trained), dict(hugging_face_names(network))
+    addresses = {name: local_rows(parameter)[0].data_ptr() for name, parameter in own.items()}
+    with with_adapters(network):
+        merged = _tensors(trained)
+        assert {name: local_rows(parameter)[0].data_ptr() for name, parameter in own.items()} == addresses
+    after = _tensors(trained)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    prefix = "model.layers.1.self_attn.k_proj"
+    product = before[f"{prefix}.lora_b"] @ before[f"{prefix}.lora_a"]
+    expected = before[f"{prefix}.weight"] + 8.0 / 4 * product
+    assert torch.allclose(merged[f"{prefix}.weight"], expected, atol=1e-6)
+    assert not torch.allclose(merged[f"{prefix}.weight"], before[f"{prefix}.weight"], atol=1e-3)
+    untouched = [name for name in before if "norm" in name or "embed" in name or "lm_head" in name]
+    assert all(torch.equal(merged[name], before[name]) for name in untouched)
+
+
+def test_merged_weights_compute_what_adapters_do(trained: Learner) -> None:
+    network = trained.actor.network
+    adapted = _log_probs(network)
+    with base_alone(network):
+        base = _log_probs(network)
+        with with_adapters(network):
+            merged = _log_probs(network)
+    assert torch.allclose(merged, adapted, atol=1e-4)
+    assert (base - adapted).abs().max() > 1e-2
+    assert torch.equal(_log_probs(network), adapted)
+
+
+def test_a_checkpoint_holds_the_adapters_and_a_run_goes_on_from_it(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    config = _config(model, targets=["q_proj", "down_proj"])
+    first = Learner.build(config, ranks)
+    train(first, 1, 1)
+    save(first, tmp_path / "step_000001", step=1)
+    second = Learner.build(config, ranks)
+    load(second, tmp_path / "step_000001")
+    assert train(first, 2, 2) == train(second, 2, 2)
+
+
+def test_an_export_has_merged_weights_and_adapters_in_the_layout_of_peft(
+    trained: Learner, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    learner = trained
+    save(learner, tmp_path / "checkpoints" / "step_000002", step=2)
+    (tmp_path / "config.resolved.yaml").write_text(dump_yaml(learner.config))
+    out = export(tmp_path, 2, tmp_path / "out")
+    exported = dict(AutoModelForCausalLM.from_pretrained(out).named_parameters())
+    own = _tensors(learner)
+    as_fsdp(learner.actor.network).reshard()
+    with with_adapters(learner.actor.network):
+        merged = _tensors(learner)
+    for name, parameter in exported.items():
+        assert torch.allclose(parameter, merged[name], atol=1e-6), name
+    described = json.loads((out / "adapter/adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"], described["peft_type"]) == (4, 8.0, "LORA")
+    assert described["target_modules"] == sorted(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    adapters = load_file(out / "adapter/adapter_model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    assert torch.equal(adapters[f"base_model.model.{name}.lora_A.weight"], own[f"{name}.lora_a"])
+    assert torch.equal(adapters[f"base_model.model.{name}.lora_B.weight"], own[f"{name}.lora_b"])
+    assert len(adapters) == 28
+
+
+def test_what_adapters_cannot_do_is_refused(model: Path, ranks: Ranks) -> None:
+    with pytest.raises(ConfigError, match="names qkv, which is no linear layer of Qwen2For.*; it has down"):
+        Learner.build(_config(model, targets=["q_proj", "qkv"]), ranks)
+    with pytest.raises(ConfigError, match="no compiled form"):
+        run_config(model, model=ADAPTERS, actor={"compile": True})
+    sft = {"train_files": "a.jsonl", "output": "out", "steps": 1}
+    with pytest.raises(ConfigError, match="sft` trains all weights"):
+        parse(SftRunConfig, {"sft": sft, "data": {}, "model": {"path": str(model), **ADAPTERS}})
