@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.learner.checkpoint.state import pinned_memory
+from paceline.learner.distributed.host_memory import pinned_memory
 from support.learner_cuda import findings
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]

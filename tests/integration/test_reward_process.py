@@ -21,6 +21,7 @@ from paceline.sdk import RewardClient
 from paceline.service.run_directory import write_run_id
 from paceline.wire import decode_scored
 from support.fake_controller import FakeController, serve
+from support.training_rewards import letters
 from support.trajectories import finished_sample
 
 RUN = "run-1"
@@ -183,3 +184,55 @@ async def test_a_function_that_is_not_there_is_told_to_the_controller(
             assert await process.wait() == 2
         failure = next(beat.failure for beat in controller.heartbeats if beat.failure)
         assert failure.startswith("there is no built-in reward function 'gsm9k': write exact_match")
+
+
+@asynccontextmanager
+async def client(address: str, scored: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that scores as `support.training_rewards.letters` does."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    command = [sys.executable, "-m", "support.attached_client", address, str(scored)]
+    environment = {**os.environ, "PACELINE_REWARD_TOKEN": TOKEN, "PYTHONPATH": path}
+    process = await asyncio.create_subprocess_exec(*command, env=environment)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def written(path: Path) -> None:
+    async with asyncio.timeout(60):
+        while not path.exists() or path.stat().st_size < 3:  # noqa: ASYNC110, ASYNC240  a test's own look
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.redis
+@pytest.mark.timeout(200)
+async def test_clients_attach_one_is_killed_one_comes_and_every_item_has_the_score_of_the_function(
+    tmp_path: Path, model: Path, redis_server: RedisServer, broker: Broker
+) -> None:
+    reward: dict[str, object] = {"attached": [{"name": "letters", "timeout_s": 10.0}]}
+    samples = ["so #### 18 <|end|>", "#### 19", "so so", "18 so 19"] * 60
+    async with service(tmp_path, model, redis_server.url, reward) as (controller, process):
+        await controller.reported("serving")
+        address = controller.registrations[0].address
+        lives, killed, late = (tmp_path / name for name in ("lives", "killed", "late"))
+        async with client(address, lives) as first, client(address, killed) as second:
+            await broker.append(
+                [finished_sample(RUN, index, tokens(text)) for index, text in enumerate(samples)]
+            )
+            await written(killed)
+            second.kill()
+            async with client(address, late) as third:
+                headers = await scored(broker, len(samples))
+                await written(late)
+                controller.run_over = True
+                async with asyncio.timeout(30):
+                    assert [await first.wait(), await third.wait(), await process.wait()] == [0, 0, 0]
+        expected = [letters(text.replace(" <|end|>", ""), "") for text in samples]
+        assert [header.reward for header in headers] == [values["score"] for values in expected]
+        assert [header.components["letters/length"] for header in headers] == [
+            values["length"] for values in expected
+        ]
+        assert await second.wait() < 0

@@ -18,11 +18,13 @@ from paceline.core.manifest import MANIFEST
 from paceline.learner.checkpoint import write
 from paceline.learner.checkpoint.load import load, load_newest, roll_back
 from paceline.learner.checkpoint.manifest import Manifest
-from paceline.learner.checkpoint.state import pinned_memory, state_of
+from paceline.learner.checkpoint.state import state_of
 from paceline.learner.checkpoint.write import CheckpointWriter
 from paceline.learner.distributed.collectives import CommandError
+from paceline.learner.distributed.host_memory import pinned_memory
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import read_policy
+from paceline.learner.train import host_averages
 from paceline.learner.train.learner import Learner
 from paceline.storage.folder import Folder
 from support.learner_fakes import run_config
@@ -324,3 +326,45 @@ def test_pinned_memory_is_given_back_before_it_is_freed(monkeypatch: pytest.Monk
     assert calls == [("register", address)]
     del buffer
     assert calls == [("register", address), ("unregister", address)]
+
+
+def test_averages_in_host_memory_are_those_beside_the_parameters(
+    model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_averages, "PART_BYTES", 5000)
+    plain = Learner.build(run_config(model), ranks)
+    offloaded = Learner.build(run_config(model, actor={"memory": {"offload": True}}), ranks)
+    for step in (1, 2):
+        take_step(plain, step)
+        take_step(offloaded, step)
+    assert same(tensors(plain), tensors(offloaded))
+    save(offloaded, tmp_path / "step_000002", step=2)
+    take_step(plain, 3)
+    for config in (run_config(model), run_config(model, actor={"memory": {"offload": True}})):
+        resumed = Learner.build(config, ranks)
+        load(resumed, tmp_path / "step_000002")
+        take_step(resumed, 3)
+        assert same(tensors(plain), tensors(resumed))
+
+
+def test_all_averages_lie_in_one_piece_of_host_memory_and_parts_are_bounded(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_averages, "PART_BYTES", 5000)
+    sizes: list[int] = []
+    adamw = host_averages.adamw
+
+    def counting(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        sizes.append(sum(parameter.nbytes for parameter in parameters))
+        adamw(parameters, *args, **kwargs)
+
+    monkeypatch.setattr(host_averages, "adamw", counting)
+    learner = Learner.build(run_config(model, actor={"memory": {"offload": True}}), ranks)
+    averages = [t for name, t in learner.actor.optimizer.state().items() if "exp_avg" in name]
+    storages = {t.to_local().untyped_storage().data_ptr() for t in averages if isinstance(t, DTensor)}
+    assert len(storages) == 1
+    take_step(learner, 1)
+    largest = max(parameter.nbytes for parameter in learner.actor.network.parameters())
+    assert len(sizes) > 4
+    assert max(sizes) <= max(5000, largest)
+    assert all(float(t.to_local().abs().max()) > 0 for t in averages if isinstance(t, DTensor))

@@ -22,6 +22,7 @@ FORMS = [
         ("full", True, False),
     )
 ]
+FORMS.append({"recompute": "full", "keep_gathered": True, "accumulate": True, "offload": True})
 
 
 def every_form(ranks: Ranks, model: str) -> list[Any]:

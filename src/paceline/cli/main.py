@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.metadata
 import sys
@@ -50,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="one of the commands below; `paceline COMMAND --help` describes it",
     )
     parser.add_argument("--version", action="version", version=f"paceline {_version()}")
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        meant = f"; did you mean {near[0]}?" if near else "; `paceline --help` lists them"
+        parser.error(f"{words[0]} is no command{meant}")
     name = parser.parse_args(words[:1]).command
     command = importlib.import_module(f"paceline.cli.commands.{name.replace('-', '_')}")
     summary = COMMANDS[name]

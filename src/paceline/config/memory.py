@@ -32,6 +32,18 @@ class MemoryConfig(Section):
         "has room; always on a CPU.",
     )
 
+    offload: bool | None = Field(
+        None,
+        description="Keep AdamW's averages in pinned host memory, 8 bytes per parameter and rank's share; "
+        "they visit the GPU in parts in each optimizer step. null: where nothing else fits the memory plan; "
+        "not on a CPU.",
+    )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the averages are in host memory; not where nothing has chosen yet."""
+        return bool(self.offload)
+
     @property
     def kept_share(self) -> float:
         """Share of the activations that are kept; all of them where nothing has chosen yet."""
@@ -52,7 +64,7 @@ class MemoryConfig(Section):
     @property
     def is_open(self) -> bool:
         """Whether something is left to choose."""
-        return self.recompute == "auto" or self.keep_gathered is None or self.accumulate is None
+        return None in (self.keep_gathered, self.accumulate, self.offload) or self.recompute == "auto"
 
     def with_rest_of(self, other: MemoryConfig) -> MemoryConfig:
         """The same with the other's values where something is left open."""

@@ -184,3 +184,11 @@ def test_every_command_has_help_and_loads_no_torch(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: paceline {command}")
+
+
+def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, meant in (("trian", "did you mean train?"), ("xyz", "`paceline --help` lists them")):
+        with pytest.raises(SystemExit) as caught:
+            main([word])
+        assert caught.value.code == 2
+        assert f"{word} is no command; {meant}" in capsys.readouterr().err

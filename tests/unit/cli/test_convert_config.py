@@ -142,6 +142,7 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         ("a: [", "is no YAML"),
         ("- 1", "holds no mapping"),
         ("a: 1", "name the program with --from"),
+        ("model: {}\nreward: {}", "one of ours already"),
     ):
         (tmp_path / "x.yaml").write_text(text)
         assert main(["convert-config", str(tmp_path / "x.yaml")]) == 2

@@ -98,3 +98,23 @@ def test_a_rank_of_32b_needs_82_gib_less_where_gradients_are_reduced_every_time(
         for accumulate in (True, False)
     }
     assert needed == {True: pytest.approx(231.3, abs=0.1), False: pytest.approx(149.2, abs=0.1)}
+
+
+def test_averages_go_to_host_memory_where_nothing_else_makes_the_update_fit() -> None:
+    sizes = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
+    heads = {"num_attention_heads": 40, "num_key_value_heads": 8}
+    shape = ModelShape.of(SEVEN | sizes | heads)  # 32B
+    assert shape is not None
+    offloads = {}
+    for gib in (192, 141):
+        memory = choose_memory(
+            run_of(),
+            shape,
+            learner_gpus=(0, 1, 2, 3),
+            engine_gpus=(4, 5, 6, 7),
+            totals=dict.fromkeys(range(8), gib * GIB),
+        )
+        offloads[gib] = memory.offload
+        config = run_of(memory=memory.model_dump())
+        assert LearnerMemory.of(config, shape).most <= gib * GIB
+    assert offloads == {192: False, 141: True}

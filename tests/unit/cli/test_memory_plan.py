@@ -165,6 +165,11 @@ def test_the_plan_has_a_line_for_every_phase() -> None:
         (
             {"learner": {"world_size": 1}},
             80,
+            "set actor.memory to {recompute: full, accumulate: false, offload: true} and actor.ppo_max",
+        ),
+        (
+            {"learner": {"world_size": 1}},
+            60,
             "set learner.world_size to 2, actor.memory to {recompute: full, ",
         ),
         ({}, 50, "set actor.memory to {recompute: full, accumulate: false} and actor.ppo_max"),

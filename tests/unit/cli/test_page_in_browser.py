@@ -69,9 +69,12 @@ async function probe() {
   all("#samples select")[0].dispatchEvent(new Event("change"));
   await wait(200);
   seen.rows = document.querySelector("#samples .none").textContent;
+  set("select[aria-label=order]", "reward, lowest first");
+  seen.lowest = all("#samples .facts b")[0].textContent;
   set("input[aria-label='least reward']", "1");
   seen.rewarded = [...new Set(all("#samples .facts b").map(b => b.textContent))];
   set("input[aria-label='least reward']", "");
+  set("select[aria-label=order]", "reward, highest first");
   set("input[aria-label=prompt]", "3");
   seen.prompt = all("#samples article").length;
   set("input[aria-label=prompt]", "");
@@ -151,7 +154,7 @@ def test_a_click_shows_that_steps_work(seen: Any) -> None:
 
 def test_samples_can_be_filtered(seen: Any) -> None:
     assert seen["rows"] == "20 of 60 that match, 60 here"
-    assert seen["rewarded"] == ["1"]
+    assert (seen["lowest"], seen["rewarded"]) == ("0", ["1"])
     assert seen["prompt"] in (3, 4)
     assert (seen["none"], seen["markup"]) == (0, 0)
 

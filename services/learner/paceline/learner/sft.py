@@ -30,6 +30,7 @@ from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import effective_budget, plan_batch
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.catching_up import count_collectives
+from paceline.learner.distributed.host_memory import host_mesh
 from paceline.learner.distributed.ranks import (
     RankEnvironment,
     Ranks,
@@ -151,7 +152,12 @@ class SftTrainer:
             collectives=count_collectives(network, ranks),
             accumulates=sft.memory.accumulates,
             keeps_gathered=sft.memory.keeps_gathered,
-            optimizer=Optimizer(network, weight_decay=sft.weight_decay, grad_clip=sft.grad_clip),
+            optimizer=Optimizer(
+                network,
+                weight_decay=sft.weight_decay,
+                grad_clip=sft.grad_clip,
+                host=host_mesh(ranks) if sft.memory.offloads else None,
+            ),
             schedule=Schedule(
                 peak=sft.lr,
                 kind=sft.lr_scheduler,

@@ -48,6 +48,8 @@ def program_of(tree: Mapping[str, Any]) -> str:
         "model_name_or_path",
     } & set(tree):
         return TRL
+    if {"model", "reward"} <= set(tree) <= set(RunConfig.model_fields) | {"extends"}:
+        raise ConfigError("the file is one of ours already; `paceline check FILE` looks at it")
     raise ConfigError(
         f"the file has the keys {', '.join(sorted(map(str, tree))[:8])}: neither verl's "
         "(actor_rollout_ref, ...) nor TRL's (num_generations, ...); name the program with --from"

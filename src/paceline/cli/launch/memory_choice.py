@@ -18,27 +18,31 @@ USABLE_SHARE = 0.92
 """Of what is free on a GPU: the plan is an estimate, and torch's allocator leaves gaps."""
 
 Recompute = float | Literal["none", "full"]
-LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True)
+LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True, offload=False)
 """Where nothing is known of model or GPUs."""
 
 # Shares of an update's time, from measurements of compiled layers of 7B on four GPUs; they only set an order.
 _RECOMPUTING: Mapping[Recompute, float] = {"none": 0.0, 0.75: 0.03, 0.5: 0.06, 0.25: 0.1, "full": 0.2}
 _GATHERING, _REDUCING = 0.05, 0.03
+# More than all others together: two copies of the averages between host and GPU per optimizer step.
+_OFFLOADING = 0.4
 
 
 def _forms() -> list[MemoryConfig]:
     """The fastest first."""
     costs = {
-        (recompute, keep_gathered, accumulate): recomputing
+        (recompute, keep_gathered, accumulate, offload): recomputing
         + (0.0 if keep_gathered else _GATHERING)
         + (0.0 if accumulate else _REDUCING)
+        + (_OFFLOADING if offload else 0.0)
         for recompute, recomputing in _RECOMPUTING.items()
         for keep_gathered in (True, False)
         for accumulate in (True, False)
+        for offload in (False, True)
     }
     return [
-        MemoryConfig(recompute=recompute, keep_gathered=keep_gathered, accumulate=accumulate)
-        for recompute, keep_gathered, accumulate in sorted(costs, key=costs.__getitem__)
+        MemoryConfig(recompute=recompute, keep_gathered=keep_gathered, accumulate=accumulate, offload=offload)
+        for recompute, keep_gathered, accumulate, offload in sorted(costs, key=costs.__getitem__)
     ]
 
 

@@ -20,6 +20,8 @@ ENGINE_ASLEEP = 2 * GIB
 """What an engine that sleeps keeps: its context and its captured graphs."""
 ENGINE_REST = 2 * GIB
 """An engine's activations and CUDA graphs."""
+OFFLOADED = GIB
+"""Averages of parameters that visit the GPU at a time, where they are in host memory"""
 LOGITS = GIB
 """Chunks of logits and their gradient; the learner bounds them."""
 
@@ -97,6 +99,7 @@ class LearnerMemory:
         compiled: whether the layers are.
         keeps_gathered: whether weights stay gathered within a mini-batch.
         accumulates: whether a rank adds up whole gradients.
+        offloads: whether AdamW's averages are in host memory.
     """
 
     shape: ModelShape
@@ -108,6 +111,7 @@ class LearnerMemory:
     compiled: bool
     keeps_gathered: bool
     accumulates: bool
+    offloads: bool
     has_critic: bool
     has_reference: bool
 
@@ -127,6 +131,7 @@ class LearnerMemory:
             compiled=actor.compile,
             keeps_gathered=actor.memory.keeps_gathered,
             accumulates=actor.memory.accumulates,
+            offloads=actor.memory.offloads,
             has_critic=config.needs_critic,
             has_reference=config.needs_reference,
         )
@@ -140,7 +145,7 @@ class LearnerMemory:
         return {
             "context": CONTEXT,
             "weights": 4 * shard * networks + reference,
-            "optimizer": 8 * shard * networks,
+            "optimizer": OFFLOADED if self.offloads else 8 * shard * networks,
         }
 
     @property
@@ -391,12 +396,16 @@ class MemoryPlan:
         if (tokens := most_tokens(lean)) is not None:
             return f"set actor.memory.recompute: full and actor.ppo_max_token_len_per_gpu to at most {tokens}"
         leanest = lean.changed(accumulates=False, num_tokens=longest)
+        least = f"actor.ppo_max_token_len_per_gpu: {longest}"
+        if leanest.most <= total:
+            return f"set actor.memory to {{recompute: full, accumulate: false}} and {least}"
+        leanest = leanest.changed(offloads=True)
         for world_size in (learner.world_size, *(learner.world_size << doubled for doubled in (1, 2, 3))):
             if leanest.changed(world_size=world_size).most <= total:
                 ranks = "" if world_size == learner.world_size else f"learner.world_size to {world_size}, "
                 return (
-                    f"set {ranks}actor.memory to {{recompute: full, accumulate: false}} and "
-                    f"actor.ppo_max_token_len_per_gpu: {longest}"
+                    f"set {ranks}actor.memory to {{recompute: full, accumulate: false, offload: true}} and "
+                    f"{least}"
                 )
         return (
             f"weights, optimizer and the least that an update keeps do not fit on {8 * learner.world_size} "

@@ -15,6 +15,7 @@ from paceline.config.run import RunConfig
 from paceline.core.guard import Histories
 from paceline.learner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from paceline.learner.distributed.catching_up import count_collectives
+from paceline.learner.distributed.host_memory import host_mesh
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.compiling import CompileClock
 from paceline.learner.model.layers import LayerOptions
@@ -144,6 +145,7 @@ def _trainable(
             eps=optim.eps,
             weight_decay=optim.weight_decay,
             grad_clip=grad_clip,
+            host=host_mesh(ranks) if config.actor.memory.offloads else None,
         ),
         schedule=Schedule(
             peak=optim.lr,

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import EnvironmentLackError
@@ -22,6 +23,7 @@ from paceline.learner.batch.pack import pack
 from paceline.learner.distributed.catching_up import PassCollectives
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
+from paceline.learner.train.host_averages import host_averages, step_from_host
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +117,7 @@ class Optimizer:
         eps: AdamW's.
         weight_decay: AdamW's.
         grad_clip: largest global norm of the gradient.
+        host: where the averages are, if not with the parameters: a mesh of CPUs.
     """
 
     def __init__(
@@ -125,7 +128,9 @@ class Optimizer:
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         grad_clip: float = 1.0,
+        host: DeviceMesh | None = None,
     ) -> None:
+        self._host = host
         self._network, self._grad_clip = network, grad_clip
         self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self._adamw = torch.optim.AdamW(
@@ -157,7 +162,10 @@ class Optimizer:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, total_norm)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
-            self._adamw.step()
+            if self._host is None:
+                self._adamw.step()
+            else:
+                step_from_host(self._adamw)
         self._adamw.zero_grad(set_to_none=True)
         return StepOutcome(grad_norm=norm, skip_reason=reason, finite=finite)
 
@@ -172,12 +180,16 @@ class Optimizer:
 
     def _fill_state(self) -> None:
         """Creates AdamW's state before its first step, so a checkpoint can load into it."""
-        for parameter in self._parameters:
-            self._adamw.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        if self._host is None:
+            averages = [
+                {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                for parameter in self._parameters
+            ]
+        else:
+            averages = host_averages(self._parameters, self._host)
+        for parameter, state in zip(self._parameters, averages, strict=True):
+            steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            self._adamw.state[parameter] = {"step": steps, **state}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

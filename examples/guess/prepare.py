@@ -1,0 +1,67 @@
+"""Writes the guessing game's inputs: prompts, and a model that guesses digits at random.
+
+The warm-up plays at random: whatever it was told, the next guess is any digit. Reinforcement learning has to
+discover what "low" and "high" mean, and that the middle is a good start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+HERE = Path(__file__).resolve().parent
+_SPEC = importlib.util.spec_from_file_location(
+    "calculator_prepare", HERE.parent / "calculator" / "prepare.py"
+)
+assert _SPEC is not None, HERE
+assert _SPEC.loader is not None, HERE
+calculator: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = calculator
+_SPEC.loader.exec_module(calculator)
+
+QUESTION = {"role": "user", "content": "?"}
+MAX_GUESSES = 4
+
+
+def to_sft(rng: np.random.Generator, num_games: int) -> pa.Table:
+    """Random games, cut off at random: each is a conversation and the next guess."""
+    prompts, answers = [], []
+    for _ in range(num_games):
+        messages = [QUESTION]
+        for _ in range(int(rng.integers(MAX_GUESSES))):
+            messages.append({"role": "assistant", "content": str(rng.integers(10))})
+            messages.append({"role": "tool", "content": str(rng.choice(["low", "high"]))})
+        prompts.append(messages)
+        answers.append(str(rng.integers(10)))
+    return pa.table({"prompt": prompts, "answer": answers})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the data and the model, and prints a line of JSON that says what was written."""
+    parser = argparse.ArgumentParser(description="Prepare the guessing game's data and starting model.")
+    parser.add_argument("--out", type=Path, default=HERE / "data", help="folder for the parquet files")
+    parser.add_argument("--model-out", type=Path, default=HERE / "model", help="folder for the model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the rows and of the weights")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng([args.seed, 0])
+    pq.write_table(to_sft(rng, 12_800), args.out / "sft.parquet")
+    rows = pa.table({"prompt": [[QUESTION]] * 512, "ground_truth": [""] * 512})
+    pq.write_table(rows, args.out / "train.parquet")
+    tokenizer = calculator.build_tokenizer()
+    num_parameters = calculator.arithmetic.write_model(args.model_out, seed=args.seed, tokenizer=tokenizer)
+    print(json.dumps({"data": str(args.out), "model": str(args.model_out), "num_parameters": num_parameters}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

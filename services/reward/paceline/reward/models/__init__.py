@@ -1,0 +1,1 @@
+"""Reward models: services of their own beside the reward service."""
