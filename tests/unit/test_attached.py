@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ import pytest
 
 from paceline.config.reward import AttachedConfig
 from paceline.core.attachment import Answers, FromClient, Hello, Leave, ToClient, Welcome, Window, Work
-from paceline.core.errors import ConfigError, InvalidMessageError, PacelineError, ProtocolError
+from paceline.core.errors import ConfigError, InvalidMessageError, PacelineError, ProtocolError, RewardError
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer
@@ -371,3 +372,25 @@ async def test_the_end_of_the_run_ends_the_client_and_that_of_a_service_does_not
         await service.scorer.gateway.close(Leave(reason="the run is over", for_good=True))
         async with asyncio.timeout(5):
             await client
+
+
+async def test_a_client_whose_calls_all_hang_leaves_and_its_items_go_to_others() -> None:
+    released = threading.Event()
+
+    def hangs(response: str, ground_truth: str) -> float:
+        released.wait(30)
+        return 1.0
+
+    async with run(timeout_s=10.0) as service:
+        stuck = service.attach(hangs, max_concurrent=2, timeout_s=0.2)
+        await service.clients(1)
+        scoring = asyncio.create_task(service.scorer.score(items("a", "a", "a", "a")))
+        with pytest.raises(RewardError, match="calls of hangs hang"):
+            async with asyncio.timeout(5):
+                await stuck
+        client = service.attach()
+        scores = await scoring
+        assert [score.reward for score in scores[2:]] == [1.0, 1.0]
+        assert all(score.reward == 1.0 or "TimeoutError" in str(score.error) for score in scores[:2])
+        await ended(client)
+    released.set()
