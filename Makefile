@@ -78,7 +78,7 @@ test-deploy: venv
 
 # The docs as a site, in .cache/site; a broken link is an error.
 docs: venv
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: venv
 	$(BIN)/ruff format --check .

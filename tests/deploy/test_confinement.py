@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
+import shutil
 import socket
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +72,32 @@ async def test_no_attempt_gets_through(tmp_path: Path, monkeypatch: pytest.Monke
     assert lines[-1:] == ["end"], outcome
     assert lines[:-1] == [f"no {name}" for name in escapes.ATTEMPTS]
     assert len(lines) > 40
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or not all(map(shutil.which, ("setpriv", "/usr/bin/python3"))),
+    reason="needs root, setpriv (util-linux) and /usr/bin/python3 to run as another user",
+)
+def test_no_attempt_gets_through_where_nobody_is_root() -> None:
+    """As a user without rights, the program is that user, under another number."""
+    with tempfile.TemporaryDirectory() as folder, listening() as (port, name):
+        root, program = Path(folder, "root"), Path(folder, "inside.py")
+        root.mkdir()
+        program.write_text(INSIDE)
+        for path in (folder, root, program):
+            os.chmod(path, 0o777)
+        words = ["/usr/bin/python3", "-I", "-B", "/tmp/program.py", folder, str(port), name]
+        command = Command(words=words, files={"program.py": ATTEMPTS})
+        spec = os.memfd_create("spec")
+        os.write(spec, json.dumps(confined._spec(command, str(root)) | {"other_user": False}).encode())
+        os.lseek(spec, 0, os.SEEK_SET)
+        nobody = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+        done = subprocess.run(
+            [*nobody, "/usr/bin/python3", "-I", "-S", str(program), str(spec)],
+            pass_fds=(spec,), env={}, capture_output=True, text=True, timeout=90, check=False,
+        )  # fmt: skip
+        os.close(spec)
+    assert done.stdout.splitlines() == [*(f"no {name}" for name in escapes.ATTEMPTS), "end"], done
 
 
 async def test_the_attempts_work_outside(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from paceline.config.run import RunConfig, SftRunConfig
 from paceline.core.errors import ConfigError
 from paceline.learner.batch.pack import pack
 from paceline.learner.checkpoint.load import load
+from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
 from paceline.learner.model.layers import free_gathered
 from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_policy, local_rows
-from paceline.learner.model.lora import base_alone, is_adapter, with_adapters
+from paceline.learner.model.lora import adapter_names, base_alone, is_adapter, with_adapters
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.learner import Learner
 from support.learner_fakes import run_config
@@ -92,6 +93,17 @@ def test_a_push_sends_the_merged_weights_and_leaves_the_base_as_it_was(trained: 
     assert not torch.allclose(merged[f"{prefix}.weight"], before[f"{prefix}.weight"], atol=1e-3)
     untouched = [name for name in before if "norm" in name or "embed" in name or "lm_head" in name]
     assert all(torch.equal(merged[name], before[name]) for name in untouched)
+
+
+def test_rollout_servers_see_a_plain_model(model: Path, ranks: Ranks, trained: Learner) -> None:
+    def published(network: PolicyNetwork) -> dict[str, tuple[int, ...]]:
+        as_fsdp(network).reshard()
+        lm = network.lm
+        layout = WeightPublisher(lm, torch.device("cpu"), exclude=adapter_names(lm)).layout()
+        return {part.name: part.global_shape for part in layout.slices}
+
+    plain = load_policy(model, ranks, Precision(compute=torch.float32))
+    assert published(trained.actor.network) == published(plain)
 
 
 def test_merged_weights_compute_what_adapters_do(trained: Learner) -> None:

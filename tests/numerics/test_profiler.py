@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from paceline.config.services import ProfileConfig
+from paceline.core.training import TrainOrder, TrainResult
+from paceline.learner import commands
 from paceline.learner.train.profiler import StepProfiler
+from paceline.wire.training import encode_order
+from support.learner_fakes import POLICY, make_batch, run_config
 
 pytestmark = pytest.mark.torch
 
@@ -30,3 +37,30 @@ def test_chosen_steps_of_chosen_ranks_are_recorded(tmp_path: Path, caplog: pytes
     with StepProfiler(config, tmp_path / "file", 1).recording(4):
         pass
     assert "no profile of step 4" in caplog.text
+
+
+def test_the_order_to_train_is_recorded_as_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(tmp_path, trainer={"profile": {"steps": [1], "ranks": [0]}})
+
+    def train_step(learner: Any, order: TrainOrder, fetch: object) -> TrainResult:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+        learner.version = order.step
+        return TrainResult(step=order.step, metrics={}, skip_reasons=(), readings=())
+
+    monkeypatch.setattr(commands, "train_step", train_step)
+    monkeypatch.setattr(commands, "CheckpointWriter", lambda learner: None)
+    learner: Any = SimpleNamespace(version=0, config=config)
+    profiler = StepProfiler(config.trainer.profile, tmp_path / "profile", 0)
+    nothing: Any = None
+    handlers = commands.Commands(learner, nothing, nothing, profiler).table
+    rows, _ = make_batch(step=1, seed=1)
+    for step in (1, 2):
+        policy = replace(POLICY, version=step - 1)
+        order = TrainOrder(step=step, policy=policy, rows=rows)
+        assert handlers[commands.TRAIN]({"order": encode_order(order)}).step == step
+    (path,) = (tmp_path / "profile").iterdir()
+    assert path.name == "step_000001.learner-0.json.gz"
+    with gzip.open(path, "rt") as file:
+        assert "aten::mm" in {event.get("name") for event in json.load(file)["traceEvents"]}

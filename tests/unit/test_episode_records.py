@@ -10,6 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from paceline.cli.report.samples import SampleFiles
+from paceline.cli.report.token_texts import TokenTexts
 from paceline.controller.run import metrics
 from paceline.controller.verify import files
 from paceline.core.episode import EpisodeOutcome
@@ -74,3 +76,13 @@ def test_verify_counts_the_masks(tmp_path: Path, mask: list[int], fault: str) ->
     pyarrow.parquet.write_table(table, tmp_path / "step_000001.parquet")
     assert files.mask_fault(tmp_path / "step_000001.parquet").endswith(fault)
     assert bool(files.mask_fault(tmp_path / "step_000001.parquet")) is bool(fault)
+
+
+def test_the_report_tells_turns_tool_calls_and_why_an_episode_ended(tmp_path: Path) -> None:
+    table = pyarrow.table(
+        {"stop_reason": ["max_turns", None], "num_turns": [3, None], "num_tool_calls": [2, None]}
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "step_000001.parquet")
+    first, second = SampleFiles(tmp_path, TokenTexts([tmp_path])).rows("step_000001")
+    assert (first["stop_reason"], first["num_turns"], first["num_tool_calls"]) == ("max_turns", 3, 2)
+    assert second["stop_reason"] is None

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from paceline.core.attachment import FromClient, Hello, ToClient
+from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk.function import CalledFunction
@@ -75,6 +76,7 @@ class RewardAttachment:
             PeerLostError, DeadlineError: the run was away for `patience_s`.
             ConfigError: the run refused the token, or has no such name.
             ProtocolError: it speaks another version of the contract.
+            RewardError: all calls of the function hang; its items go to other clients.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -108,6 +110,11 @@ class RewardAttachment:
             await channel.close()
 
     async def _score(self, item: ScoreItem) -> ScoreResult:
+        if self._function.is_stuck:  # others may do better
+            raise RewardError(
+                f"calls of {self._function.name} hang: start this client again",
+                kind=RewardErrorKind.UNAVAILABLE,
+            )
         if self._batches is not None:
             return await self._batches.score(item)
         (result,) = await self._function.score([item])

@@ -31,9 +31,9 @@ class CalledFunction:
     def __init__(
         self, function: Callable[..., Any], *, batch: bool, max_concurrent: int, timeout_s: float
     ) -> None:
-        self._name = getattr(function, "__name__", type(function).__name__)
+        self.name = getattr(function, "__name__", type(function).__name__)
         self._function = (
-            _batch_function(self._name, function) if batch else inspect_function(self._name, function)
+            _batch_function(self.name, function) if batch else inspect_function(self.name, function)
         )
         self._batch, self._timeout_s = batch, timeout_s
         size = 1 if batch else max_concurrent
@@ -63,18 +63,18 @@ class CalledFunction:
         except RewardError as error:
             return _failed(item, error.kind, str(error))
         except Exception as error:  # noqa: BLE001  user code: what it raises is this item's error
-            return _failed(item, kind_of(error), describe(self._name, error))
+            return _failed(item, kind_of(error), describe(self.name, error))
 
     async def _score_batch(self, items: list[ScoreItem]) -> list[ScoreResult]:
         try:
             returned = _listed(await self._call(items))
         except Exception as error:  # noqa: BLE001  as above
-            kind, message = kind_of(error), describe(self._name, error)
+            kind, message = kind_of(error), describe(self.name, error)
             return [_failed(item, kind, message) for item in items]
         if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != len(items):
             got = f"{len(returned)} values" if isinstance(returned, Sequence) else type(returned).__name__
             message = (
-                f"{self._name} returned {got} for {len(items)} items: return a list with one value for each"
+                f"{self.name} returned {got} for {len(items)} items: return a list with one value for each"
             )
             return [_failed(item, RewardErrorKind.WRONG_COUNT, message) for item in items]
         results = []
@@ -92,8 +92,8 @@ class CalledFunction:
         return await self._threads.call(call, timeout_s=self._timeout_s)
 
     def _result(self, item: ScoreItem, returned: object) -> ScoreResult:
-        value, further = check_value(self._name, returned)
-        components = {label.removeprefix(f"{self._name}/"): part for label, part in further.items()}
+        value, further = check_value(self.name, returned)
+        components = {label.removeprefix(f"{self.name}/"): part for label, part in further.items()}
         return ScoreResult(trajectory_id=item.trajectory_id, reward=value, components=components)
 
 

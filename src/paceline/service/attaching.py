@@ -50,7 +50,8 @@ class AttachedClient(Generic[TaskT, AnswerT]):
     Args:
         options: how it attaches.
         open_stream: makes a stream from an iterator of the client's messages.
-        handle: answers one task; several are under way at a time, up to the window.
+        handle: answers one task; several are under way at a time, up to the window. What it raises ends the
+            client; its tasks go to others.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class AttachedClient(Generic[TaskT, AnswerT]):
             PeerLostError, DeadlineError, EnvironmentLackError: the gateway was away for `patience_s`.
             ConfigError: it refused the token, or knows no such name.
             ProtocolError: it speaks another version, or says that this client breaks the contract.
+            Exception: what `handle` raises.
         """
         pause_s, last = _FIRST_PAUSE_S, time.monotonic()
         while not self._stopping.is_set():
@@ -107,6 +109,7 @@ class _Stream(Generic[TaskT, AnswerT]):
         self._changed = asyncio.Event()
         self._under_way: set[asyncio.Task[None]] = set()
         self._leave: Leave | None = None
+        self._error: BaseException | None = None
         self.is_welcome = False
 
     async def run(
@@ -133,17 +136,23 @@ class _Stream(Generic[TaskT, AnswerT]):
         finally:
             for running in (stopping, *self._under_way):
                 running.cancel()
+        self._check_end()
+        return self._leave
+
+    def _check_end(self) -> None:
+        """Raises what ended the stream, if nobody left."""
+        if self._error is not None:
+            raise self._error
         if not self.is_welcome:
             raise ProtocolError(f"{self._options.peer} ended the stream without a welcome")
         if self._leave is None and not self._stopping.is_set():
             raise PeerLostError(f"{self._options.peer} ended the stream", peer=self._options.peer)
-        return self._leave
 
     async def _messages(self) -> AsyncIterator[FromClient[AnswerT]]:
         """What this client says; ends when one side has left and everything is answered."""
         yield self._options.hello
         has_left = False
-        while True:
+        while self._error is None:
             if self._outbox:
                 answers = tuple(self._outbox[:_MAX_ANSWERS_PER_MESSAGE])
                 del self._outbox[: len(answers)]
@@ -168,6 +177,8 @@ class _Stream(Generic[TaskT, AnswerT]):
 
     def _end(self, answering: asyncio.Task[None]) -> None:
         self._under_way.discard(answering)
+        if not answering.cancelled():
+            self._error = self._error or answering.exception()
         self._changed.set()
 
     async def _on_stop(self) -> None:

@@ -37,7 +37,7 @@ from paceline.learner.distributed.ranks import (
     open_store,
     use_threads,
 )
-from paceline.learner.model.lora import is_adapter
+from paceline.learner.model.lora import adapter_names
 from paceline.learner.model.self_test import check_models
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.profiler import StepProfiler
@@ -254,7 +254,7 @@ def _load(assignment: Assignment, ranks: Ranks, head: Head | None, stack: contex
         ranks.device,
         host=assignment.host,
         advertise=assignment.advertise,
-        exclude=[name for name, _ in learner.actor.network.lm.named_parameters() if is_adapter(name)],
+        exclude=adapter_names(learner.actor.network.lm),
     )
     blobs = stack.enter_context(
         BlobReader(assignment.broker_url, outage_timeout_s=config.broker.outage_timeout_s)

@@ -20,6 +20,9 @@ _FACTS = (
     "reward",
     "num_response_tokens",
     "finish_reason",
+    "stop_reason",
+    "num_turns",
+    "num_tool_calls",
     "policy_version",
     "server",
 )
@@ -82,7 +85,7 @@ class SampleFiles:
 
 
 def _is_of_tokens(column: str) -> bool:
-    return column.endswith(("_token_ids", "_log_probs"))
+    return column.endswith(("_token_ids", "_log_probs", "_mask"))
 
 
 def _facts(row: Row) -> dict[str, Any]:

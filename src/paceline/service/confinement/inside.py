@@ -102,8 +102,9 @@ def _namespaces(spec: dict[str, Any], ready: tuple[int, int], mapped: tuple[int,
     os.write(ready[1], b"r")
     if not os.read(mapped[0], 1):
         return BROKEN_EXIT
-    os.setresgid(0, 0, 0)
-    os.setresuid(0, 0, 0)
+    if spec["other_user"]:
+        os.setresgid(0, 0, 0)
+        os.setresuid(0, 0, 0)
     init = os.fork()
     if init == 0:
         os._exit(_guarded(_init, spec))
@@ -221,8 +222,8 @@ def _map_users(child: int) -> None:
         (folder / "gid_map").write_text(f"0 0 1\n{_INSIDE_ID} {_NOBODY} 1\n")
         return
     (folder / "setgroups").write_text("deny")
-    (folder / "uid_map").write_text(f"0 {user} 1\n")
-    (folder / "gid_map").write_text(f"0 {group} 1\n")
+    (folder / "uid_map").write_text(f"{_INSIDE_ID} {user} 1\n")
+    (folder / "gid_map").write_text(f"{_INSIDE_ID} {group} 1\n")
 
 
 def _machine() -> tuple[int, int]:

@@ -86,6 +86,11 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
+def adapter_names(lm: nn.Module) -> list[str]:
+    """The parameters that no push sends: the weights are sent with the adapters merged into them."""
+    return [name for name, _ in lm.named_parameters() if is_adapter(name)]
+
+
 @contextlib.contextmanager
 def base_alone(network: nn.Module) -> Iterator[None]:
     """Within the block the network computes without its adapters, as the model that training began with."""

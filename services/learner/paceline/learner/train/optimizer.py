@@ -175,9 +175,8 @@ class Optimizer:
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
         for name, parameter in hugging_face_names(self._network):
-            if parameter.requires_grad:
-                for kind, tensor in sorted(self._adamw.state[parameter].items()):
-                    yield name, kind, tensor
+            for kind, tensor in sorted(self._adamw.state.get(parameter, {}).items()):
+                yield name, kind, tensor
 
     def _fill_state(self) -> None:
         """Creates AdamW's state before its first step, so a checkpoint can load into it."""

@@ -96,7 +96,8 @@ class Samples {
     const article = h("article", {},
       h("div", {class: "facts"}, h("b", {}, row.reward === null ? "no reward" : short(row.reward)),
         h("span", {}, `prompt ${row.prompt_id}, sample ${row.sample_index} · ${row.num_response_tokens} tokens · `
-          + `${row.finish_reason} · v${row.policy_version} · ${row.server}`), tokens),
+          + (row.stop_reason ? `${row.num_turns} turns, ${row.num_tool_calls} tool calls · ` : "")
+          + `${row.stop_reason || row.finish_reason} · v${row.policy_version} · ${row.server}`), tokens),
       h("div", {class: "chips"}, ...Object.entries(row.components).map(([name, value]) =>
         h("span", {}, `${name} ${typeof value === "number" ? short(value) : value}`))),
       h("dl", {}, h("dt", {}, "prompt"), h("dd", {}, h("pre", {}, row.prompt)),
