@@ -9,7 +9,7 @@ class App {
     this.status = h("div", {id: "now"});
     this.trouble = h("p", {class: "bad", hidden: true});
     this.list = h("div", {id: "runs"});
-    this.body = h("div");
+    this.body = h("div", {}, h("p", {class: "none"}, "Reading the runs ..."));
     this.main.replaceChildren(h("header", {}, h("p", {class: "brand"}, "Paceline")), this.trouble, this.list,
       this.body);
     document.body.append(tip);
