@@ -155,7 +155,7 @@ def paceline(args: argparse.Namespace, folder: Path) -> Measured:
     """One run of `paceline train`."""
     settings = {
         "data.train_files": args.data,
-        "data.val_files": "null",
+        "data.val_files": "[]",
         "data.train_batch_size": args.prompts,
         "data.max_response_length": args.response_tokens,
         "actor.ppo_mini_batch_size": args.prompts // MINI_BATCHES,

@@ -16,7 +16,7 @@ from support.prometheus_server import PrometheusServer
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
 # Steps as long as the demo's, and so many that servers start, take part and end in the meantime.
-NUM_STEPS = 28
+NUM_STEPS = 24
 STEPS = (
     f"trainer.total_steps={NUM_STEPS}",
     "trainer.test_freq=0",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,70 @@ async def test_samples_that_end_during_a_call_share_the_next_one() -> None:
     )
     assert [result.tolist() for result in results] == [[10, 11], [20, 21, 22], [30], []]
     assert calls == [(["first"], [10], [2]), (["second", "third"], [20, 30], [3, 1])]
-    with pytest.raises(WeightSyncError):
-        await subject.take("broken", 0, 1)
-    assert (await subject.take("fourth", 1, 1)).tolist() == [1]  # it goes on
+    async with asyncio.timeout(5):  # what came during a call that failed is fetched all the same
+        failed, fetched = await asyncio.gather(
+            subject.take("broken", 0, 1), late("fourth", 1, 1), return_exceptions=True
+        )
+    assert isinstance(failed, WeightSyncError)
+    assert fetched.tolist() == [1]
     await subject.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # vLLM's imports warn about themselves
+def test_log_probs_are_those_of_vllms_own_sampler_row_by_row() -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm import SamplingParams
+    from vllm.v1.sample.sampler import Sampler
+
+    from paceline.rollout.engines.vllm.batched_sampler import BatchedSampler
+    from paceline.rollout.engines.vllm.samples import SEED
+
+    temperatures, prompt = [0.0, 1.0, 0.7, 1.0], 3
+    ids = [f"r{number}" for number in range(4)]
+    requests = {
+        name: SimpleNamespace(
+            sampling_params=SamplingParams(temperature=value, extra_args={SEED: number}, detokenize=False)
+        )
+        for number, (name, value) in enumerate(zip(ids, temperatures, strict=True))
+    }
+    runner = SimpleNamespace(
+        sampler=Sampler(logprobs_mode="processed_logprobs"),
+        input_batch=SimpleNamespace(req_ids=list(ids)),
+        requests=requests,
+        seq_lens=torch.full((8,), prompt, dtype=torch.int32),
+        max_num_reqs=4,
+        max_model_len=16,
+        device=CPU,
+    )
+    subject = BatchedSampler(runner)
+    generator = torch.Generator().manual_seed(2)
+    drawn: dict[str, list[int]] = {name: [] for name in ids}
+    expected: dict[str, list[float]] = {name: [] for name in ids}
+    for step in range(5):
+        if step == 2:  # rows change places
+            runner.input_batch.req_ids.reverse()
+        order = list(runner.input_batch.req_ids)
+        logits = 4 * torch.randn(4, 700, generator=generator)
+        tokens = subject(logits.clone(), None).sampled_token_ids[:, 0].tolist()
+        for row, name in enumerate(order):
+            temperature = temperatures[ids.index(name)]
+            scaled = logits[row : row + 1] / (temperature or 1.0)
+            expected[name].append(float(Sampler.compute_logprobs(scaled)[0, tokens[row]]))
+            drawn[name].append(tokens[row])
+            assert temperature or tokens[row] == int(logits[row].argmax())
+        runner.seq_lens += 1
+    taken = subject.take(ids, [prompt] * 4, [5] * 4).view(4, 5)
+    torch.testing.assert_close(taken, torch.tensor([expected[name] for name in ids]), atol=1e-6, rtol=0)
+    assert len({tuple(tokens) for tokens in drawn.values()}) == 4
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+def test_a_sampler_of_another_kind_is_refused() -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from paceline.core.errors import ModelError
+    from paceline.rollout.engines.vllm.batched_sampler import BatchedSampler
+
+    with pytest.raises(ModelError, match="write rollout.sampler: engine"):
+        BatchedSampler(SimpleNamespace(sampler=object()))

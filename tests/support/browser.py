@@ -42,3 +42,11 @@ def probe(page: str, script: str, folder: Path, *, width: int = 1240) -> Any:
     value = json.loads(unescape(match[1]))
     assert not (isinstance(value, dict) and "error" in value), value
     return value
+
+
+def dom(address: str, folder: Path) -> str:
+    """What a page has become after some seconds."""
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--dump-dom"]
+    command += ["--virtual-time-budget=5000", f"--user-data-dir={folder / 'chromium'}", address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=True).stdout

@@ -35,6 +35,8 @@ class StandInHub:
         """Status, headers and body of a request."""
         self.requests.append(path)
         parts = [unquote(part) for part in path.partition("?")[0].strip("/").split("/")]
+        if parts[0] == "api" and len(parts) < 6:
+            return 404, {}, b"{}"  # nothing about a repository at a revision
         if parts[0] == "api":
             kind, name, verb, revision = parts[1], "/".join(parts[2:4]), parts[4], parts[5]
             return self._about(kind, name, verb, revision)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.cli.commands import ui
 from paceline.cli.report.content import RunContent
 from paceline.cli.report.page import page
 from paceline.cli.report.write import frozen
-from support.browser import needs_chromium, probe
+from paceline.cli.ui.runs import ServedRun, ServedRuns
+from paceline.cli.ui.server import PageApp
+from support.browser import dom, needs_chromium, probe
 from support.synthetic_run import write_run
 
 pytestmark = needs_chromium
@@ -176,3 +181,24 @@ def test_it_fits_a_phone(text: str, tmp_path: Path) -> None:
     seen = probe(text, _HELPERS + _PHONE, tmp_path, width=390)
     assert (seen["wide"], seen["page"] <= 0) == ([], True)
     assert seen["smallest"] >= 11
+
+
+async def test_a_served_run_is_drawn_after_an_answer_that_failed(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "demo", num_steps=20)
+    failures = ["once"]
+
+    class Unsteady(ServedRuns):
+        def by_name(self) -> Mapping[str, ServedRun]:
+            if failures:
+                raise OSError(failures.pop())
+            return super().by_name()
+
+    app = PageApp(Unsteady(tmp_path / "runs" / "demo", asyncio.get_running_loop()), "t")
+    server = ui.open_server(app, "127.0.0.1", 0)
+    text = await asyncio.to_thread(dom, f"http://127.0.0.1:{server.server_port}/t/", tmp_path)
+    server.close()
+    assert not failures
+    assert "<h1>demo</h1>" in text
+    assert text.count('<path class="line') > 15
+    assert "0.310 → 0.920" in text
+    assert "rollout-0" in text.partition('id="fleet"')[2]

@@ -11,6 +11,8 @@ import os
 import re
 import socket
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from paceline.cli.certificates import Authority
 from paceline.cli.commands import ui
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.main import main
+from paceline.cli.ui.machine import Machine
 from paceline.cli.ui.runs import ServedRuns
 from paceline.cli.ui.server import PageApp
 from paceline.core.errors import ConfigError, EnvironmentLackError
@@ -204,6 +207,20 @@ async def test_what_a_run_that_is_under_way_is_doing(port: int, runs: Path) -> N
     assert process["name"] == "rollout-0"
     assert process["bytes"] > 1 << 20
     assert [run["state"] for run in await data(port, "runs")] == ["running", ""]
+
+
+def test_what_a_launcher_has_started_counts_with_its_own_name() -> None:
+    hold = "import time; data = bytearray(60 << 20); print(1, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        pids = {"launcher": os.getpid(), "rollout-0": child.pid}
+        both = {entry["name"]: entry["bytes"] for entry in Machine().processes(pids)}
+        alone = {entry["name"]: entry["bytes"] for entry in Machine().processes({"launcher": os.getpid()})}
+        child.kill()
+    assert both["rollout-0"] > 60 << 20
+    assert alone["launcher"] - both["launcher"] > 50 << 20
+    assert Machine().processes({"gone": child.pid}) == []
 
 
 def test_the_command_says_where(

@@ -27,9 +27,16 @@ class Machine:
         observe_gpus(self._gpus.__setitem__)
 
     def processes(self, pids: Mapping[str, int]) -> list[dict[str, Any]]:
-        """Memory and CPU cores of each process and all that it has started."""
+        """Memory and CPU cores of each process and what it has started, but for others that have a name."""
+        families = {name: _family(pid) for name, pid in sorted(pids.items())}
         seen: dict[int, psutil.Process] = {}
-        usage = [{"name": name, **self._usage(pid, seen)} for name, pid in sorted(pids.items())]
+        usage = []
+        for name, family in families.items():
+            others = {
+                p for other, pid in pids.items() if other != name and pid in family for p in families[other]
+            }
+            own = [process for pid, process in family.items() if pid not in others]
+            usage.append({"name": name, **self._usage(own, seen)})
         self._known = seen
         return [entry for entry in usage if entry["bytes"]]
 
@@ -41,13 +48,8 @@ class Machine:
                 by_name.setdefault(labels["gpu"], {"name": labels["gpu"]})[field] = value
         return [gpu for gpu in by_name.values() if len(gpu) == len(_GPU_FIELDS) + 1]
 
-    def _usage(self, pid: int, seen: dict[int, psutil.Process]) -> dict[str, float]:
+    def _usage(self, family: list[psutil.Process], seen: dict[int, psutil.Process]) -> dict[str, float]:
         cores, size = 0.0, 0
-        try:
-            root = self._known.get(pid) or psutil.Process(pid)
-            family = [root, *root.children(recursive=True)]
-        except psutil.Error:
-            return {"cores": 0.0, "bytes": 0}
         for process in family:
             known = seen[process.pid] = self._known.get(process.pid, process)
             try:
@@ -56,3 +58,12 @@ class Machine:
             except psutil.Error:
                 continue  # it has ended meanwhile
         return {"cores": round(cores, 2), "bytes": size}
+
+
+def _family(pid: int) -> dict[int, psutil.Process]:
+    """A process and its descendants; {} if it has ended."""
+    try:
+        root = psutil.Process(pid)
+        return {process.pid: process for process in (root, *root.children(recursive=True))}
+    except psutil.Error:
+        return {}

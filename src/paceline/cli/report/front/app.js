@@ -7,17 +7,18 @@ class App {
     Object.assign(this, {source, meta, runs: new Map(), chosen: [], parts: null});
     this.main = document.querySelector("main");
     this.status = h("div", {id: "now"});
+    this.trouble = h("p", {class: "bad", hidden: true});
     this.list = h("div", {id: "runs"});
-    this.body = h("div");
-    this.main.replaceChildren(h("header", {}, h("p", {class: "brand"}, "Paceline")), this.list, this.body);
+    this.body = h("div", {}, h("p", {class: "none"}, "Reading the runs ..."));
+    this.main.replaceChildren(h("header", {}, h("p", {class: "brand"}, "Paceline")), this.trouble, this.list,
+      this.body);
     document.body.append(tip);
     document.addEventListener("zoomed", () => this.#drawRange());
-    addEventListener("hashchange", () => this.#choose());
+    addEventListener("hashchange", () => this.#renew());
+    this.last = Promise.resolve();
   }
 
   async start() {
-    await this.#heads();
-    this.#choose();
     for (;;) {
       await this.#renew();
       if (!this.source.live) return;
@@ -38,12 +39,14 @@ class App {
   #choose() {
     const wanted = location.hash.slice(1).split(",").map(decodeURIComponent).filter(name => this.runs.has(name));
     const chosen = wanted.length || this.runs.size !== 1 ? wanted : [...this.runs.keys()];
-    if (chosen.join() === this.chosen.join() && this.parts) return;
+    if (this.parts && chosen.join() === this.chosen.join() && this.runs.size === this.numKnown) return;
+    const isSame = this.parts && chosen.length && chosen.join() === this.chosen.join();
+    this.numKnown = this.runs.size;
+    if (isSame) return;
     this.chosen = chosen;
     Object.assign(view, {range: null, step: null, cursor: null});
     this.#build();
     this.#drawList();
-    this.#renew();
   }
 
   #drawList() {
@@ -145,12 +148,18 @@ class App {
     await Promise.all([this.parts.timeline.show(step), this.parts.samples.show(step)]);
   }
 
-  async #renew() {
+  // One after the other: two at once would fetch the same lines twice.
+  #renew() {
+    this.last = this.last.then(() => this.#look());
+    return this.last;
+  }
+
+  async #look() {
     try {
-      if (this.source.live) await this.#heads();
+      if (this.source.live || !this.runs.size) await this.#heads();
+      this.#choose();
       const chosen = [...this.chosen];
       const fresh = await Promise.all(chosen.map(name => this.#fetch(this.runs.get(name))));
-      if (chosen.join() !== this.chosen.join()) return;
       if (chosen.length === 1) await this.#drawRun(this.runs.get(chosen[0]), fresh[0]);
       if (fresh.some(Boolean) && this.parts.curves) {
         if (!view.smoothChosen) {
@@ -160,8 +169,11 @@ class App {
         this.parts.curves.draw();
       }
     } catch (error) {
-      this.status.replaceChildren(h("b", {class: "bad"}, "paceline ui does not answer "), String(error.message));
+      this.trouble.textContent = `paceline ui does not answer (${error.message}); the page shows what it had`;
+      this.trouble.hidden = false;
+      return;
     }
+    this.trouble.hidden = true;
   }
 
   async #fetch(run) {
