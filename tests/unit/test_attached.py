@@ -406,8 +406,9 @@ async def test_a_client_whose_calls_all_hang_leaves_and_its_items_go_to_others()
                 await stuck
         client = service.attach()
         scores = await scoring
-        assert [score.reward for score in scores[2:]] == [1.0, 1.0]
-        assert all(score.reward == 1.0 or "TimeoutError" in str(score.error) for score in scores[:2])
+        # The third may have come in between the ends of the first two.
+        assert scores[3].reward == 1.0
+        assert all(score.reward == 1.0 or "TimeoutError" in str(score.error) for score in scores)
         await ended(client)
     released.set()
 

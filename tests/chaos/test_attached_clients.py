@@ -1,0 +1,80 @@
+"""Clients score a run over streams of their own; one is killed and one comes while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.training_run import TRANSPORT, assert_same_metrics, assert_sound, only, training
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(580)]
+
+NUM_STEPS = 5
+
+
+@contextlib.contextmanager
+def client(address: str, token_file: Path, scored: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "support.attached_client", address, str(scored)]
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, "PACELINE_REWARD_TOKEN_FILE": str(token_file), "PYTHONPATH": path}
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(path: Path, num_bytes: int) -> None:
+    deadline = time.monotonic() + 200
+    while not path.exists() or path.stat().st_size < num_bytes:
+        assert time.monotonic() < deadline, f"nothing is written: {path.name}"
+        time.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_clients_that_come_and_go_change_nothing(config: dict[str, Any], tmp_path: Path) -> None:
+    """The reference scored with the same function in a child process of the reward service, which lived."""
+    short = {**config, "trainer": {**config["trainer"], "total_steps": NUM_STEPS, "test_freq": NUM_STEPS}}
+    with training(short, tmp_path / "undisturbed") as run:
+        assert run.finish(timeout_s=200) == 0, run.output
+        undisturbed = run.metrics
+    port = free_port()
+    address, token = f"127.0.0.1:{port}", tmp_path / "run" / "token"
+    with_clients = {
+        **short,
+        "reward": {"attached": [{"name": "letters", "timeout_s": 20}]},
+        "service": {**config["service"], "reward_port": port},
+    }
+    scored = {name: tmp_path / name for name in ("lives", "killed", "late")}
+    with contextlib.ExitStack() as open_things:
+        run = open_things.enter_context(training(with_clients, tmp_path / "run", "--open"))
+        wait_for(token, 1)
+        lives, killed = (
+            open_things.enter_context(client(address, token, scored[name])) for name in ("lives", "killed")
+        )
+        wait_for(scored["killed"], 3)
+        killed.kill()
+        with client(address, token, scored["late"]) as late:
+            wait_for(scored["late"], 3)
+            assert run.finish(timeout_s=400) == 0, run.output
+            # The run's end ends them.
+            assert [process.wait(timeout=20) for process in (lives, late)] == [0, 0]
+        assert all(path.stat().st_size > 0 for path in scored.values())
+        assert only(run.events, "group_dropped") == []
+        assert [row["step"] for row in run.metrics[-1:]] == [NUM_STEPS]
+        assert_same_metrics(run.metrics, undisturbed, without=TRANSPORT)
+        assert_sound(run)
