@@ -135,9 +135,6 @@ NEEDLESS: dict[str, str] = {
         "a step of the shutdown, which has a budget; the workers it talks to were killed just before"
     ),
     # torch
-    "paceline.weights.transport.group:Pending.wait: work.wait": (
-        "on a CUDA stream wait() only orders kernels; the host polls the events with a deadline"
-    ),
     "paceline.weights.transport.rendezvous:_nccl_group: ProcessGroupNCCL": (
         "its timeout is in the options, which the line above sets"
     ),

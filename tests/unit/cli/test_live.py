@@ -186,6 +186,7 @@ def test_json_lines_for_programs() -> None:
     assert all(line.pop("seconds") >= 0 for line in lines)
     assert lines == [
         {"event": "milestone", "text": "the controller answers"},
+        {"event": "begin", "step": 1},
         {
             "event": "step",
             "step": 1,
