@@ -34,11 +34,12 @@ def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixtu
     assert lines[4] == "-     training prompts: not checked, as the model has a fault"
     assert lines[5].startswith("FAULT validation prompts: data file gone.jsonl does not exist")
     assert lines[6].startswith("FAULT reward functions: there is no built-in reward function 'exact_macth'")
-    assert lines[7] == "ok    policy loss: ppo_clip"
-    assert lines[8] == "ok    engine: vllm"
-    assert lines[9].startswith("ok    devices: CPU, ")
-    assert lines[10] == "ok    reward services: none"
-    assert lines[11] == "ok    memory: CPU, nothing to plan"
+    assert lines[7] == "ok    episodes: none"
+    assert lines[8] == "ok    policy loss: ppo_clip"
+    assert lines[9] == "ok    engine: vllm"
+    assert lines[10].startswith("ok    devices: CPU, ")
+    assert lines[11] == "ok    reward services: none"
+    assert lines[12] == "ok    memory: CPU, nothing to plan"
     assert lines[-1] == "3 fault(s); nothing was started"
 
 

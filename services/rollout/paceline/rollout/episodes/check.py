@@ -18,7 +18,7 @@ def check_episodes(config: RunConfig) -> str:
         PacelineError: the chat template cannot carry several turns, or a tool cannot be used.
     """
     if not config.has_episodes:
-        return "none: each sample is a single answer"
+        return "none"
     model = local_model(config.model, "controller")
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
     rules = rules_of(config, tokenizer, stop_token_ids(model.path, tokenizer))
