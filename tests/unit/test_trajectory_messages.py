@@ -11,6 +11,7 @@ from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import FinishReason, PromptGroup, RewardContext, SamplingSpec
 from paceline.rollout.engines.base import Sample
+from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.trajectories import sample_requests, trajectory_messages
 from paceline.wire import blob_digest, decode_trajectory_header
 
@@ -38,7 +39,8 @@ def messages(server_id: str, *, draw: str, seconds: float) -> list[Outgoing]:
         )
         for index in range(2)
     ]
-    return trajectory_messages(group(), samples, server_id=server_id, draw=draw, seconds=seconds)
+    draws = [Draw.single(group().prompt_token_ids, sample) for sample in samples]
+    return trajectory_messages(group(), draws, server_id=server_id, draw=draw, seconds=seconds)
 
 
 def test_the_digest_of_a_blob_says_what_was_drawn_not_by_whom_or_when() -> None:
