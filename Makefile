@@ -10,8 +10,9 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/$(BUILD).txt)
 # Where to find torch if pip's own index has not this build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/$(if $(filter cuda,$(BUILD)),cu130,cpu)
 SEED ?= 0
-# What `make test` runs: first the tests without a real engine or a whole run, then the others; in several processes,
-# each file in one of them. To debug, or with one core: make test TEST_PROCESSES=0
+# What `make test` runs: first the tests without a real engine or a whole run, in several processes, each file in
+# one of them; then the others, one after the other, since a run keeps two cores busy by itself. To debug, or with one
+# core: make test TEST_PROCESSES=0
 TESTS := tests --ignore=tests/chaos --ignore=tests/deploy
 TEST_PROCESSES ?= 3
 
@@ -62,7 +63,7 @@ demo-start: venv
 	$(BIN)/paceline sft examples/arithmetic/sft.yaml seed=$(SEED)
 
 test: test-fast
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "e2e or vllm" $(TESTS)
+	$(BIN)/python -m pytest -m "e2e or vllm" $(TESTS)
 
 test-fast: venv
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not e2e and not vllm" $(TESTS)
