@@ -139,8 +139,11 @@ async def test_odd_objects_and_texts_are_their_items_errors_and_no_more() -> Non
 @pytest.mark.parametrize("what", ["list", "key", "row"])
 async def test_junk_in_the_results_costs_a_process_and_not_the_service(what: str) -> None:
     async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
-        results = await pool.score(items("a", f"junk:{what}", "b"))
-        assert [score.trajectory_id for score in results] == ["t0", "t1", "t2"]
+        results = await pool.score(items("a", f"junk:{what}", *"bcdefgh"))
+        assert [score.trajectory_id for score in results] == [f"t{index}" for index in range(9)]
+        # However far the process was when the junk was read, the item that wrote it is the one at fault.
+        assert kinds(results) == ["1.0", "crashed", *["1.0"] * 7]
+        assert message(results[1]) == "the reward process sent no readable result"
         assert kinds(await pool.score(items("after"))) == ["1.0"]
 
 

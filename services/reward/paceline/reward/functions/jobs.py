@@ -27,11 +27,12 @@ class Request:
 
 @dataclass(slots=True)
 class Job:
-    """One item of a request."""
+    """One item of a request. A suspect is scored by itself: it, or another of its batch, forged results."""
 
     request: Request
     index: int
     item: ScoreItem
+    is_suspect: bool = False
 
     @property
     def is_wanted(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import itertools
 import logging
 import math
@@ -33,6 +34,15 @@ _MAX_BATCH_CHARS = 4 * 1024 * 1024
 _GUESSED_ITEM_S = 0.01
 _PIPE_DRAIN_S = 5.0
 _RESTART_PAUSES_S = (0.0, 0.5, 2.0)
+
+
+class _Loss(enum.Enum):
+    """Why a process is no longer of use."""
+
+    ENDED = enum.auto()
+    TOO_SLOW = enum.auto()
+    UNREADABLE = enum.auto()
+    """It sent what is no result. It may be at a later item by now than the one at fault."""
 
 
 class FunctionPool:
@@ -190,6 +200,10 @@ class FunctionPool:
                 jobs: dict[int, Job] = {}
                 chars = 0
                 while self._queue and len(jobs) < wanted and chars < _MAX_BATCH_CHARS:
+                    if self._queue[0].is_suspect:
+                        wanted = 1
+                        if jobs:
+                            break
                     job = self._queue.popleft()
                     if job.is_wanted:
                         jobs[next(self._numbers)] = job
@@ -202,22 +216,18 @@ class FunctionPool:
         frame = encode_batch(jobs)
         if not jobs:
             return True
-        killed = await self._exchange(child, frame, jobs)
+        loss = await self._exchange(child, frame, jobs)
         if not jobs:
             return True
         await child.stop()
-        await self._settle_lost(child, jobs, killed)
+        await self._settle_lost(child, jobs, loss)
         return False
 
-    async def _exchange(self, child: ChildProcess, frame: bytes, jobs: dict[int, Job]) -> bool:
-        """Sends a batch and settles jobs as results arrive, until none is left or the process is lost.
-
-        Returns:
-            Whether the process was killed because an item took too long.
-        """
+    async def _exchange(self, child: ChildProcess, frame: bytes, jobs: dict[int, Job]) -> _Loss:
+        """Sends a batch and settles jobs as results arrive, until none is left or the process is lost."""
         sent = time.monotonic()
         deadline = sent + self._timeout_s
-        killed = False
+        loss = _Loss.ENDED
         reading = asyncio.create_task(_send_and_receive(child, frame), name="reward-read")
         try:
             while jobs:
@@ -227,20 +237,22 @@ class FunctionPool:
                     if jobs:
                         reading = asyncio.create_task(child.receive(), name="reward-read")
                     continue
-                if killed or child.exited:  # something that outlived the process holds its pipe
+                # Then something that outlived the process holds its pipe.
+                if loss is _Loss.TOO_SLOW or child.exited:
                     break
                 deadline = self._deadline(child, jobs, sent)
                 if deadline <= time.monotonic():
                     child.kill()
-                    killed, deadline = True, time.monotonic() + _PIPE_DRAIN_S
+                    loss, deadline = _Loss.TOO_SLOW, time.monotonic() + _PIPE_DRAIN_S
         except (EOFError, ConnectionError):
             pass  # the process ended
         except ProtocolError as error:
             _log.error("%s", error)
+            loss = _Loss.UNREADABLE
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-        return killed
+        return loss
 
     def _deadline(self, child: ChildProcess, jobs: dict[int, Job], sent: float) -> float:
         """When the item that the child is at must be done; if it has not begun, counted from the sending."""
@@ -259,21 +271,33 @@ class FunctionPool:
             jobs.pop(number).settle(score)
         self._item_s += 0.5 * (seconds / max(len(rows), 1) - self._item_s)
 
-    async def _settle_lost(self, child: ChildProcess, jobs: dict[int, Job], killed: bool) -> None:
-        """Blames the item that the lost process was at, and puts the rest back at the head of the queue."""
-        number, started = child.progress()
-        blamed = number if number in jobs else next(iter(jobs))
-        job = jobs.pop(blamed)
-        seconds = time.monotonic() - started if number == blamed and math.isfinite(started) else 0.0
-        if killed:
-            job.fail(RewardErrorKind.TIMEOUT, f"not scored within {self._timeout_s:g} s", seconds)
-        else:
-            message = f"the reward process ended: {child.describe_exit()}"
-            job.fail(RewardErrorKind.CRASHED, message, seconds)
+    async def _settle_lost(self, child: ChildProcess, jobs: dict[int, Job], loss: _Loss) -> None:
+        """Blames the item that the lost process was at, and puts the rest back at the head of the queue.
+
+        Of those one of which made the process unreadable each gets a process for itself.
+        """
+        if loss is not _Loss.UNREADABLE:
+            self._blame(child, jobs, loss)
+        elif len(jobs) == 1:
+            _, job = jobs.popitem()
+            job.fail(RewardErrorKind.CRASHED, "the reward process sent no readable result")
+        for job in jobs.values():
+            job.is_suspect |= loss is _Loss.UNREADABLE
         async with self._queued:
             self._queue.extendleft(reversed(jobs.values()))
             self._queued.notify_all()
         jobs.clear()
+
+    def _blame(self, child: ChildProcess, jobs: dict[int, Job], loss: _Loss) -> None:
+        number, started = child.progress()
+        blamed = number if number in jobs else next(iter(jobs))
+        job = jobs.pop(blamed)
+        seconds = time.monotonic() - started if number == blamed and math.isfinite(started) else 0.0
+        if loss is _Loss.TOO_SLOW:
+            job.fail(RewardErrorKind.TIMEOUT, f"not scored within {self._timeout_s:g} s", seconds)
+        else:
+            message = f"the reward process ended: {child.describe_exit()}"
+            job.fail(RewardErrorKind.CRASHED, message, seconds)
 
     async def _replace(self, slot: int) -> None:
         child = self._children[slot]
