@@ -230,16 +230,16 @@ def report(
     args: argparse.Namespace, metrics: Mapping[str, float], num_steps: int, rates: tuple[float, float] | None
 ) -> None:
     """Prints the tables."""
-    num_engines, parallel_size = args.engines
-    rollout_gpus = num_engines * parallel_size
-    num_gpus = args.learners + rollout_gpus
-    if args.placement == "colocated":
-        num_gpus = max(args.learners, rollout_gpus)
-    step_s, learn_s = metrics["timing_s/step"], metrics["timing_s/learn"]
-    samples = args.prompts * args.samples
-    response_tokens = samples * metrics["response_length/mean"]
-    all_tokens = samples * args.prompt_tokens + response_tokens
     console = Console(width=130)
+    console.print(phases(args, metrics, num_steps))
+    for name, words in (throughput(args, metrics) | utilisation(metrics, rates) | weights(metrics)).items():
+        console.print(f"{name}: {words}")
+    console.print(f"{os.cpu_count()} cores")
+
+
+def phases(args: argparse.Namespace, metrics: Mapping[str, float], num_steps: int) -> Table:
+    """The seconds of each phase and its share of the step."""
+    num_engines, parallel_size = args.engines
     table = Table(
         title=f"{args.shape}, {args.placement}, {args.learners} learner ranks, "
         f"{num_engines} x TP {parallel_size}, "
@@ -248,49 +248,67 @@ def report(
     )
     for column in ("phase", "s", "share of the step"):
         table.add_column(column, justify="right")
+    step_s = metrics["timing_s/step"]
     for label, name in PHASES:
         if name in metrics:
             table.add_row(label, f"{metrics[name]:.3f}", f"{metrics[name] / step_s:.1%}")
     table.add_row("step", f"{step_s:.3f}", "")
-    console.print(table)
+    return table
+
+
+def throughput(args: argparse.Namespace, metrics: Mapping[str, float]) -> dict[str, str]:
+    """Tokens per second of the step and its phases, and who waits for how long."""
+    num_engines, parallel_size = args.engines
+    rollout_gpus = num_engines * parallel_size
+    num_gpus = args.learners + rollout_gpus
+    if args.placement == "colocated":
+        num_gpus = max(args.learners, rollout_gpus)
+    step_s = metrics["timing_s/step"]
+    samples = args.prompts * args.samples
+    response_tokens = samples * metrics["response_length/mean"]
+    all_tokens = samples * args.prompt_tokens + response_tokens
     learn_rate = all_tokens / metrics["timing_s/update_actor"]
     # The first mini-batch's come from its own forward pass, but in the steps that audit them.
     scored = 1 - 1 / args.mini_batches
     score_rate = scored * all_tokens / metrics["timing_s/old_log_prob"]
     generation_rate = response_tokens / metrics["timing_s/gen"]
     step_rate = all_tokens / step_s
-    lines = {
+    return {
         "tokens/s over the step": f"{step_rate:,.0f}; per GPU {step_rate / num_gpus:,.0f}",
         "generation, new tokens/s": (
             f"{generation_rate:,.0f}; per rollout GPU {generation_rate / rollout_gpus:,.0f}"
         ),
         "update, tokens/s": f"{learn_rate:,.0f}; per learner GPU {learn_rate / args.learners:,.0f}",
         "old log-probs, tokens/s per learner GPU": f"{score_rate / args.learners:,.0f}",
-        "learner waits": f"{1 - learn_s / step_s:.1%} of the step",
+        "learner waits": f"{1 - metrics['timing_s/learn'] / step_s:.1%} of the step",
         "rollout waits": f"{1 - metrics['timing_s/gen'] / step_s:.1%} of the step",
     }
-    if rates is not None and "perf/mfu" in metrics:
-        rate, peak = rates
+
+
+def utilisation(metrics: Mapping[str, float], rates: tuple[float, float] | None) -> dict[str, str]:
+    """MFU of the update; nothing on a CPU."""
+    if rates is None or "perf/mfu" not in metrics:
+        return {}
+    rate, peak = rates
+    return {
+        name: f"{mfu * peak / rate:.3f} of {rate / 1e12:.0f} TFLOP/s measured; {mfu:.3f} of the vendor's peak"
         for name, mfu in (
             ("MFU of the update, on the batch's tokens", metrics["perf/mfu"]),
             ("on those really computed", metrics["perf/mfu"] * metrics["perf/computed_share"]),
-        ):
-            lines[name] = (
-                f"{mfu * peak / rate:.3f} of {rate / 1e12:.0f} TFLOP/s measured; "
-                f"{mfu:.3f} of the vendor's peak"
-            )
-    for name in (
+        )
+    }
+
+
+def weights(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Whether engine and learner agree, and what a push takes."""
+    names = (
         "rollout/mismatch_kl",
         "rollout/logprob_diff_max",
         "weights/pause_ms",
         "weights/transfer_ms",
         "weights/digest_ms",
-    ):
-        if name in metrics:
-            lines[name] = f"{metrics[name]:.3g}"
-    for name, words in lines.items():
-        console.print(f"{name}: {words}")
-    console.print(f"{os.cpu_count()} cores")
+    )
+    return {name: f"{metrics[name]:.3g}" for name in names if name in metrics}
 
 
 if __name__ == "__main__":
