@@ -67,8 +67,7 @@ NEEDLESS: dict[str, str] = {
         for name in ("open", "step", "close")
     },
     "paceline.sdk.environment_server:EnvironmentServer.stop: asyncio.wait": _CANCELLED,
-    "paceline.sdk.environment_server:serve_environment.serve: context.stopping.wait": _TOLD,
-    "paceline.sdk.server:serve_reward.serve: context.stopping.wait": _TOLD,
+    "paceline.sdk.served:serve_until_signal.serve: context.stopping.wait": _TOLD,
     "paceline.sdk.attach:attach_reward.serve: await running": _TOLD,
     "paceline.sdk.attach:_Batches.score: await done": _OTHERS_END_IT,
     "paceline.sdk.attach:_streamed: reward_pb2_grpc.RewardGatewayStub(channel).Attach": (

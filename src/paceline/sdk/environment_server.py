@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from paceline.core.chat import Message
 from paceline.core.errors import ProtocolError
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.sdk.environment import Environment, Observation
+from paceline.sdk.served import Served, serve_until_signal
 from paceline.sdk.sessions import Key, Sessions
 from paceline.service.credentials import ENVIRONMENT_TOKEN, Credentials
-from paceline.service.grpc_server import RunningServer, start_server
-from paceline.service.runtime import ServiceContext, run_service
 from paceline.wire.environment import (
     message_from_proto,
     message_to_proto,
@@ -29,7 +25,7 @@ from paceline.wire.environment import (
 _EXPIRE_S = 1.0
 
 
-class EnvironmentServer:
+class EnvironmentServer(Served):
     """Serves `EnvironmentService` by a class; an async context manager.
 
     Args:
@@ -51,54 +47,31 @@ class EnvironmentServer:
     ) -> None:
         self.sessions = Sessions(make, max_episodes)
         self._name = getattr(make, "__name__", type(make).__name__)
-        self._host, self._port = host, port
-        credentials = Credentials.from_env(ENVIRONMENT_TOKEN).for_outside_callers()
-        self._credentials = credentials if token is None else credentials.with_token(token)
-        self._running: RunningServer | None = None
+        super().__init__(
+            "environment",
+            host=host,
+            port=port,
+            credentials=Credentials.from_env(ENVIRONMENT_TOKEN),
+            token=token,
+        )
         self._expiring: asyncio.Task[None] | None = None
 
-    @property
-    def address(self) -> str:
-        """host:port, once started."""
-        if self._running is None:
-            raise RuntimeError("the environment server has not been started")
-        return self._running.address
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
-
     async def start(self) -> None:
-        """Listens.
-
-        Raises:
-            ConfigError: no token on an address that other machines reach.
-            EnvironmentLackError: the port is taken.
-        """
-        add = environment_pb2_grpc.add_EnvironmentServiceServicer_to_server
-        self._running = await start_server(
-            add,
-            _Servicer(self.sessions, self._name),
-            host=self._host,
-            port=self._port,
-            credentials=self._credentials,
-            port_key="the port argument of serve_environment",
-        )
+        """Listens, and frees what nobody closes; raises as `Served.start`."""
+        await super().start()
         self._expiring = asyncio.create_task(self._expire(), name="leases")
 
     async def stop(self) -> None:
         """Gives calls under way two seconds, then frees all episodes."""
-        if self._running is not None:
-            await self._running.stop()
+        await super().stop()
         if self._expiring is not None:
             self._expiring.cancel()
             await asyncio.wait([self._expiring])
         await self.sessions.close_all()
+
+    def _service(self) -> tuple[Callable[..., None], object]:
+        add = environment_pb2_grpc.add_EnvironmentServiceServicer_to_server
+        return add, _Servicer(self.sessions, self._name)
 
     async def _expire(self) -> None:
         while True:
@@ -120,16 +93,10 @@ def serve_environment(
         SystemExit: the server could not start; the reason is in the log on standard error.
     """
 
-    async def serve(context: ServiceContext) -> None:
-        server = EnvironmentServer(make, host=host, port=port, token=token, max_episodes=max_episodes)
-        await server.start()
-        context.defer("environment server", server.stop)
-        print(f"environment server on {server.address}", file=sys.stderr, flush=True)
-        await context.stopping.wait()
+    def make_server() -> EnvironmentServer:
+        return EnvironmentServer(make, host=host, port=port, token=token, max_episodes=max_episodes)
 
-    code = run_service(serve, name="environment-server")
-    if code:
-        raise SystemExit(code)
+    serve_until_signal(make_server, "environment")
 
 
 class _Servicer(environment_pb2_grpc.EnvironmentServiceServicer):

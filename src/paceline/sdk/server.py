@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk.function import CalledFunction
+from paceline.sdk.served import Served, serve_until_signal
 from paceline.service.credentials import REWARD_TOKEN, Credentials
-from paceline.service.grpc_server import RunningServer, start_server
-from paceline.service.runtime import ServiceContext, run_service
 from paceline.wire.protobuf import score_item_from_proto, score_result_to_proto
 
 
-class RewardServer:
+class RewardServer(Served):
     """Serves `RewardService.Score` by a function; an async context manager.
 
     Args:
@@ -49,48 +46,13 @@ class RewardServer:
         self._function = CalledFunction(
             function, batch=batch, max_concurrent=max_concurrent, timeout_s=timeout_s
         )
-        self._host, self._port = host, port
-        credentials = Credentials.from_env(REWARD_TOKEN).for_outside_callers()
-        self._credentials = credentials if token is None else credentials.with_token(token)
-        self._running: RunningServer | None = None
-
-    @property
-    def address(self) -> str:
-        """host:port, once started."""
-        if self._running is None:
-            raise RuntimeError("the reward server has not been started")
-        return self._running.address
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
-
-    async def start(self) -> None:
-        """Listens.
-
-        Raises:
-            ConfigError: no token on an address that other machines reach.
-            EnvironmentLackError: the port is taken.
-        """
-        add = reward_pb2_grpc.add_RewardServiceServicer_to_server
-        self._running = await start_server(
-            add,
-            _Servicer(self.score),
-            host=self._host,
-            port=self._port,
-            credentials=self._credentials,
-            port_key="the port argument of serve_reward",
+        super().__init__(
+            "reward", host=host, port=port, credentials=Credentials.from_env(REWARD_TOKEN), token=token
         )
 
     async def stop(self) -> None:
         """Gives calls under way two seconds, then stops. A function that hangs is abandoned."""
-        if self._running is not None:
-            await self._running.stop()
+        await super().stop()
         self._function.close()
 
     async def score(self, items: Sequence[ScoreItem]) -> list[ScoreResult]:
@@ -99,6 +61,9 @@ class RewardServer:
         if self._function.is_stuck and self._running is not None:
             await self._running.refuse_work()
         return results
+
+    def _service(self) -> tuple[Callable[..., None], object]:
+        return reward_pb2_grpc.add_RewardServiceServicer_to_server, _Servicer(self.score)
 
 
 def serve_reward(
@@ -119,8 +84,8 @@ def serve_reward(
     """
     CalledFunction(function, batch=batch, max_concurrent=max_concurrent, timeout_s=timeout_s).close()
 
-    async def serve(context: ServiceContext) -> None:
-        server = RewardServer(
+    def make() -> RewardServer:
+        return RewardServer(
             function,
             host=host,
             port=port,
@@ -129,14 +94,8 @@ def serve_reward(
             max_concurrent=max_concurrent,
             timeout_s=timeout_s,
         )
-        await server.start()
-        context.defer("reward server", server.stop)
-        print(f"reward server on {server.address}", file=sys.stderr, flush=True)
-        await context.stopping.wait()
 
-    code = run_service(serve, name="reward-server")
-    if code:
-        raise SystemExit(code)
+    serve_until_signal(make, "reward")
 
 
 class _Servicer(reward_pb2_grpc.RewardServiceServicer):
