@@ -9,6 +9,8 @@ BUILD ?= $(or $(shell cat $(VENV)/.build 2>/dev/null),$(if $(wildcard $(BIN)/pyt
 TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/$(BUILD).txt)
 # Where to find torch if pip's own index has not this build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/$(if $(filter cuda,$(BUILD)),cu130,cpu)
+# Exactly what a lock file names, nothing that a package asks for beside it.
+PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 SEED ?= 0
 # What `make test` runs: first the tests without a real engine or a whole run, in several processes, each file in
 # one of them; then the others, one after the other, since a run keeps two cores busy by itself. To debug, or with one
@@ -39,17 +41,29 @@ venv-cpu:
 	$(MAKE) venv BUILD=cpu
 
 $(VENV)/.installed: requirements/$(BUILD).txt requirements/dev.txt pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Paceline needs Python 3.11 or 3.12, and the PATH has neither; run: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
+	@test "$$(uname -s)" = Linux || { echo "Paceline runs on Linux, not on $$(uname -s); docs/install.md has the way through Docker" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Paceline needs Python 3.11 or 3.12, and the PATH has neither. On Debian 12 or Ubuntu 24.04:" \
+	  "apt-get install python3 python3-venv; with a Python elsewhere: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
 	@test "$(BUILD)" = "$$(cat $(VENV)/.build 2>/dev/null || echo $(BUILD))" || { echo "$(VENV) holds the other build; run: rm -r $(VENV)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) has no ensurepip, so it cannot make" \
+	  "an environment. On Debian or Ubuntu: apt-get install python3-venv; then the same command again" >&2; exit 1; }
+	@test $(BUILD) = cuda || $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "libnuma.so.1, which vLLM's build" \
+	  "for CPUs loads, is not here. On Debian or Ubuntu: apt-get install libnuma1; then the same command again" >&2; exit 1; }
 	@case $(BUILD) in \
 	  cuda) echo "Installing for NVIDIA GPUs (requirements/cuda.txt); make venv-cpu installs for CPUs." ;; \
-	  *) echo "Installing for CPUs (requirements/cpu.txt): no GPU was found; make venv-cuda installs for NVIDIA GPUs." ;; esac
+	  *) echo "Installing for CPUs (requirements/cpu.txt); make venv-cuda installs for NVIDIA GPUs." ;; esac
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip --default-pip >/dev/null 2>&1 \
+	  || { echo "$(VENV) has no pip; run: rm -r $(VENV), then the same command again" >&2; exit 1; }
 	@echo $(BUILD) > $(VENV)/.build
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps '$(TORCH)' \
-	  || $(BIN)/python -m pip install --disable-pip-version-check --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/$(BUILD).txt -r requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@echo "1 of 2: $(TORCH), from pip's index or from $(TORCH_INDEX)"
+	@$(PIP) '$(TORCH)' 2>/dev/null || $(PIP) --index-url $(TORCH_INDEX) '$(TORCH)' \
+	  || { echo "$(TORCH) was not found: not on pip's index, and not at $(TORCH_INDEX). Without a way there: make venv" \
+	  "TORCH_INDEX=ADDRESS with that of a mirror, or PIP_FIND_LINKS=FOLDER with a folder that has its wheel" >&2; exit 1; }
+	@echo "2 of 2: the $$(cat requirements/$(BUILD).txt requirements/dev.txt | grep -c ==) packages of the lock files;" \
+	  "pip says nothing until they are installed, which takes some minutes"
+	@$(PIP) --quiet -r requirements/$(BUILD).txt -r requirements/dev.txt
+	@$(PIP) --quiet --no-build-isolation -e .
 	@touch $@
 
 demo: demo-start

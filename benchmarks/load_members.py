@@ -73,6 +73,11 @@ class PaperEngine(Engine):
         """Rows of the model's embedding."""
         return self._vocab_size
 
+    @property
+    def kv_cache_tokens(self) -> int:
+        """It keeps none."""
+        return 0
+
     async def describe(self) -> tuple[RankLayout, ...]:
         """One rank."""
         return (layout(),)
@@ -111,8 +116,9 @@ class PaperEngine(Engine):
             ended()
         return samples
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> int:
         """No memory to give up."""
+        return 0
 
     async def wake(self, part: EnginePart) -> None:
         """No memory to take."""

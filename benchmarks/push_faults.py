@@ -121,6 +121,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--kill takes {', '.join(MOMENTS)}, and at most as many kills as there are engines")
     small = {
         "placement": "split",
+        "lengths": "equal",
         "prompts": 16,
         "samples": 4,
         "mini_batches": 1,
@@ -151,7 +152,7 @@ async def follow_and_kill(
             if done:
                 waiting.free, waiting = event["time"], None
         if pending and step == pending[0].step and to == "collect":
-            family = processes_of(pending[0].victim)  # early, since the search takes as long as a push
+            family = processes_of(pending[0].victim, path.parent)  # early: the search takes as long as a push
         if pending and (step, to) == pending[0].phase:
             waiting = pending.pop(0)
             if waiting.moment == "during":
@@ -180,13 +181,15 @@ async def follow(path: Path, run: asyncio.subprocess.Process) -> AsyncIterator[d
                 await asyncio.sleep(POLL_S)
 
 
-def processes_of(member: str) -> list[psutil.Process]:
-    """A member's process and all its descendants."""
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if "paceline.rollout" in words and member in words:
-            return [process, *process.children(recursive=True)]
-    raise RuntimeError(f"found no process of {member}")
+def processes_of(member: str, run_dir: Path) -> list[psutil.Process]:
+    """A member's process, as the launcher notes it, and all its descendants."""
+    from paceline.cli.launch.run_dir import read_note
+
+    note = read_note(run_dir)
+    if note is None or member not in note.pids:
+        raise RuntimeError(f"{run_dir}/run.json names no process of {member}")
+    process = psutil.Process(note.pids[member])
+    return [process, *process.children(recursive=True)]
 
 
 def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code: int) -> int:

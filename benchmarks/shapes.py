@@ -37,7 +37,18 @@ MIXTURE: dict[str, Any] = shape(128, 512, 2, 4, 2, 1024, tied=False) | {
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
-"""A Mixture of Experts, whose experts the layout rules do not cover"""
+"""A small Mixture of Experts"""
+
+LARGE_MIXTURE: dict[str, Any] = shape(2048, 6144, 16, 32, 4, 151936, tied=False) | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+"""Qwen3-30B-A3B's with 16 of its 48 layers: 10.6 thousand million parameters, 1.5 of them per token"""
 
 SMALL_LLAMA: dict[str, Any] = shape(576, 1536, 30, 9, 3, 49152, tied=True) | {
     "architectures": ["LlamaForCausalLM"],
@@ -48,6 +59,7 @@ SMALL_LLAMA: dict[str, Any] = shape(576, 1536, 30, 9, 3, 49152, tied=True) | {
 SHAPES = {
     "tiny": shape(128, 512, 4, 4, 2, 1024, tied=True),
     "tiny-moe": MIXTURE,
+    "10B-moe": LARGE_MIXTURE,
     "135M": SMALL_LLAMA,
     "0.5B": shape(896, 4864, 24, 14, 2, 151936, tied=True),
     "7B": shape(3584, 18944, 28, 28, 4, 152064, tied=False),

@@ -7,9 +7,10 @@
         --prompts 8 --prompt-tokens 32 --response-tokens 16
 
 Runs GRPO without a reference model by `paceline train`. All prompts have the given number of random tokens,
-responses end at the limit, and the reward is a cheap function of the text. `--engines 2x1` means two rollout
-servers of tensor-parallel size 1. Learner ranks take the first GPUs, engines the next; with `--placement
-colocated` both are on the same GPUs and take turns.
+responses end at the limit, and the reward is a cheap function of the text. With `--lengths mixed` prompts are
+between a quarter of that and all of it, and responses are log-normal with a median of three eighths of the
+limit. `--engines 2x1` means two rollout servers of tensor-parallel size 1. Learner ranks take the first GPUs,
+engines the next; with `--placement colocated` both are on the same GPUs and take turns.
 
 Prints medians from the second step on. tokens/s count prompts and responses over the step. MFU is the
 update's arithmetic, without activation recomputation, as a share of the measured rate of an 8,192 x 8,192 x
@@ -27,11 +28,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from lengths.sitecustomize import MEDIAN
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
@@ -40,6 +43,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_WORDS = 1000
 RUN_TIMEOUT_S = 7200.0
 RATE_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+POLL_S = 0.2
 REWARD = '''"""A cheap reward: the share of words with an even number."""
 
 
@@ -66,15 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = Path(args.work or tempfile.mkdtemp(prefix="paceline-step-"))
     config = write_inputs(args, work)
     rates = measured_rates() if args.device == "cuda" else None
-    command = [sys.executable, "-m", "paceline.cli.main", "train", str(config), "--plain", *args.overrides]
-    ended = subprocess.run(command, check=False, cwd=ROOT, timeout=RUN_TIMEOUT_S)
-    metrics = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = train(args, config, work / "run" / "metrics.jsonl")
     warm = [line for line in metrics if line["step"] >= 2]
-    if ended.returncode or not warm:
-        print(
-            f"the run ended with {ended.returncode} after {len(metrics)} lines of metrics; "
-            f"its logs: {work}/run/logs"
-        )
+    if len(metrics) < args.steps or not warm:
+        print(f"the run ended after {len(metrics)} steps; its logs: {work}/run/logs")
         return 1
     report(args, medians(warm), len(warm), rates)
     return 0
@@ -95,6 +95,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mini-batches", type=int, default=2)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--response-tokens", type=int, default=1024)
+    parser.add_argument("--lengths", choices=("equal", "mixed"), default="equal")
     parser.add_argument("--micro-batch-tokens", type=int, default=24576)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--steps", type=int, default=6)
@@ -104,6 +105,50 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", help="folder for inputs and the run; default: a temporary one")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
     return parser.parse_args(argv)
+
+
+def train(args: argparse.Namespace, config: Path, path: Path) -> list[dict[str, Any]]:
+    """Runs `paceline train` until the steps are done, and returns their metrics from `path`.
+
+    The run has a step more and is stopped after the last: its end would write a checkpoint, 85 GiB for 7B.
+    """
+    more = f"trainer.total_steps={args.steps + 1}"
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.cli.main",
+        "train",
+        str(config),
+        "--plain",
+        more,
+        *args.overrides,
+    ]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(args)) as run:
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while run.poll() is None and len(steps_in(path)) < args.steps and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        run.terminate()
+        run.wait(STOP_TIMEOUT_S)
+    return steps_in(path)[: args.steps]
+
+
+def steps_in(path: Path) -> list[dict[str, Any]]:
+    """The steps' lines of a metrics file, but a last one that is being written."""
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
+    return [line for line in lines if "timing_s/step" in line]
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """The environment of `paceline train`; with mixed lengths, one that limits each response."""
+    if args.lengths == "equal":
+        return dict(os.environ)
+    folder, path = str(ROOT / "benchmarks" / "lengths"), os.environ.get("PYTHONPATH", "")
+    return os.environ | {
+        "PYTHONPATH": f"{folder}{os.pathsep}{path}" if path else folder,
+        MEDIAN: str(args.response_tokens * 3 / 8),
+    }
 
 
 def write_inputs(args: argparse.Namespace, work: Path) -> Path:
@@ -117,8 +162,10 @@ def write_inputs(args: argparse.Namespace, work: Path) -> Path:
     draw = random.Random(0)  # noqa: S311
     words = [f"w{number}" for number in range(NUM_WORDS)]
     with (work / "prompts.jsonl").open("w") as file:
-        for _ in range(args.prompts * args.steps):
-            prompt = " ".join(draw.choices(words, k=args.prompt_tokens))
+        for _ in range(args.prompts * (args.steps + 1)):
+            most = args.prompt_tokens
+            num_tokens = most if args.lengths == "equal" else draw.randint(most // 4, most)
+            prompt = " ".join(draw.choices(words, k=num_tokens))
             file.write(json.dumps({"prompt": prompt, "answer": "0"}) + "\n")
     path = work / "config.yaml"
     path.write_text(yaml.safe_dump(configuration(args, work), sort_keys=False))
@@ -178,9 +225,6 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             "max_num_seqs": args.max_num_seqs,
             **share,
             "devices": engines if cuda else None,
-            "engine_kwargs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
-            if cuda
-            else {},
         },
         "reward": {
             "functions": [{"name": f"{work}/reward.py:even_words"}],
@@ -244,7 +288,8 @@ def phases(args: argparse.Namespace, metrics: Mapping[str, float], num_steps: in
         title=f"{args.shape}, {args.placement}, {args.learners} learner ranks, "
         f"{num_engines} x TP {parallel_size}, "
         f"{args.prompts} prompts x {args.samples} samples, "
-        f"{args.prompt_tokens} + {args.response_tokens} tokens, medians of {num_steps} steps"
+        f"{'' if args.lengths == 'equal' else 'up to '}{args.prompt_tokens} + {args.response_tokens} tokens, "
+        f"medians of {num_steps} steps"
     )
     for column in ("phase", "s", "share of the step"):
         table.add_column(column, justify="right")
@@ -266,7 +311,7 @@ def throughput(args: argparse.Namespace, metrics: Mapping[str, float]) -> dict[s
     step_s = metrics["timing_s/step"]
     samples = args.prompts * args.samples
     response_tokens = samples * metrics["response_length/mean"]
-    all_tokens = samples * args.prompt_tokens + response_tokens
+    all_tokens = metrics["perf/tokens_per_s"] * step_s
     learn_rate = all_tokens / metrics["timing_s/update_actor"]
     # The first mini-batch's come from its own forward pass, but in the steps that audit them.
     scored = 1 - 1 / args.mini_batches

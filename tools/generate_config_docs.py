@@ -22,7 +22,7 @@ from paceline.cli.convert.trl import TRL
 from paceline.cli.convert.verl import VERL
 from paceline.config.base import OneOf
 from paceline.config.load import section_types
-from paceline.config.run import RunConfig, SftRunConfig
+from paceline.config.run import RmRunConfig, RunConfig, SftRunConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# Configuration
@@ -51,6 +51,8 @@ def main() -> int:
         *sections(RunConfig, ""),
         "## `paceline sft`\n",
         *sections(SftRunConfig, ""),
+        "## `paceline rm`\n",
+        *sections(RmRunConfig, ""),
     ]
     pages = {
         DOCS / "configuration.md": "\n".join(parts),

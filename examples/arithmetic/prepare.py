@@ -6,6 +6,8 @@ carry, a careful one first writes the sum of the units and is right. Most answer
 the warmed-up model is wrong wherever there is a carry. Reinforcement learning sees true sums only through
 the reward and has to discover that intermediate steps pay.
 
+`pairs.parquet` has a right and a wrong answer to each question, for a reward model.
+
 The seed determines everything: the same arguments write the same rows and the same weights.
 """
 
@@ -156,6 +158,47 @@ def warm_up_answer(problem: Problem, rng: np.random.Generator, hasty_share: floa
     return str(add_without_carry(problem.operands)) if is_hasty else careful_answer(problem.operands)
 
 
+def wrong_answer(problem: Problem, rng: np.random.Generator) -> str:
+    """An answer with a wrong sum, with or without the intermediate step, which may be wrong instead."""
+    operands, total = problem.operands, sum(problem.operands)
+    units = sum(x % 10 for x in operands)
+    off = int(rng.choice([-10, -2, -1, 1, 2, 10]))
+    wrong = add_without_carry(operands) if carry(operands) and rng.random() < 0.5 else total + off
+    kind = int(rng.integers(3))
+    if kind == 0:
+        return str(wrong)
+    if kind == 1:
+        return CAREFUL_ANSWER.format(units=units, total=wrong)
+    return CAREFUL_ANSWER.format(units=max(0, units + off), total=wrong)
+
+
+def to_pairs(problems: Sequence[Problem], rng: np.random.Generator) -> pa.Table:
+    """A table of `prompt` (chat messages), `chosen` and `rejected`."""
+    return pa.table(
+        {
+            "prompt": [[{"role": "user", "content": problem.question}] for problem in problems],
+            "chosen": [careful_answer(problem.operands) for problem in problems],
+            "rejected": [wrong_answer(problem, rng) for problem in problems],
+        }
+    )
+
+
+def to_grades(problems: Sequence[Problem], rng: np.random.Generator) -> pa.Table:
+    """A table of `prompt`, a question with an answer, and its grade: 1 if it is right, else 0."""
+    is_right = rng.random(len(problems)) < 0.5
+    answers = [
+        careful_answer(problem.operands) if right else wrong_answer(problem, rng)
+        for problem, right in zip(problems, is_right, strict=True)
+    ]
+    shown = [f"{problem.question} {answer}" for problem, answer in zip(problems, answers, strict=True)]
+    return pa.table(
+        {
+            "prompt": [[{"role": "user", "content": text}] for text in shown],
+            "answer": [str(int(right)) for right in is_right],
+        }
+    )
+
+
 def to_table(problems: Sequence[Problem], answers: Sequence[str] | None = None) -> pa.Table:
     """A table of `prompt` (chat messages), `ground_truth`, `data_source`, and `answer` if given."""
     columns: dict[str, Any] = {
@@ -169,11 +212,21 @@ def to_table(problems: Sequence[Problem], answers: Sequence[str] | None = None) 
 
 
 def write_data(
-    out: Path, *, seed: int, num_train: int, num_val: int, num_sft: int, hasty_share: float
+    out: Path,
+    *,
+    seed: int,
+    num_train: int,
+    num_val: int,
+    num_sft: int,
+    hasty_share: float,
+    num_pairs: int = 0,
 ) -> None:
-    """Writes `train.parquet`, `val.parquet`, `sft.parquet`; no multiset of `val` is in the other two."""
+    """Writes `train`, `val`, `sft`, `pairs`, `pairs_val` and `grades.parquet`.
+
+    `pairs_val` has the problems of `val`, of which no multiset is in the others.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    val_rng, train_rng, sft_rng = (np.random.default_rng([seed, stream]) for stream in range(3))
+    val_rng, train_rng, sft_rng, pair_rng = (np.random.default_rng([seed, stream]) for stream in range(4))
     val = draw_problems(val_rng, num_val, avoid=set(), distinct=True)
     held_out = {problem.key for problem in val}
     train = draw_problems(train_rng, num_train, avoid=held_out, distinct=False)
@@ -182,6 +235,10 @@ def write_data(
     pq.write_table(to_table(train), out / "train.parquet")
     pq.write_table(to_table(val), out / "val.parquet")
     pq.write_table(to_table(sft, answers), out / "sft.parquet")
+    pairs = draw_problems(pair_rng, num_pairs, avoid=held_out, distinct=False)
+    pq.write_table(to_pairs(pairs, pair_rng), out / "pairs.parquet")
+    pq.write_table(to_pairs(val, pair_rng), out / "pairs_val.parquet")
+    pq.write_table(to_grades(pairs, pair_rng), out / "grades.parquet")
 
 
 def word_pieces() -> list[str]:
@@ -282,6 +339,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-train", type=int, default=2048)
     parser.add_argument("--num-val", type=int, default=256)
     parser.add_argument("--num-sft", type=int, default=38400)
+    parser.add_argument("--num-pairs", type=int, default=38400)
     parser.add_argument(
         "--hasty-share", type=float, default=0.6, help="share of warm-up answers without the carry"
     )
@@ -300,6 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_train=args.num_train,
         num_val=args.num_val,
         num_sft=args.num_sft,
+        num_pairs=args.num_pairs,
         hasty_share=args.hasty_share,
     )
     num_parameters = write_model(args.model_out, seed=args.seed)

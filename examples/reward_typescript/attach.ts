@@ -25,6 +25,7 @@ export interface Options {
   ca?: string; // file with the run's authority, where it uses TLS
   dataSources?: string[];
   window?: number; // most items at a time
+  version?: string; // of what it computes: scores of another one are not remembered
 }
 
 const CONTRACT = 1;
@@ -106,6 +107,7 @@ function stream(client: any, score: Reward, options: Options): Promise<End> {
         client: `${hostname()}/${process.pid}`,
         data_sources: options.dataSources ?? [],
         window: options.window ?? 64,
+        version: options.version ?? "",
       },
     });
   });

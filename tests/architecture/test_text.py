@@ -53,7 +53,8 @@ def test_the_way_of_the_data_is_written_down() -> None:
 
 
 def _is_defined(file: str, name: str) -> bool:
-    paths = [path for path in source.modules().values() if f"/{path}".endswith(f"/{file}")]
+    everything = [*source.modules().values(), *source.ROOT.glob("tests/**/*.py")]
+    paths = [path for path in everything if f"/{path}".endswith(f"/{file}")]
     return any(name in _definitions(path) for path in paths)
 
 

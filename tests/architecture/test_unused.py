@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from paceline.config.run import RunConfig, SftRunConfig
+from paceline.config.run import RmRunConfig, RunConfig, SftRunConfig
 from paceline.core.guard import Action
 from support import source
 
@@ -44,7 +44,7 @@ def _read_names() -> set[str]:
 
 
 def test_every_configuration_key_is_read() -> None:
-    keys = dict([*_keys(RunConfig), *_keys(SftRunConfig)])
+    keys = dict([*_keys(RunConfig), *_keys(SftRunConfig), *_keys(RmRunConfig)])
     assert len(keys) > 100, "the keys were not found"
     read = _read_names()
     assert sorted(key for key, name in keys.items() if name not in read) == []

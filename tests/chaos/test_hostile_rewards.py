@@ -164,13 +164,22 @@ SERVICES: dict[str, tuple[Answer, str]] = {
     "a wrong token": (refuses(grpc.StatusCode.UNAUTHENTICATED, "who are you"), "raised"),
     "hang": (_hang, "timeout"),
 }
+LATER = reward_pb2.RewardDescription(contract=99).SerializeToString()
+SOURCES = b"\x08\x02" + b"\x1a\x00" * 10**6
+DESCRIPTIONS: dict[str, tuple[Answer, str]] = {
+    "garbage as its description": (raw(lambda request: b"\xff" * 1000), "raised"),
+    "a later contract": (raw(lambda request: LATER), "raised"),
+    "10^6 data sources": (raw(lambda request: SOURCES), "raised"),
+    "no description, and hangs": (_hang, "timeout"),
+}
 
 
 @asynccontextmanager
-async def service(answer: Answer) -> AsyncIterator[str]:
+async def service(answer: Answer, describe: Answer | None = None) -> AsyncIterator[str]:
     server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
-    handler = grpc.unary_unary_rpc_method_handler(answer)  # type: ignore[arg-type]
-    handlers = grpc.method_handlers_generic_handler("paceline.rpc.v1.RewardService", {"Score": handler})
+    handler: Any = grpc.unary_unary_rpc_method_handler
+    methods = {"Score": handler(answer)} | ({} if describe is None else {"Describe": handler(describe)})
+    handlers = grpc.method_handlers_generic_handler("paceline.rpc.v1.RewardService", methods)
     server.add_generic_rpc_handlers((handlers,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -202,6 +211,15 @@ async def test_a_service(name: str) -> None:
         assert await asked(address) == [kind] * 2
     assert time.monotonic() - started < SOON_S
     assert (process.memory_info().rss - before) >> 20 < GROWTH_MIB
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+async def test_a_service_that_says_what_it_is(name: str) -> None:
+    describe, kind = DESCRIPTIONS[name]
+    started = time.monotonic()
+    async with service(answers(list), describe) as address:
+        assert await asked(address) == [kind] * 2
+    assert time.monotonic() - started < SOON_S
 
 
 async def _drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -255,6 +273,6 @@ def test_the_document_has_every_row() -> None:
     section = DOCS.read_text(encoding="utf-8").partition("## Hostile rewards\n")[2].partition("\n## ")[0]
     rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in section.splitlines() if line.startswith("|")]
     said = {row[0].strip("`"): row[1].strip("`") for row in rows}
-    wanted = FUNCTIONS | {name: kind for name, (_, kind) in SERVICES.items()}
+    wanted = FUNCTIONS | {name: kind for name, (_, kind) in (SERVICES | DESCRIPTIONS).items()}
     assert {name: said.get(name) for name in wanted} == wanted
     assert set(CONNECTIONS) <= said.keys()

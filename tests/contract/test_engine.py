@@ -97,6 +97,7 @@ def tokens(samples: Sequence[Sample]) -> list[list[int]]:
 
 async def test_the_vocabulary_is_the_models(subject: Subject) -> None:
     assert subject.engine.vocab_size == VOCAB
+    assert subject.engine.kv_cache_tokens > 1000
 
 
 async def test_a_sample_has_a_finite_log_probability_per_token_and_ends_for_its_reason(

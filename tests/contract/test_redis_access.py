@@ -12,7 +12,7 @@ import redis
 
 from paceline.broker import open_broker
 from paceline.broker.acl import acl_line
-from paceline.broker.blobs import BlobReader
+from paceline.broker.blobs import BlobClient
 from paceline.broker.redis_server import RedisServer, find_server
 from paceline.cli.certificates import Authority
 from paceline.cli.launch.machine import free_port
@@ -112,7 +112,7 @@ async def test_tls_needs_the_files_of_the_run(
     await broker.ping()
     await broker.put_blob("x", b"1")
     await broker.close()
-    with BlobReader(url) as reader:
+    with BlobClient(url) as reader:
         assert reader.get(["x"]) == [b"1"]
 
 

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from paceline.broker import Ack, Entry, Mailbox, Outgoing, open_broker
-from paceline.broker.blobs import BlobReader
+from paceline.broker.blobs import BlobClient
 from paceline.broker.redis_server import RedisServer
 from paceline.core.errors import BrokerError
 from support.redis_faults import Notices, kill, unix_server
@@ -73,7 +73,7 @@ async def test_a_server_that_stays_away_is_named_without_its_password(server: Re
         await broker.ping()
     assert 0.4 < watch.seconds < 2
     assert server.url.split(":")[2].split("@")[0] not in str(caught.value)
-    with BlobReader(server.url, outage_timeout_s=0.5) as reader, pytest.raises(BrokerError, match="MGET"):
+    with BlobClient(server.url, outage_timeout_s=0.5) as reader, pytest.raises(BrokerError, match="MGET"):
         reader.get(["k"])
     await broker.close()
 
@@ -199,7 +199,7 @@ async def test_after_an_outage_consumers_have_a_lease_to_renew_before_others_tak
 async def test_a_blob_reader_waits_through_a_restart(server: RedisServer) -> None:
     broker = open_broker(server.url)
     await broker.put_blob("b", b"v")
-    with BlobReader(server.url) as reader:
+    with BlobClient(server.url) as reader:
         assert reader.get(["b"]) == [b"v"]
         kill(server)
         reading = asyncio.create_task(asyncio.to_thread(reader.get, ["b"]))
@@ -244,7 +244,7 @@ async def test_a_server_that_freezes_is_waited_for(server: RedisServer) -> None:
     broker = notices.open(server.url, timeout_s=1.0)
     await broker.ensure_group("s", G)
     await broker.put_blob("b", b"v")
-    with BlobReader(server.url, timeout_s=1.0) as reader:
+    with BlobClient(server.url, timeout_s=1.0) as reader:
         reader.get(["b"])
         os.kill(server.pid, signal.SIGSTOP)
         try:
@@ -284,7 +284,7 @@ async def test_a_server_that_is_loading_is_waited_for(tmp_path: Path) -> None:
         ):
             admin.get("b0")
         broker = open_broker(f"unix://{path}")
-        with BlobReader(f"unix://{path}") as reader:
+        with BlobClient(f"unix://{path}") as reader:
             reading = asyncio.to_thread(reader.get, ["b0", "b499"])
             (ids, values) = await asyncio.gather(broker.append(messages("s", ["0"])), reading)
         assert len(ids) == 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
 import redis
 
 from paceline.broker import Ack, Outgoing, open_broker
-from paceline.broker.blobs import BlobReader
+from paceline.broker.blobs import BlobClient
 from paceline.broker.redis_server import RedisServer
 from paceline.core.errors import BrokerError, LostDataError
 from support.redis_faults import Notices, unix_server
@@ -183,11 +184,29 @@ async def test_a_blob_reader_names_what_is_missing(server: RedisServer) -> None:
     broker = open_broker(server.url)
     blobs = {f"b{number}": bytes([number]) for number in range(150)}
     await broker.append([Outgoing(stream="s", payload=b"", blobs=blobs)])
-    with BlobReader(server.url) as reader:
+    with BlobClient(server.url) as reader:
         assert reader.get([]) == []
         assert reader.get(list(reversed(blobs))) == list(reversed(blobs.values()))
         with pytest.raises(
             LostDataError, match=r"7 of 9 blobs are not at .*: gone0, gone1, .*gone4 and 2 more"
         ):
             reader.get(["b3", *(f"gone{number}" for number in range(7)), "b4"])
+    await broker.close()
+
+
+async def test_a_blob_client_stores_what_it_is_given_and_waits_for_no_full_server(
+    server: RedisServer,
+) -> None:
+    broker = open_broker(server.url)
+    blobs = {f"b{number}": bytes([number]) for number in range(150)}
+    with BlobClient(server.url, outage_timeout_s=60.0) as client:
+        client.put(blobs)
+        assert client.get(list(blobs)) == list(blobs.values())
+        assert await broker.get_blobs(["b0", "b149"]) == [b"\0", bytes([149])]
+        with redis.Redis.from_url(server.url) as other:
+            other.config_set("maxmemory", 1)
+        began = time.monotonic()
+        with pytest.raises(BrokerError, match="did not store blobs.*maxmemory"):
+            client.put({"c": b"x"})
+        assert time.monotonic() - began < 5
     await broker.close()

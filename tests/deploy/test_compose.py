@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from support.compose_stack import Stack
+from support import compose_scan, escapes
+from support.compose_stack import FOLDER, Stack
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
 
@@ -100,8 +101,78 @@ def test_a_push_goes_through_memory_that_containers_share(stack: Stack, tmp_path
         verify(stack)
 
 
+# Runs tests/support/escapes.py as a program that a model wrote, beside a port and a file of the container.
+ATTEMPTS = """
+import asyncio, pathlib, socket
+from paceline.service.confinement.confined import Command, ConfinedLimits, python, run_confined
+pathlib.Path("/tmp/own").write_text("the container's")
+with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
+    abstract.bind(chr(0) + "own")
+    abstract.listen()
+    words = [python(), "-I", "-B", "/tmp/program.py", "/tmp/own", str(server.getsockname()[1]), "own"]
+    program = pathlib.Path("/support/escapes.py").read_text()
+    limits = ConfinedLimits(seconds=60.0)
+    outcome = asyncio.run(run_confined(Command(words=words, files={"program.py": program}, limits=limits)))
+print(outcome.stdout.decode(), outcome.stderr.decode())
+"""
+
+
+def test_the_reward_container_confines_code_with_its_profile_only(stack: Stack) -> None:
+    """What `paceline doctor` says of it, and what programs try."""
+    mount = f"{Path(escapes.__file__).parent}:/support:ro"
+
+    def run(*words: str) -> str:
+        return stack.compose(
+            "run", "--rm", "--no-deps", "--volume", mount, "--entrypoint", *words, check=False
+        )
+
+    def doctor() -> str:
+        """Without the line breaks of its table."""
+        return " ".join(run("paceline", "reward", "doctor").split())
+
+    said = doctor()
+    assert "unshare: Operation not permitted" in said, said
+    assert "confined.yaml" in said
+    with stack.settings("confined", file=FOLDER / "confined.yaml"):
+        assert "yes, for reward.code" in doctor()
+        lines = run("python", "reward", "-c", ATTEMPTS).split("\n")
+        tried = [line for line in lines if line.startswith(("no ", "THROUGH "))]
+        assert tried == [f"no {name}" for name in escapes.ATTEMPTS], lines
+        print(f"{len(tried)} attempts, none got through")
+
+
+def look_from_outside(stack: Stack) -> None:
+    """Rights, secrets and ports of a run that trains."""
+    running = compose_scan.containers(stack.containers())
+    services = {container.service for container in running}
+    assert services == {"controller", "learner", "rollout", "reward", "redis", "follow"}
+    for container in running:
+        rights = {name: container.status[name] for name in ("CapEff", "CapBnd", "NoNewPrivs")}
+        assert rights == {"CapEff": "0" * 16, "CapBnd": "0" * 16, "NoNewPrivs": "1"}, container.service
+        assert container.status["Uid"] in ("10001", "999")
+        assert not container.writes_root, container.service
+        assert not any(secret in container.description for secret in compose_scan.secrets())
+    listens = {container.service: container.listens for container in running}
+    assert listens["controller"] == listens["reward"] == {7000, 9464}
+    assert listens["redis"] == {6379}
+    assert listens["follow"] == set()
+    published = [place for container in running for place in container.published]
+    assert [host for host, _ in published] == ["127.0.0.1"]
+    # Who is on the run's network reaches every port, who is on another network of this machine none.
+    places = {place for container in running for place in container.places}
+    inside = compose_scan.answering(places, f"{stack.project}_run")
+    for container in running:
+        assert not container.listens or inside & container.places, container.service
+    assert all(compose_scan.answers_here(host, port) for host, port in published)
+    here = {f"{compose_scan.gateway('bridge')}:{port}" for _, port in published}
+    assert compose_scan.answering(places | here, "bridge") == set()
+    print(f"{len(places)} ports of {len(running)} containers, none reached from another network")
+
+
 def test_each_container_killed_once(stack: Stack) -> None:
     with stack.up("killed", *LONG, scale={"rollout": 2}):
+        stack.wait_for("the first step", lambda events: finished(events) >= 1, 400.0)
+        look_from_outside(stack)
         for number, service in enumerate(("rollout", "reward", "learner", "redis", "controller")):
             step = finished(stack.lines("events.jsonl"))
             stack.wait_for(

@@ -5,6 +5,7 @@ Nothing here starts a container.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -19,6 +20,7 @@ import yaml
 
 from paceline.config.load import load
 from paceline.config.run import RunConfig
+from paceline.service.confinement import inside
 from support import compose_stack, source
 from support.compose_stack import FOLDER, TLS_NAMES
 
@@ -106,6 +108,22 @@ def test_the_colocated_profile_has_a_rank_and_a_server_on_each_gpu(
         assert service["pid"] == "service:processes"
         assert "processes" in service["depends_on"]
     assert services["processes"]["restart"] == "unless-stopped"
+
+
+def test_only_reward_services_may_confine_code_and_nothing_else(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    """The filter of confined.yaml allows what builds a confinement, and nothing more of what that refuses."""
+    further = yaml.safe_load((FOLDER / "confined.yaml").read_text())["services"]
+    scoring = {name for name in services if name.startswith("reward") and "model" not in name}
+    assert set(further) == scoring
+    assert all(each == {"security_opt": ["seccomp:confined.json"]} for each in further.values())
+    profile = json.loads((FOLDER / "confined.json").read_text())
+    assert profile["defaultAction"] == "SCMP_ACT_ALLOW"
+    (refused,) = profile["syscalls"]
+    assert refused["action"] == "SCMP_ACT_ERRNO"
+    builds = {"unshare", "mount", "umount2", "pivot_root", "mount_setattr"}
+    assert set(inside._DENIED) - set(refused["names"]) == builds
 
 
 @pytest.fixture

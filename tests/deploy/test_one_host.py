@@ -66,6 +66,17 @@ def test_a_run_over_tls_trains_what_the_plain_run_trains(
     tmp_path: Path,
 ) -> None:
     with training(tiny_config(small_inputs, **small_run), tmp_path / "run") as run:
+        assert run.finish(timeout_s=400) == 0
+    assert_same_metrics(run.metrics, undisturbed)
+    assert_sound(run)
+
+
+def test_whom_a_run_over_tls_answers(small_inputs: Path, certificates: Path, tmp_path: Path) -> None:
+    """Members join by the printed commands alone."""
+    config = tiny_config(
+        small_inputs, trainer={"total_steps": 1000, "save_freq": 0}, learner={"world_size": 1}
+    )
+    with training(config, tmp_path / "run", "--open", "trainer.val_before_train=false") as run:
         run.wait_for(lambda event: event["event"] == "commit")
         controller = (run.run_dir / "controller.address").read_text().strip()
         assert answers(controller, certificates, certificate="client")
@@ -73,17 +84,6 @@ def test_a_run_over_tls_trains_what_the_plain_run_trains(
         assert "rollout-0" in status(run, certificates / "client").stdout
         assert status(run, None).returncode != 0
         assert score_from_outside(run, certificates) == [1.0, 0.0]
-        assert run.finish() == 0
-    assert_same_metrics(run.metrics, undisturbed)
-    assert_sound(run)
-
-
-def test_members_join_over_tls(small_inputs: Path, certificates: Path, tmp_path: Path) -> None:
-    """By the printed commands alone."""
-    config = tiny_config(
-        small_inputs, trainer={"total_steps": 1000, "save_freq": 0}, learner={"world_size": 1}
-    )
-    with training(config, tmp_path / "run", "--open", "trainer.val_before_train=false") as run:
         join_and_leave(run, tmp_path)
         run.process.terminate()
         assert run.finish() == 143

@@ -32,7 +32,7 @@ from paceline.config.run import RunConfig
 
 job = json.loads(sys.argv[1])
 tree = {"data": {"train_files": ["x.parquet"]}, "model": {"path": "m"},
-        "reward": {"functions": [{"name": "exact_match"}]},
+        "reward": {"functions": [{"name": "exact_match"}], "models": job.get("models", [])},
         "trainer": {"total_steps": 2, "run_dir": job["run_dir"]}, "broker": {"url": "memory://"},
         "service": {"startup_timeout_s": 10, "shutdown_timeout_s": job.get("budget_s", 4),
                     "max_restarts": job.get("max_restarts", 2), "suspect_after_s": 1, "dead_after_s": 2}}
@@ -47,10 +47,10 @@ def controller(config, run_dir, address_file):
     return ProcessSpec(name="controller", role=Role.CONTROLLER, command=command, env=env)
 
 def members(config, machine, *, controller_address, master_port):
-    roles = {name: Role(name.split("-")[0]) for name in job["members"]}
+    roles = {name: Role("reward-model" if "model" in name else name.split("-")[0]) for name in job["members"]}
     return [ProcessSpec(name=name, role=roles[name], command=(sys.executable, "-c", text),
                         member_id="learner-0" if roles[name] is Role.LEARNER else name,
-                        env={"MASTER_PORT": str(master_port)})
+                        env={"MASTER_PORT": str(master_port), "REWARD_PORT": str(config.service.reward_port)})
             for name, text in job["members"].items()]
 
 planner = Planner(controller=controller, members=members)
@@ -295,6 +295,39 @@ def test_a_service_that_failed_after_it_was_ready_is_started_again(tmp_path: Pat
     assert "reward ended unexpectedly (exit code 1)" in run.read_until("starting reward again")
     run.process.send_signal(signal.SIGTERM)
     run.finish()
+
+
+def test_a_reward_model_that_hangs_is_started_again_with_token_and_address(tmp_path: Path) -> None:
+    """It is no member, so nobody says when it is ready: it is not killed for that, nor given up at once."""
+    seen, child = tmp_path / "seen", tmp_path / "child"
+    text = (
+        "import os, re, subprocess, sys, time\n"
+        "from paceline.reward.models.deadline import or_end\n"
+        "names = 'PACELINE_REWARD_TOKEN', 'REWARD_PORT'\n"
+        f"print(*(os.environ.get(name) for name in names), file=open({str(seen)!r}, 'a'))\n"
+        f"if len(open({str(seen)!r}).readlines()) == 1:\n"
+        "    started = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        f"    open({str(child)!r}, 'w').write(str(started.pid))\n"
+        "    with or_end(0.5):\n"
+        "        re.match('(a+)+$', 'a' * 60 + 'b')\n"
+    )
+    models = [{"name": "rm", "path": "x"}]
+    run = Run(tmp_path, "wait", {"reward": WELL, "reward-model-rm-0": text + WELL}, models=models)
+    assert "reward-model-rm-0 ended unexpectedly (exit code 1)" in run.read_until("starting reward-model")
+    run.wait_for_pids(3)
+    run.wait_for_state("running")
+    run.tell_states("reward serving\n")
+    run.tell_states("reward serving \n")
+    assert psutil.pid_exists(run.pids["reward-model-rm-0"])
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+    (token, port), again = (line.split() for line in seen.read_text().splitlines())
+    assert again == [token, port], "the same for its successor"
+    assert not psutil.pid_exists(int(child.read_text())), "what it had started"
+    log = (run.run_dir / "logs" / "reward-model-rm-0.log").read_text()
+    assert "Timeout (0:00:00.500000)!" in log, "where it hung"
+    assert len(token) > 20
+    assert 0 < int(port) < 65536
 
 
 def test_all_ranks_of_a_learner_start_again_with_a_new_port(tmp_path: Path) -> None:

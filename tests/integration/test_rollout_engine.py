@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,8 @@ async def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Asyn
     # A machine without a C++ compiler, and no kernels left from another day.
     os.environ["CXX"] = "/nonexistent/c++"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
-    started = await VllmEngine.start(config(folder), load_format="auto", worker_extension=None)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # as `rollout.sampler: batched` needs it
+    started = await VllmEngine.start(config(folder, sampler="engine"), load_format="auto")
     yield started
     await started.shutdown()
     os.environ.clear()
@@ -144,33 +147,90 @@ async def test_greedy_takes_the_best_token_and_reports_it_at_temperature_1(
         np.testing.assert_allclose(sample.log_probs, full.max(axis=-1), atol=1e-4)
 
 
-async def test_other_seeds_draw_from_the_same_distribution(engine: VllmEngine, folder: Path) -> None:
-    """First tokens of 1,500 samples of one prompt against its probabilities: chi-square of likely ones."""
-    spec = replace(SPEC, max_tokens=1, stop_token_ids=())
+async def first_tokens(engine: VllmEngine, tag: str, num_tokens: int = 1) -> list[list[int]]:
+    """Of 1,500 samples of one prompt, with seeds one after the other."""
+    spec = replace(SPEC, max_tokens=num_tokens, stop_token_ids=())
     prompt = prompts(1)[0]
     drawn = await engine.generate(
         [
-            SampleRequest(request_id=f"chi:{i}", prompt_token_ids=prompt, sampling=spec, seed=i * 7919)
+            SampleRequest(request_id=f"{tag}:{i}", prompt_token_ids=prompt, sampling=spec, seed=i)
             for i in range(1500)
         ]
     )
-    counts = np.bincount([int(s.token_ids[0]) for s in drawn], minlength=VOCAB)
-    expected = np.exp(reference(folder, prompt, [0], 1.0)[0]) * len(drawn)
+    return [sample.token_ids.tolist() for sample in drawn]
+
+
+def check_distribution(tokens: Sequence[int], probs: Float32Array) -> None:
+    """Chi-square of the likely tokens, and of all others as one."""
+    counts, expected = np.bincount(tokens, minlength=VOCAB), probs * len(tokens)
     likely = expected >= 5
-    chi_square = float((((counts - expected) ** 2) / expected)[likely].sum())
-    degrees = int(likely.sum())
+    pairs = [*zip(counts[likely], expected[likely], strict=True)]
+    if expected[~likely].sum() >= 5:
+        pairs.append((counts[~likely].sum(), expected[~likely].sum()))
+    chi_square = sum(float((count - mean) ** 2 / mean) for count, mean in pairs)
     # Mean k, deviation sqrt(2k): five deviations.
+    degrees = len(pairs) - 1
+    assert degrees >= 3
     assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
+
+
+async def test_other_seeds_draw_from_the_same_distribution(engine: VllmEngine, folder: Path) -> None:
+    tokens = [first for (first,) in await first_tokens(engine, "chi")]
+    check_distribution(tokens, np.exp(reference(folder, prompts(1)[0], [0], 1.0)[0]))
+
+
+async def test_drawn_as_a_batch_samples_follow_the_distribution_their_seed_and_nothing_else(
+    engine: VllmEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of this engine: from here on it draws batches."""
+    call_workers = VllmEngine.call_workers
+
+    async def late(subject: VllmEngine, method: str, *args: Any) -> Any:
+        if method == "paceline_take_log_probs":  # the worker gets far ahead of those that fetch
+            await asyncio.sleep(0.5)
+        return await call_workers(subject, method, *args)
+
+    monkeypatch.setattr(VllmEngine, "call_workers", late)
+    greedy = requests("greedy before", replace(SPEC, temperature=0.0), count=4)
+    before = await engine.generate(greedy)
+    await engine.batch_draws()
+    prompt = prompts(1)[0]
+    pairs = await first_tokens(engine, "batched", num_tokens=2)
+    firsts = [first for first, _ in pairs]
+    check_distribution(firsts, np.exp(reference(folder, prompt, [0], 1.0)[0]))
+    # What follows does not depend on what was drawn before, but through the model.
+    common = int(np.bincount(firsts).argmax())
+    seconds = [second for first, second in pairs if first == common]
+    assert len(seconds) > 100
+    check_distribution(seconds, np.exp(reference(folder, prompt, [common, 0], 1.0)[1]))
+    # Nor on the neighbour's seed: the same token after itself is as frequent as by chance.
+    probs = np.bincount(firsts, minlength=VOCAB) / len(firsts)
+    chance = float((probs**2).sum())
+    same_as_next = sum(a == b for a, b in pairwise(firsts)) / (len(firsts) - 1)
+    assert abs(same_as_next - chance) < 5 * (chance * (1 - chance) / len(firsts)) ** 0.5
+
+    asked = requests("together")
+    together = await engine.generate([*asked, *requests("greedy after", replace(SPEC, temperature=0.0), 4)])
+    assert same(together[-4:], before)
+    alone = [
+        (await engine.generate([replace(request, request_id=f"alone {i}")]))[0]
+        for i, request in enumerate(asked[:6])
+    ]
+    assert same(alone, together[:6])
+    for request, sample in zip(asked, together, strict=False):
+        full = reference(folder, request.prompt_token_ids, sample.token_ids.tolist(), 1.0)
+        expected = full[np.arange(len(sample.token_ids)), sample.token_ids]
+        np.testing.assert_allclose(sample.log_probs, expected, atol=1e-4)
 
 
 async def test_two_tensor_parallel_ranks_draw_from_the_same_distribution(folder: Path) -> None:
     before = dict(os.environ)
-    # With the extension that real runs have: its layouts say that each rank holds a part.
-    engine = await VllmEngine.start(config(folder, tensor_model_parallel_size=2), load_format="auto")
+    # As a batch: both ranks draw, and have to draw the same.
+    engine = await VllmEngine.start(
+        config(folder, tensor_model_parallel_size=2, sampler="batched"), load_format="auto"
+    )
     try:
-        layouts = await engine.describe()
-        heads = [part.box for layout in layouts for part in layout.slices if part.name == "lm_head.weight"]
-        assert [(box.start[0], box.stop[0]) for box in heads] == [(0, 64), (64, VOCAB)]
+        assert len(await engine.describe()) == 2
         greedy = requests("greedy", replace(SPEC, temperature=0.0), count=4)
         samples = await engine.generate([*greedy, *requests("drawn", count=4)])
         for index, (request, sample) in enumerate(

@@ -84,10 +84,10 @@ async def test_a_push_makes_the_engine_the_learners_policy(
         learners.close()
 
 
-async def test_a_model_without_rules_takes_the_general_path(
+async def test_experts_that_a_kernel_repacks_take_the_general_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Mixture-of-Experts: full tensors, in rounds, through vLLM's own loader; twice."""
+    """Experts on a CPU: full tensors, in rounds, through vLLM's own loader; twice."""
     from support.push_models import save_config, tiny_moe_config
 
     config = tiny_moe_config()
@@ -103,7 +103,7 @@ async def test_a_model_without_rules_takes_the_general_path(
                 assert disagreement(sent, received.reports) is None
                 assert model_digest([sent]) == model_digest(received.reports)
                 await check_policy(engine, config, seed=version)
-            with pytest.raises(WeightSyncError, match="not covered by the layout rules"):
+            with pytest.raises(WeightSyncError, match="not pushed in place"):
                 await engine.digest(version=2)
 
             # A load that breaks off within a layer leaves nothing behind for the next.

@@ -92,6 +92,7 @@ async def _break_off_and_push(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         async with running_engine(written, 1, monkeypatch, **ENGINE, load_format="auto") as engine:
             expected = [await generate(engine, prompt, str(i)) for i, prompt in enumerate(PROMPTS)]
         async with running_engine(folder / "empty", 1, monkeypatch, **ENGINE) as engine:
+            await engine.call_workers("paceline_take_general_path", (), 30.0)
             await join(learners, engine, 1, 30_000, backend="nccl", wire_dtype="bfloat16")
             for version in range(1, 4):
                 learners.call("set_seed", version)

@@ -74,12 +74,23 @@ class Fleet:
     """One unsharded learner and some rollout ranks, each in its own thread."""
 
     def __init__(
-        self, model: DenseModel, size: int, *, engines: int = 1, moe: bool = False, load: Any = None
+        self,
+        model: DenseModel,
+        size: int,
+        *,
+        engines: int = 1,
+        moe: bool = False,
+        load: Any = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.source = FlatModel(model.shapes(), seed=0)
         self.publisher = WeightPublisher(self.source, CPU)
         self.size = size
-        self.models = [fake_qwen2(model, rank, size, moe=moe) for _ in range(engines) for rank in range(size)]
+        self.models = [
+            fake_qwen2(model, rank, size, moe=moe, dtype=dtype)
+            for _ in range(engines)
+            for rank in range(size)
+        ]
         self.receivers = [RankReceiver(m, CPU, describe_model, load or refuse_full) for m in self.models]
         self.epoch = 0
 
@@ -137,11 +148,14 @@ def run_all(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def check_parameters(fleet: Fleet, model: DenseModel, dtype: torch.dtype = torch.float32) -> None:
-    """Every element is where the hand-written layout says, and padding was not touched."""
+    """Every element is where the hand-written layout says, and the vocabulary's padding is zero."""
     named = dict(fleet.source.named_parameters())
     for rank, fake in enumerate(fleet.models):
         layout, shapes = tp_layout(model, rank % fleet.size, fleet.size)
-        expected = {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in shapes.items()}
+        expected = {
+            name: torch.full(shape, 0.0 if "embed" in name or "head" in name else float("nan"), dtype=dtype)
+            for name, shape in shapes.items()
+        }
         for part in layout.slices:
             value = named[part.name].detach()[part.box.slices].to(dtype)
             expected[part.param][part.local_box.slices] = value
@@ -342,9 +356,7 @@ def test_a_relay_that_stalls_is_named_by_its_receiver() -> None:
 
 def test_a_push_casts_to_the_wire_type() -> None:
     model = dense()
-    fleet = Fleet(model, 2)
-    for fake in fleet.models:
-        fake.to(torch.bfloat16)
+    fleet = Fleet(model, 2, dtype=torch.bfloat16)
     fleet.join(fleet.spec(wire_dtype="bfloat16"))
     sent, received = fleet.push(1)
     check_parameters(fleet, model, torch.bfloat16)

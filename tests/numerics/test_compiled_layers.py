@@ -5,6 +5,10 @@ A backend of the test's stands in for the compiler: making kernels takes minutes
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,11 @@ import torch
 from paceline.core.errors import NumericsError
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import compiling
+from paceline.learner.model.networks import body_of, decoder_layers
 from paceline.learner.train import score
 from paceline.learner.train.learner import Learner
-from support.learner_fakes import run_config
+from paceline.learner.train.warm_up import warm_up
+from support.learner_fakes import run_config, write_model
 from support.learner_scenarios import numbers, take_step
 
 pytestmark = [
@@ -32,13 +38,20 @@ GROUPS = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type"
 
 
 class Compiler:
-    """Counts compilations; graphs without gradients round differently."""
+    """Counts compilations; graphs without gradients round differently.
+
+    As compilers for GPUs do, it asks what the number of tokens is a multiple of, and so binds the graph to
+    the answers.
+    """
 
     def __init__(self) -> None:
         self.num_graphs = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.num_graphs += 1
+        for size in inputs:
+            if isinstance(size, torch.SymInt):
+                assert [bool(size % divisor == 0) for divisor in (8, 16, 64)]
         if torch.is_grad_enabled():
             return graph.forward
 
@@ -62,6 +75,14 @@ def build(model: Path, ranks: Ranks, **actor: Any) -> Learner:
     return Learner.build(run_config(model, algorithm=GROUPS, actor=settings), ranks)
 
 
+def record_tokens(learner: Learner) -> set[int]:
+    """How many tokens go through the first layer from now on."""
+    numbers_of_tokens: set[int] = set()
+    layer = decoder_layers(body_of(learner.actor.network.lm))[0]
+    layer.register_forward_pre_hook(lambda _, given: numbers_of_tokens.add(given[0].shape[1]))
+    return numbers_of_tokens
+
+
 def test_lengths_compile_once_and_numbers_are_those_of_eager_layers(
     model: Path, ranks: Ranks, compiler: Compiler, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,14 +92,94 @@ def test_lengths_compile_once_and_numbers_are_those_of_eager_layers(
     first = compiler.num_graphs
     assert 0 < first <= 8
     assert f"step 1: {first} compilations of layers took" in caplog.text
+    numbers_of_tokens = record_tokens(compiled)
     results = [take_step(compiled, step) for step in (2, 3)]
+    assert len(numbers_of_tokens) > 1  # micro-batches differ, and are all padded
+    assert all(number % compiling.TOKEN_MULTIPLE == 0 for number in numbers_of_tokens)
     assert compiler.num_graphs == first
     assert [result.metrics["perf/compile_s"] for result in results] == [0.0, 0.0]
+    assert [result.metrics["perf/compilations"] for result in results] == [0.0, 0.0]
     metrics = [numbers(result) for result in results]
     take_step(eager, 1)
     for step, own in zip((2, 3), metrics, strict=True):
         assert own == pytest.approx(numbers(take_step(eager, step)), rel=1e-3, abs=1e-5)
         assert own["actor/first_ppo_kl"] == 0.0
+
+    # Without padding a graph does not do for the next micro-batch; the log says why.
+    compiled.actor.network.token_multiple = 1
+    caplog.clear()
+    assert take_step(compiled, 4).metrics["perf/compilations"] > 0
+    assert re.search(r"step 4: [1-9].* compilations of layers took .*%", caplog.text), caplog.text
+
+
+def test_nothing_is_left_to_compile_for_the_first_step_and_its_numbers_stay(
+    model: Path, ranks: Ranks, compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With critic and reference."""
+
+    def learner() -> Learner:
+        actor = {"ppo_max_token_len_per_gpu": 96, "compile": True, "shared_prompts": "on"}
+        return Learner.build(run_config(model, actor=actor, critic={"warmup": 0}), ranks)
+
+    cold = learner()
+    expected = [numbers(take_step(cold, step)) for step in (1, 2)]
+    torch._dynamo.reset()
+    caplog.set_level("INFO", "paceline.learner.train.warm_up")
+    warm = learner()
+    before = [parameter.clone() for parameter in warm.actor.network.parameters()]
+    random_state = torch.get_rng_state()
+    warm_up(warm)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for parameter, value in zip(warm.actor.network.parameters(), before, strict=True):
+        assert torch.equal(parameter.full_tensor(), value.full_tensor())  # type: ignore[attr-defined]
+        assert parameter.grad is None
+    num_graphs = compiler.num_graphs
+    assert re.search(r"before the first step, [1-9]\d* compilations", caplog.text)
+    results = [take_step(warm, step) for step in (1, 2)]
+    assert compiler.num_graphs == num_graphs
+    assert [result.metrics["perf/compilations"] for result in results] == [0.0, 0.0]
+    assert [numbers(result) for result in results] == expected
+
+
+def test_layers_that_are_not_compiled_are_not_warmed_up(model: Path, ranks: Ranks) -> None:
+    learner = build(model, ranks)
+    numbers_of_tokens = record_tokens(learner)
+    warm_up(learner)
+    assert not numbers_of_tokens
+
+
+def test_a_warm_up_takes_whole_micro_batches_through_two_layers(
+    ranks: Ranks, compiler: Compiler, tmp_path: Path
+) -> None:
+    learner = build(write_model(tmp_path, num_layers=4), ranks, compile=True, ppo_max_token_len_per_gpu=300)
+    layers = decoder_layers(body_of(learner.actor.network.lm))
+    calls: list[tuple[int, int]] = []
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(
+            lambda _, given, number=number: calls.append((number, given[0].shape[1]))
+        )
+    warm_up(learner)
+    assert calls == [(0, 256), (1, 256)]
+    layers[2].self_attn.sliding_window = 7
+    calls.clear()
+    warm_up(learner)
+    assert [number for number, _ in calls] == [0, 1, 2]
+    calls.clear()
+    take_step(learner, 1)
+    assert {number for number, _ in calls} == {0, 1, 2, 3}
+
+
+def test_a_learners_kernels_outlive_its_run(tmp_path: Path) -> None:
+    """The compiler takes a folder below TMPDIR, which a run's end removes, unless it is told another."""
+    own = {"PACELINE_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    environ = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"} | own
+    code = (
+        "import paceline.learner.__main__, torch._inductor.runtime.cache_dir_utils as c; print(c.cache_dir())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True, timeout=50
+    )
+    assert ended.stdout.split() == [str(tmp_path / "cache" / "kernels")]
 
 
 def test_old_log_probs_without_a_graph_would_part_from_the_update(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,22 +96,64 @@ def test_a_request_keeps_its_row_until_it_is_fetched() -> None:
         places.take(["a"], [2], [1])
 
 
-def test_a_row_that_nobody_fetches_goes_to_another_request_and_is_cleared() -> None:
-    running = {"old", "running"}
+def test_what_has_ended_waits_on_the_host_however_late_it_is_fetched() -> None:
+    running: set[str] = set()
+    places = Places(4, 6, CPU, running.__contains__)
+    ids = [f"r{number}" for number in range(30)]
+    for number in range(0, 30, 2):  # two at a time, in four rows
+        running.clear()
+        running.update(ids[number : number + 2])
+        rows = places.rows_of({ids[number]: number, ids[number + 1]: number + 1})
+        assert places.log_probs[rows].isnan().all()
+        places.log_probs[rows, 2] = torch.tensor([-1.0 - number, -2.0 - number])
+        if number % 4 == 0:  # and a position more of every second pair
+            places.log_probs[rows, 3] = -0.5
+    taken = places.take(ids[::-1], [2] * 30, [1] * 30)
+    assert taken.tolist() == [-30.0 + number for number in range(30)]
+    assert set(places.rows_of({f"next {number}": number for number in range(4)}).tolist()) == {0, 1, 2, 3}
+
+
+def test_values_that_are_not_numbers_stay_so_on_the_host() -> None:
+    running = {"a", "b"}
+    places = Places(2, 6, CPU, running.__contains__)
+    places.log_probs[places.rows_of({"a": 1, "b": 2})[0], torch.tensor([2, 3])] = torch.tensor(
+        [-1.0, torch.nan]
+    )
+    running.clear()
+    places.rows_of({"c": 3})
+    first, second = places.take(["a"], [2], [2]).tolist()
+    assert first == -1.0
+    assert math.isnan(second)
+
+
+def test_the_rows_of_aborted_requests_go_to_others_once_the_worker_knows() -> None:
+    running = {"aborted", "running"}
     places = Places(2, 4, CPU, running.__contains__)
-    places.log_probs[places.rows_of({"old": 1, "running": 2})] = -1.0
-    running.remove("old")
+    places.log_probs[places.rows_of({"aborted": 1, "running": 2})] = -1.0
+    places.forget(["aborted", "never seen"])
+    # One more token of it, under way already.
+    assert places.rows_of({"aborted": 1, "running": 2}).tolist() == [1, 0]
+    running.remove("aborted")
     running.add("new")
     rows = places.rows_of({"running": 2, "new": 3})
+    assert rows.tolist() == [0, 1]
     assert places.log_probs[rows[0]].tolist() == [-1.0] * 4
+    with pytest.raises(WeightSyncError, match="no log-probabilities of request aborted"):
+        places.take(["aborted"], [0], [1])
     assert places.take(["new"], [0], [4]).isnan().all()
+
+    running.clear()
+    places.rows_of({"x": 4, "y": 5})  # "running" goes to the host, and is aborted there
+    places.forget(["running"])
+    with pytest.raises(WeightSyncError, match="no log-probabilities of request running"):
+        places.take(["running"], [0], [1])
 
 
 async def test_samples_that_end_during_a_call_share_the_next_one() -> None:
     calls: list[Any] = []
 
-    async def fetch(ids: list[str], starts: list[int], counts: list[int]) -> bytes:
-        calls.append((ids, starts, counts))
+    async def fetch(ids: list[str], starts: list[int], counts: list[int], aborted: list[str]) -> bytes:
+        calls.append((ids, starts, counts, aborted))
         await asyncio.sleep(0.01)
         if "broken" in ids:
             raise WeightSyncError("no such request")
@@ -128,13 +171,18 @@ async def test_samples_that_end_during_a_call_share_the_next_one() -> None:
         subject.take("first", 10, 2), late("second", 20, 3), late("third", 30, 1), subject.take("none", 0, 0)
     )
     assert [result.tolist() for result in results] == [[10, 11], [20, 21, 22], [30], []]
-    assert calls == [(["first"], [10], [2]), (["second", "third"], [20, 30], [3, 1])]
+    assert calls == [(["first"], [10], [2], []), (["second", "third"], [20, 30], [3, 1], [])]
     async with asyncio.timeout(5):  # what came during a call that failed is fetched all the same
         failed, fetched = await asyncio.gather(
             subject.take("broken", 0, 1), late("fourth", 1, 1), return_exceptions=True
         )
     assert isinstance(failed, WeightSyncError)
     assert fetched.tolist() == [1]
+    calls.clear()
+    subject.forget(["aborted"])
+    await subject.take("fifth", 1, 1)
+    await subject.take("sixth", 1, 1)
+    assert [aborted for *_, aborted in calls] == [["aborted"], []]
     await subject.close()
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from paceline.config.model import LoraConfig
 from paceline.learner.batch.arithmetic import RowLength
 from paceline.learner.model.flops import arithmetic_of, peak_flops
+from paceline.learner.model.lora import add_adapters
 from paceline.learner.model.networks import PolicyNetwork
 
 
@@ -29,6 +33,39 @@ def test_a_layer_a_head_and_the_pairs_that_attention_looks_at() -> None:
     ]
     expected = 6 * (2 * layer) * 10 + 6 * 80 * 6 + 2 * (6 * 8 * 2 * 25)
     assert arithmetic_of(network).of_rows(rows) == expected
+
+
+@pytest.mark.parametrize("targets", [None, ("all",), ("q_proj", "down_proj")])
+def test_frozen_matrices_count_four_operations_by_torchs_own_count(targets: tuple[str, ...] | None) -> None:
+    config = LlamaConfig(
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=48,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
+    lm = LlamaForCausalLM(config)
+    if targets is not None:
+        add_adapters(lm, lm.model.layers, LoraConfig(rank=4, targets=targets))
+    num_tokens = 14
+    with FlopCounterMode(display=False) as counter:
+        lm.model(input_ids=torch.arange(num_tokens)[None]).last_hidden_state.sum().backward()
+    products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]  # attention's are bmm
+    layers = dict(lm.model.layers.named_parameters())
+    norms = sum((6 if targets is None else 4) * p.numel() for p in layers.values() if p.ndim == 1)
+    # Nothing trains below the first projections, so nothing needs the gradients of their inputs.
+    first = [
+        p
+        for name, p in layers.items()
+        if name.startswith("0.self_attn.") and "o_proj" not in name and not name.endswith("lora_b")
+    ]
+    spared = 0 if targets is None else 2 * sum(p.numel() for p in first)
+    arithmetic = arithmetic_of(PolicyNetwork(lm))
+    assert products == num_tokens * (arithmetic.per_token - norms - spared)
+    assert arithmetic.per_response_token == (6 if targets is None else 4) * 24 * 48
 
 
 def test_a_cpu_has_no_known_peak() -> None:

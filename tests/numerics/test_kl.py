@@ -79,6 +79,15 @@ def test_a_sequence_without_tokens_cannot_carry_a_score():
         kl.token_rewards(torch.ones(2), torch.tensor([[1, 1], [0, 0]]))
 
 
+def test_placed_parts_of_a_score_are_on_their_tokens_and_the_rest_on_the_last() -> None:
+    """A part under the mask, or on the last token, is part of the rest: a sequence's sum is its score."""
+    mask = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1]])
+    placed = torch.tensor([[0.5, 0.0, 9.0, 1.0, 7.0], [0.0, -2.0, 0.0, 0.0, 0.0]])
+    rewards = kl.token_rewards(torch.tensor([2.0, 1.0]), mask, placed=placed)
+    expected = torch.tensor([[0.5, 0, 0, 1.5, 0], [0, -2.0, 0, 0, 3.0]])
+    torch.testing.assert_close(rewards, expected)
+
+
 def test_adaptive_controller_moves_by_at_most_a_fifth_of_n_over_horizon():
     controller = kl.AdaptiveKLController(kl_coef=0.1, target_kl=0.02, horizon=100)
     trace = []

@@ -97,6 +97,46 @@ def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
         )
 
 
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_a_segment_is_a_sequence_of_its_own(folder: Path, ranks: Ranks, share_prompts: bool) -> None:
+    """Numbers and gradients of a row with segments are those of its segments as rows."""
+    first, second, third, other = [make_rows()[index] for index in (4, 2, 5, 5)]
+    parts = [first.response_token_ids]
+    for row in (second, third):
+        parts += [row.prompt_token_ids, row.response_token_ids]
+    starts = (len(parts[0]), len(parts[0]) + len(parts[1]) + len(parts[2]))
+    mask = np.concatenate([np.full(len(part), place % 2 == 0, np.uint8) for place, part in enumerate(parts)])
+    joined = PackedRow(
+        index=0,
+        prompt_token_ids=first.prompt_token_ids,
+        response_token_ids=np.concatenate(parts),
+        response_mask=mask,
+        response_log_probs=np.zeros(len(mask), np.float32),
+        segment_starts=starts,
+    )
+    lengths = [len(first.prompt_token_ids) + starts[0], starts[1] - starts[0], len(mask) - starts[1]]
+    positions = [place for length in lengths for place in range(length)]
+    assert pack([joined], CPU).position_ids.tolist() == [positions]
+    # A second row with the first one's prompt, so that prompts can be shared.
+    twin = PackedRow(**{**fields(other), "index": 1, "prompt_token_ids": first.prompt_token_ids})
+    network = load_policy(folder, ranks, FLOAT32)
+
+    def run(rows: list[PackedRow], shared: bool) -> tuple[Tensor, list[Tensor]]:
+        batch = pack(rows, CPU, share_prompts=shared)
+        log_probs, _ = network(batch, 1.0)
+        sampled = batch.table(log_probs)[batch.mask]
+        (sampled * torch.linspace(-1, 1, len(sampled))).sum().backward()
+        gradients = [parameter.grad.full_tensor().clone() for parameter in network.parameters()]
+        network.zero_grad()
+        return sampled.detach(), gradients
+
+    expected, expected_gradients = run([first, second, third, twin], False)
+    numbers, gradients = run([joined, twin], share_prompts)
+    assert numbers.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
 def test_gradient_checkpointing_changes_no_gradient(folder: Path, ranks: Ranks) -> None:
     batch = pack(make_rows(), CPU)
     gradients = []

@@ -28,6 +28,7 @@ from paceline.learner.train.advantages import Advantages
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.losses import PolicyLoss, ValueLoss
 from paceline.wire import decode_trajectory
+from support import learner_scenarios as scenarios
 from support.learner_fakes import make_batch, run_config
 from support.learner_scenarios import numbers, take_step
 from support.learner_variants import GROUPS, NO_KL
@@ -67,6 +68,26 @@ class TestOverlong:
         plain = run_config(model, algorithm=GROUPS)
         assert numbers(take_step(Learner.build(plain, ranks), 1)) == shaped
         assert shaped["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
+
+
+class TestPlacedRewards:
+    def test_what_is_placed_on_a_token_is_no_part_of_later_returns(
+        self, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With gamma 1 a token's return is what comes from it on; the sequences' scores stay the same."""
+        rows, blobs = make_batch(step=1, seed=1)
+        placed = tuple(replace(row, token_rewards=((0, row.reward),)) for row in rows)
+        config = run_config(model, algorithm={**NO_KL, "adv_estimator": "gae", "gamma": 1.0, "lam": 1.0})
+        seen = {}
+        for name, chosen in (("last", rows), ("first", placed)):
+            monkeypatch.setattr(scenarios, "make_batch", lambda *, chosen=chosen, **_: (chosen, blobs))
+            seen[name] = numbers(take_step(Learner.build(config, ranks), 1))
+        total, num_tokens = sum(row.reward for row in rows), sum(row.num_response_tokens for row in rows)
+        on_all = sum(row.reward * row.num_response_tokens for row in rows)
+        assert seen["last"]["critic/returns/mean"] == pytest.approx(on_all / num_tokens, rel=1e-4)
+        assert seen["first"]["critic/returns/mean"] == pytest.approx(total / num_tokens, rel=1e-4)
+        for same in ("critic/score/mean", "critic/rewards/mean"):
+            assert seen["first"][same] == pytest.approx(seen["last"][same])
 
 
 class TestValuePreTraining:
@@ -250,6 +271,43 @@ class TestResampling:
             outcomes.append((sums, gradient))
         torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=1e-6, atol=1e-8)
         torch.testing.assert_close(outcomes[0][1], outcomes[1][1], rtol=1e-6, atol=1e-8)
+
+    @pytest.mark.parametrize("above", [-1.0, 0.1, 99.0])
+    def test_the_positive_example_loss_by_hand(self, above: float) -> None:
+        """mu / N times the sum of -log pi over the N tokens of right responses, beside the policy's loss."""
+        by_token = torch.linspace(-6, -2, 48, dtype=torch.float64, requires_grad=True)
+
+        def network(batch: MicroBatch, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            return by_token[batch.targets], torch.zeros(len(batch.targets), dtype=torch.float64)
+
+        network.lm = torch.nn.Module()
+        (part, _) = self.both()
+        batch, outcomes = part.batch, []
+        num_right = sum(
+            int(mask.sum()) for mask, score in zip(batch.mask, part.scores, strict=True) if score > above
+        )
+        counts = Denominators(num_tokens=50, num_sequences=6, num_positive_tokens=num_right)
+        for coef in (0.0, 0.3):
+            config = run_config(
+                Path("m"), actor={"positive_loss_coef": coef, "positive_above": above}, algorithm=GROUPS
+            )
+            loss = PolicyLoss(config, network, Adjustments())
+            total, sums = loss(part, counts)
+            (gradient,) = torch.autograd.grad(total, by_token)
+            outcomes.append((dict(zip(loss.names, sums.tolist(), strict=True)), gradient))
+        expected, gradient = 0.0, torch.zeros(48, dtype=torch.float64)
+        by_index = {row.index: row for row in batch.sources}
+        for place, source in enumerate(by_index[index] for index in batch.rows):
+            if float(part.scores[place]) > above:
+                for token in source.response_token_ids[source.response_mask.astype(bool)].tolist():
+                    expected -= float(by_token.detach()[token]) / num_right
+                    gradient[token] -= 0.3 / num_right
+        (without, gradient_without), (metrics, gradient_with) = outcomes
+        assert "positive_loss" not in without
+        assert metrics["positive_loss"] == pytest.approx(expected, rel=1e-6)
+        assert metrics["loss"] == pytest.approx(without["loss"] + 0.3 * expected, rel=1e-6)
+        torch.testing.assert_close(gradient_with, gradient_without + gradient, rtol=1e-6, atol=1e-9)
+        assert (num_right > 0) == (above < 99)
 
     @staticmethod
     def ranks() -> Any:

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paceline.cli.launch.memory_plan import LearnerMemory
+from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import dump_yaml, parse
 from paceline.config.run import RunConfig, SftRunConfig
 from paceline.core.errors import ConfigError
@@ -21,7 +23,7 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
 from paceline.learner.model.layers import free_gathered
 from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_policy, local_rows
-from paceline.learner.model.lora import adapter_names, base_alone, is_adapter, with_adapters
+from paceline.learner.model.lora import LoraLinear, adapter_names, base_alone, is_adapter, with_adapters
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.learner import Learner
 from support.learner_fakes import run_config
@@ -164,5 +166,35 @@ def test_what_adapters_cannot_do_is_refused(model: Path, ranks: Ranks) -> None:
     with pytest.raises(ConfigError, match="no compiled form"):
         run_config(model, model=ADAPTERS, actor={"compile": True})
     sft = {"train_files": "a.jsonl", "output": "out", "steps": 1}
-    with pytest.raises(ConfigError, match="sft` trains all weights"):
+    with pytest.raises(ConfigError, match="train all weights; leave model.lora out"):
         parse(SftRunConfig, {"sft": sft, "data": {}, "model": {"path": str(model), **ADAPTERS}})
+
+
+@pytest.mark.parametrize("targets", [("all",), ("q_proj", "down_proj")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_memory_plan_counts_what_the_learner_keeps(
+    model: Path, ranks: Ranks, dtype: str, targets: tuple[str, ...]
+) -> None:
+    tree = _config(model, targets=targets).model_dump(mode="json")
+    tree["model"]["dtype"] = dtype
+    tree["algorithm"]["adv_estimator"] = "grpo"  # no critic
+    config = parse(RunConfig, tree)
+    assert config.needs_reference
+    learner = Learner.build(config, ranks)
+    train(learner, 1, 1)
+    shape = ModelShape.of(json.loads((model / "config.json").read_text(encoding="utf-8")))
+    assert shape is not None
+    plan = LearnerMemory.of(config, shape)
+    network = learner.actor.network
+    as_fsdp(network).reshard()
+    parameters = [parameter for _, parameter in hugging_face_names(network)]
+    assert plan.resident["weights"] == sum(local_rows(p)[0].nbytes for p in parameters)
+    averages = [
+        tensor for name, tensor in learner.actor.optimizer.state().items() if not name.endswith("step")
+    ]
+    assert plan.resident["optimizer"] == sum(local_rows(tensor)[0].nbytes for tensor in averages)
+    adapted = [module for module in network.modules() if isinstance(module, LoraLinear)]
+    number_bytes = 2 if dtype == "bfloat16" else 4
+    assert plan.push["merged"] == number_bytes * sum(module.weight.numel() for module in adapted)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    assert plan.changed(accumulates=True).update["gradients"] == 4 * trained

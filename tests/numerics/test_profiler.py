@@ -44,14 +44,15 @@ def test_the_order_to_train_is_recorded_as_configured(
 ) -> None:
     config = run_config(tmp_path, trainer={"profile": {"steps": [1], "ranks": [0]}})
 
-    def train_step(learner: Any, order: TrainOrder, fetch: object) -> TrainResult:
+    def train_step(learner: Any, order: TrainOrder, fetch: object, deposit: object) -> TrainResult:
         torch.ones(8, 8) @ torch.ones(8, 8)
         learner.version = order.step
         return TrainResult(step=order.step, metrics={}, skip_reasons=(), readings=())
 
     monkeypatch.setattr(commands, "train_step", train_step)
     monkeypatch.setattr(commands, "CheckpointWriter", lambda learner: None)
-    learner: Any = SimpleNamespace(version=0, config=config)
+    ranks = SimpleNamespace(device=torch.device("cpu"))
+    learner: Any = SimpleNamespace(version=0, config=config, ranks=ranks)
     profiler = StepProfiler(config.trainer.profile, tmp_path / "profile", 0)
     nothing: Any = None
     handlers = commands.Commands(learner, nothing, nothing, profiler).table

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -10,13 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from paceline.config.load import parse
+from paceline.config.load import dump_yaml, parse
 from paceline.config.run import SftRunConfig
-from paceline.core.errors import DataError, ModelError
-from paceline.learner.distributed.ranks import RankEnvironment, Ranks
+from paceline.core.errors import CheckpointError, DataError, ModelError
+from paceline.learner.checkpoint.tuning import TuningCheckpoints
+from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
 from paceline.learner.model.loading import Precision, load_policy
-from paceline.learner.sft import Pair, SftTrainer, batch_indices, read_pairs, train
+from paceline.learner.sft import Pair, SftTrainer, read_pairs, train
+from paceline.learner.tuning import batch_indices, form_ranks
 from support.byte_tokenizer import save_tokenizer
 from support.learner_fakes import VOCAB_SIZE, write_model
 from support.learner_ranks import alone
@@ -95,7 +101,7 @@ def test_a_run_from_files_writes_a_model_folder_and_replaces_the_last_one(
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     config = config_of(start, tmp_path, steps=12, batch_size=4)
-    pairs, left_out = read_pairs(config)
+    pairs, left_out = read_pairs(config, config.sft.train_files)
     assert (len(pairs), left_out) == (8, 1)
     assert (pairs[2].prompt.tolist(), pairs[2].answer.tolist()) == (
         AutoTokenizer.from_pretrained(start)("cc")["input_ids"],
@@ -119,12 +125,95 @@ def test_a_run_from_files_writes_a_model_folder_and_replaces_the_last_one(
     torch.distributed.destroy_process_group()
 
 
+_KILLED = """
+import os, signal, sys
+from paceline.learner import sft
+
+def step(self, step, pairs, take=sft.SftTrainer.step):
+    if step == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return take(self, step, pairs)
+
+sft.SftTrainer.step = step
+sft.main(["--config", sys.argv[1]])
+"""
+
+
+def test_a_killed_training_goes_on_and_gives_the_weights_of_an_undisturbed_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = save_tokenizer(write_model(tmp_path / "start", vocab_size=260))
+    rows = [{"prompt": letter * 2, "answer": letter} for letter in "abcdefghij"]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = {"steps": 12, "batch_size": 4, "save_freq": 3, "val_files": str(tmp_path / "pairs.jsonl")}
+    undisturbed = config_of(start, tmp_path, **common, output=str(tmp_path / "undisturbed"))
+    train(undisturbed, RankEnvironment.read({}))
+    assert not (tmp_path / "undisturbed.checkpoints").exists()
+    lines = capfd.readouterr().out.splitlines()
+
+    config = config_of(start, tmp_path, **common)
+    (tmp_path / "run.yaml").write_text(dump_yaml(config))
+    command = [sys.executable, "-c", _KILLED, str(tmp_path / "run.yaml")]
+    killed = subprocess.run(command, check=False, timeout=50, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    assert not (tmp_path / "out").exists()
+    complete = [path.parent.name for path in (tmp_path / "out.checkpoints").glob("*/manifest.json")]
+    assert set(complete) <= {"step_000003", "step_000006"}
+    assert complete
+
+    other = config_of(start, tmp_path, **{**common, "lr": 0.5})
+    with pytest.raises(CheckpointError, match=r"another configuration or other data; remove .*out\.checkpoi"):
+        train(other, RankEnvironment.read({}))
+    torch.distributed.destroy_process_group()
+    # What decides no number may change.
+    train(config_of(start, tmp_path, **common, max_token_len_per_gpu=4096), RankEnvironment.read({}))
+    resumed = capfd.readouterr().out.splitlines()
+    done = int(max(complete).removeprefix("step_"))
+    assert f"sft: goes on after step {done}" in resumed
+
+    # Every later line has the undisturbed one's numbers, the held-out loss included; rates and times differ.
+    def numbers(lines: list[str]) -> list[str]:
+        return [line.partition(" lr ")[0] for line in lines if " loss " in line]
+
+    assert numbers(resumed) == numbers(lines)[done:]
+    assert len(numbers(resumed)) == 12 - done + 1
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("undisturbed", "out"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not (tmp_path / "out.checkpoints").exists()
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    ranks = form_ranks(config_of(tmp_path, tmp_path).learner, RankEnvironment.read({}))
+    weight = torch.zeros(4)
+
+    def checkpoints() -> TuningCheckpoints:
+        return TuningCheckpoints(
+            tmp_path / "x.checkpoints", {"network": {"w": weight}}, identity={}, save_freq=1, ranks=ranks
+        )
+
+    writing = checkpoints()
+    for step in (1, 2, 3):
+        weight.fill_(step)
+        writing.after(step, {"num_skipped": 10 * step})
+    writing._writer.finish()
+    folders = sorted((tmp_path / "x.checkpoints").iterdir())
+    assert [folder.name for folder in folders] == ["step_000002", "step_000003"]
+    shard = folders[1] / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert checkpoints().load() == (2, {"num_skipped": 20})
+    assert weight.tolist() == [2.0] * 4
+    checkpoints().remove()
+    assert checkpoints().load() == (0, {})
+    leave_group()
+
+
 def test_unusable_rows_are_named(tmp_path: Path) -> None:
     start = save_tokenizer(write_model(tmp_path / "start", vocab_size=260))
     config = config_of(start, tmp_path)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "answer": 7}\n')
     with pytest.raises(DataError, match="row 0: column 'answer' holds int, need text"):
-        read_pairs(config)
+        read_pairs(config, config.sft.train_files)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "answer": "a rather long one"}\n')
     with pytest.raises(DataError, match="none of the 1 pairs fits"):
-        read_pairs(config)
+        read_pairs(config, config.sft.train_files)

@@ -258,7 +258,10 @@ def test_steps_of_policy_critic_and_reference_have_the_same_numbers(model: Path,
     shared = train(build(model, ranks, "on"), 1, 3)
     for ours, others in zip(shared, plain, strict=True):
         assert ours == pytest.approx(others, rel=1e-4, abs=2e-6)
-    result = take_step(build(model, ranks, "on"), 1)
+    learner = build(model, ranks, "on")
+    result = take_step(learner, 1)
+    assert result.metrics["timing_s/shared_prompts"] > 0
+    assert "timing_s/shared_prompts" not in take_step(learner, 2).metrics  # checked once
     assert result.metrics["perf/computed_share"] < 0.6
     assert result.metrics["actor/first_ppo_kl"] == 0
 
@@ -304,3 +307,31 @@ def test_the_check_leaves_no_trace(model: Path, ranks: Ranks) -> None:
     assert 0 <= difference.gradient < 1e-5
     assert all(parameter.grad is None for parameter in learner.actor.network.parameters())
     assert shared_prompts.compare(learner.actor.network, [], ranks).gradient == 0
+
+
+@pytest.mark.parametrize("prefixes", [[None, None, None], [None, 0, 0]])
+@pytest.mark.parametrize("length", [2, 9])
+def test_one_more_sequence_at_the_end_is_as_if_it_had_been_there(
+    prefixes: list[int | None], length: int
+) -> None:
+    grown = PackedSequences.of([4, 3, 3], CPU, prefixes).followed_by(length)
+    expected = PackedSequences.of([4, 3, 3, length], CPU, [*prefixes, None])
+    assert grown.cu_seqlens.tolist() == expected.cu_seqlens.tolist()
+    assert grown.cu_seqlens.dtype == expected.cu_seqlens.dtype
+    assert (grown.max_length, grown.blocks) == (expected.max_length, expected.blocks)
+    if grown.keys is None or expected.keys is None:
+        assert grown.keys is expected.keys
+        return
+    assert grown.keys.tokens.tolist() == expected.keys.tokens.tolist()
+    assert grown.keys.cu_seqlens.tolist() == expected.keys.cu_seqlens.tolist()
+    assert grown.keys.max_length == expected.keys.max_length
+
+
+def test_a_pass_padded_to_a_multiple_gives_the_same_numbers_and_gradients(model: Path, ranks: Ranks) -> None:
+    network = load_policy(model, ranks, Precision(compute=torch.float32))
+    rows = rows_with_holes(GROUPS)
+    plain, gradients = run(network, rows, share_prompts=True)
+    network.token_multiple = 64
+    padded, others = run(network, rows, share_prompts=True)
+    torch.testing.assert_close(padded, plain, atol=1e-6, rtol=0)
+    assert close(others, gradients, 1e-6)

@@ -93,6 +93,29 @@ def test_micro_batches_keep_the_budget_and_are_as_many_on_every_rank(
         assert chunk.num_micro_batches <= fewest(rows, chunk, world_size)
 
 
+@given(
+    rows=batches,
+    world_size=st.integers(1, 4),
+    sizes=st.sampled_from([[2], [3], [4, 2]]),
+    arithmetic=models,
+    share_prompts=st.booleans(),
+)
+def test_how_a_chunk_is_cut_follows_from_its_own_rows(
+    rows: list[RowLength], world_size: int, sizes: list[int], arithmetic: Arithmetic, share_prompts: bool
+) -> None:
+    """So it may be computed before the rows behind it are known."""
+    plan = cut(rows, sizes, world_size, arithmetic=arithmetic, share_prompts=share_prompts)
+    for chunk in plan.chunks:
+        first = chunk.rows[0]
+        own = [rows[index] for index in chunk.rows]
+        (alone,) = cut(own, sizes, world_size, arithmetic=arithmetic, share_prompts=share_prompts).chunks
+        placed = tuple(
+            tuple(tuple(first + index for index in indices) for indices in micro_batches)
+            for micro_batches in alone.micro_batches
+        )
+        assert (placed, alone.cost, alone.longest) == (chunk.micro_batches, chunk.cost, chunk.longest)
+
+
 def fewest(rows: list[RowLength], chunk: Chunk, world_size: int) -> int:
     """The micro-batches of a rank if bins are filled with the longest rows first."""
     room: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,21 @@ TOOL = ToolSpec(
 )
 LETTERS = "the other thing, 12 and 121\n\n \t<tool_response></tool_response>é漢{}\"'"
 NUM_CONVERSATIONS = int(os.environ.get("PACELINE_TEST_CONVERSATIONS", "40"))
+PUBLISHED = os.environ.get("PACELINE_TEST_TEMPLATES", "")
+IM_END, EOT, GEMMA = ("<|im_end|>", "<|endoftext|>"), ("<|eot_id|>", "<|eom_id|>"), ("<end_of_turn>", "<eos>")
+FILES = {
+    **dict.fromkeys(("qwen2_5", "qwen3", "qwen3_instruct_2507", "smollm2"), IM_END),
+    **dict.fromkeys(("llama3", "llama3_1", "llama3_2"), EOT),
+    **dict.fromkeys(("gemma", "gemma3"), GEMMA),
+}
+"""Published templates, which are not ours to copy: by the name of their file, the tokens that end a turn."""
 
 
 def make(family: str, **options: Any) -> tuple[Joiner, Any, list[int]]:
-    template, ends = TEMPLATES[family]
+    return make_of(*TEMPLATES[family], **options)
+
+
+def make_of(template: str, ends: tuple[str, ...], **options: Any) -> tuple[Joiner, Any, list[int]]:
     own = tokenizer(template)
     stops = [own.convert_tokens_to_ids(end) for end in ends]
     return Joiner(own, stops, **options), own, stops
@@ -43,8 +55,21 @@ def call(rng: random.Random) -> dict[str, Any]:
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_sampled_tokens_stay_and_the_rest_is_the_templates(family: str) -> None:
     """Random conversations: ids and masks turn by turn, and the text against the full render."""
-    joiner, own, stops = make(family)
-    rng = random.Random(family)
+    _converse(*TEMPLATES[family])
+
+
+@pytest.mark.parametrize("family", FILES)
+@pytest.mark.skipif(
+    not PUBLISHED, reason="PACELINE_TEST_TEMPLATES=FOLDER with FAMILY.jinja of published models"
+)
+def test_published_templates_are_joined_as_they_render(family: str) -> None:
+    """The same with the templates of published models."""
+    _converse((Path(PUBLISHED) / f"{family}.jinja").read_text("utf-8"), FILES[family])
+
+
+def _converse(template: str, ends: tuple[str, ...]) -> None:
+    joiner, own, stops = make_of(template, ends)
+    rng = random.Random(template)
     for _ in range(NUM_CONVERSATIONS):
         messages: list[dict[str, Any]] = [{"role": "user", "content": text(rng)}]
         recorder = Recorder(joiner.prompt(messages, [TOOL]))

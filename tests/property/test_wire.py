@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from paceline import wire
 from paceline.core.errors import InvalidMessageError
-from paceline.core.trajectory import GroupRefusal, PromptGroup, ScoredHeader, Trajectory, TrajectoryHeader
+from paceline.core.trajectory import (
+    SCHEMA_VERSION,
+    GroupRefusal,
+    PromptGroup,
+    ScoredHeader,
+    Trajectory,
+    TrajectoryHeader,
+)
 from support import domain
 
 Message = PromptGroup | Trajectory | TrajectoryHeader | ScoredHeader | GroupRefusal
@@ -130,7 +137,7 @@ def test_a_field_of_any_content_is_accepted_or_rejected_with_a_reason(
 @given(ANY_MESSAGE, st.data())
 @settings(max_examples=60)
 def test_every_field_is_needed(message: Message, data: st.DataObject) -> None:
-    optional = {"reward", "reward_error", "text_key", "episode", "messages"}
+    optional = {"reward", "reward_error", "text_key", "episode", "messages", "token_rewards", "normalized"}
     names = [name for name in msgpack.unpackb(encode(message)) if name not in optional]
     name = data.draw(st.sampled_from(names))
     with pytest.raises(InvalidMessageError) as caught:
@@ -144,7 +151,7 @@ def test_every_field_is_needed(message: Message, data: st.DataObject) -> None:
 )
 @settings(max_examples=40)
 def test_other_schema_versions_are_rejected(message: Message, version: object) -> None:
-    with pytest.raises(InvalidMessageError, match="this build reads 4") as caught:
+    with pytest.raises(InvalidMessageError, match=f"this build reads {SCHEMA_VERSION}") as caught:
         decode(type(message), altered(message, schema=version))
     assert caught.value.reason == "unknown_schema"
 
@@ -353,9 +360,9 @@ def test_messages_over_the_size_cap_are_not_even_opened(message: Message) -> Non
 
 
 def test_the_bytes_of_a_schema_version_do_not_change() -> None:
-    """Version 4 as it was first written: a reader of another build must understand it."""
+    """Version 5 as it was first written: a reader of another build must understand it."""
     recorded = bytes.fromhex(
-        "8ca6736368656d6104a46b696e64ac70726f6d70745f67726f7570"
+        "8ca6736368656d6105a46b696e64ac70726f6d70745f67726f7570"
         "a672756e5f6964a172a47374657003a7707572706f7365a5747261696ea970726f6d70745f696407"
         "b070726f6d70745f746f6b656e5f696473c4080500000000010000"
         "a873616d706c696e6785ab74656d7065726174757265cb3ff0000000000000aa6d61785f746f6b656e7304"
@@ -381,3 +388,29 @@ def test_what_was_not_sampled_has_no_log_prob(trajectory: Trajectory) -> None:
     mask[-1], log_probs[-1] = 0, -0.5
     unsound = dataclasses.replace(trajectory, response_mask=mask, response_log_probs=log_probs)
     assert rejected(unsound) == "inconsistent"
+
+
+@pytest.mark.parametrize(
+    ("starts", "reason"),
+    [
+        ((1, 1), "inconsistent"),
+        ((2, 1), "inconsistent"),
+        ((3,), "inconsistent"),
+        ((4,), "out_of_range"),
+        ((0,), "out_of_range"),
+    ],
+)
+@given(sample=domain.trajectories())
+@settings(max_examples=3)
+def test_segments_begin_in_order_each_with_a_prompt(
+    starts: tuple[int, ...], reason: str, sample: Trajectory
+) -> None:
+    sound = dataclasses.replace(
+        sample,
+        response_token_ids=np.arange(4, dtype=np.int32),
+        response_mask=np.array([1, 0, 0, 1], dtype=np.uint8),
+        response_log_probs=np.array([-1, 0, 0, -1], dtype=np.float32),
+        segment_starts=(1, 2),
+    )
+    assert wire.decode_trajectory(encode(sound)).segment_starts == (1, 2)
+    assert rejected(sound, segment_starts=list(starts)) == reason

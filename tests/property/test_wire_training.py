@@ -38,6 +38,7 @@ def batch_rows(draw: st.DrawFn) -> BatchRow:
         num_response_tokens=draw(st.integers(num_sampled, 2**31 - 1)),
         num_sampled_tokens=num_sampled,
         greedy_score=draw(st.none() | domain.finite),
+        token_rewards=draw(st.lists(st.tuples(st.just(0), domain.finite), max_size=2).map(tuple)),
     )
 
 

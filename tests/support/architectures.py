@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Mapping
 from typing import Any
+
+from support.source import ROOT
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -103,14 +107,24 @@ def features(model_type: str) -> str:
     return ", ".join(name for name, holds in special.items() if holds)
 
 
-def table() -> str:
-    """The table of docs/models.md."""
+def table(pushes: Mapping[str, str]) -> str:
+    """The table of docs/models.md; `pushes` says how each kind is pushed into vLLM."""
     from paceline.learner.model.architectures import ARCHITECTURES
 
-    rows = sorted((name, model_type, features(model_type)) for model_type, name in ARCHITECTURES.items())
-    head = "| family | `model_type` | what its own form has beyond the plain decoder |\n|---|---|---|\n"
-    return head + "".join(f"| {name} | `{kind}` | {special} |\n" for name, kind, special in rows)
+    rows = sorted((name, kind, features(kind), pushes[kind]) for kind, name in ARCHITECTURES.items())
+    head = "| family | `model_type` | what its own form has beyond the plain decoder | push |\n"
+    head += "|---|---|---|---|\n"
+    return head + "".join(
+        f"| {name} | `{kind}` | {special} | {push} |\n" for name, kind, special, push in rows
+    )
+
+
+def documented_pushes() -> dict[str, str]:
+    """The last column of the table in docs/models.md, by `model_type`."""
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| [^|]* \| (direct|general) \|$", page, flags=re.MULTILINE)
+    return dict(rows)
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    print(table(documented_pushes()), end="")

@@ -108,7 +108,10 @@ def tokenizer(template: str) -> Any:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|im_end|>", additional_special_tokens=list(SPECIAL)
+        tokenizer_object=inner,
+        bos_token="<bos>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=list(SPECIAL),
     )
     made.add_tokens(["<tool_call>", "</tool_call>"])
     made.chat_template = template

@@ -53,7 +53,7 @@ def _run(
     words: Iterable[str], *, check: bool = True, timeout_s: float = 120.0, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     answer = subprocess.run(
-        list(words), capture_output=True, text=True, timeout=timeout_s, env=env, check=False
+        list(words), capture_output=True, text=True, timeout=timeout_s, env=env, check=False, cwd=FOLDER
     )
     assert not check or answer.returncode == 0, f"{words}\n{answer.stdout[-3000:]}\n{answer.stderr[-3000:]}"
     return answer

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import WeightSyncError
+from paceline.rollout.engines.vllm.trace import recall
 from paceline.rollout.engines.vllm.worker import PacelineWorkerExtension
 
 
@@ -20,6 +21,13 @@ class CorruptingExtension(PacelineWorkerExtension):
         if self.rank == rank:
             values = self.get_model().get_parameter(param).data.view(torch.int32)
             values.view(-1)[index] ^= 1
+        return {}
+
+    def paceline_take_general_path(self) -> dict[str, Any]:
+        """Full tensors from the next join on, even where the weights could be pushed in place."""
+        trace = recall(self.get_model())
+        assert trace is not None
+        trace.reasons["model"] = "a test asked for it"
         return {}
 
     def paceline_break_load(self, after: int) -> dict[str, Any]:

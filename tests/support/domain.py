@@ -95,6 +95,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     """Samples whose three response arrays are equally long."""
     length = draw(st.integers(1, 30))
     mask = draw(masks(length))
+    prompts = [place for place in range(1, length) if not mask[place]]
+    starts = draw(st.sets(st.sampled_from(prompts), max_size=3)) if prompts else set()
     return Trajectory(
         run_id=draw(names),
         trajectory_id=draw(trajectory_ids),
@@ -106,6 +108,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         finish_reason=draw(st.sampled_from(FinishReason)),
         sampling=draw(samplings),
         seed=draw(counts),
+        segment_starts=tuple(sorted(starts)),
     )
 
 
@@ -162,6 +165,8 @@ def scored_headers(draw: st.DrawFn) -> ScoredHeader:
         reward_s=draw(seconds),
         text_key=draw(st.just("") | names),
         episode=draw(episodes),
+        token_rewards=draw(st.lists(st.tuples(st.just(0), finite), max_size=2).map(tuple)),
+        normalized=draw(st.lists(st.tuples(names, finite, finite), max_size=2).map(tuple)),
     )
 
 

@@ -139,7 +139,7 @@ async def fake_subject(_: Path) -> AsyncIterator[Subject]:
     )
 
     def refuse(_: Any) -> None:
-        raise AssertionError("the layout rules cover this model")
+        raise AssertionError("this model is pushed in place")
 
     ranks = [RankReceiver(fake_qwen2(model, rank, 2), CPU, describe_model, refuse) for rank in range(2)]
     limit = MAX_PROMPT + MAX_RESPONSE

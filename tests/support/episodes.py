@@ -141,13 +141,30 @@ def group(*, samples: int = 1, messages: Any = QUESTION) -> PromptGroup:
     )
 
 
-def episodes(engine: Any, environment: Any, *, retries: int = 2, **changes: Any) -> Episodes:
+def episodes(
+    engine: Any,
+    environment: Any,
+    *,
+    retries: int = 2,
+    desk: Any = None,
+    max_prompt_tokens: int = 200,
+    max_context_tokens: int = 0,
+    **changes: Any,
+) -> Episodes:
     """Episodes with the test's tokenizer."""
     rules = EpisodeRules(
         limits=limits(**changes),
         joiner=Joiner(TOKENIZER, [END], show_tools=False, observation_tokens=50),
         tokenizer=TOKENIZER,
         call_format="tagged",
-        max_prompt_tokens=200,
+        max_prompt_tokens=max_prompt_tokens,
     )
-    return Episodes(engine=engine, environment=environment, rules=rules, retries=retries, check=check_samples)
+    return Episodes(
+        engine=engine,
+        environment=environment,
+        rules=rules,
+        retries=retries,
+        check=check_samples,
+        desk=desk,
+        max_context_tokens=max_context_tokens,
+    )

@@ -107,10 +107,15 @@ class FakeEngine(Engine):
         self._stirred = asyncio.Event()
         self._failed: set[str] = set()
         self.asleep: set[EnginePart] = set()
+        self.freed_bytes = 0
 
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        return 2**20
 
     def hold(self) -> None:
         """Generation begins but does not end."""
@@ -232,10 +237,11 @@ class FakeEngine(Engine):
         log_probs = np.full(count, self.log_prob, np.float32)
         return Sample(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> int:
         self._check_alive()
         self.events.append(("sleep", None))
         self.asleep = set(EnginePart)
+        return self.freed_bytes
 
     async def wake(self, part: EnginePart) -> None:
         self._check_alive()

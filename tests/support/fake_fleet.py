@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from paceline.broker import names
 from paceline.broker.base import Broker, Outgoing
 from paceline.broker.mailbox import Mailbox
-from paceline.controller.fleet.clients import LearnerWeights
+from paceline.controller.fleet.clients import LearnerWeights, Room
 from paceline.controller.fleet.membership import Member
 from paceline.core.errors import (
     IllegalTransitionError,
@@ -29,15 +29,15 @@ from paceline.core.training import TrainOrder, TrainResult
 from paceline.core.trajectory import FinishReason, GroupRefusal, PromptGroup, ScoredHeader
 from paceline.weights.digest.agreement import DigestReport, SliceDigest
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice
 from paceline.weights.receipt import PushReceipt
 from paceline.wire import blob_digest, decode_prompt_group, encode_group_refusal, encode_scored_header
 
 
-def layout() -> RankLayout:
+def layout(gpu: str = "") -> RankLayout:
     """One rank that holds the one tensor there is."""
     tensor = TensorSlice(name="w", global_shape=(2,), box=Box.full((2,)), param="w", offset=(0,))
-    return RankLayout(dtype="float32", slices=(tensor,))
+    return RankLayout(dtype="float32", slices=(tensor,), place=RankPlace(gpu=gpu))
 
 
 def report(rank: str, version: int, value: int) -> DigestReport:
@@ -52,9 +52,13 @@ class FakeServices:
     Attributes:
         lose: members whose receive fails.
         sleepless: members that fail to sleep.
+        has_room: whether a whole engine fits beside what the learner caches.
+        freed_bytes: what a server says that it gave up.
+        engine_bytes: what the learner was told that an engine takes, by order to free memory.
         corrupt: members that report a wrong digest.
         readings: the guard's, by step.
         writes: whether a checkpoint leaves its manifest.
+        gpus: ids of the GPUs that members are on.
         version: the one that the learner holds.
         source: the step whose weights the learner holds.
         trained: the digest of the batch of each step that was trained, in order.
@@ -68,11 +72,15 @@ class FakeServices:
         self.calls: list[str] = []
         self.lose: set[str] = set()
         self.sleepless: set[str] = set()
+        self.has_room = False
+        self.freed_bytes: dict[str, int] = {}
+        self.engine_bytes: list[int] = []
         self.corrupt: set[str] = set()
         self.orders: list[TrainOrder] = []
         self.saved: list[bytes] = []
         self.readings: dict[int, list[Reading]] = {}
         self.writes = False
+        self.gpus: dict[str, str] = {}
         self.version = 0
         self.source = 0
         self.trained: list[tuple[int, str]] = []
@@ -106,7 +114,7 @@ class FakeLearner:
         # Like the learner: whoever asks has dissolved its group, or is another controller.
         self.epoch = None
         return LearnerWeights(
-            layouts=(layout(),),
+            layouts=(layout(self.services.gpus.get(member.member_id, "")),),
             store_host="127.0.0.1",
             store_port=1,
             version=self.services.version,
@@ -136,8 +144,11 @@ class FakeLearner:
     async def leave(self, member: Member, *, epoch: int) -> None:
         self.services.calls.append(f"leave {member.member_id} e{epoch}")
 
-    async def free(self, member: Member) -> None:
-        self.services.calls.append("free")
+    async def free(self, member: Member, parts: Sequence[EnginePart], engine_bytes: int) -> Room:
+        self.services.engine_bytes.append(engine_bytes)
+        self.services.calls.append(" ".join(["free", *(part.value for part in parts)]))
+        is_enough = not parts or self.services.has_room
+        return Room(freed_bytes=0 if parts and self.services.has_room else 1 << 30, is_enough=is_enough)
 
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
         key = (order.step, order.digest)
@@ -187,7 +198,7 @@ class FakeRollout:
 
     async def describe(self, member: Member) -> tuple[RankLayout, ...]:
         self.services.calls.append(f"describe {member.member_id}")
-        return (layout(),)
+        return (layout(self.services.gpus.get(member.member_id, "")),)
 
     async def join(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
         self.services.calls.append(f"join {member.member_id} e{epoch} at {rank_offset}")
@@ -207,12 +218,13 @@ class FakeRollout:
             peak_extra_bytes=32,
         )
 
-    async def sleep(self, member: Member) -> None:
+    async def sleep(self, member: Member) -> int:
         self.services.calls.append(f"sleep {member.member_id}")
         if member.member_id in self.services.sleepless:
             raise PeerLostError(f"{member.member_id} went away", peer=member.member_id)
         self.services.policies.pop(member.member_id, None)
         member.policy, member.state = None, RolloutState.ASLEEP
+        return self.services.freed_bytes.get(member.member_id, 0)
 
     async def wake(self, member: Member, part: EnginePart) -> None:
         self.services.calls.append(f"wake {member.member_id} {part.value}")
@@ -287,11 +299,10 @@ def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Out
         finish_reason=FinishReason.STOP,
         server_id="fake",
         generation_s=0.0,
-        components={},
         scorer="fake",
         reward_s=0.0,
         text_key=names.text(key),
-        **answered,
+        **{"components": {}, **answered},
     )
     blobs = {key: b"x", names.text(key): f"sample {index} of {group.prompt_id}".encode()}
     return Outgoing(stream=stream, payload=encode_scored_header(header), blobs=blobs)

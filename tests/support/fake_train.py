@@ -1,6 +1,8 @@
 """Stands for `paceline train --json CONFIG`: prints steps until SIGINT, which it heeds after its step.
 
 A second one ends it at once. `trainer.total_steps=2` ends it well, `trainer.name=bad` with an error.
+
+With `trainer.name=left` it writes a run of seven steps, and a second start goes on with step 5.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import signal
 import sys
 import time
+from pathlib import Path
 
 asked = 0
 
@@ -34,7 +37,17 @@ if "trainer.name=bad" in words:
 if "trainer.name=refused" in words:
     print("paceline train: there are no GPUs", file=sys.stderr)
     sys.exit(2)
-for step in range(3 if "trainer.total_steps=2" in words else 10_000):
+begins, ends = 0, 3 if "trainer.total_steps=2" in words else 10_000
+if "trainer.name=left" in words:
+    (folder,) = (Path(word.partition("=")[2]) for word in words if word.startswith("trainer.run_dir="))
+    if folder.exists():
+        begins, ends = 5, 8
+    else:
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from support.synthetic_run import write_run
+
+        write_run(folder, num_steps=7)
+for step in range(begins, ends):
     say(event="begin", step=step)
     say(event="step", step=step, metrics={"critic/score/mean": step / 2, "odd": None}, padding="x" * 5000)
     if asked:

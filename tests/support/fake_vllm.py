@@ -1,104 +1,91 @@
-"""A stand-in for vLLM's Qwen2 model: parallel layers with vLLM's class names, attributes and parameters."""
+"""A stand-in for a tensor-parallel rank of vLLM's Qwen2: parameters, and a loader that slices as it does."""
 
 from __future__ import annotations
 
-import math
-from types import SimpleNamespace
+from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from support.weight_layouts import DenseModel
+from paceline.rollout.engines.vllm.trace import traced
+from support.weight_layouts import DenseModel, tp_layout
+
+_FUSED = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", "gate"),
+    "up_proj": ("gate_up_proj", "up"),
+}
 
 
-class _Layer(nn.Module):
-    def __init__(self, shape: tuple[int, ...], bias: int = 0, **attributes: object) -> None:
+class FakeQwen2(nn.Module):
+    """One rank's model, every parameter NaN; `moe` adds parameters that its loader does not know."""
+
+    def __init__(self, model: DenseModel, rank: int, size: int, *, moe: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full(shape, float("nan")), requires_grad=False)
-        if bias:
-            self.bias = nn.Parameter(torch.full((bias,), float("nan")), requires_grad=False)
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-
-class QKVParallelLinear(_Layer): ...
-
-
-class MergedColumnParallelLinear(_Layer): ...
-
-
-class RowParallelLinear(_Layer): ...
-
-
-class VocabParallelEmbedding(_Layer): ...
-
-
-class ParallelLMHead(_Layer): ...
-
-
-class RMSNorm(_Layer): ...
-
-
-class FusedMoE(_Layer): ...
-
-
-def fake_qwen2(model: DenseModel, rank: int, size: int, *, moe: bool = False) -> nn.Module:
-    """One TP rank's model, every parameter NaN; `moe` adds a layer that the layout rules do not cover."""
-    d, h = model.head_dim, model.hidden
-    heads, kv = model.heads // size, max(1, model.kv_heads // size)
-    replicas = max(1, size // model.kv_heads)
-
-    def vocabulary(kind: type[_Layer]) -> _Layer:
-        padded = math.ceil(model.vocab_size / 64) * 64 // size
-        first = min(rank * padded, model.vocab_size)
-        indices = SimpleNamespace(
-            org_vocab_start_index=first, org_vocab_end_index=min(first + padded, model.vocab_size)
-        )
-        sizes = {"org_vocab_size": model.vocab_size, "num_embeddings": model.vocab_size}
-        return kind((padded, h), shard_indices=indices, **sizes)
-
-    def layer() -> nn.Module:
-        rows = (heads + 2 * kv) * d
-        inter = model.intermediate // size
-        tp = {"tp_rank": rank, "tp_size": size}
-        block = nn.Module()
-        block.self_attn, block.mlp = nn.Module(), nn.Module()
-        block.self_attn.qkv_proj = QKVParallelLinear(
-            (rows, h),
-            bias=rows if model.bias else 0,
-            head_size=d,
-            num_heads=heads,
-            num_kv_heads=kv,
-            num_kv_head_replicas=replicas,
-            total_num_heads=model.heads,
-            total_num_kv_heads=model.kv_heads,
-            **tp,
-        )
-        width = heads * d
-        block.self_attn.o_proj = RowParallelLinear((h, width), input_size=width * size, output_size=h, **tp)
-        block.mlp.gate_up_proj = MergedColumnParallelLinear(
-            (2 * inter, h), output_sizes=[model.intermediate, model.intermediate], **tp
-        )
-        block.mlp.down_proj = RowParallelLinear(
-            (h, inter), input_size=model.intermediate, output_size=h, **tp
-        )
-        block.input_layernorm, block.post_attention_layernorm = RMSNorm((h,)), RMSNorm((h,))
+        self.sizes, self.rank, self.num_ranks = model, rank, size
+        _, shapes = tp_layout(model, rank, size)
         if moe:
-            block.mlp.experts = FusedMoE((2, h, h))
-        return block
+            width = model.hidden
+            shapes |= {f"model.layers.{i}.mlp.experts.weight": (2, width, width) for i in range(model.layers)}
+        for name, shape in shapes.items():
+            *path, kind = name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in dict(module.named_children()):
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            values = torch.full(shape, float("nan"), dtype=dtype)
+            module.register_parameter(kind, nn.Parameter(values, requires_grad=False))
 
-    root = nn.Module()
-    root.packed_modules_mapping = {
-        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-        "gate_up_proj": ["gate_proj", "up_proj"],
-    }
-    root.model = nn.Module()
-    root.model.embed_tokens = vocabulary(VocabParallelEmbedding)
-    root.model.layers = nn.ModuleList([layer() for _ in range(model.layers)])
-    root.model.norm = RMSNorm((h,))
-    if model.tied:
-        root.lm_head = ParallelLMHead((1, 1))
-        root.lm_head.weight = root.model.embed_tokens.weight
-    else:
-        root.lm_head = vocabulary(ParallelLMHead)
-    return root
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Slices every tensor for this rank and copies it to its place."""
+        loaded = set()
+        for name, tensor in weights:
+            *path, leaf, kind = name.split(".")
+            fused, shard = _FUSED.get(leaf, (leaf, ""))
+            target = ".".join([*path, fused, kind])
+            self._load(self.get_parameter(target), tensor, leaf, shard)
+            loaded.add(target)
+        return loaded
+
+    def _load(self, param: nn.Parameter, tensor: Tensor, leaf: str, shard: str) -> None:
+        if leaf in ("embed_tokens", "lm_head"):
+            first = min(self.rank * param.shape[0], tensor.shape[0])
+            part = tensor[first : first + param.shape[0]]
+            param[: part.shape[0]].data.copy_(part)
+            param[part.shape[0] :].data.fill_(0)
+        elif shard:
+            at, rows, index = self._place(shard)
+            param.data.narrow(0, at, rows).copy_(tensor.narrow(0, index * rows, rows))
+        elif leaf in ("o_proj", "down_proj"):
+            width = param.shape[1]
+            param.data.copy_(tensor.narrow(1, self.rank * width, width))
+        else:
+            param.data.copy_(tensor)
+
+    def _place(self, shard: str) -> tuple[int, int, int]:
+        """Row in the fused parameter, rows, and which share of the tensor's rows."""
+        model, size = self.sizes, self.num_ranks
+        inter = model.intermediate // size
+        query = model.heads // size * model.head_dim
+        kv = max(1, model.kv_heads // size) * model.head_dim
+        replicas = max(1, size // model.kv_heads)
+        return {
+            "gate": (0, inter, self.rank),
+            "up": (inter, inter, self.rank),
+            "q": (0, query, self.rank),
+            "k": (query, kv, self.rank // replicas),
+            "v": (query + kv, kv, self.rank // replicas),
+        }[shard]
+
+
+def fake_qwen2(
+    model: DenseModel, rank: int, size: int, *, moe: bool = False, dtype: torch.dtype = torch.float32
+) -> FakeQwen2:
+    """A rank's model whose loading has been traced."""
+    fake = FakeQwen2(model, rank, size, moe=moe, dtype=dtype)
+    with traced(fake, model.shapes(), model_type="qwen2"):
+        pass
+    return fake

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +170,7 @@ class DictBlobs:
     def get(self, keys: Any) -> list[bytes]:
         """Values in the order of the keys."""
         return [self.blobs[key] for key in keys]
+
+    def put(self, blobs: Mapping[str, bytes]) -> None:
+        """Adds blobs."""
+        self.blobs.update(blobs)

@@ -20,6 +20,10 @@ GROUPS = {"adv_estimator": "grpo", **NO_KL}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "vapo": {"algorithm": {"adv_estimator": "vapo", "alpha": 0.5, **NO_KL}},
+    "positive_loss": {
+        "algorithm": GROUPS,
+        "actor": {"positive_loss_coef": 0.5, "positive_above": 0.2, "loss_agg_mode": "seq-mean-token-mean"},
+    },
     "gspo": {
         "algorithm": GROUPS,
         "actor": {"policy_loss": "gspo", "clip_ratio": 4e-4, "loss_agg_mode": "seq-mean-token-mean"},

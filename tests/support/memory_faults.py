@@ -69,9 +69,13 @@ def out_of_memory(learner: Learner, place: str, passes: set[int]) -> Iterator[li
         learner.actor.network.register_forward_pre_hook(count),
         layer.mlp.register_forward_hook(fail),
     ]
-    yield sizes
-    for hook in hooks:
-        hook.remove()
+    gc.freeze()  # what exists already need not be looked at in each collection
+    try:
+        yield sizes
+    finally:
+        gc.unfreeze()
+        for hook in hooks:
+            hook.remove()
 
 
 def build(ranks: Ranks, model: str, notes: list[str], **actor: Any) -> Learner:

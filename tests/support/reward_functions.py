@@ -179,7 +179,7 @@ def _forge(what: str, extra: dict[str, object]) -> object:
         {
             "int": 7,
             "maps": [[[{}] * 1000] * 300],
-        }.get(what, [[1, 1.0, {}, None, "", value]])
+        }.get(what, [[1, value, [1.0, {}, None, ""]]])
     )
     for number in range(3, 64):
         with contextlib.suppress(OSError):

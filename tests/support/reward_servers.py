@@ -23,13 +23,24 @@ Results = list[reward_pb2.ScoreResult]
 class OddServer(reward_pb2_grpc.RewardServiceServicer):
     """Answers as its mode says: right, late (`DELAYS`) or changed (`CHANGES`); records the calls."""
 
-    def __init__(self, mode: str = "right") -> None:
+    def __init__(
+        self, mode: str = "right", *, description: reward_pb2.RewardDescription | None = None
+    ) -> None:
         assert mode in ("right", "counting") or mode in DELAYS or mode in CHANGES or mode in REFUSALS, mode
         self.mode = mode
         self.calls: list[list[str]] = []
         self.step = -1
+        self.description, self.num_described = description, 0
         self.most_at_once = 0
         self._at_once = 0
+
+    async def Describe(
+        self, request: reward_pb2.DescribeRewardRequest, context: object
+    ) -> reward_pb2.RewardDescription:
+        self.num_described += 1
+        if self.description is None:  # as an older service
+            raise NotImplementedError
+        return self.description
 
     async def Score(
         self,

@@ -174,11 +174,13 @@ def _trajectories(folder: Path, name: str, step: int, draw: random.Random) -> No
                     "reward": float(right_answer),
                     "components": json.dumps({"exact_match": float(right_answer), "brevity": 0.5}),
                     "num_response_tokens": 4,
-                    "num_sampled_tokens": 4,
+                    "num_sampled_tokens": 3,
                     "finish_reason": "stop",
                     "response_token_ids": [4, 5, 6, 7],
                     "response_log_probs": [-0.1, -0.2, -3.0, -0.1],
                     "learner_log_probs": [-0.1, -0.25, -3.0, -0.1],
+                    "response_mask": [1, 1, 0, 1],
+                    "segment_starts": [2],
                 }
             )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}_{step:06d}.parquet")

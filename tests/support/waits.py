@@ -68,9 +68,14 @@ NEEDLESS: dict[str, str] = {
     },
     "paceline.sdk.environment_server:EnvironmentServer.stop: asyncio.wait": _CANCELLED,
     "paceline.sdk.served:serve_until_signal.serve: context.stopping.wait": _TOLD,
-    "paceline.sdk.attach:attach_reward.serve: await running": _TOLD,
+    "paceline.sdk.attachment:attach_until_signal.serve: await running": _TOLD,
     "paceline.sdk.attach:_Batches.score: await done": _OTHERS_END_IT,
+    "paceline.sdk.adapters.mcp:_Mcp._connect: self._done.wait": "ends with its episode, which has a lease",
     "paceline.sdk.attach:_streamed: reward_pb2_grpc.RewardGatewayStub(channel).Attach": (
+        "lasts as long as the run, at most ten minutes a stream; the keep-alive ends it 15 s after a loss"
+    ),
+    "paceline.sdk.attach_environment:_streamed: "
+    "environment_pb2_grpc.EnvironmentGatewayStub(channel).Attach": (
         "lasts as long as the run, at most ten minutes a stream; the keep-alive ends it 15 s after a loss"
     ),
     "paceline.service.attaching:_Stream._messages: self._changed.wait": "ends with its stream",
@@ -96,8 +101,8 @@ NEEDLESS: dict[str, str] = {
     "paceline.controller.weights.epoch:Epochs.call_each: asyncio.wait": _OTHERS_END_IT,
     "paceline.controller.run.checkpoints:Checkpoints.written: await writing": _OTHERS_END_IT,
     "paceline.controller.run.publication:Publication._call_off: asyncio.wait": _CANCELLED,
-    "paceline.controller.run.sequencer:Sequencer._learn: asyncio.wait": _CANCELLED,
-    "paceline.controller.run.sequencer:Sequencer._learn: await saving": (
+    "paceline.controller.run.trajectories:saving_trajectories: asyncio.wait": _CANCELLED,
+    "paceline.controller.run.trajectories:saving_trajectories: await saving": (
         "reads texts, and each command to the broker has a deadline, and writes a file"
     ),
     "paceline.controller.fleet.clients:while_alive: asyncio.wait": (
@@ -113,10 +118,27 @@ NEEDLESS: dict[str, str] = {
     "paceline.rollout.episodes.tool_pool:ToolPool.call: self._idle.get": (
         "each process is used for a bounded time, and the group's deadline stands over it"
     ),
+    "paceline.rollout.episodes.desk:Counter.ask: await question.answered": (
+        "the episode answers or ends, and the group's deadline stands over it"
+    ),
+    "paceline.rollout.episodes.desk:Counter.next: self._questions.get": (
+        "the agent's call has a deadline, and its end closes the counter"
+    ),
+    "paceline.rollout.episodes.drive:_Episode.run: asyncio.wait": _CANCELLED,
+    "paceline.sdk.sessions:Sessions.run: await session.running": (
+        "the caller's deadline cancels it; so does a higher attempt"
+    ),
     "paceline.service.children.frames:receive: stream.readexactly": "the callers wait for it with a deadline",
     "paceline.reward.remote.client:call_score: reward_pb2_grpc.RewardServiceStub(channel).Score": (
         "named here and called in the next line, with a deadline"
     ),
+    "paceline.reward.remote.client:call_describe: reward_pb2_grpc.RewardServiceStub(channel).Describe": (
+        "named here and called in the next line, with a deadline"
+    ),
+    "paceline.controller.batch.tasks:_ask: environment_pb2_grpc.EnvironmentServiceStub(channel).Tasks": (
+        "named here and called two lines later, with a deadline"
+    ),
+    "paceline.rollout.episodes.room:Room.entered: entered.wait": "each group has a deadline",
     "paceline.rollout.capacity:Capacity.wait_for_room: self._changed.wait": (
         "room comes when a group ends, and each group has a deadline"
     ),

@@ -30,10 +30,11 @@ from support.closed_server import methods, path
 
 SECRET = "a secret of the run"
 METHODS = {path(method): method for method in methods()}
-SCORE = "/paceline.rpc.v1.RewardService/Score"
+REWARD = tuple(sorted(method for method in METHODS if "/paceline.rpc.v1.RewardService/" in method))
 ATTACH = "/paceline.rpc.v1.RewardGateway/Attach"
+ATTACH_ENVIRONMENT = "/paceline.rpc.v1.EnvironmentGateway/Attach"
 PLAY = tuple(sorted(method for method in METHODS if "/paceline.rpc.v1.EnvironmentService/" in method))
-OUTSIDE = (SCORE, ATTACH, *PLAY)
+OUTSIDE = (*REWARD, ATTACH, ATTACH_ENVIRONMENT, *PLAY)
 INSIDE = sorted(METHODS.keys() - {*OUTSIDE})
 HEALTH = "/grpc.health.v1.Health/Check"
 DOCS = Path(__file__).parents[2] / "docs" / "security.md"
@@ -119,8 +120,10 @@ def reward_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def scoped(method: str, *, days: float = 1, right: bool = True) -> str:
     """A token whose scope is, or is not, for the method."""
     play = dict.fromkeys(PLAY, Scope.ENVIRONMENT)
-    opener = {SCORE: Scope.REWARD, ATTACH: Scope.ATTACH, **play}.get(method, Scope.STATUS)
-    other = Scope.ATTACH if method == SCORE else Scope.REWARD
+    attach = dict.fromkeys((ATTACH, ATTACH_ENVIRONMENT), Scope.ATTACH)
+    reward = dict.fromkeys(REWARD, Scope.REWARD)
+    opener = {**reward, **attach, **play}.get(method, Scope.STATUS)
+    other = Scope.ATTACH if method in REWARD else Scope.REWARD
     scope = opener if right else other
     return tokens.mint(SECRET, scope, expires_at=time.time() + days * 86_400)
 
@@ -208,8 +211,8 @@ def test_a_scoped_token_opens_its_methods_alone(server: Server) -> None:
             if server.ask(method, certificate="host", token=token) is StatusCode.UNIMPLEMENTED
         }
         wanted = {
-            Scope.REWARD: {SCORE},
-            Scope.ATTACH: {ATTACH},
+            Scope.REWARD: set(REWARD),
+            Scope.ATTACH: {ATTACH, ATTACH_ENVIRONMENT},
             Scope.ENVIRONMENT: set(PLAY),
             Scope.STATUS: set(STATUS_METHODS),
         }[scope]

@@ -39,6 +39,11 @@ async def collecting(it: SequencerRun) -> None:
         await asyncio.sleep(0.01)
 
 
+def answerable(it: SequencerRun) -> bool:
+    """Whether a server has the policy that is collected."""
+    return it.sequencer.progress.policy in it.services.policies.values()
+
+
 def restart_learner(
     it: SequencerRun, version: int, incarnation: str, state: LearnerState = LearnerState.READY
 ) -> None:
@@ -360,17 +365,21 @@ async def test_a_policy_that_nobody_holds_any_more_is_not_waited_for(tmp_path: P
         it.services.writes = True
         await it.enlist_all()
 
+        replaced = False
+
         async def replace() -> None:
+            nonlocal replaced
             await called(it, "commit rollout-1 2")
             await collecting(it)
             for member in it.supervisor.rollouts:
                 it.services.policies.pop(member.member_id, None)
                 await it.supervisor.expel(member, "killed")
             restart_learner(it, 1, "b")
+            replaced = True
             for i in range(2):
                 await it.enlist(f"rollout-{i}", MemberKind.ROLLOUT, RolloutState.STALE, "b")
 
-        it.may_answer = lambda: it.sequencer.progress.policy in it.services.policies.values()
+        it.may_answer = lambda: answerable(it) and (replaced or it.sequencer.progress.policy.version < 2)
         replacing = asyncio.create_task(replace())
         await it.go(timeout_s=12)
         await replacing
@@ -390,7 +399,7 @@ async def test_a_learner_that_is_still_loading_is_not_asked_for_weights(
         await it.enlist("learner", MemberKind.LEARNER, LearnerState.READY)
         await it.enlist("reward-0", MemberKind.REWARD, RewardState.SERVING)
         await it.enlist("rollout-0", MemberKind.ROLLOUT, RolloutState.STALE)
-        describe, is_loading = it.services.learner.describe, False
+        describe, is_loading, replaced = it.services.learner.describe, False, False
 
         async def refusing(member: Any) -> Any:
             if is_loading:
@@ -398,13 +407,14 @@ async def test_a_learner_that_is_still_loading_is_not_asked_for_weights(
             return await describe(member)
 
         async def replace() -> None:
-            nonlocal is_loading
+            nonlocal is_loading, replaced
             await called(it, "commit rollout-0 1")
             await collecting(it)
             it.services.policies.pop("rollout-0")
             await it.supervisor.expel(it.supervisor.rollouts[0], "killed")
             is_loading = True
             restart_learner(it, 1, "b", LearnerState.LOADING)
+            replaced = True
             await it.enlist("rollout-1", MemberKind.ROLLOUT, RolloutState.STALE)
             await asyncio.sleep(1)
             is_loading = False
@@ -414,7 +424,7 @@ async def test_a_learner_that_is_still_loading_is_not_asked_for_weights(
             await it.supervisor.apply(changes)
 
         it.services.learner.describe = refusing  # type: ignore[method-assign]
-        it.may_answer = lambda: it.sequencer.progress.policy in it.services.policies.values()
+        it.may_answer = lambda: answerable(it) and (replaced or it.sequencer.progress.policy.version < 1)
         replacing = asyncio.create_task(replace())
         await it.go()
         await replacing

@@ -21,7 +21,9 @@ import pytest
 from paceline.api import Callback, EarlyStop, Step, Training, load_run, train, training
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.core.errors import ConfigError, DataError, PacelineError
+from support import source
 from support.fake_controller import FakeController, serve
+from support.notebook import run_notebook
 
 FAKE = Path(__file__).parents[1] / "support" / "fake_train.py"
 CONFIG: dict[str, Any] = {
@@ -199,3 +201,17 @@ def test_a_run_as_tables(tmp_path: Path) -> None:
     assert run.samples(1, validation=True).to_pydict() == {"reward": [1.0]}
     with pytest.raises(DataError, match=r"no step_000001\.parquet"):
         run.samples(1)
+
+
+def test_the_notebook_of_the_first_run(tmp_path: Path) -> None:
+    overrides = ["trainer.name=left", f"trainer.run_dir={tmp_path / 'run'}"]
+    notebook = source.ROOT / "docs" / "first-run.ipynb"
+    left, went_on, last, curve, samples = run_notebook(notebook, {"config": CONFIG, "overrides": overrides})
+    assert "step 3: reward 1.500\nstep 4: reward 2.000\n" in left.text
+    assert "stopped after step" in left.text
+    assert went_on.text.split() == ["5", "6", "7"]
+    assert last.value["step"] == 7
+    assert curve.value._repr_svg_().count("<polyline") == 1
+    assert "in step 1, " in curve.value.title
+    assert samples.text.count("  learner [-0.1, -0.25, -3.0, -0.1]") == 3
+    assert samples.value == pytest.approx(0.05)

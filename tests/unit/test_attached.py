@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,12 @@ from paceline.core.errors import (
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer
+from paceline.reward.cached import Cached
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk import RewardAttachment
 from paceline.service import channels, tokens
 from paceline.service.credentials import Credentials, TlsFiles
+from paceline.service.gateway import Gateway, GatewayOptions
 from paceline.service.grpc_server import start_server
 from paceline.wire.attachment import gateway_message_from_proto, scorer_message_to_proto
 
@@ -90,6 +92,45 @@ async def run(
     finally:
         await scorer.close()
         await server.stop(grace_s=0)
+
+
+async def test_scores_of_another_version_of_the_clients_are_not_remembered() -> None:
+    asked: list[str] = []
+
+    def scoring(value: float) -> Callable[..., float]:
+        def score(response: str, ground_truth: str) -> float:
+            asked.append(f"{response}{value:g}")
+            return value
+
+        return score
+
+    async with run() as it:
+        cached = Cached(it.scorer, 10)
+
+        async def score() -> float | None:
+            return (await cached.score(items("a")))[0].reward
+
+        first = it.attach(scoring(1.0), version="1")
+        await it.clients(1)
+        assert [await score() for _ in range(3)] == [1.0] * 3
+        assert asked == ["a1"]
+        second = it.attach(scoring(2.0), version="2")
+        await it.clients(2)
+        await score()  # by either: nobody knows whose score would be remembered
+        await score()
+        assert len(asked) == 3
+        await ended(first)
+        await it.clients(1)
+        assert [await score() for _ in range(3)] == [2.0] * 3
+        assert asked[3:] == ["a2"]
+        await ended(second)
+        await it.clients(0)
+        assert await score() == 2.0, "remembered while nobody is there"
+        third = it.attach(scoring(3.0))  # its file says which version it is
+        await it.clients(1)
+        assert [await score() for _ in range(2)] == [3.0] * 2
+        assert asked[4:] == ["a3"]
+        await ended(third)
 
 
 async def ended(*tasks: asyncio.Task[None]) -> None:
@@ -390,6 +431,23 @@ async def test_the_end_of_the_run_ends_the_client_and_that_of_a_service_does_not
             await client
 
 
+async def test_a_stream_that_the_run_ends_leaves_no_task_behind() -> None:
+    async with run() as it:
+        before = asyncio.all_tasks()
+        client = it.attach(patience_s=30)
+        await it.clients(1)
+        await it.server.stop(grace_s=0)
+        async with asyncio.timeout(10):
+            # What reads the client's messages for gRPC ends by itself, and is not left to the collector.
+            while any(  # noqa: ASYNC110  a test's own look
+                "consume_request_iterator" in repr(task) for task in asyncio.all_tasks() - before
+            ):
+                await asyncio.sleep(0.05)
+        client.cancel()
+        with suppress(asyncio.CancelledError):
+            await client
+
+
 async def test_a_client_whose_calls_all_hang_leaves_and_its_items_go_to_others() -> None:
     released = threading.Event()
 
@@ -454,3 +512,30 @@ async def test_a_client_attaches_over_tls_with_the_authority_alone(
         client = service.attach(token="secret")
         assert [score.reward for score in await service.scorer.score(items("a", "bb"))] == [1.0, 2.0]
         await ended(client)
+
+
+async def test_a_client_that_has_left_when_it_is_asked_to_leave_ends_its_stream_in_order() -> None:
+    gateway: Gateway[ScoreItem, ScoreResult] = Gateway(
+        GatewayOptions(
+            name="judge",
+            answer_within_s=5.0,
+            wait_for_s=5.0,
+            source_of=lambda item: "",
+            size_of=lambda item: 1,
+        )
+    )
+    gone = asyncio.Event()
+
+    async def messages() -> AsyncIterator[Leave]:
+        await gone.wait()
+        return
+        yield Leave(reason="never")
+
+    stream = gateway.serve(Hello(name="judge", client="quick", window=1), messages())
+    assert isinstance(await anext(stream), Welcome)
+    closing = asyncio.create_task(gateway.close(Leave(reason="over", for_good=True)))
+    async with asyncio.timeout(5):
+        assert isinstance(await anext(stream), Leave)
+        gone.set()
+        await closing
+        assert await anext(stream, None) is None

@@ -36,6 +36,23 @@ async def test_it_opens_after_failures_in_a_row_alone() -> None:
     assert not await tested.admit(time.monotonic())
 
 
+async def test_who_follows_the_run_hears_of_it_once() -> None:
+    heard: list[str] = []
+    tested = Breaker("judge", heard.append)
+    for _ in range(3):
+        tested.failed("no answer")
+    for _ in range(2):
+        assert await tested.admit(soon())
+        tested.failed("no answer")
+    assert heard == [
+        "judge did not answer 3 times in a row: no answer; items for it wait, and single calls try it"
+    ]
+    assert await tested.admit(soon())
+    tested.succeeded()
+    tested.succeeded()
+    assert heard[1:] == ["judge answers again"]
+
+
 async def test_one_call_tries_while_the_others_wait() -> None:
     tested = Breaker("judge")
     for _ in range(3):

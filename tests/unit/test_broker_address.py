@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.broker import open_broker
 from paceline.broker.address import check_reach, redact, with_password
-from paceline.broker.blobs import BlobReader
+from paceline.broker.blobs import BlobClient
 from paceline.broker.memory import MemoryBroker
 from paceline.broker.redis_client import RedisClient
 from paceline.broker.redis_streams import RedisStreamsBroker
@@ -58,7 +58,7 @@ def test_no_password_is_shown_in_any_form(password: str) -> None:
 @given(password=SECRET)
 def test_no_error_about_an_address_shows_its_password(password: str) -> None:
     url = f"redis://:Xq7{password}Xq7@host:many/0"
-    for use in (open_broker, BlobReader, lambda url: check_reach(url, insecure=False)):
+    for use in (open_broker, BlobClient, lambda url: check_reach(url, insecure=False)):
         with pytest.raises(ConfigError, match="cannot be used") as caught:
             use(url)
         assert "Xq7" not in "".join(traceback.format_exception_only(caught.value))
@@ -105,7 +105,7 @@ def test_an_unusable_port_is_refused() -> None:
 
 def test_a_learner_cannot_read_blobs_of_another_process() -> None:
     with pytest.raises(ConfigError, match="one process only"):
-        BlobReader("memory://name")
+        BlobClient("memory://name")
 
 
 def test_the_pool_needs_room_for_more_than_blocking_reads() -> None:

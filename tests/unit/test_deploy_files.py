@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import stat
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 
 from paceline.config.load import load
 from paceline.config.run import RunConfig
+from paceline.config.services import ServiceConfig
 from support import source
 
 COMPOSE = source.ROOT / "deploy" / "compose"
@@ -70,6 +72,13 @@ def test_a_container_has_no_more_rights_than_it_needs(service: str) -> None:
     assert all(str(port).startswith("127.0.0.1:") for port in settings.get("ports", ()))
 
 
+def test_only_what_has_a_port_on_the_node_is_on_a_network_with_a_way_out() -> None:
+    assert {name for name, network in TREE["networks"].items() if network != {"internal": True}} == {"node"}
+    on_node = {name for name, settings in SERVICES.items() if "node" in settings.get("networks", ())}
+    assert on_node == {name for name, settings in SERVICES.items() if "ports" in settings}
+    assert all("networks" in settings or "network_mode" in settings for settings in SERVICES.values())
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_caches_in_memory_can_be_written_by_the_containers_user(service: str) -> None:
     """Without an owner the mount belongs to root, with the mode of the folder in the image."""
@@ -91,6 +100,8 @@ IDENTITIES = {
         for suffix in ("", "-gpu", "-colocated")
     },
     "rollout": "rollout",
+    "reward-model": "client",
+    "reward-model-gpu": "client",
     **{f"rollout-gpu-{number}": "rollout" for number in range(4)},
     **{f"rollout-colocated-{number}": "rollout" for number in range(8)},
 }
@@ -145,25 +156,83 @@ OF_THE_RUN = [name for name in SERVICES if SERVICES[name]["profiles"] != ["obser
 ASKED = [
     name
     for name in OF_THE_RUN
-    if SERVICES[name]["restart"] != "no" and SERVICES[name].get("network_mode") != "none"
+    if SERVICES[name]["restart"] != "no"
+    and SERVICES[name].get("network_mode") != "none"
+    and IDENTITIES[name] != "client"  # a reward model attaches, and has no port
 ]
 
 
 @pytest.mark.parametrize("service", ASKED)
 def test_a_service_of_the_run_says_whether_it_serves(service: str) -> None:
-    assert SERVICES[service]["healthcheck"]["test"]
-    assert SERVICES[service]["stop_grace_period"]
+    role = IDENTITIES[service]
+    asks = ["CMD", "paceline", "health", "127.0.0.1:7000", "--role", role]
+    wanted = ["CMD", "sh", "/etc/paceline/health.sh"] if role == "redis" else asks
+    assert SERVICES[service]["healthcheck"]["test"] == wanted
+
+
+@pytest.mark.parametrize(("answer", "code"), [("PONG", 0), ("LOADING Redis is loading", 1), ("", 1)])
+def test_redis_is_healthy_when_it_answers(answer: str, code: int, tmp_path: Path) -> None:
+    """With a client that prints this."""
+    client, password = tmp_path / "redis-cli", tmp_path / "redis_password"
+    client.write_text(f"#!/bin/sh\necho '{answer}'\n[ -n '{answer}' ]\n")
+    client.chmod(0o755)
+    password.write_text("secret")
+    script = (COMPOSE / "redis" / "health.sh").read_text(encoding="utf-8")
+    words = ["sh", "-c", script.replace("/run/secrets", str(tmp_path))]
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    assert subprocess.run(words, env=path, timeout=10, check=False).returncode == code
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_container_has_time_to_end_in_order(service: str) -> None:
+    period = SERVICES[service]["stop_grace_period"]
+    assert period.endswith("s")
+    assert float(period[:-1]) >= ServiceConfig().shutdown_timeout_s
+
+
+# What gets the run's token, and what gets Redis' password; everyone else gets neither.
+SECRETS = {
+    role: {"token", "redis_password"} if role == "controller" else {"token"}
+    for role in ("controller", "learner", "rollout", "reward", "client")
+} | {"redis": {"redis_password"}, "authority": {"redis_password"}}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_secret_is_a_file_of_those_who_need_it(service: str) -> None:
+    """What is in an environment is in `docker inspect`, too."""
+    settings = SERVICES[service]
+    assert set(settings.get("secrets", ())) == SECRETS.get(IDENTITIES.get(service, ""), set())
+    for name, value in settings.get("environment", {}).items():
+        if re.search("TOKEN|PASSWORD|SECRET|KEY", name):
+            assert re.fullmatch(r"/run/secrets/\w+", value), name
+        assert not re.search(r"//[^/]*:[^/]*@", value), f"{name} has a password"
+    assert {tuple(secret) for secret in TREE["secrets"].values()} == {("file",)}
 
 
 def test_the_environment_file_names_every_variable_with_its_default() -> None:
     """`${NAME:-default}` in the compose file, `NAME=default` in the example; some differ between profiles."""
     used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", (COMPOSE / "compose.yaml").read_text(encoding="utf-8")))
     example = (COMPOSE / ".env.example").read_text(encoding="utf-8")
-    in_force = dict(re.findall(r"^([A-Z_]+)=(.*)$", example, flags=re.M))
-    named = {*in_force, *re.findall(r"^# ([A-Z_]+)=", example, flags=re.M)}
+    named = dict(re.findall(r"^(?:# )?([A-Z_]+)=(.*)$", example, flags=re.M))
     of_profiles = {"RUN", "SHM_SIZE"}
-    assert set(used) - named - of_profiles == set()
-    assert {name for name in set(used) & set(in_force) - of_profiles if used[name] != in_force[name]} == set()
+    assert set(used) - set(named) - of_profiles == set()
+    no_defaults = {*of_profiles, "OTLP_ENDPOINT"}
+    assert {name for name in set(used) & set(named) - no_defaults if used[name] != named[name]} == set()
+
+
+def test_secrets_are_made_once_in_a_folder_of_their_owner(tmp_path: Path) -> None:
+    """The files are readable for the containers' users; the folder keeps this machine's others out."""
+    script = shutil.copy(COMPOSE / "secrets.sh", tmp_path)
+    folder = tmp_path / "secrets"
+    texts = []
+    for _ in range(2):
+        subprocess.run(["sh", script], check=True, timeout=30)
+        texts.append([(folder / name).read_text(encoding="utf-8") for name in ("token", "redis_password")])
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 2
+    assert all(re.fullmatch("[0-9a-f]{64}", text) for text in texts[0])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o444}
 
 
 def test_the_demo_of_the_containers_is_the_demo() -> None:

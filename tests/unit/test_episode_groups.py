@@ -114,6 +114,39 @@ async def test_open_episodes_are_bounded() -> None:
         assert len(await b.headers(3)) == 3
 
 
+async def test_conversations_that_do_not_fit_the_kv_cache_wait_in_order() -> None:
+    slow = Slow(num_steps=1)
+    # A prompt of two tokens, ten for an answer: room for one episode, and for two when its answer had three.
+    options = {"max_turn_tokens": 10, "max_context_tokens": 17}
+    async with bench(engine=Brief(vocab_size=VOCAB), episodes=with_(slow, **options)) as b:
+        await b.push(V0)
+        await b.ask(group(7, samples=5))
+        await b.quiet(2)
+        await b.ask(*(group(i, samples=1) for i in (8, 9, 10)))
+        await asyncio.sleep(0.2)
+        opened = [task.trajectory_id for kind, task in slow.events if kind == "open"]
+        assert [name.rpartition(":")[2] for name in opened] == ["0", "1"]
+        # Groups are left to other servers meanwhile, but for one that the server was waiting for already.
+        assert b.sampler.in_flight in (5, 6)
+        slow.may.set()
+        assert len(await b.headers(8)) == 8
+        assert b.sampler.in_flight == 0
+
+
+async def test_a_push_empties_the_line_too() -> None:
+    slow = Slow(num_steps=1)
+    options = {"max_turn_tokens": 10, "max_context_tokens": 5}
+    async with bench(engine=Brief(vocab_size=VOCAB), episodes=with_(slow, **options)) as b:
+        await b.push(V0)
+        await b.ask(group(7, samples=3))
+        await b.quiet(1)
+        await b.push(V1)
+        assert [kind for kind, _ in slow.events] == ["open", "abandon"]
+        slow.may.set()
+        await b.ask(group(9, samples=3, policy=V1))
+        assert {header.trajectory_id.prompt_id for header in await b.headers(3)} == {9}
+
+
 async def test_a_lost_environment_drops_its_group_with_the_reason() -> None:
     lost = EnvironmentLostError("nobody answers", peer="environment")
     echo = Echo(losses=[lost] * 99)

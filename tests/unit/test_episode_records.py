@@ -41,9 +41,11 @@ def test_each_run_of_ones_is_a_turn(mask: list[int], spans: list[tuple[int, int]
 async def test_the_environments_reward_is_one_more_component() -> None:
     item = ScoreItem(trajectory_id="a", prompt="", response="", ground_truth="", episode=OUTCOME)
     plain = dataclasses.replace(item, episode=None)
-    first, second = await EnvironmentReward(0.5).score([item, plain])
+    unrated = dataclasses.replace(item, episode=dataclasses.replace(OUTCOME, reward=None))
+    first, second, third = await EnvironmentReward(0.5).score([item, plain, unrated])
     assert (first.reward, first.components) == (1.0, {"environment": 2.0, "environment/moves": 3.0})
     assert (second.reward, second.components) == (0.0, {})
+    assert (third.reward, third.components) == (0.0, {"environment/moves": 3.0})
 
 
 def test_turns_and_reasons_are_counted() -> None:

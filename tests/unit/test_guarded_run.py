@@ -16,9 +16,10 @@ from paceline.controller.run.checkpoints import ControllerState, folder_of
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.guard import Reading
 from paceline.core.manifest import manifest_text
+from paceline.core.trajectory import GroupRefusal, PromptGroup
 from paceline.data.cursor import CursorState
 from paceline.storage.folder import Folder
-from support.sequencer_run import SequencerRun, config, run, run_of
+from support.sequencer_run import RUN, SequencerRun, config, run, run_of
 
 
 def ppo_kl(value: float, skipped: int = 0) -> list[Reading]:
@@ -203,6 +204,7 @@ async def test_stop_does_not_publish_and_patience_waits(tmp_path: Path) -> None:
             await it.go()
         assert [e["action"] for e in of(it, "guard")] == ["skip", "warn", "skip", "stop"]
         assert it.services.calls[-1] == "train 4"
+    assert (tmp_path / "trajectories/step_000004.parquet").is_file(), "the last samples show why"
 
 
 async def test_without_a_checkpoint_of_this_run_there_is_nowhere_to_go_back_to(tmp_path: Path) -> None:
@@ -211,6 +213,7 @@ async def test_without_a_checkpoint_of_this_run_there_is_nowhere_to_go_back_to(t
         it.services.readings = {1: ppo_kl(0.3)}
         with pytest.raises(CheckpointError, match="no checkpoint to go back to"):
             await it.go()
+    assert (tmp_path / "trajectories/step_000001.parquet").is_file()
 
 
 async def test_a_run_that_never_goes_back_writes_no_checkpoint_at_its_start(tmp_path: Path) -> None:
@@ -254,6 +257,115 @@ async def test_metrics_that_are_not_finite_are_counted(tmp_path: Path) -> None:
         await it.go()
         (event,) = of(it, "guard")
         assert (event["rule"], event["value"], event["action"]) == ("non_finite", 2.0, "warn")
+
+
+async def test_updates_that_ran_out_of_memory_are_counted_and_may_end_the_run(tmp_path: Path) -> None:
+    async with run(tmp_path, **guarded(2, out_of_memory={"warn": 0.0, "stop": 1.0})) as it:
+        await it.enlist_all()
+        train, halved = it.services.learner.train, iter((1.0, 2.0))
+
+        async def short_of_memory(*args: Any, **kwargs: Any) -> Any:
+            reply = await train(*args, **kwargs)
+            reply.metrics["guard/out_of_memory"] = next(halved)
+            return reply
+
+        it.services.learner.train = short_of_memory  # type: ignore[method-assign]
+        with pytest.raises(GuardError, match=r"optimizer steps taken again in halves is 2, above 1"):
+            await it.go()
+        fired = [(e["step"], e["action"], e["value"]) for e in of(it, "guard")]
+        assert fired == [(1, "warn", 1.0), (2, "stop", 2.0)]
+
+
+@pytest.mark.parametrize(("equal", "fired"), [(0, []), (1, []), (2, [(1, 2 / 3)]), (3, [(1, 1.0)])])
+async def test_groups_whose_rewards_are_equal_are_judged_by_their_share(
+    equal: int, fired: list[tuple[int, float]], tmp_path: Path
+) -> None:
+    same = set[int]()
+
+    def score(group: PromptGroup, sample_index: int) -> dict[str, Any]:
+        if len(same) < equal or group.prompt_id in same:
+            same.add(group.prompt_id)
+            sample_index = 0
+        return {"reward": float(sample_index), "reward_error": None}
+
+    rules = guarded(1, groups_without_spread={"warn": 0.5}, reward_constant={"warn": None})
+    async with run(tmp_path, **rules) as it:
+        await it.enlist_all()
+        await it.go(score)
+        assert [(e["step"], pytest.approx(e["value"])) for e in of(it, "guard")] == fired
+        assert it.lines()[1]["groups/without_spread"] == pytest.approx(equal / 3)
+
+
+async def test_a_component_that_stays_the_same_is_told_after_its_steps(tmp_path: Path) -> None:
+    """Its streak: steps in a row in which it was the same for all, across a restart from a checkpoint."""
+    values = {1: 1.0, 2: 1.0, 3: None, 4: 0.0, 5: 0.5, 6: 0.5}
+
+    def score(group: PromptGroup, sample_index: int) -> dict[str, Any]:
+        value = values[group.step]
+        components = {"style": float(sample_index) if value is None else value, "sums": float(sample_index)}
+        return {"reward": float(sample_index), "reward_error": None, "components": components}
+
+    rules = {"component_constant": {"warn": 1.0}}
+    async with run(tmp_path, **guarded(5, **rules)) as it:
+        await it.enlist_all()
+        await it.go(score)
+        fired = [(e["step"], e["rule"], e["value"]) for e in of(it, "guard")]
+        assert fired == [(2, "component_constant", 2.0), (5, "component_constant", 2.0)]
+        told = [text for text in it.notices if "guard: warn" in text]
+        assert told[0] == (
+            "step 2: guard: warn: steps in a row in which a reward component was the same for all responses "
+            "(style) is 2, above 1 (guard.component_constant.warn)"
+        )
+    async with run_of(config(**guarded(6, **rules)), tmp_path) as it:
+        await it.enlist_all()
+        await it.go(score)
+        assert [(e["step"], e["value"]) for e in of(it, "guard")][-1] == (6, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "failed", "value", "detail"),
+    [
+        (None, 0.0, None, ""),
+        ("timeout", 0.0, 1 / 3, "dropped groups"),
+        ("refused", 0.0, None, ""),
+        (None, 0.5, 0.5, "responses to judge"),
+        ("timeout", 1.0, 1.0, "responses to judge"),
+    ],
+)
+async def test_what_scorers_fail_on_is_judged_by_its_share(
+    kind: str | None, failed: float, value: float | None, detail: str, tmp_path: Path
+) -> None:
+    first = set[int]()
+
+    def score(group: PromptGroup, sample_index: int) -> dict[str, Any] | GroupRefusal:
+        if kind is not None and (not first or group.prompt_id in first):
+            first.add(group.prompt_id)
+            if kind == "refused":  # by a rollout server, which is no scorer's fault
+                return GroupRefusal(
+                    run_id=RUN,
+                    step=group.step,
+                    purpose=group.purpose,
+                    prompt_id=group.prompt_id,
+                    policy=group.policy,
+                    server_id="fake",
+                    reason="engine_error",
+                    message="it broke",
+                    deliveries=6,
+                )
+            return {"reward": None, "reward_error": (kind, "slow")}
+        share = failed if failed in (0.0, 1.0) else float(sample_index)
+        return {
+            "reward": float(sample_index),
+            "reward_error": None,
+            "components": {"judge": float(sample_index), "judge/failed": share},
+        }
+
+    async with run(tmp_path, **guarded(1)) as it:
+        await it.enlist_all()
+        await it.go(score)
+        fired = [(e["rule"], pytest.approx(e["value"])) for e in of(it, "guard")]
+        assert fired == ([] if value is None else [("reward_errors", value)])
+        assert all(f"({detail}) is" in e["message"] for e in of(it, "guard"))
 
 
 async def test_a_rollback_that_sends_other_weights_is_found_by_verify(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from paceline.cli.commands import export
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.launch.dry_run import describe
-from paceline.config.load import parse
+from paceline.cli.main import main
+from paceline.config.load import dump_yaml, load, parse
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import DataError, ModelError
@@ -180,6 +183,17 @@ def test_faults_of_the_name_are_told_apart(hub: StandInHub) -> None:
             local_model(ModelConfig(path=path), "learner")
 
 
+def test_a_configuration_for_names_of_the_hub(hub: StandInHub, tmp_path: Path) -> None:
+    hub.put("openai/gsm8k", GSM8K, kind="datasets")
+    hub.put("acme/tiny", {**MODEL, "chat_template.jinja": b"x"})
+    file = tmp_path / "run.yaml"
+    words = ["--model", "acme/tiny", "--data", "openai/gsm8k", "--reward", "gsm8k"]
+    assert main(["init", str(file), *words]) == 0
+    data = load(RunConfig, file).data
+    assert data.train_files == ("openai/gsm8k",)
+    assert (data.prompt_key, data.ground_truth_key) == ("question", "answer")
+
+
 def test_gsm8k_by_its_name(hub: StandInHub) -> None:
     hub.put("openai/gsm8k", GSM8K, kind="datasets")
     earlier = GSM8K | {"main/test-00000-of-00001.parquet": _parquet("6")}
@@ -251,3 +265,71 @@ def test_the_option_offline_reaches_the_hub_s_library(hub: StandInHub, tmp_path:
     assert "acme/tiny is no folder or file here" in done.stderr
     assert "--offline" in done.stderr
     assert hub.requests == []
+
+
+@pytest.fixture
+def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with a checkpoint, and an exporter that needs no weights."""
+    run_dir = tmp_path / "runs" / "mine"
+    (run_dir / "checkpoints" / "step_000002").mkdir(parents=True)
+    (run_dir / "checkpoints" / "step_000002" / "manifest.json").write_text("{}")
+    config = _config(
+        trainer={"total_steps": 4, "name": "sums"}, data={"train_files": "/home/ann/secret/a.jsonl"}
+    )
+    (run_dir / "config.resolved.yaml").write_text(dump_yaml(config))
+    rows = [{"step": s, "val/reward/mean": s / 4, "critic/score/mean": 0.5} for s in (0, 1, 2, 3)]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def write(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        for name, data in MODEL.items():
+            if "/" not in name:
+                Path(command[-1]).mkdir(exist_ok=True)
+                (Path(command[-1]) / name).write_bytes(data)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(export.subprocess, "run", write)
+    monkeypatch.setenv("HF_TOKEN", "writer")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    return run_dir
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's way to call httpx
+def test_an_export_is_pushed_with_a_card_and_can_be_trained_from(
+    hub: StandInHub, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", str(exported), "2", "out", "--push-to-hub", "ann/sums", "--private"]
+    assert main(words) == 0
+    assert re.search(r"pushed: http://127\.0\.0\.1:\d+/ann/sums/commit/[0-9a-f]{40}", capsys.readouterr().out)
+    assert hub.created == {"ann/sums": True}
+    assert hub.messages == ["Step 2 of sums, trained with Paceline"]
+    folder = local_model(ModelConfig(path="ann/sums"), "learner").path
+    assert (Path(folder) / "model.safetensors").read_bytes() == b"weights"
+    card = (tmp_path / "out" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert (front["base_model"], front["library_name"]) == ("acme/tiny", "transformers")
+    assert "| validation reward | 0.000 (step 0), 0.500 (step 2) |" in card
+    assert "`a.jsonl`" in card
+    assert "/home/ann" not in card
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "sentence"),
+    [
+        ("sums", "writer", "'sums' is no name of a model on the hub; give ORG/NAME"),
+        ("ann/sums@main", "writer", "'ann/sums@main' is no name of a model"),
+        ("ann/sums", "reader", r"did not take ann/sums \(HTTP 401\); set HF_TOKEN to a token that may write"),
+    ],
+)
+def test_a_push_that_is_refused_says_why(
+    hub: StandInHub,
+    exported: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    token: str,
+    sentence: str,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    assert main(["export", str(exported), "2", "out", "--push-to-hub", name]) == 2
+    assert re.search(sentence, capsys.readouterr().err)
+    assert hub.messages == []

@@ -59,7 +59,8 @@ def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
     assert len(named) > 60
     named |= {f"{network}/{name}" for network in ("actor", "critic") for name in _OF_EACH_NETWORK}
     named |= {
-        f"actor/{name}" for name in (*_standard_metrics(), "pg_loss", "kl_loss", "load_balance", "NAME")
+        f"actor/{name}"
+        for name in (*_standard_metrics(), "pg_loss", "kl_loss", "positive_loss", "load_balance", "NAME")
     }
     named |= {"critic/vf_loss", "critic/vf_clipfrac"}
     assert named == set(STEP_METRICS)
@@ -67,6 +68,8 @@ def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
 
 def test_names_of_the_configuration_are_filled_in() -> None:
     assert meaning("reward/gsm8k/mean") == STEP_METRICS["reward/NAME/mean"]
+    dropped = "barrier/groups_dropped/reward_timeout"
+    assert meaning(dropped) == STEP_METRICS["barrier/groups_dropped/NAME"]
     assert meaning("val/reward/mean") == STEP_METRICS["val/reward/mean"]
     assert meaning("reward/mine") == ""
 

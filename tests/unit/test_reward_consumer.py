@@ -47,6 +47,7 @@ class Recorder:
         self.asked, self.release = asyncio.Event(), asyncio.Event()
         self.fail: RewardError | None = None
         self.components: dict[str, float] = {}
+        self.placed: tuple[tuple[int, float], ...] = ()
         self.fail_text = "f returned nan"
         self.passing: dict[str, int] = {}
 
@@ -70,7 +71,9 @@ class Recorder:
             return failed(item.trajectory_id, RewardErrorKind.NOT_FINITE, self.fail_text)
         length = float(len(item.response))
         components = self.components or {"length": length}
-        return Score(trajectory_id=item.trajectory_id, reward=length, components=components)
+        return Score(
+            trajectory_id=item.trajectory_id, reward=length, components=components, placed=self.placed
+        )
 
 
 def tokens(word: str) -> list[int]:
@@ -377,6 +380,24 @@ async def test_a_consumer_that_is_stopped_ends_after_the_thread_that_decodes(ben
         await asyncio.wait([work])
         assert ended.is_set()
     assert await bench.pending() == 1
+
+
+async def test_parts_of_a_reward_go_to_the_tokens_with_their_steps_last_characters(bench: Bench) -> None:
+    bench.tokenizer.special = "xyz"  # one token of three characters
+    bench.scorer.placed = ((2, 0.5), (3, 0.25), (4, 1.0))
+    mask = [1, 1, 0, 1, 1, 1, 1]
+    await bench.broker.append(
+        [
+            finished_sample(RUN, 5, [1, 0, 99, 3, 0]),
+            finished_sample(RUN, 6, [*tokens("abx"), 0, *tokens("c"), 99], mask=mask[:6], episode=EPISODE),
+        ]
+    )
+    async with bench.working():
+        single, episode = await bench.headers(2)
+        await settle()
+    assert [item.response for item in bench.scorer.items] == ["axyzc", "cxyz"]
+    assert single.token_rewards == ((2, 1.75),)
+    assert episode.token_rewards == ((5, 1.75),)
 
 
 async def test_of_an_episode_the_last_answer_is_scored_and_all_of_it_is_kept(bench: Bench) -> None:

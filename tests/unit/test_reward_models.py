@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from paceline.config.reward import RewardConfig
 from paceline.core.errors import ConfigError
 from paceline.core.scoring import ScoreItem
-from paceline.reward.models.sequence import SequenceModel, SequenceModelOptions
+from paceline.reward.models import __main__ as reward_models
+from paceline.reward.models.model import ModelOptions
+from paceline.reward.models.process import ProcessModel, step_ends
+from paceline.reward.models.sequence import SequenceModel
+from paceline.reward.models.version import folder_version
+from paceline.reward.scorer import ScorerSettings
+from paceline.reward.weighted_sum import WeightedSum
 from paceline.sdk import RewardClient, RewardServer
 
 pytestmark = pytest.mark.torch
@@ -59,23 +68,163 @@ def test_scores_are_those_of_transformers_in_any_batch(tmp_path: Path) -> None:
         ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
         expected.append(reference(input_ids=ids).logits[0, 0].item())
     for max_batch_tokens in (1, 60, 10_000):
-        model = SequenceModel(SequenceModelOptions(path=path, max_batch_tokens=max_batch_tokens))
+        model = SequenceModel(ModelOptions(path=path, max_batch_tokens=max_batch_tokens))
         assert model(items(*RESPONSES)) == pytest.approx(expected, abs=1e-5)
 
 
 def test_bfloat16_weights_give_float32_scores(tmp_path: Path) -> None:
-    model = SequenceModel(SequenceModelOptions(path=save(tmp_path), dtype="bfloat16"))
+    model = SequenceModel(ModelOptions(path=save(tmp_path), dtype="bfloat16"))
     scores = model(items(*RESPONSES))
     assert any(float(torch.tensor(score).bfloat16()) != score for score in scores)
 
 
 def test_a_model_with_two_labels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 2 labels: a reward model has one"):
-        SequenceModel(SequenceModelOptions(path=save(tmp_path, num_labels=2)))
+        SequenceModel(ModelOptions(path=save(tmp_path, num_labels=2)))
 
 
 async def test_it_is_served_as_any_batch_function(tmp_path: Path) -> None:
-    model = SequenceModel(SequenceModelOptions(path=save(tmp_path)))
+    model = SequenceModel(ModelOptions(path=save(tmp_path)))
     async with RewardServer(model, batch=True) as server, RewardClient(server.address) as client:
         results = await client.score(items(*RESPONSES))
     assert [result.reward for result in results] == pytest.approx(model(items(*RESPONSES)))
+
+
+def save_process(folder: Path) -> str:
+    from transformers import LlamaConfig, LlamaForTokenClassification
+
+    save(folder)
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, num_labels=1, pad_token_id=33,
+    )  # fmt: skip
+    LlamaForTokenClassification(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_process_model_scores_the_end_of_each_step_in_any_batch(tmp_path: Path) -> None:
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    path = save_process(tmp_path)
+    response = "one\n\ntwo\nthree"
+    ends = (5, 9, 14)
+    text = f"<user>2 + 2?</s><assistant>{response}</s>"
+    ids = torch.tensor([AutoTokenizer.from_pretrained(path)(text, add_special_tokens=False)["input_ids"]])
+    logits = AutoModelForTokenClassification.from_pretrained(path)(input_ids=ids).logits[0, :, 0]
+    start = text.index(response)
+    wanted = [logits[start + end - 1].item() / 3 for end in ends]
+    for max_batch_tokens in (1, 10_000):
+        model = ProcessModel(ModelOptions(path=path, max_batch_tokens=max_batch_tokens))
+        value, *_ = model(items(response, *RESPONSES))
+        placed = value["placed"]
+        assert isinstance(placed, list)
+        assert [end for end, _ in placed] == list(ends)
+        assert [part for _, part in placed] == pytest.approx(wanted, abs=1e-5)
+        assert value["score"] == pytest.approx(sum(wanted), abs=1e-5)
+
+
+async def test_a_process_models_parts_come_to_the_caller(tmp_path: Path) -> None:
+    model = ProcessModel(ModelOptions(path=save_process(tmp_path)))
+    async with RewardServer(model, batch=True) as server, RewardClient(server.address) as client:
+        (result,) = await client.score(items("a\nb"))
+    assert [end for end, _ in result.placed] == [2, 3]
+    assert result.reward == pytest.approx(sum(part for _, part in result.placed))
+
+
+def test_a_folders_version_is_that_of_its_files(tmp_path: Path) -> None:
+    weights = bytearray(5 * 2**20)
+    (tmp_path / "config.json").write_text("{}")
+    versions = []
+    for change in (None, 0, 2**20 * 3, None, len(weights) - 1, "config.json", "added.json"):
+        if isinstance(change, int):
+            weights[change - change % (len(weights) // 64)] ^= 1
+        elif change is not None:
+            (tmp_path / change).write_text("{ }")
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        versions.append(folder_version(tmp_path))
+    assert len(set(versions)) == 6
+    assert versions[2] == versions[3]
+
+
+# A regular expression that takes for ever lets no other Python thread run, as a kernel that hangs may not.
+HANGS = """
+import re, sys, time
+from paceline.reward.models.deadline import Bounded
+model = Bounded(lambda items: [re.match("(a+)+$", item) for item in items], 0.3)
+assert model(["aab", "aa"])[0] is None
+time.sleep(0.6)
+print("answered", flush=True)
+model(["a" * 60 + "b"])
+print("too late")
+"""
+
+
+def test_a_model_that_hangs_ends_its_process_and_says_where() -> None:
+    command = [sys.executable, "-c", HANGS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (1, "answered\n")
+    assert "Timeout (0:00:00.300000)!" in done.stderr
+    assert "in __call__" in done.stderr
+
+
+RUN = """
+data: {train_files: t.jsonl}
+model: {path: m}
+reward: {models: [{name: rm, path: %s, timeout_s: 7, dtype: bfloat16, device: "cuda:3"}]}
+trainer: {total_steps: 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--name", "other"], "has no model 'other' under reward.models, which names rm"),
+        (["--name", "rm"], "None is not a local folder and is not a valid model identifier"),
+        (["also/a/path"], "give either the path of a model or --config"),
+    ],
+)
+def test_a_container_takes_its_model_from_the_runs_configuration(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN % "models/judge")
+    options: list[ModelOptions] = []
+
+    def load(given: ModelOptions) -> None:
+        options.append(given)
+        raise ConfigError("None is not a local folder and is not a valid model identifier")
+
+    monkeypatch.setitem(reward_models._KINDS, "sequence_classification", load)  # type: ignore[misc]
+    arguments = ["--config", str(file), "--port", "0", *words]
+    if words[0] == "also/a/path":
+        with pytest.raises(SystemExit):
+            reward_models.main(arguments)
+    else:
+        assert reward_models.main(arguments) == 2
+    assert said in capsys.readouterr().err
+    if words[-1] == "rm":
+        wanted = ModelOptions(path="models/judge", device="cuda:0", dtype="bfloat16")
+        assert options == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("response", "ends"),
+    [("", ()), ("a", (1,)), ("a\n", (2,)), ("\n\na\n\nb", (5, 6)), ("a\n\n\n", (4,))],
+)
+def test_where_steps_end(response: str, ends: tuple[int, ...]) -> None:
+    assert step_ends(response, "\n") == ends
+
+
+def test_configured_models_attach_under_their_names() -> None:
+    config = RewardConfig.model_validate(
+        {"attached": [{"name": "people"}], "models": [{"name": "rm", "path": "m", "weight": 0.5}]}
+    )
+    people, model = WeightedSum.configured(ScorerSettings(config=config)).attached
+    assert (people.names, model.names) == (["people"], ["rm"])
+    section = config.models[0].attached
+    assert (section.weight, section.timeout_s, section.wait_for_s) == (0.5, 120.0, 600.0)

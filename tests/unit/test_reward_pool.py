@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from paceline.core.errors import (
@@ -59,6 +61,50 @@ async def test_results_come_in_order_with_their_components() -> None:
         assert [scores[0].reward for scores in several] == [0.5 * n + 1.0 for n in range(20)]
         assert await pool.score([]) == []
         assert pool.num_replaced == 0
+
+
+def num_children() -> int:
+    return sum(
+        "paceline.reward.functions.child" in child.cmdline()
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE
+    )
+
+
+async def test_processes_follow_the_queue_up_to_a_bound_and_back() -> None:
+    pool = FunctionPool([OBEDIENT], num_processes=1, max_processes=3, timeout_s=10, idle_s=0.3)
+    async with pool, asyncio.timeout(50):
+        short = await pool.score(items(*["sleep:0.01"] * 20))
+        assert kinds(short) == ["1.0"] * 20
+        assert num_children() == 1
+        scoring = asyncio.create_task(pool.score(items(*["sleep:0.2"] * 70)))
+        most = 1
+        while not scoring.done():
+            most = max(most, num_children())
+            await asyncio.sleep(0.05)
+        assert kinds(scoring.result()) == ["1.0"] * 70
+        assert most == 3
+        while num_children() > 1:  # noqa: ASYNC110  a test's own look
+            await asyncio.sleep(0.05)
+        assert kinds(await pool.score(items("a", "exit", "b"))) == ["1.0", "crashed", "1.0"]
+        assert pool.num_replaced == 1
+    assert num_children() == 0
+
+
+async def test_a_process_that_is_added_and_dies_is_replaced_and_one_that_starts_ends_with_the_pool() -> None:
+    async with (
+        FunctionPool([OBEDIENT], num_processes=1, max_processes=2, timeout_s=10, idle_s=0.3) as pool,
+        asyncio.timeout(50),
+    ):
+        orders = [*["sleep:0.2"] * 25, *["exit", "sleep:0.2"] * 5]
+        results = kinds(await pool.score(items(*orders)))
+        assert results == ["1.0"] * 25 + ["crashed", "1.0"] * 5
+        closing = asyncio.create_task(pool.score(items(*["sleep:0.3"] * 40)))
+        while num_children() < 2:  # noqa: ASYNC110  a test's own look
+            await asyncio.sleep(0.01)
+    with pytest.raises(RewardError, match="the function pool was closed"):
+        await closing
+    assert num_children() == 0
 
 
 async def test_a_hanging_function_costs_only_its_item() -> None:
@@ -375,9 +421,9 @@ def gone(pid: int) -> bool:
 
 
 def children() -> list[int]:
-    return [
-        int(pid)
-        for task in Path("/proc/self/task").iterdir()
-        for pid in (task / "children").read_text().split()
-        if "paceline.reward.functions.child" in Path(f"/proc/{pid}/cmdline").read_text()
-    ]
+    running = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "paceline.reward.functions.child" in " ".join(child.cmdline()):
+                running.append(child.pid)
+    return running

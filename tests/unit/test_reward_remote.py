@@ -6,21 +6,29 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline.config.load import dump_yaml
 from paceline.config.reward import RewardConfig, RewardFunctionConfig, RewardServiceConfig
 from paceline.core.errors import ConfigError, RewardErrorKind
 from paceline.core.reward_function import check_extra_keys
 from paceline.core.scoring import ScoreItem
+from paceline.reward.cached import Cached
+from paceline.reward.check import main as check_rewards
 from paceline.reward.functions.pool import function_specs
 from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, join_error, split_error
 from paceline.reward.shape import Shape
 from paceline.reward.weighted_sum import WeightedSum
+from paceline.rpc.v1 import reward_pb2
+from paceline.sdk import RewardServer
 from paceline.service.credentials import Credentials
+from support import cli_configs
 from support.reward_servers import OddServer, serving
 
 
@@ -33,13 +41,18 @@ def items(*responses: str) -> list[ScoreItem]:
 
 @asynccontextmanager
 async def scorer(
-    address: str, *, weight: float = 1.0, timeout_s: float = 5.0, retry_for_s: float = 0.0, **options: int
+    address: str,
+    *,
+    shape: Shape = Shape(),  # noqa: B008  it is frozen
+    timeout_s: float = 5.0,
+    retry_for_s: float = 0.0,
+    **options: Any,
 ) -> AsyncIterator[RemoteScorer]:
     remote = RemoteScorer(
         RemoteOptions(
             name="judge",
             address=address,
-            shape=Shape(weight=weight),
+            shape=shape,
             timeout_s=timeout_s,
             retry_for_s=retry_for_s,
             **options,
@@ -56,7 +69,7 @@ def kinds(scores: list[Score]) -> list[str]:
 
 async def test_rewards_are_weighted_and_components_named() -> None:
     server = OddServer("reversed")
-    async with serving(server) as address, scorer(address, weight=0.5) as remote:
+    async with serving(server) as address, scorer(address, shape=Shape(weight=0.5)) as remote:
         scores = await remote.score(items("a b", "c"), run_id="r", step=7)
     assert [score.trajectory_id for score in scores] == ["t0", "t1"]
     assert [score.reward for score in scores] == [1.5, 0.5]
@@ -99,7 +112,7 @@ async def test_bad_answers_are_typed(mode: str, expected: list[str], sentence: s
 
 
 async def test_an_overflow_by_the_weight_is_not_finite() -> None:
-    async with serving(OddServer("huge")) as address, scorer(address, weight=10.0) as remote:
+    async with serving(OddServer("huge")) as address, scorer(address, shape=Shape(weight=10.0)) as remote:
         assert kinds(await remote.score(items("a"))) == ["not_finite"]
 
 
@@ -153,6 +166,114 @@ async def test_a_service_that_comes_back_is_found_again() -> None:
     async with serving(OddServer(), port=port):
         assert kinds(await scoring) == ["1.0"]
     await remote.close()
+
+
+async def test_an_older_service_that_cannot_describe_itself_is_asked_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    server = OddServer()
+    async with serving(server) as address, scorer(address) as remote:
+        assert kinds(await remote.score(items("a"))) == ["1.0"]
+        assert kinds(await remote.score(items("a"))) == ["1.0"]
+    assert "speaks version 1 of the contract: it cannot say what it scores" in caplog.text
+    assert server.num_described == 1
+
+
+async def test_a_service_of_a_later_contract_gets_no_items_and_the_error_says_what_to_upgrade() -> None:
+    server = OddServer(description=reward_pb2.RewardDescription(contract=3))
+    async with serving(server) as address, scorer(address, retry_for_s=5.0) as remote:
+        (score,) = await remote.score(items("a"))
+    assert server.calls == []
+    assert kinds([score]) == ["raised"]
+    assert score.error is not None
+    assert (
+        "speaks version 3 of the contract of reward services, this Paceline versions 1 to 2" in score.error[1]
+    )
+    assert "upgrade Paceline on the run's hosts" in score.error[1]
+
+
+async def test_a_service_says_again_what_it_is_after_the_connection_was_lost() -> None:
+    first = OddServer(description=reward_pb2.RewardDescription(contract=2, name="first"))
+    async with serving(first) as address:
+        remote = RemoteScorer(RemoteOptions(name="judge", address=address, timeout_s=5.0, retry_for_s=8.0))
+        await remote.start()
+        assert kinds(await remote.score(items("a"))) == ["1.0"]
+        assert kinds(await remote.score(items("a"))) == ["1.0"]
+    assert first.num_described == 1
+    second = OddServer(description=reward_pb2.RewardDescription(contract=3))
+    async with serving(second, port=int(address.rpartition(":")[2])):
+        (score,) = await remote.score(items("a"))
+    await remote.close()
+    assert second.calls == []
+    assert score.error is not None
+    assert "speaks version 3" in score.error[1]
+
+
+async def test_scores_of_another_version_of_a_service_are_not_remembered() -> None:
+    first = OddServer(description=reward_pb2.RewardDescription(contract=2, version="1"))
+    async with serving(first) as address:
+        remote = RemoteScorer(RemoteOptions(name="judge", address=address, timeout_s=5.0, retry_for_s=8.0))
+        cached = Cached(remote, 10)
+        await cached.start()
+        for _ in range(3):
+            await cached.score(items("a"))
+        assert len(first.calls) == 1
+    second = OddServer(description=reward_pb2.RewardDescription(contract=2, version="2"))
+    async with serving(second, port=int(address.rpartition(":")[2])):
+        for _ in range(4):
+            await cached.score(items("a"))
+        # The first finds the connection lost, and nobody knows then whose score that is.
+        assert second.calls == [["t0"], ["t0"]]
+        await cached.score(items("a", "b"))
+        assert second.calls[2:] == [["t1"]], "the new one alone"
+    await cached.close()
+
+
+async def test_a_service_gets_items_of_the_data_sources_that_it_scores() -> None:
+    server = OddServer(description=reward_pb2.RewardDescription(contract=2, data_sources=["gsm8k", "math"]))
+    first, second = items("a", "b")
+    rows = [replace(first, data_source="math"), replace(second, data_source="essays")]
+    async with serving(server) as address:
+        async with scorer(address) as remote:
+            scores = await remote.score(rows)
+            assert kinds(await remote.score(rows[1:])) == ["wrong_type"]
+        assert kinds(scores) == ["1.0", "wrong_type"]
+        assert server.calls == [["t0"]]
+        assert scores[1].error is not None
+        assert "does not score the data source 'essays' but gsm8k, math" in scores[1].error[1]
+        async with scorer(address, shape=Shape(data_sources=("gsm8k", "essays"))) as remote:
+            (score,) = await remote.score(rows[:1])
+    assert score.error is not None
+    assert "does not score essays, which data_sources of its configuration names" in score.error[1]
+    assert server.calls == [["t0"]]
+
+
+async def test_the_sdks_server_says_what_it_scores(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with (
+        RewardServer(lambda response, truth: 1.0, data_sources=["gsm8k"]) as server,
+        scorer(server.address) as remote,
+    ):
+        assert kinds(await remote.score(items("a"))) == ["wrong_type"]
+    assert "and scores gsm8k" in caplog.text
+
+
+def test_a_run_is_refused_where_a_service_speaks_another_contract(tmp_path: Path) -> None:
+    async def check(server: OddServer) -> int:
+        async with serving(server) as address:
+            services = [{"name": "judge", "address": address, "data_sources": ["gsm8k"]}]
+            path = tmp_path / "run.yaml"
+            path.write_text(dump_yaml(cli_configs.config(reward={"services": services})))
+            return await asyncio.to_thread(check_rewards, [str(path)])
+
+    later = reward_pb2.RewardDescription(contract=3)
+    other = reward_pb2.RewardDescription(contract=2, data_sources=["math"])
+    good = reward_pb2.RewardDescription(contract=2, data_sources=["math", "gsm8k"])
+    assert asyncio.run(check(OddServer(description=later))) != 0
+    assert asyncio.run(check(OddServer(description=other))) != 0
+    assert asyncio.run(check(OddServer(description=good))) == 0
+    assert asyncio.run(check(OddServer())) == 0
 
 
 async def test_no_more_calls_are_made_at_once_than_allowed() -> None:

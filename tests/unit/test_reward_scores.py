@@ -5,14 +5,18 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
+from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.core.text import MAX_MESSAGE_CHARS
 from paceline.reward.functions.spec import FunctionSpec, combine
-from paceline.reward.scores import Score, failed
+from paceline.reward.scores import Score, failed, score_of
 from paceline.reward.shape import Shape
 from paceline.reward.weighted_sum import add_scores, check_names
 from support.reward_functions import RETURNED
 
 SPEC = FunctionSpec(name="f", reference="exact_match")
+ITEM = ScoreItem(
+    trajectory_id="t", prompt="", response="r", ground_truth="", extra={"level": 2, "hard": True}
+)
 
 
 def test_weights_combine_values_and_extra_keys_become_components() -> None:
@@ -20,15 +24,15 @@ def test_weights_combine_values_and_extra_keys_become_components() -> None:
         FunctionSpec(name="right", reference="exact_match", shape=Shape(weight=2.0)),
         FunctionSpec(name="style", reference="m:f", shape=Shape(weight=-0.5)),
     ]
-    reward, components = combine(functions, [1, {"score": 0.5, "length": 7, "share": 0.25}])
+    reward, components = combine(functions, [1, {"score": 0.5, "length": 7, "share": 0.25}], ITEM)
     assert reward == 2.0 * 1 - 0.5 * 0.5
     assert components == {"right": 1.0, "style": 0.5, "style/length": 7.0, "style/share": 0.25}
     assert all(type(value) is float for value in components.values())
 
 
 def test_reward_key_counts_as_value_only_where_there_is_no_score() -> None:
-    assert combine([SPEC], [{"reward": 0.25}]) == (0.25, {"f": 0.25})
-    assert combine([SPEC], [{"reward": 0.25, "score": 1.0}]) == (1.0, {"f": 1.0, "f/reward": 0.25})
+    assert combine([SPEC], [{"reward": 0.25}], ITEM) == (0.25, {"f": 0.25})
+    assert combine([SPEC], [{"reward": 0.25, "score": 1.0}], ITEM) == (1.0, {"f": 1.0, "f/reward": 0.25})
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,7 @@ def test_reward_key_counts_as_value_only_where_there_is_no_score() -> None:
 )
 def test_refused_values(what: str, kind: RewardErrorKind, sentence: str) -> None:
     with pytest.raises(RewardError) as caught:
-        combine([SPEC], [RETURNED[what]])
+        combine([SPEC], [RETURNED[what]], ITEM)
     assert caught.value.kind is kind
     assert sentence in str(caught.value)
 
@@ -57,7 +61,7 @@ def test_refused_values(what: str, kind: RewardErrorKind, sentence: str) -> None
 def test_a_weighted_sum_that_overflows_is_not_finite() -> None:
     spec = FunctionSpec(name="f", reference="exact_match", shape=Shape(weight=10.0))
     with pytest.raises(RewardError, match="weighted sum of f is inf") as caught:
-        combine([spec], [RETURNED["big"]])
+        combine([spec], [RETURNED["big"]], ITEM)
     assert caught.value.kind is RewardErrorKind.NOT_FINITE
 
 
@@ -78,9 +82,9 @@ def test_names_that_make_components_ambiguous(names: list[str], sentence: str) -
 def test_a_dict_of_too_many_values_or_too_long_a_key_is_refused() -> None:
     many = {"score": 1.0, **{f"c{index}": 0.0 for index in range(300)}}
     with pytest.raises(RewardError, match="a dict of 301 values, at most 256"):
-        combine([SPEC], [many])
+        combine([SPEC], [many], ITEM)
     with pytest.raises(RewardError, match="a key of 300 characters"):
-        combine([SPEC], [{"score": 1.0, "x" * 300: 0.0}])
+        combine([SPEC], [{"score": 1.0, "x" * 300: 0.0}], ITEM)
 
 
 def score(reward: float | None, **components: float) -> Score:
@@ -119,3 +123,43 @@ def test_error_messages_are_one_bounded_line() -> None:
     message = result.error[1]
     assert message.startswith("first second x")
     assert len(message) == MAX_MESSAGE_CHARS
+
+
+@pytest.mark.parametrize(
+    ("where", "takes"),
+    [
+        ({"level": ("1", "2")}, True),
+        ({"level": ("3",)}, False),
+        ({"hard": ("true",), "level": ("2",)}, True),
+        ({"hard": ("true",), "level": ("1",)}, False),
+        ({"absent": ("x",)}, False),
+    ],
+)
+def test_rows_are_chosen_by_any_column(where: dict[str, tuple[str, ...]], takes: bool) -> None:
+    assert Shape(where=where).takes(ITEM) is takes
+
+
+def test_a_column_may_weight_each_row() -> None:
+    shape = Shape(weight=0.5, weight_key="level", maximum=3.0)
+    assert shape.contribution(4.0, ITEM) == 0.5 * 2 * 3.0
+    result = ScoreResult(trajectory_id="t", reward=4.0, placed=((1, 1.0),))
+    score = score_of(ITEM, result, name="f", shape=shape, seconds=0.0)
+    assert (score.reward, score.placed, dict(score.components)) == (3.0, ((1, 1.0),), {"f": 4.0})
+    for key in ("absent", "hard"):
+        failed_score = score_of(ITEM, result, name="f", shape=Shape(weight_key=key), seconds=0.0)
+        assert failed_score.error_kind is RewardErrorKind.WRONG_TYPE
+        assert failed_score.error is not None
+        assert "add the column to data.extra_keys" in failed_score.error[1]
+
+
+@pytest.mark.parametrize("placed", [((2, 1.0),), ((0, 1.0),), tuple((1, 0.0) for _ in range(1025))])
+def test_parts_outside_the_response_or_too_many_are_refused(placed: tuple[tuple[int, float], ...]) -> None:
+    result = ScoreResult(trajectory_id="t", reward=1.0, placed=placed)
+    score = score_of(ITEM, result, name="f", shape=Shape(), seconds=0.0)
+    assert score.error_kind is RewardErrorKind.WRONG_TYPE
+
+
+def test_parts_of_several_scorers_come_together_and_go_with_an_error() -> None:
+    parts = [Score(trajectory_id="t", reward=1.0, placed=pairs) for pairs in (((5, 1.0),), ((3, 0.5),))]
+    assert add_scores(parts, minimum=-10, maximum=10).placed == ((3, 0.5), (5, 1.0))
+    assert add_scores([*parts, score(None)], minimum=-10, maximum=10).placed == ()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.rollout.engines.registry import check_engine
 from paceline.rollout.engines.vllm import environment, refusals
-from paceline.rollout.engines.vllm.arguments import engine_arguments
+from paceline.rollout.engines.vllm.arguments import GRAPHS_ALONE, engine_arguments
 
 
 def config(**rollout: Any) -> RunConfig:
@@ -142,6 +143,47 @@ def test_environment_keeps_what_the_user_has_set() -> None:
     environment.prepare_cpu(environ)
     assert environ["TORCHDYNAMO_DISABLE"] == "1"
     assert environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "rollout", "chosen"),
+    [
+        (24, 896, {}, GRAPHS_ALONE),
+        (28, 3584, {}, None),
+        (24, 896, {"enforce_eager": True}, None),
+        (24, 896, {"engine_kwargs": {"compilation_config": {"mode": 3}}}, {"mode": 3}),
+    ],
+)
+def test_small_models_are_not_compiled_by_vllm(
+    layers: int, width: int, rollout: dict[str, Any], chosen: Any, tmp_path: Path
+) -> None:
+    shape = {"num_hidden_layers": layers, "hidden_size": width}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    given = config(**rollout)
+    given = given.model_copy(update={"model": given.model.model_copy(update={"path": str(tmp_path)})})
+    assert engine_arguments(given, on_cpu=False).get("compilation_config") == chosen
+    assert "compilation_config" not in engine_arguments(config(), on_cpu=False)  # a folder without a shape
+
+
+@pytest.mark.parametrize(
+    ("sampler", "has_cpu_build", "batches"),
+    [
+        ("auto", False, True),
+        ("auto", True, False),
+        ("batched", True, True),
+        ("engine", False, False),
+    ],
+)
+def test_on_gpus_tokens_are_drawn_as_a_batch(
+    sampler: str, has_cpu_build: bool, batches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "has_cpu_build", lambda: has_cpu_build)
+    given, environ = config(sampler=sampler), dict[str, str]()
+    if sampler == "auto":
+        assert not environment.batches_draws(config(sampler=sampler, tensor_model_parallel_size=2))
+    environment.prepare(given, num_cores=1, environ=environ)
+    assert environment.batches_draws(given) is batches
+    assert (environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0") is batches
 
 
 @pytest.mark.parametrize(

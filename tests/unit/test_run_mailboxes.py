@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from paceline.broker import Outgoing, names
 from paceline.broker.memory import MemoryBroker
-from paceline.controller.batch.mailboxes import Mailboxes
+from paceline.controller.batch.mailboxes import Mailboxes, blob_keys
 from paceline.core.errors import LostDataError
+from paceline.wire import encode_log_probs
+from support.headers import scored
 
 RUN = "run"
 PROMPTS = names.prompts(RUN, 3)
@@ -92,3 +95,18 @@ async def test_mailboxes_are_idle_when_nobody_has_anything_left_to_do() -> None:
         assert await mailboxes.idle(3)
     await broker.append([Outgoing(stream=names.scored(RUN), payload=b"x")])
     assert await mailboxes.idle(3)
+
+
+async def test_the_learners_log_probs_are_read_and_cleaned_up() -> None:
+    """Those that were cut off count as missing."""
+    broker, header, cut, absent = MemoryBroker(), scored(0), scored(1), scored(2)
+    mailboxes = await opened(broker, own_server=True)
+    stored = encode_log_probs(np.array([-0.25, -1.5], np.float32))
+    await broker.put_blob(names.learner_log_probs(header.blob_key), stored)
+    await broker.put_blob(names.learner_log_probs(cut.blob_key), stored[:4])
+    first, *others = await mailboxes.learner_log_probs([header, cut, absent])
+    assert first is not None
+    assert first.tolist() == [-0.25, -1.5]
+    assert others == [None, None]
+    await mailboxes.clean_up(version=3, position="0-0", blob_keys=[*blob_keys(header), *blob_keys(cut)])
+    assert await mailboxes.learner_log_probs([header, cut]) == [None, None]

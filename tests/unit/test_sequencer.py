@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,27 @@ async def test_a_whole_run(tmp_path: Path) -> None:
         state = ControllerState.from_plain(json.loads(it.services.saved[0]))
         assert (state.step, state.cursor.position) == (1, 3)
         assert await it.broker.get_blobs([names.blob(RUN, "train:1:0:0", "fake", "0")]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_gpus"),
+    [
+        ({}, 0),
+        ({"learner": "a", "rollout-0": "b", "rollout-1": "c"}, 3),
+        ({"learner": "a", "rollout-0": "a", "rollout-1": "b"}, 2),
+    ],
+)
+async def test_tokens_per_second_are_told_per_gpu(
+    gpus: dict[str, str], num_gpus: int, tmp_path: Path
+) -> None:
+    async with run(tmp_path) as it:
+        it.services.gpus = gpus
+        await it.enlist_all()
+        await it.go()
+    line = it.lines()[1]
+    assert line["perf/num_gpus"] == num_gpus
+    per_gpu = line["perf/tokens_per_s"] / num_gpus if num_gpus else None
+    assert line.get("perf/tokens_per_s_per_gpu") == pytest.approx(per_gpu)
 
 
 async def test_a_lost_rollout_is_put_out_and_the_rest_go_on(tmp_path: Path) -> None:
@@ -238,6 +260,7 @@ async def test_a_group_without_reward_is_dropped_with_its_reason_and_the_step_go
         assert [(e["prompt"], e["reason"], e["message"]) for e in dropped] == [
             (min(bad_ids), "reward:timeout", "too slow")
         ]
+        assert it.lines()[-1]["barrier/groups_dropped/reward_timeout"] == 1
         assert it.breaches() == []
 
 
@@ -310,6 +333,23 @@ async def test_a_step_in_which_nothing_teaches_ends_the_run(tmp_path: Path) -> N
             DataError, match="0 of 3 prompt groups.*nothing to learn from.*too hard or all too easy"
         ):
             await it.go(only_some_teach())
+
+
+async def test_parts_of_rewards_on_tokens_reach_the_rows_and_the_record(tmp_path: Path) -> None:
+    """The batch's digest is over them, and `paceline verify` finds the same from the journal."""
+
+    def answer(group: Any, index: int) -> dict[str, Any]:
+        parts = ((0, 0.25 + index),) if group.purpose is Purpose.TRAIN else ()
+        return {"reward": 1.0, "reward_error": None, "token_rewards": parts}
+
+    async with run(tmp_path, trainer__val_before_train=False, trainer__total_steps=1) as it:
+        await it.enlist_all()
+        await it.go(answer)
+        (order,) = it.services.orders
+        assert [row.token_rewards for row in order.rows][:2] == [((0, 0.25),), ((0, 1.25),)]
+        plain = tuple(replace(row, token_rewards=()) for row in order.rows)
+        assert replace(order, rows=plain).digest != order.digest
+        assert it.breaches() == []
 
 
 async def test_a_greedy_answer_goes_with_each_prompt_and_is_never_a_row(tmp_path: Path) -> None:

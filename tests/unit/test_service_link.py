@@ -98,8 +98,9 @@ async def test_heartbeats_carry_the_report_until_the_run_is_over(
         state=RolloutState.SERVING,
         policy=PolicyTag(version=3, digest="ab" * 8),
         in_flight=7,
-        notice="read me",
     )
+    link.notify("read me")
+    link.notify("me too")
     running = asyncio.create_task(link.run(lambda: report))
     await heard(fake, 3)
     fake.run_over = True
@@ -111,9 +112,32 @@ async def test_heartbeats_carry_the_report_until_the_run_is_over(
         "ab" * 8,
         7,
     )
-    assert last.notice == "read me"
+    assert [beat.notice for beat in fake.heartbeats] == [
+        "read me; me too",
+        *[""] * (len(fake.heartbeats) - 1),
+    ]
     await link.leave("run over")
     assert fake.calls[-1] == "leave run over"
+    await link.close()
+
+
+async def test_a_notice_is_kept_until_the_controller_knows_the_member_again(
+    controller: tuple[FakeController, Any],
+) -> None:
+    fake, server = controller
+    link = link_to(server.address)
+    await link.register(5, STALE)
+    fake.known = False
+    link.notify("read me")
+    running = asyncio.create_task(link.run(lambda: SERVING))
+    await heard(fake, 2)
+    fake.known = True
+    async with asyncio.timeout(10):
+        while fake.heartbeats[-1].notice:  # noqa: ASYNC110  a test's own look
+            await asyncio.sleep(0.01)
+    assert [beat.notice for beat in fake.heartbeats].count("read me") == len(fake.heartbeats) - 1 >= 2
+    fake.run_over = True
+    await asyncio.wait_for(running, 5)
     await link.close()
 
 

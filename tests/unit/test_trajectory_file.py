@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from paceline.controller.run.trajectories import TrajectoryFile
-from paceline.core.trajectory import SamplingSpec, ScoredHeader, Trajectory
+from paceline.core.trajectory import Float32Array, SamplingSpec, ScoredHeader, Trajectory
 from tests.support.headers import scored
 from tests.support.sequencer_run import prompts
 
@@ -40,6 +40,10 @@ class Store:
         )
         return [*[stored] * (len(headers) - 1), None]
 
+    async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> list[Float32Array | None]:
+        log_probs = np.array([-0.5, -1.0, -2.5], dtype=np.float32)
+        return [*[log_probs] * (len(headers) - 1), None]
+
 
 @pytest.mark.parametrize("with_tokens", [True, False])
 async def test_tokens_and_log_probs_are_written(tmp_path: Path, with_tokens: bool) -> None:
@@ -52,7 +56,8 @@ async def test_tokens_and_log_probs_are_written(tmp_path: Path, with_tokens: boo
     if with_tokens:
         assert (first["prompt_token_ids"], first["response_token_ids"]) == ([5, 6], [7, 8, 9])
         assert first["response_log_probs"] == [-0.5, -1.0, -2.0]
-        assert last["response_token_ids"] is last["response_log_probs"] is None
+        assert first["learner_log_probs"] == [-0.5, -1.0, -2.5]
+        assert last["response_token_ids"] is last["response_log_probs"] is last["learner_log_probs"] is None
 
 
 async def test_a_writer_is_not_closed_while_a_thread_writes(

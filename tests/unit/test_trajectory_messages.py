@@ -10,10 +10,12 @@ from paceline.broker.base import Outgoing
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import FinishReason, PromptGroup, RewardContext, SamplingSpec
+from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Sample
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.trajectories import sample_requests, trajectory_messages
-from paceline.wire import blob_digest, decode_trajectory_header
+from paceline.wire import blob_digest, decode_trajectory_header, decode_trajectory_headers
+from support import cli_configs
 
 
 def group() -> PromptGroup:
@@ -30,7 +32,7 @@ def group() -> PromptGroup:
     )
 
 
-def messages(server_id: str, *, draw: str, seconds: float) -> list[Outgoing]:
+def messages(server_id: str, *, draw: str, seconds: float, together: bool = False) -> list[Outgoing]:
     samples = [
         Sample(
             token_ids=np.array([8, 9 + index], np.int32),
@@ -40,7 +42,9 @@ def messages(server_id: str, *, draw: str, seconds: float) -> list[Outgoing]:
         for index in range(2)
     ]
     draws = [Draw.single(group().prompt_token_ids, sample) for sample in samples]
-    return trajectory_messages(group(), draws, server_id=server_id, draw=draw, seconds=seconds)
+    return trajectory_messages(
+        group(), draws, server_id=server_id, draw=draw, seconds=seconds, together=together
+    )
 
 
 def test_the_digest_of_a_blob_says_what_was_drawn_not_by_whom_or_when() -> None:
@@ -55,6 +59,21 @@ def test_the_digest_of_a_blob_says_what_was_drawn_not_by_whom_or_when() -> None:
     assert [h.server_id for h in second] == ["rollout-1", "rollout-1"]
     for header, copy in zip(second, copies, strict=True):
         assert header.blob_digest == blob_digest(copy.blobs[header.blob_key])
+
+
+def test_samples_that_are_scored_together_go_on_in_one_message_with_all_their_blobs() -> None:
+    single = messages("rollout-0", draw="a/1", seconds=0.5)
+    (message,) = messages("rollout-0", draw="a/1", seconds=0.5, together=True)
+    headers = decode_trajectory_headers(message.payload)
+    assert headers == tuple(decode_trajectory_headers(m.payload) for m in single)
+    assert dict(message.blobs) == {key: blob for m in single for key, blob in m.blobs.items()}
+
+
+def test_they_do_where_a_scorer_asks_for_groups() -> None:
+    for is_grouped in (False, True):
+        function = {"name": "rank.py:rank", "group": is_grouped}
+        limits = SamplerLimits.of(cli_configs.config(reward={"functions": [{"name": "gsm8k"}, function]}))
+        assert limits.groups_together is is_grouped
 
 
 def test_requests_of_two_policies_share_no_cached_prefix() -> None:

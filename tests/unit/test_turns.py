@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from paceline.controller.fleet.clients import Room
 from paceline.controller.fleet.membership import Member
-from paceline.controller.fleet.turns import Turn
+from paceline.controller.fleet.turns import KINDS, Turn
 from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.core.members import LearnerState, MemberKind, RolloutState
 from support.sequencer_run import SequencerRun, run
@@ -37,18 +38,19 @@ async def test_the_learner_trains_while_all_sleep_and_pushes_into_weights_that_a
 
         def push(version: int) -> list[str]:
             return [
-                "free",
+                "free weights",
+                "free",  # while weights wake
                 "wake both weights",
                 *(["join learner", "join both"] if version == 0 else []),
                 f"publish v{version}",
                 f"receive both v{version}",
-                "free",
+                "free kv_cache",
                 "wake both weights",
                 "wake both kv_cache",
                 f"commit both {version}",
             ]
 
-        rollouts_turn = ["free", "wake both weights", "wake both kv_cache"]
+        rollouts_turn = ["free kv_cache", "wake both weights", "wake both kv_cache"]
         assert orders(it) == [
             *push(0),
             *rollouts_turn,
@@ -61,8 +63,62 @@ async def test_the_learner_trains_while_all_sleep_and_pushes_into_weights_that_a
         ]
         assert holders(it) == ["push", "rollout", *["learner", "push", "rollout"] * 2]
         assert all(event["limit_s"] > 0 for event in it.events() if event["event"] == "turn")
-        assert all(line["timing_s/turns"] > 0 for line in it.lines()[1:])
+        for line in it.lines()[1:]:
+            kinds = [line[f"timing_s/turns/{kind}"] for kind in KINDS]
+            assert min(kinds) > 0
+            assert line["timing_s/turns"] >= max(kinds)
+        # By each order to the learner; the first step's are also those of version 0.
+        assert [line["perf/freed_gib"] for line in it.lines()[1:]] == [7.0, 4.0]
         assert it.breaches() == []
+
+
+async def test_a_learner_beside_whose_cache_an_engine_has_room_keeps_it(tmp_path: Path) -> None:
+    async with run(tmp_path, **TURNS) as it:
+        await it.enlist_all()
+        it.services.has_room = True
+        await it.go()
+        assert {call for call in it.services.calls if call.startswith("free")} == {
+            "free weights",
+            "free kv_cache",
+        }
+        assert it.lines()[1]["perf/freed_gib"] == 0.0
+        assert it.breaches() == []
+
+
+async def test_the_learner_is_told_what_engines_were_seen_to_take(tmp_path: Path) -> None:
+    async with run(tmp_path, **TURNS) as it:
+        await it.enlist_all()
+        it.services.freed_bytes = {"rollout-0": 30 << 30, "rollout-1": 31 << 30}
+        await it.turns.take(Turn.PUSH)
+        await it.turns.take(Turn.LEARNER)
+        it.services.freed_bytes = {"rollout-0": 29 << 30}  # one that has not worked since
+        await it.turns.take(Turn.LEARNER)
+        await it.turns.take(Turn.PUSH)
+        assert it.services.engine_bytes == [0, 0, 31 << 30, 31 << 30]
+
+
+async def test_for_servers_that_sleep_in_their_turn_there_must_be_room_for_all(tmp_path: Path) -> None:
+    async with run(tmp_path, **TURNS) as it:
+        await it.enlist_all()
+        await report(it, "rollout-0", RolloutState.ASLEEP)
+        await it.turns.take(Turn.ROLLOUT)
+        assert it.services.calls[0] == "free weights kv_cache"
+
+
+async def test_a_learner_that_fails_while_weights_wake_fails_the_turn_after_they_did(tmp_path: Path) -> None:
+    async with run(tmp_path, **TURNS) as it:
+        await it.enlist_all()
+        free = it.services.learner.free
+
+        async def fail_the_second(member: Any, parts: Any, engine_bytes: int) -> Any:
+            if not parts:
+                raise DeadlineError(phase="TURN", peer="learner", seconds=1, hint="")
+            return await free(member, parts, engine_bytes)
+
+        it.services.learner.free = fail_the_second  # type: ignore[method-assign]
+        with pytest.raises(DeadlineError):
+            await it.turns.take(Turn.PUSH)
+        assert it.services.calls == ["free weights", "wake rollout-0 weights", "wake rollout-1 weights"]
 
 
 async def test_a_turn_is_in_the_journal_before_its_first_order(tmp_path: Path) -> None:
@@ -202,7 +258,7 @@ async def test_a_learner_that_does_not_free_its_memory_holds_up_nobody_once_it_i
     async with run(tmp_path, **TURNS) as it:
         await it.enlist_all()
 
-        async def free(member: Any) -> None:
+        async def free(member: Any, parts: Any, engine_bytes: int) -> Room:
             if is_lost:
                 await it.supervisor.expel(member, "killed")
                 raise PeerLostError("learner is gone", peer="learner")

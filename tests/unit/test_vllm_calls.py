@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,8 +202,20 @@ async def test_a_request_that_the_engine_ends_for_another_reason_is_no_sample() 
     assert (await to_sample(output, "r", None)).finish_reason is FinishReason.STOP
 
 
+class Gpus(FakeLlm):
+    """Of an engine of two ranks, whose workers see so many free bytes, call after call."""
+
+    def __init__(self, *free: list[int]) -> None:
+        super().__init__([])
+        self.free = itertools.chain(free, itertools.repeat([0, 0]))
+
+    async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
+        assert method == "paceline_free_bytes"
+        return [{"free_bytes": number} for number in next(self.free)]
+
+
 async def test_an_order_to_sleep_or_to_wake_that_failed_is_given_again() -> None:
-    llm = FakeLlm([])
+    llm = Gpus()
     subject = engine(llm)
     llm.failure = RuntimeError("no memory to save buffers in")
     with pytest.raises(WeightSyncError, match="sleep failed in the engine: no memory to save buffers in"):
@@ -224,3 +237,14 @@ async def test_an_order_to_sleep_or_to_wake_that_failed_is_given_again() -> None
         ("wake_up", "weights"),
         ("sleep", 2),
     ]
+
+
+async def test_an_engine_that_sleeps_says_how_much_of_a_gpu_it_gave_up_at_most() -> None:
+    subject = engine(Gpus([10, 20], [70, 90], [5, 20], [15, 20], [5, 20], [65, 60]))
+    assert await subject.sleep() == 70
+    assert await subject.sleep() == 70  # asleep already
+    await subject.wake(EnginePart.WEIGHTS)
+    assert await subject.sleep() == 70  # with only its weights awake
+    for part in EnginePart:
+        await subject.wake(part)
+    assert await subject.sleep() == 70

@@ -1,16 +1,26 @@
-"""The layout rules against layouts that were written down by hand."""
+"""Traced loading against layouts that were written down by hand, and what cannot be pushed in place."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 from paceline.core.errors import ModelError
-from paceline.rollout.engines.vllm.layout import describe_model, split_parameters
+from paceline.rollout.engines.vllm.layout import describe_model
+from paceline.rollout.engines.vllm.trace import LoadTrace, recall, trace_load, traced
+from paceline.weights.geometry.boxes import Box
 from support.fake_vllm import fake_qwen2
 from support.weight_layouts import DenseModel, tp_layout
 
 pytestmark = pytest.mark.torch
+
+Weights = Iterable[tuple[str, Tensor]]
+Load = Callable[[nn.Module, dict[str, Tensor]], object]
 
 
 def dense(**changes: object) -> DenseModel:
@@ -31,7 +41,7 @@ def dense(**changes: object) -> DenseModel:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("tied", [False, True])
-def test_rules_give_the_expected_slices(size: int, kv_heads: int, tied: bool) -> None:
+def test_the_trace_gives_the_expected_slices(size: int, kv_heads: int, tied: bool) -> None:
     model = dense(kv_heads=kv_heads, tied=tied)
     for rank in range(size):
         layout = describe_model(fake_qwen2(model, rank, size))
@@ -42,42 +52,194 @@ def test_rules_give_the_expected_slices(size: int, kv_heads: int, tied: bool) ->
         assert sorted(layout.slices, key=key) == sorted(expected.slices, key=key)
 
 
-def test_an_unknown_layer_sends_the_model_the_general_way() -> None:
+def test_tracing_writes_padding_and_no_weight() -> None:
+    fake = fake_qwen2(dense(), 1, 2)
+    embedding = fake.get_parameter("model.embed_tokens.weight")
+    assert embedding[199 - 128 :].eq(0).all()
+    assert embedding[: 199 - 128].isnan().all()
+    others = [param for name, param in fake.named_parameters() if "embed" not in name and "head" not in name]
+    assert all(param.isnan().all() for param in others)
+
+
+def test_a_parameter_that_is_not_loaded_sends_the_model_the_general_way() -> None:
     fake = fake_qwen2(dense(), 0, 2, moe=True)
-    _, uncovered = split_parameters(fake)
-    assert uncovered == ["model.layers.0.mlp.experts.weight", "model.layers.1.mlp.experts.weight"]
+    trace = recall(fake)
+    assert trace is not None
+    names = [f"model.layers.{layer}.mlp.experts.weight" for layer in range(2)]
+    assert trace.reasons == dict.fromkeys(
+        names, "its loading leaves a part of it as it was, or writes one twice"
+    )
     layout = describe_model(fake)
     assert layout.full_tensors
     assert layout.slices == ()
 
 
-def test_a_subclass_of_a_known_layer_is_unknown() -> None:
-    fake = fake_qwen2(dense(), 0, 1)
-    proj = fake.model.layers[0].self_attn.qkv_proj
-    proj.__class__ = type("GatedQKVParallelLinear", (type(proj),), {})
-    assert split_parameters(fake)[1] == [
-        "model.layers.0.self_attn.qkv_proj.weight",
-        "model.layers.0.self_attn.qkv_proj.bias",
-    ]
+def test_a_model_that_was_not_traced_takes_the_general_way() -> None:
+    assert describe_model(nn.Linear(2, 2)).full_tensors
 
 
-def test_a_repacked_weight_is_not_mistaken_for_a_live_one() -> None:
+def test_a_weight_that_is_repacked_later_is_not_mistaken_for_a_live_one() -> None:
     fake = fake_qwen2(dense(), 0, 1)
-    fake.model.layers[0].mlp.down_proj.weight.data = torch.empty(0)
-    assert split_parameters(fake)[1] == ["model.layers.0.mlp.down_proj.weight"]
+    assert not describe_model(fake).full_tensors
+    fake.get_parameter("model.layers.0.mlp.down_proj.weight").data = torch.empty(0)
+    assert describe_model(fake).full_tensors
 
 
 def test_mixed_types_are_refused() -> None:
     fake = fake_qwen2(dense(), 0, 1)
-    fake.model.norm.weight.data = fake.model.norm.weight.data.to(torch.bfloat16)
+    norm = fake.get_parameter("model.norm.weight")
+    norm.data = norm.data.to(torch.bfloat16)
     with pytest.raises(ModelError, match=r"bfloat16.*all have one type"):
         describe_model(fake)
 
 
-def test_rules_that_name_tensors_the_learner_does_not_have_give_way_to_the_general_path() -> None:
-    """GLM-4's learner has gate and up fused in one tensor; vLLM's module says they are two."""
-    model = fake_qwen2(dense(), 0, 1)
-    names = {part.name for part in split_parameters(model)[0]}
-    assert not describe_model(model, learner_names=names).full_tensors
-    fused = {name.replace("gate_proj", "gate_up_proj") for name in names if "up_proj" not in name}
-    assert describe_model(model, learner_names=fused).full_tensors
+class Experts(nn.Module):
+    """Four experts in one parameter, (4, 6, 4); `load` gets the tensors by name."""
+
+    def __init__(self, load: Load) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 6, 4), requires_grad=False)
+        self.load = load
+
+    def load_weights(self, weights: Weights) -> None:
+        self.load(self, dict(weights))
+
+
+def trace_of(load: Load, **shapes: tuple[int, ...]) -> LoadTrace:
+    return trace_load(Experts(load), shapes, model_type="")
+
+
+def expert_by_expert(model: Any, tensors: dict[str, Tensor]) -> None:
+    """Gate and up of every expert apart, rows 3 to 6 of each: what the second of two ranks needs."""
+    for expert in range(4):
+        for index, half in enumerate(tensors["fused"][expert].chunk(2)):
+            model.weight.data[expert].narrow(0, 3 * index, 3).copy_(half.narrow(0, 3, 3))
+
+
+def test_copies_of_single_experts_become_one_slice_per_projection() -> None:
+    trace = trace_of(expert_by_expert, fused=(4, 12, 4))
+    assert trace.reasons == {}
+    assert [(part.box, part.offset) for part in trace.slices] == [
+        (Box((0, 9, 0), (4, 12, 4)), (0, 3, 0)),
+        (Box((0, 3, 0), (4, 6, 4)), (0, 0, 0)),
+    ]
+
+
+def one_expert_from_elsewhere(model: Any, tensors: dict[str, Tensor]) -> None:
+    for expert in range(4):
+        model.weight.data[expert].copy_(tensors["b" if expert == 1 else "a"][expert])
+
+
+def test_parts_with_another_tensor_between_them_stay_apart() -> None:
+    trace = trace_of(one_expert_from_elsewhere, a=(4, 6, 4), b=(4, 6, 4))
+    assert trace.reasons == {}
+    assert [(part.name, part.box.start[0], part.box.stop[0]) for part in trace.slices] == [
+        ("a", 0, 1),
+        ("a", 2, 4),
+        ("b", 1, 2),
+    ]
+
+
+def test_types_devices_and_contiguity_do_not_hide_where_a_tensor_comes_from() -> None:
+    trace = trace_of(
+        lambda model, tensors: model.weight.data.copy_(
+            tensors["a"].to("cpu").narrow(1, 2, 6).contiguous().to(torch.float32)
+        ),
+        a=(4, 9, 4),
+    )
+    assert trace.reasons == {}
+    assert [part.box for part in trace.slices] == [Box((0, 2, 0), (4, 8, 4))]
+
+
+def staged(model: Any, tensors: dict[str, Tensor]) -> None:
+    buffer = torch.zeros(4, 6, 4)
+    buffer.copy_(tensors["a"])
+    model.weight.data.copy_(buffer)
+
+
+def padded_after(model: Any, tensors: dict[str, Tensor]) -> None:
+    model.weight.data.copy_(tensors["a"])
+    model.weight.data[:, 5:].fill_(0)
+
+
+def in_place(model: Any, tensors: dict[str, Tensor]) -> None:
+    model.weight.data.copy_(tensors["a"])
+    model.weight.data.add_(1)
+
+
+def twice(model: Any, tensors: dict[str, Tensor]) -> None:
+    model.weight.data.copy_(tensors["a"])
+    model.weight.data[2:].copy_(tensors["a"][2:])
+
+
+@pytest.mark.parametrize(
+    ("load", "shape", "reason"),
+    [
+        (lambda m, t: m.weight.data.copy_(t["a"].transpose(1, 2)), (4, 4, 6), "rearranged"),
+        (lambda m, t: m.weight.data.copy_(t["a"].transpose(0, 2)), (4, 6, 4), "rearranged"),
+        (lambda m, t: m.weight.data.copy_(t["a"] + 1), (4, 6, 4), "rearranged"),
+        (lambda m, t: m.weight.data.copy_(t["a"].half()), (4, 6, 4), "rearranged"),
+        (lambda m, t: m.weight.data.copy_(t["a"].view(4, 6, 4)), (24, 4), "rearranged"),
+        (lambda m, t: m.weight.data.copy_(t["a"]), (1, 6, 4), "rearranged"),
+        (lambda m, t: m.weight.data[1:].copy_(t["a"]), (3, 6, 4), "leaves a part"),
+        (staged, (4, 6, 4), "computes it"),
+        (in_place, (4, 6, 4), "computes it"),
+        (padded_after, (4, 6, 4), "overwrites what it has loaded"),
+        (twice, (4, 6, 4), "writes one twice"),
+        (
+            lambda m, t: m.weight.data.fill_(t["a"].sum().item()),
+            (4, 6, 4),
+            r"cannot be traced \(RuntimeError",
+        ),
+    ],
+)
+def test_what_is_no_copy_of_a_box_is_not_pushed_in_place(
+    load: Load, shape: tuple[int, ...], reason: str
+) -> None:
+    trace = trace_of(load, a=shape)
+    assert list(trace.reasons) == ["weight"]
+    assert re.search(reason, trace.reasons["weight"])
+
+
+def after_processing(process: Callable[[Any], object]) -> dict[str, str]:
+    model = Experts(lambda m, t: m.weight.data.copy_(t["a"]))
+    with traced(model, {"a": (4, 6, 4)}, model_type=""):
+        process(model)
+    trace = recall(model)
+    assert trace is not None
+    return trace.reasons
+
+
+def replaced(model: Any) -> None:
+    model.weight = nn.Parameter(torch.zeros(4, 6, 4), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("process", "reason"),
+    [
+        (lambda m: m.weight.data.copy_(m.weight.data), None),
+        (lambda m: setattr(m, "view", m.weight.data[0]), None),
+        (lambda m: setattr(m, "workspace", torch.empty_like(m.weight)), None),
+        (lambda m: torch.equal(m.weight, m.weight), None),
+        (lambda m: setattr(m, "absorbed", m.weight.data @ torch.ones(4)), "kernel's own form"),
+        (lambda m: m.weight.data.copy_(m.weight.data.flip(0)), "kernel's own form"),
+        (replaced, "it is replaced"),
+    ],
+)
+def test_what_a_kernel_makes_of_loaded_weights_is_seen(
+    process: Callable[[Any], object], reason: str | None
+) -> None:
+    reasons = after_processing(process)
+    assert (reason in reasons["weight"]) if reason else reasons == {}
+
+
+def late(model: Any, tensors: dict[str, Tensor]) -> None:
+    model.weight.data.copy_(tensors["a"])
+    model.bias = nn.Parameter(torch.zeros(3), requires_grad=False)
+    model.bias.data.copy_(tensors["b"])
+
+
+def test_a_parameter_that_is_made_while_it_is_loaded_is_traced() -> None:
+    trace = trace_of(late, a=(4, 6, 4), b=(3,))
+    assert trace.reasons == {}
+    assert {part.param for part in trace.slices} == {"weight", "bias"}

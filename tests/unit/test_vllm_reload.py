@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.core.errors import ModelError, PeerLostError
 from paceline.core.members import LocalPart
-from paceline.rollout.engines.vllm.checkpoint import checkpoint_tensors, learner_names
+from paceline.rollout.engines.vllm.checkpoint import checkpoint_tensors, learner_shapes
 from paceline.rollout.engines.vllm.reload import Reloader, Tensors
 from support.architectures import tiny_config
 
@@ -135,10 +135,10 @@ def test_a_loader_that_says_nothing_is_an_error() -> None:
 
 
 def test_names_of_the_learners_tensors_come_from_the_configuration() -> None:
-    names = learner_names(tiny_config("glm4"))
-    assert "model.layers.0.mlp.gate_up_proj.weight" in names
-    assert "model.layers.0.self_attn.q_proj.weight" in names
-    assert learner_names(AutoConfig.for_model("clip_vision_model")) == frozenset()
+    shapes = learner_shapes(tiny_config("glm4"))
+    assert shapes["model.layers.0.mlp.gate_up_proj.weight"] == (96, 32)
+    assert shapes["model.layers.0.self_attn.q_proj.weight"] == (32, 32)
+    assert learner_shapes(AutoConfig.for_model("clip_vision_model")) == {}
 
 
 @pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "mixtral"])

@@ -1,10 +1,10 @@
-"""Reads blobs without an event loop, for the learner's ranks, which fetch their own rows."""
+"""Blobs without an event loop, for the learner's ranks, which fetch their own rows."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -16,14 +16,14 @@ from redis.retry import Retry
 from paceline.broker.address import REDIS_SCHEMES, redact, scheme_of, split, tls_options
 from paceline.broker.outage import Attempts, Outage
 from paceline.broker.redis_errors import refusal, trouble_of
-from paceline.core.errors import ConfigError, LostDataError
+from paceline.core.errors import BrokerError, ConfigError, LostDataError
 
 _KEYS_PER_FETCH: Final = 64
 _KEYS_NAMED: Final = 5
 
 
-class BlobReader:
-    """A synchronous connection that fetches blobs by key; a context manager.
+class BlobClient:
+    """A synchronous connection that fetches and stores blobs by key; a context manager.
 
     Args:
         url: the broker's redis address.
@@ -91,6 +91,23 @@ class BlobReader:
                     return list(values)
                 self._client.connection_pool.disconnect()
                 time.sleep(pause_s)
+
+    def put(self, blobs: Mapping[str, bytes]) -> None:
+        """Stores blobs that the run can do without: an outage is not waited through.
+
+        Raises:
+            BrokerError: the server did not take all of them.
+        """
+        keys = list(blobs)
+        try:
+            for start in range(0, len(keys), _KEYS_PER_FETCH):
+                with self._client.pipeline(transaction=False) as commands:
+                    for key in keys[start : start + _KEYS_PER_FETCH]:
+                        commands.set(key, blobs[key])
+                    commands.execute()
+        except (RedisError, OSError) as error:
+            self._client.connection_pool.disconnect()
+            raise BrokerError(f"the broker {redact(self._url)} did not store blobs: {error}") from error
 
     def close(self) -> None:
         """Closes the connection."""

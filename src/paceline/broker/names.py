@@ -47,6 +47,11 @@ def text(blob_key: str) -> str:
     return f"{blob_key}:text"
 
 
+def learner_log_probs(blob_key: str) -> str:
+    """The learner's log-probs of the sample with this blob, for the saved trajectories."""
+    return f"{blob_key}:learner"
+
+
 def marker(run_id: str) -> str:
     """A blob that the controller stores with the run's first data: where it is missing, the data was lost.
 

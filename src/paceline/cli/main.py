@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "rollout": "take a rollout server out of a run",
     "health": "ask a service whether it serves; for health checks of containers",
     "sft": "train a starting model on prompt/answer pairs",
+    "rm": "train a reward model on pairs of answers",
     "export": "write a checkpoint as a safetensors folder",
     "report": "write the report of a run, one HTML page",
     "profile": "join the recorded steps of a run with its services' spans, for Perfetto",
@@ -55,7 +56,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(words[0], COMMANDS, n=1)
         meant = f"; did you mean {near[0]}?" if near else "; `paceline --help` lists them"
         parser.error(f"{words[0]} is no command{meant}")
+    if not words:
+        parser.print_help(sys.stderr)
+        return EXIT_GIVEN
     name = parser.parse_args(words[:1]).command
+    try:
+        return _run(name, words[1:])
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if not package or package == "paceline":
+            raise
+        print(
+            f"paceline {name}: the package {package} is not installed in this environment; `paceline doctor` "
+            "says what else a run needs, docs/install.md how to install it",
+            file=sys.stderr,
+        )
+        return EXIT_GIVEN
+
+
+def _run(name: str, words: Sequence[str]) -> int:
     command = importlib.import_module(f"paceline.cli.commands.{name.replace('-', '_')}")
     summary = COMMANDS[name]
     command_parser = argparse.ArgumentParser(
@@ -63,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     command.add_arguments(command_parser)
     # Intermixed, so that overrides may come before and after options.
-    options = command_parser.parse_intermixed_args(words[1:])
+    options = command_parser.parse_intermixed_args(list(words))
     try:
         code: int = command.run(options)
     except PacelineError as error:

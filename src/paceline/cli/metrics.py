@@ -93,6 +93,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/mismatch_kl", "Mismatch of rollout and learner", "mismatch KL"),
     Metric("rollout/logprob_diff_max", "Largest log-prob difference", "largest difference"),
     Metric(TOKENS_PER_S, "Throughput", "tokens/s", column="tokens/s", format=",.0f"),
+    Metric("perf/tokens_per_s_per_gpu", "Throughput per GPU", "tokens/s per GPU", format=",.0f"),
     Metric(MFU, "Utilisation", "MFU of the update"),
     Metric("perf/computed_share", "Utilisation", "computed share"),
     Metric("perf/overhead_share", "Utilisation", "overhead"),

@@ -67,8 +67,10 @@ class ActorConfig(Section):
     compile: bool = Field(
         False,
         description="Compile the decoder layers of policy, critic and reference with torch.compile: "
-        "elementwise operations are fused. The first steps take longer, by what the log says; kernels are "
-        "cached where torch keeps them (TORCHINDUCTOR_CACHE_DIR). Old log-probs are then computed as the "
+        "elementwise operations are fused. This takes minutes, which the learner begins with as soon as it "
+        "has loaded its weights, while engines start; its log says how long it took. Kernels "
+        "are kept in TORCHINDUCTOR_CACHE_DIR, by default in the user's cache (PACELINE_CACHE_DIR), so that a "
+        "learner that is started again has them. Old log-probs are then computed as the "
         "update computes them, with a graph that is dropped: the compiler rounds differently without one.",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
@@ -113,6 +115,15 @@ class ActorConfig(Section):
         "data.max_response_length.",
     )
     entropy_coeff: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    positive_loss_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the positive-example loss (VAPO, arXiv:2504.05118, there 0.1): the mean "
+        "negative log-prob of the tokens of right responses.",
+    )
+    positive_above: float = Field(
+        0.0, description="positive_loss_coef: responses with a score above this are right."
+    )
     load_balance_coef: float = Field(
         0.0,
         ge=0,

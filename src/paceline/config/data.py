@@ -20,8 +20,10 @@ class DataConfig(Section):
     """Prompts: parquet or JSONL files, one row per prompt."""
 
     train_files: Files = Field(
+        (),
         description="Parquet or JSONL files (by suffix) with the training prompts, or names of data sets on "
-        "the Hugging Face hub: ORG/NAME[@REVISION][:CONFIG[:SPLIT]]."
+        "the Hugging Face hub: ORG/NAME[@REVISION][:CONFIG[:SPLIT]]. Empty: rollout.environment has the "
+        "rows, those for validation too.",
     )
     val_files: Files = Field((), description="Files with the held-out prompts; empty: no validation.")
     prompt_key: str = Field(

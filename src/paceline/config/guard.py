@@ -131,6 +131,22 @@ class GuardConfig(Section):
         warn=100.0,
         skip=1000.0,
     )
+    groups_without_spread: RuleConfig = _rule(
+        "Share of the step's prompt groups whose rewards are all equal: they teach nothing."
+    )
+    component_constant: RuleConfig = _rule(
+        "Steps in a row in which a scorer gave all responses the same value, at most guard.window: it tells "
+        "nothing apart.",
+        warn=20.0,
+    )
+    reward_errors: RuleConfig = _rule(
+        "Share of the step's prompt groups that were dropped because a sample has no reward, or of the "
+        "responses that a scorer with required: false could not score; the larger one.",
+        warn=0.1,
+    )
+    out_of_memory: RuleConfig = _rule(
+        "Optimizer steps of a step that ran out of GPU memory and were taken again in halved micro-batches."
+    )
     non_finite: RuleConfig = _rule(
         "Number of losses, gradients and metrics of the step that are NaN or infinite; "
         "such an optimizer step is never taken.",

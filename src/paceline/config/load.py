@@ -87,9 +87,10 @@ def _read(source: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
         text = source.read_text(encoding="utf-8")
     except OSError as error:
         named = f", which {below[-1]} extends" if below else ""
-        raise ConfigError(
-            f"cannot read configuration {source}{named}: {error.strerror}; give the path of a YAML file"
-        ) from error
+        where = "give the path of a YAML file, or write one with `paceline init FILE.yaml`"
+        if source.parts[0] == "examples" and not Path("examples").is_dir():
+            where = f"the examples are in a clone of the repository: change to its folder, or {where}"
+        raise ConfigError(f"cannot read configuration {source}{named}: {error.strerror}; {where}") from error
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:

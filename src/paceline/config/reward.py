@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,8 +20,22 @@ class ShapedConfig(Section):
     max_value: float | None = Field(
         None, description="Larger values enter the sum as this one; null: no bound."
     )
+    normalize: Literal["batch"] | None = Field(
+        None,
+        description="batch: in training its value enters the sum, after clipping and before weighting, in "
+        "standard deviations from the mean over the samples of the step's batch. null: as it is.",
+    )
     data_sources: tuple[str, ...] = Field(
         (), description="It scores rows of these data sources alone; none: all rows."
+    )
+    where: dict[str, tuple[str, ...]] = Field(
+        {},
+        description="It scores rows alone whose columns have one of these values, as text: {level: [hard, "
+        "harder]}; the columns are of data.extra_keys.",
+    )
+    weight_key: str | None = Field(
+        None,
+        description="Column of data.extra_keys with a further factor of its value in this row; null: none.",
     )
     required: bool = Field(
         True,
@@ -36,7 +50,28 @@ class ShapedConfig(Section):
         return self
 
 
-class RewardFunctionConfig(ShapedConfig):
+class GroupedConfig(Section):
+    """What scorers have in common that can score the samples of a prompt together."""
+
+    group: bool = Field(
+        False,
+        description="It gets all samples of a prompt in one call, and gives one value for each: "
+        "f(items: list[ScoreItem]) -> list.",
+    )
+
+
+class OutsideConfig(ShapedConfig):
+    """What scorers beside the functions have in common."""
+
+    cache_size: int = Field(
+        0,
+        ge=0,
+        description="Most scores that each reward service remembers, by response, prompt and row: what "
+        "comes again is not scored again. 0: none, as for a scorer whose answer is drawn.",
+    )
+
+
+class RewardFunctionConfig(GroupedConfig, ShapedConfig):
     """A function `f(response, ground_truth, **extra) -> float | dict[str, float]`."""
 
     name: str = Field(description="A built-in's name, module:function, or path/to/file.py:function.")
@@ -45,7 +80,7 @@ class RewardFunctionConfig(ShapedConfig):
     )
 
 
-class RewardServiceConfig(ShapedConfig):
+class RewardServiceConfig(GroupedConfig, OutsideConfig):
     """A remote scorer that serves paceline.rpc.v1.RewardService."""
 
     name: str = Field(description="What its component is called in metrics.")
@@ -68,7 +103,7 @@ class RewardServiceConfig(ShapedConfig):
     )
 
 
-class AttachedConfig(ShapedConfig):
+class AttachedConfig(GroupedConfig, OutsideConfig):
     """A name under which clients attach to the reward service (`paceline.sdk.attach_reward`)."""
 
     name: str = Field(description="What clients attach as, and what its component is called in metrics.")
@@ -83,7 +118,100 @@ class AttachedConfig(ShapedConfig):
     )
 
 
-class CodeConfig(ShapedConfig):
+class RewardModelConfig(OutsideConfig):
+    """A reward model that `paceline train` starts; its replicas attach to the reward service."""
+
+    name: str = Field(pattern=r"^[\w.-]+$", description="What its component is called in metrics.")
+    path: str = Field(description="Folder with the model and its tokenizer.")
+    kind: Literal["sequence_classification", "process"] = Field(
+        "sequence_classification",
+        description="sequence_classification: a model with one label, whose value at the end of the "
+        "conversation is the score. process: a model for token classification with one label, whose value "
+        "at the end of each step of the response is that step's; the score is their mean, and each step's "
+        "share of it is the reward of the step's last token.",
+    )
+    step_separator: str = Field("\n", min_length=1, description="process: what ends a step of a response.")
+    device: str = Field(
+        "cpu",
+        pattern=r"^(cpu|cuda:\d+)$",
+        description="cpu, or cuda:N for GPU N of this machine; each further replica has the next GPU.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Of the weights; the score itself is computed in float32."
+    )
+    replicas: int = Field(1, gt=0, description="Processes, which share the load.")
+    threads: int = Field(1, gt=0, description="CPU: torch threads per replica.")
+    max_batch_tokens: int = Field(16384, gt=0, description="Most tokens at a time, padding counted.")
+    timeout_s: float = Field(
+        120.0,
+        gt=0,
+        description="A response that a replica has had for longer goes to another one; a replica that works "
+        "on a batch for longer ends, and is started again.",
+    )
+    wait_for_s: float = Field(
+        600.0,
+        gt=0,
+        description="How long a response waits for a replica, which may have to load the model, and how long "
+        "that may take.",
+    )
+
+    @model_validator(mode="after")
+    def _places_what_it_scores(self) -> Self:
+        if self.kind == "process" and self.normalize is not None:
+            raise ValueError(
+                f"the reward model {self.name!r} places parts of its reward on tokens (kind: process), which "
+                "cannot be normalised: remove normalize, or scale it by weight"
+            )
+        return self
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The replicas' GPUs; none on a CPU."""
+        if self.device == "cpu":
+            return ()
+        first = int(self.device.removeprefix("cuda:"))
+        return tuple(range(first, first + self.replicas))
+
+    @property
+    def attached(self) -> AttachedConfig:
+        """The name under which its replicas attach."""
+        shared = {name: getattr(self, name) for name in OutsideConfig.model_fields}
+        return AttachedConfig(name=self.name, timeout_s=self.timeout_s, wait_for_s=self.wait_for_s, **shared)
+
+
+class JudgeConfig(OutsideConfig):
+    """A language model behind an OpenAI-compatible address that is asked for a grade."""
+
+    name: str = Field(description="What its component is called in metrics.")
+    address: str = Field(
+        pattern=r"^https?://", description="URL up to and with the version: http://127.0.0.1:8000/v1."
+    )
+    model: str = Field(description="The model, as its server calls it.")
+    prompt_file: str = Field(
+        description="A text with {prompt}, {response}, {ground_truth}, {data_source} or a column of "
+        "data.extra_keys, which are filled in; on the hosts of the run's reward service."
+    )
+    pattern: str = Field(
+        r"(-?\d+(?:\.\d+)?)",
+        description="Regular expression whose last match in the answer has the grade as its first group.",
+    )
+    words: dict[str, float] = Field(
+        {}, description="Grades of words that the group may match: {yes: 1, no: 0}, in any case."
+    )
+    key_env: str | None = Field(
+        None, description="Environment variable of the reward service with the key of the address."
+    )
+    max_tokens: int = Field(256, gt=0, description="Longest answer.")
+    temperature: float = Field(0.0, ge=0, description="At which answers are drawn.")
+    concurrency: int = Field(16, gt=0, description="Calls at once.")
+    per_minute: float | None = Field(None, gt=0, description="Most calls per minute; null: no limit.")
+    attempts: int = Field(
+        4, gt=0, description="Most calls for a response: those that find the address too busy or away."
+    )
+    timeout_s: float = Field(60.0, gt=0, description="Longest time for one call.")
+
+
+class CodeConfig(OutsideConfig):
     """Runs the program in a response against the tests in its row's ground truth, confined."""
 
     name: str = Field(description="What its component is called in metrics.")
@@ -108,12 +236,23 @@ class RewardConfig(Section):
     )
     services: tuple[RewardServiceConfig, ...] = Field((), description="Remote scorers.")
     attached: tuple[AttachedConfig, ...] = Field((), description="Scorers that attach to the reward service.")
+    models: tuple[RewardModelConfig, ...] = Field(
+        (), description="Reward models, each in processes of its own that `paceline train` starts."
+    )
+    judges: tuple[JudgeConfig, ...] = Field((), description="Language models that are asked for a grade.")
     environment_weight: float = Field(
         1.0,
         description="Factor in the sum of the reward that an episode's environment gives, if it gives one.",
     )
     code: tuple[CodeConfig, ...] = Field((), description="Scorers that run the program in a response.")
     num_processes: int = Field(1, gt=0, description="Child processes that call the functions.")
+    max_processes: int | None = Field(
+        None,
+        gt=0,
+        description="Largest number of child processes. Another one starts while the queue holds more than "
+        "three seconds of work for those that run, and ends after a minute without work. "
+        "null: num_processes.",
+    )
     memory_mib: int | None = Field(
         8192,
         gt=0,
@@ -146,10 +285,37 @@ class RewardConfig(Section):
     @property
     def has_scorer(self) -> bool:
         """Whether anything scores responses; an episode's environment may do it in their place."""
-        return bool(self.functions or self.services or self.attached or self.code)
+        kinds = (self.functions, self.services, self.attached, self.models, self.judges, self.code)
+        return any(kinds)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether anything scores the samples of a prompt together."""
+        return any(scorer.group for scorer in (*self.functions, *self.services, *self.attached))
+
+    @property
+    def model_gpus(self) -> frozenset[int]:
+        """GPUs of this machine that reward models have."""
+        return frozenset(gpu for model in self.models for gpu in model.devices)
+
+    @model_validator(mode="after")
+    def _remembers_no_groups(self) -> RewardConfig:
+        outside: tuple[RewardServiceConfig | AttachedConfig, ...] = (*self.services, *self.attached)
+        for scorer in outside:
+            if scorer.group and scorer.cache_size:
+                raise ValueError(
+                    f"{scorer.name} has group: true and cache_size={scorer.cache_size}: a score that depends "
+                    "on a response's siblings cannot be remembered; remove one of them"
+                )
+        return self
 
     @model_validator(mode="after")
     def _has_range(self) -> RewardConfig:
         if self.min_reward >= self.max_reward:
             raise ValueError(f"min_reward={self.min_reward} must be below max_reward={self.max_reward}")
+        if self.max_processes is not None and self.max_processes < self.num_processes:
+            raise ValueError(
+                f"max_processes={self.max_processes} is below num_processes={self.num_processes}: raise it, "
+                "or lower num_processes"
+            )
         return self

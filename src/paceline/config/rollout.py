@@ -49,6 +49,12 @@ class EpisodeConfig(Section):
         description="Most episodes that a server has open, those that wait for a tool included; null: four "
         "times rollout.max_num_seqs.",
     )
+    max_context_tokens: int | None = Field(
+        None,
+        gt=0,
+        description="Most tokens of all open episodes of a server together: further ones begin as others "
+        "end. null: as many as the engine's KV cache holds.",
+    )
     tool_processes: int = Field(2, gt=0, description="Processes per rollout server that call rollout.tools.")
     tool_memory_mib: int = Field(2048, gt=0, description="Most memory of such a process, in MiB.")
     call_format: Literal["auto", "tagged", "json"] = Field(
@@ -62,15 +68,45 @@ class EpisodeConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """An environment that serves paceline.rpc.v1.EnvironmentService."""
+    """An environment that serves paceline.rpc.v1.EnvironmentService, or attaches to rollout servers."""
 
-    address: str = Field(description="host:port.")
+    address: str | None = Field(None, description="host:port of one that serves; in place of attached.")
+    attached: str | None = Field(
+        None,
+        description="The name under which environments attach to rollout servers, in place of address "
+        "(service.rollout_port).",
+    )
     call_s: float = Field(60.0, gt=0, description="Longest time for one call: to open, to step, to grade.")
     token_file: str | None = Field(
         None,
         description="A file with the token that the environment asks for, on the hosts of the rollout "
         "servers. null: the run's own token is sent.",
     )
+    drives: bool = Field(
+        False,
+        description="The environment is an agent that leads the conversation: it asks rollout servers for "
+        "the policy's answers, over an OpenAI-compatible address (docs/environments.md).",
+    )
+    port: int = Field(
+        0,
+        ge=0,
+        lt=65536,
+        description="With drives or attached: where rollout servers answer agents; 0: any free port.",
+    )
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether the policy's answers are asked for over HTTP."""
+        return self.drives or self.attached is not None
+
+    @model_validator(mode="after")
+    def _reached_in_one_way(self) -> EnvironmentConfig:
+        if (self.address is None) == (self.attached is None):
+            raise ValueError(
+                f"address={self.address}, attached={self.attached}: give an address to call, or a name "
+                "under which environments attach"
+            )
+        return self
 
 
 class RolloutConfig(Section):
@@ -100,11 +136,12 @@ class RolloutConfig(Section):
     )
     kv_cache_gib: int = Field(1, gt=0, description="CPU: KV cache of an engine in GiB.")
     max_num_seqs: int = Field(256, gt=0, description="Most sequences that an engine decodes at once.")
-    sampler: Literal["engine", "batched"] = Field(
-        "engine",
+    sampler: Literal["auto", "engine", "batched"] = Field(
+        "auto",
         description="Who draws tokens. engine: vLLM, row by row, as each request has a seed; every token's "
         "log-probability is sent with it. batched: one draw for the batch, by seed and position; a sample's "
-        "log-probabilities are fetched when it ends. Faster; other samples from the same seed.",
+        "log-probabilities are fetched when it ends. Faster; other samples from the same seed. auto: batched "
+        "where an engine has one GPU, engine with several and with vLLM's build for the CPU.",
     )
     max_groups_in_flight: int | None = Field(
         None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,11 +20,11 @@ from paceline.config.services import (
     BrokerConfig,
     LearnerConfig,
     ServiceConfig,
-    SftConfig,
     TelemetryConfig,
     TrainerConfig,
     WeightsConfig,
 )
+from paceline.config.tuning import PairDataConfig, RmConfig, SftConfig
 from paceline.core.guard import Action
 
 
@@ -125,6 +125,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_rows(self) -> RunConfig:
+        service = self.rollout.environment
+        if not self.data.train_files and (service is None or service.address is None):
+            raise ValueError(
+                "data.train_files is empty: name files or data sets with the prompts, or an environment that "
+                "has them under rollout.environment.address"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _chat_episodes(self) -> RunConfig:
         if self.has_episodes and self.data.prompt_format == "text":
             raise ValueError(
@@ -133,9 +143,22 @@ class RunConfig(Section):
             )
         if not self.reward.has_scorer and self.rollout.environment is None:
             raise ValueError(
-                "no scorer: name at least one under reward.functions (say exact_match), reward.services or "
-                "reward.attached, or an environment that grades under rollout.environment"
+                "no scorer: name at least one under reward.functions (say exact_match), reward.services, "
+                "reward.attached, reward.models, reward.judges or reward.code, or an environment under "
+                "rollout.environment"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit_into_calls(self) -> RunConfig:
+        largest = max(self.rollout.n, self.rollout.val.n)
+        for service in self.reward.services:
+            if service.group and service.max_items_per_call < largest:
+                raise ValueError(
+                    f"the reward service {service.name!r} gets the samples of a prompt in one call (group: "
+                    f"true), and max_items_per_call={service.max_items_per_call} is below rollout.n="
+                    f"{self.rollout.n} or rollout.val.n={self.rollout.val.n}; raise it to {largest}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -205,35 +228,29 @@ class RunConfig(Section):
         return self
 
 
-class SftRunConfig(Section):
-    """Everything that `paceline sft` needs."""
+class TuningRunConfig(Section):
+    """What `paceline sft` and `paceline rm` have in common."""
 
-    sft: SftConfig
-    data: SftDataConfig
+    data: PairDataConfig
     model: ModelConfig
     learner: LearnerConfig = LearnerConfig()
     seed: int = Field(0, ge=0, description="Governs the order of the pairs.")
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="after")
-    def _all_weights_train(self) -> SftRunConfig:
+    def _all_weights_train(self) -> Self:
         if self.model.lora is not None:
-            raise ValueError("`paceline sft` trains all weights; leave model.lora out")
+            raise ValueError("`paceline sft` and `paceline rm` train all weights; leave model.lora out")
         return self
 
 
-class SftDataConfig(Section):
-    """How the pairs' prompts are read."""
+class SftRunConfig(TuningRunConfig):
+    """Everything that `paceline sft` needs."""
 
-    prompt_key: str = Field("prompt", description="Column with the prompt.")
-    prompt_format: str = Field(
-        "auto",
-        pattern="^(auto|chat|text)$",
-        description="chat: through the tokenizer's chat template; text: tokenized as it is; auto: chat for "
-        "lists of messages, text for strings.",
-    )
-    max_prompt_length: int = Field(512, gt=0, description="Longer prompts are left out, and counted.")
-    max_response_length: int = Field(512, gt=0, description="Longer answers are left out, and counted.")
+    sft: SftConfig
 
 
-SftRunConfig.model_rebuild()
+class RmRunConfig(TuningRunConfig):
+    """Everything that `paceline rm` needs."""
+
+    rm: RmConfig

@@ -7,8 +7,6 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config.base import Section
-from paceline.config.data import Files
-from paceline.config.memory import Memory, MemoryConfig
 
 
 class ProfileConfig(Section):
@@ -67,7 +65,7 @@ class TrainerConfig(Section):
 
     save_tokens: bool = Field(
         True,
-        description="save_trajectories: with token ids and the engine's log-probs.",
+        description="save_trajectories: with token ids, and the log-probs of engine and learner.",
     )
     loggers: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(
         (),
@@ -213,6 +211,13 @@ class ServiceConfig(Section):
         description="Port of the reward service that `paceline train` starts, for clients that attach; 0: "
         "any free port.",
     )
+    rollout_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the first rollout server that `paceline train` starts, for environments that "
+        "attach; the next servers have the ports behind it. 0: any free ports.",
+    )
     heartbeat_s: float = Field(1.0, gt=0, description="How often members report.")
     suspect_after_s: float = Field(5.0, gt=0, description="Silence after which a member is suspected.")
     dead_after_s: float = Field(12.0, gt=0, description="Silence after which a member is dead.")
@@ -250,26 +255,3 @@ class TelemetryConfig(Section):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         "INFO", description="Level of the services' logs."
     )
-
-
-class SftConfig(Section):
-    """`paceline sft`: trains a starting model on prompt/answer pairs with the same learner."""
-
-    train_files: Files = Field(
-        description="Parquet or JSONL files, or data sets of the hub, with prompts and answers."
-    )
-    answer_key: str = Field("answer", description="Column with the answer text.")
-    output: str = Field(description="Folder to write the trained model to.")
-    steps: int = Field(gt=0, description="Optimizer steps.")
-    batch_size: int = Field(256, gt=0, description="Pairs per step.")
-    max_token_len_per_gpu: int = Field(16384, gt=0, description="Token budget of a micro-batch on one rank.")
-    memory: Memory = Field(MemoryConfig(), description="What the update keeps in memory; as actor.memory.")
-    grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
-    lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
-    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
-        "cosine", description="Shape after the warm-up."
-    )
-    warmup_steps_ratio: float = Field(
-        0.05, ge=0, lt=1, description="Share of the steps over which the rate rises."
-    )
-    weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled decay.")

@@ -25,14 +25,18 @@ class Hello:
         client: its own name, for logs.
         data_sources: what it takes; none: everything.
         window: the most tasks that it takes at a time.
+        version: of what it computes; "" if it does not say.
         contract: the version that it speaks.
+        groups: whether its tasks are groups, the samples of a prompt.
     """
 
     name: str
     client: str
     window: int
     data_sources: frozenset[str] = frozenset()
+    version: str = ""
     contract: int = CONTRACT
+    groups: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

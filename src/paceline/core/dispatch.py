@@ -85,10 +85,11 @@ class Dispatcher:
 
     Args:
         answer_within_s: how long a client may work on a task before another one gets it.
+        max_tries: to how many clients a task is given, one after the other.
     """
 
-    def __init__(self, *, answer_within_s: float) -> None:
-        self._answer_within_s = answer_within_s
+    def __init__(self, *, answer_within_s: float, max_tries: int = MAX_TRIES) -> None:
+        self._answer_within_s, self._max_tries = answer_within_s, max_tries
         self._tickets, self._numbers = itertools.count(1), itertools.count(1)
         self._tasks: dict[int, _Task] = {}
         self._queues: dict[str, deque[int]] = {}
@@ -210,7 +211,7 @@ class Dispatcher:
         """Puts a task at the head of its queue, or ends it."""
         task = self._tasks[ticket]
         task.client = None
-        if task.tries >= MAX_TRIES:
+        if task.tries >= self._max_tries:
             return self._fail(ticket, is_late=is_late, message=f"given out {task.tries} times: {message}")
         self._queues.setdefault(task.source, deque()).appendleft(ticket)
         return None

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+OVER_CODE = "episode_over"
+"""Of a refused question: a limit has ended the episode."""
+OVER_MESSAGE = "this episode is over"
+"""Begins what such a refusal says."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeOutcome:
@@ -25,3 +30,34 @@ class EpisodeOutcome:
     tool_s: float
     reward: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Play:
+    """One attempt at an episode that an attached environment plays.
+
+    Attributes:
+        task: the prompt's row, plain data.
+        task_seed, episode_seed: equal in a prompt group; different in it.
+        base_url, token, model: where the policy answers this attempt.
+    """
+
+    run_id: str
+    trajectory_id: str
+    attempt: int
+    task: Mapping[str, object]
+    task_seed: int
+    episode_seed: int
+    base_url: str
+    token: str
+    model: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Played:
+    """What became of it; `error`: it could not be played, "" if it could."""
+
+    stop_reason: str = ""
+    reward: float | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""

@@ -8,10 +8,11 @@ actions beyond skip -> adjustments of the next steps, a rollback, or the end:
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 
@@ -75,6 +76,22 @@ RULES: Mapping[str, Rule] = {
         Rule(name="entropy_high", metric="entropy", relative=True, networks=("actor",)),
         Rule(name="reward_constant", metric="spread of the rewards", sense=Sense.BELOW),
         Rule(name="reward_jump", metric="spread of the rewards", relative=True),
+        Rule(
+            name="groups_without_spread",
+            metric="share of prompt groups whose rewards are all equal",
+            actions=_WITHOUT_SKIP,
+        ),
+        Rule(
+            name="component_constant",
+            metric="steps in a row in which a reward component was the same for all responses",
+            actions=_WITHOUT_SKIP,
+        ),
+        Rule(
+            name="reward_errors",
+            metric="share of what a scorer could not score",
+            actions=_WITHOUT_SKIP,
+        ),
+        Rule(name="out_of_memory", metric="optimizer steps taken again in halves", actions=_WITHOUT_SKIP),
         Rule(name="non_finite", metric="numbers that are not finite", actions=_WITHOUT_SKIP),
         Rule(
             name="mismatch_kl",
@@ -123,6 +140,7 @@ class Reading:
         reference: what a relative rule measures by; 0 for others.
         num_skipped: optimizer steps that were not taken because of it; of a rule over the whole batch,
             batches.
+        detail: what it was read from, in words; "" where the rule says it.
     """
 
     rule: str
@@ -130,6 +148,7 @@ class Reading:
     network: str = ""
     reference: float = 0.0
     num_skipped: int = 0
+    detail: str = ""
 
     @property
     def badness(self) -> float:
@@ -164,11 +183,12 @@ def describe(reading: Reading, bound: float, action: Action) -> str:
     """The reading, the bound and its configuration key, in one clause."""
     rule = RULES[reading.rule]
     of = f"{reading.network} " if reading.network else ""
+    detail = f" ({reading.detail})" if reading.detail else ""
     limit = f"{reading.threshold(bound):.4g}"
     if rule.relative:
         limit += f", {bound:g} times {rule.scale}"
     return (
-        f"{of}{rule.metric} is {reading.value:.4g}, {rule.sense.value} {limit} "
+        f"{of}{rule.metric}{detail} is {reading.value:.4g}, {rule.sense.value} {limit} "
         f"(guard.{rule.name}.{action.value})"
     )
 
@@ -191,19 +211,13 @@ def worst(readings: Iterable[Reading]) -> list[Reading]:
             by_rule[key] = reading
             continue
         chosen = max(before, reading, key=lambda candidate: candidate.badness)
-        by_rule[key] = Reading(
-            rule=chosen.rule,
-            value=chosen.value,
-            network=chosen.network,
-            reference=chosen.reference,
-            num_skipped=before.num_skipped + reading.num_skipped,
-        )
+        by_rule[key] = replace(chosen, num_skipped=before.num_skipped + reading.num_skipped)
     return list(by_rule.values())
 
 
 @dataclass(kw_only=True, slots=True)
 class Histories:
-    """Running medians by name, over the last `window` values; part of the checkpoint."""
+    """The last `window` values by name, and their medians; part of the checkpoint."""
 
     window: int = 100
     min_history: int = 10
@@ -224,6 +238,11 @@ class Histories:
         """
         if math.isfinite(value):
             self._values.setdefault(name, deque(maxlen=self.window)).append(value)
+
+    def streak(self, name: str, value: float) -> int:
+        """How many of the newest values in a row are `value`; at most `window`."""
+        values = reversed(self._values.get(name, ()))
+        return sum(1 for _ in itertools.takewhile(lambda other: other == value, values))
 
     def state_dict(self) -> dict[str, list[float]]:
         """For the checkpoint."""

@@ -1,5 +1,7 @@
 """The form of a reward function: `f(response: str, ground_truth: str, **extra) -> float | dict[str, float]`.
 
+For the samples of a prompt together: `f(items: list[ScoreItem], **arguments)`, which returns a list of those.
+
 Here its signature is inspected, its keyword arguments are chosen and its return value is checked, no matter
 whether a child process or a reward server calls it.
 """
@@ -23,6 +25,7 @@ MAX_COMPONENTS = 256
 MAX_COMPONENT_CHARS = 256
 _VALUE_KEYS = ("score", "reward")
 _FORM = "write f(response: str, ground_truth: str, **extra) -> float"
+_GROUP_FORM = "write f(items: list[ScoreItem], **arguments) -> list[float]"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +139,61 @@ def inspect_function(reference: str, function: object) -> RewardFunction:
         named=frozenset(p.name for p in named),
         required=frozenset(p.name for p in named if p.default is p.empty),
         takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+
+
+def inspect_group_function(reference: str, function: object) -> RewardFunction:
+    """Checks that an object can be called with the samples of a prompt.
+
+    Args:
+        reference: its name in errors.
+        function: the object.
+
+    Raises:
+        ConfigError: it cannot be called with a list of items alone; says how to write it.
+    """
+    if not callable(function) or inspect.isclass(function):
+        raise ConfigError(
+            f"reward function {reference!r} is {_kind_of_object(function)}: name a function or an instance; "
+            f"{_GROUP_FORM}"
+        )
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # some functions written in C have none
+        parameters = []
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in parameters if p.kind is p.KEYWORD_ONLY or p in positional[1:]]
+    if parameters and not positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise ConfigError(
+            f"reward function {reference!r} must take the items of a group by position; {_GROUP_FORM}"
+        )
+    return RewardFunction(
+        reference=reference,
+        call=function,
+        named=frozenset(p.name for p in named),
+        required=frozenset(p.name for p in named if p.default is p.empty),
+        takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+
+
+def _kind_of_object(function: object) -> str:
+    return "a class" if inspect.isclass(function) else f"{type(function).__name__}, not a function"
+
+
+def check_values(name: str, returned: object, count: int) -> list[object]:
+    """What a function returned for several items, as a list with one value for each; they are not checked.
+
+    Raises:
+        RewardError: WRONG_COUNT for anything else.
+    """
+    convert = getattr(returned, "tolist", None)  # an array or a tensor, without importing its library
+    values = returned if convert is None else convert()
+    if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count:
+        return list(values)
+    got = f"{len(values)} values" if isinstance(values, Sequence) else type(values).__name__
+    raise RewardError(
+        f"{name} returned {got} for {count} items: return a list with one value for each",
+        kind=RewardErrorKind.WRONG_COUNT,
     )
 
 

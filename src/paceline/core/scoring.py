@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.episode import EpisodeOutcome
+
+REWARD_CONTRACT = 2
+"""Version of the contract of reward services; version 1 had neither a description nor groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreItem:
     """One response to be scored; of an episode the policy's last answer.
 
-    `extra` holds the data row's other columns: values that JSON can express.
+    `extra` holds the data row's other columns: values that JSON can express. Items of a call with the same
+    `group` are all samples of one prompt; an item without a group is scored by itself.
     """
 
     trajectory_id: str
@@ -22,13 +26,52 @@ class ScoreItem:
     data_source: str = ""
     extra: Mapping[str, object] = field(default_factory=dict)
     episode: EpisodeOutcome | None = None
+    group: str = ""
+
+    @property
+    def num_chars(self) -> int:
+        """About how many bytes it has in a message."""
+        return len(self.prompt) + len(self.response) + len(self.ground_truth)
+
+
+def groups_of(items: Sequence[ScoreItem]) -> list[list[int]]:
+    """The places of the items of each group, by the place of its first; an item without a group is alone."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for place, item in enumerate(items):
+        key = (item.group, 0) if item.group else ("", place)
+        groups.setdefault(key, []).append(place)
+    return list(groups.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreResult:
-    """A scorer's answer for one item: either `reward` is a finite number and `error` None, or the reverse."""
+    """A scorer's answer for one item: either `reward` is a finite number and `error` None, or the reverse.
+
+    `placed` says which parts of the reward belong where: (end, part) for a step of the response that ends
+    before character `end`. What the parts leave of the reward belongs to the response's end.
+    """
 
     trajectory_id: str
     reward: float | None
     components: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    placed: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardDescription:
+    """What a reward service says that it is.
+
+    Args:
+        contract: the version of the contract that it speaks.
+        name: its own, for logs.
+        data_sources: what it scores; none: everything.
+        groups: whether it scores the items of a group together.
+        version: of what it computes; "" if it does not say.
+    """
+
+    contract: int = REWARD_CONTRACT
+    name: str = ""
+    data_sources: frozenset[str] = frozenset()
+    groups: bool = False
+    version: str = ""

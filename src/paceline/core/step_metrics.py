@@ -19,6 +19,9 @@ STEP_METRICS: Mapping[str, str] = {
     "critic/returns/mean": "Mean return per response token (with a critic).",
     "critic/values/mean": "Mean value per response token (with a critic).",
     "reward/NAME/mean": "Mean of one reward component, by the name of its function or service.",
+    "reward/NAME/std": "Its standard deviation; 0 tells nothing apart.",
+    "reward/NAME/lowest_share": "Share of responses with the lowest of its values in this step.",
+    "reward/NAME/highest_share": "Share with the highest: near 1, it has no more to teach.",
     "reward/greedy_answers/mean": "ReMax: mean reward of the greedy answers.",
     "groups/without_spread": (
         "Share of prompt groups whose samples all have the same reward: with a group's mean as the "
@@ -53,6 +56,10 @@ STEP_METRICS: Mapping[str, str] = {
     "actor/pg_clipfrac": "Share of tokens that the policy's clip bounds.",
     "actor/pg_clipfrac_lower": "Share of tokens that the dual clip bounds.",
     "actor/cov_frac": "kl_cov, clip_cov: share of tokens that were selected.",
+    "actor/positive_loss": (
+        "Mean negative log-prob of the tokens of right responses, before actor.positive_loss_coef; 0 in a "
+        "mini-batch without such a response."
+    ),
     "actor/load_balance": (
         "Mixture of Experts: how evenly each response's tokens choose experts, mean over trajectories and "
         "layers: 1 is even, experts / experts per token the worst."
@@ -101,6 +108,10 @@ STEP_METRICS: Mapping[str, str] = {
     "barrier/duplicates": "Trajectories that came a second time and were not admitted again.",
     "barrier/rejected": "Trajectories of another version or digest, or that nobody asked for.",
     "barrier/groups_dropped": "Prompt groups that were dropped after errors.",
+    "barrier/groups_dropped/NAME": (
+        "Of them those with this reason: `reward_KIND`, with a kind of docs/add-a-reward.md, or "
+        "`rollout_REASON`."
+    ),
     "barrier/wait_s": "Seconds between the first and the last trajectory.",
     # --- the guard
     "guard/fired": "Rules that fired.",
@@ -115,6 +126,8 @@ STEP_METRICS: Mapping[str, str] = {
     "timing_s/step": "The step, from dispatch to commit.",
     "timing_s/gen": "Until the last response was generated.",
     "timing_s/reward": "What scoring took beyond that.",
+    "timing_s/score_p50": "Median time from a response's arrival at a reward service to its score.",
+    "timing_s/score_p99": "The same for the slowest hundredth.",
     "timing_s/learn": "The learner's step; the phases below are its parts.",
     "timing_s/fetch": "Trajectories from the broker to the learner.",
     "timing_s/old_log_prob": "Log-probs of the policy before the update.",
@@ -122,6 +135,7 @@ STEP_METRICS: Mapping[str, str] = {
     "timing_s/values": "Values of the critic.",
     "timing_s/adv": "Advantages.",
     "timing_s/update_critic": "The critic's update.",
+    "timing_s/shared_prompts": "`actor.shared_prompts`: the check in the first step that shares.",
     "timing_s/update_actor": "The policy's update.",
     "timing_s/update_weights": "Pause in which no server samples, while weights are pushed.",
     "timing_s/cleanup": "Removing what the step before left in the broker.",
@@ -129,6 +143,14 @@ STEP_METRICS: Mapping[str, str] = {
         "`rollout.sleep`: what it takes that learner and rollout servers change places on their GPUs; a part "
         "of `timing_s/other` and, for the KV cache, of `timing_s/update_weights`."
     ),
+    "timing_s/turns/sleep": "Of it: engines give up their memory.",
+    "timing_s/turns/free": (
+        "Of it: the learner looks whether engines have room, and gives back what it caches where they have "
+        "not; partly while weights wake."
+    ),
+    "timing_s/turns/wake_weights": "Of it: engines take memory for weights.",
+    "timing_s/turns/wake_kv_cache": "Of it: engines take memory for their KV caches.",
+    "perf/freed_gib": "`rollout.sleep`: what the learner gave back, over all ranks; 0 where both fit.",
     "timing_s/other": "The rest of the step.",
     "timing_s/validate": "The validation after the step.",
     "timing_s/checkpoint": (
@@ -137,6 +159,8 @@ STEP_METRICS: Mapping[str, str] = {
     "timing_s/rollback": "Loading earlier weights.",
     # --- throughput
     "perf/tokens_per_s": "Prompt and response tokens of the batch per second of the step.",
+    "perf/tokens_per_s_per_gpu": "The same per GPU of learner and rollout servers; absent on CPUs.",
+    "perf/num_gpus": "GPUs of learner and rollout servers in the step's push; 0 on CPUs.",
     "perf/overhead_share": "Share of the step that is neither generating nor scoring nor learning.",
     "perf/mfu": (
         "Share of the GPUs' peak arithmetic that the policy's update uses; absent where the peak is "
@@ -151,9 +175,14 @@ STEP_METRICS: Mapping[str, str] = {
         "`actor.shared_prompts`."
     ),
     "perf/memory_gib/NAME": (
-        "On GPUs: the most that tensors took in a phase of the learner's step, of the rank that took most."
+        "On GPUs: the most that tensors took in a phase of the learner's step, of the rank that took most. "
+        "`reserved`: what its allocator has at the step's end, with what it only caches."
     ),
-    "perf/compile_s": "With `actor.compile`: seconds of the step that compiling took, mostly of the first.",
+    "perf/compilations": (
+        "With `actor.compile`: compilations of layers in the step. The learner compiles before the first "
+        "one; its log says why there was another."
+    ),
+    "perf/compile_s": "With `actor.compile`: seconds of the step that compiling took.",
     # --- the weight push
     "weights/bytes": "Bytes that learner ranks sent.",
     "weights/relayed_bytes": "Bytes that rollout ranks passed on.",

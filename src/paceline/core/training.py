@@ -23,6 +23,7 @@ class BatchRow:
         reward: sum of the weighted reward components.
         num_sampled_tokens: response tokens that the policy sampled; the others are its environment's.
         greedy_score: reward of the greedy answer to the same prompt; None where none was sampled.
+        token_rewards: (position, part) for parts of the reward that belong to tokens before the last.
     """
 
     trajectory_id: TrajectoryId
@@ -33,6 +34,7 @@ class BatchRow:
     num_response_tokens: int
     num_sampled_tokens: int
     greedy_score: float | None = None
+    token_rewards: tuple[tuple[int, float], ...] = ()
 
 
 def batch_digest(policy: PolicyTag, rows: Iterable[BatchRow]) -> str:
@@ -44,7 +46,8 @@ def batch_digest(policy: PolicyTag, rows: Iterable[BatchRow]) -> str:
     digest = hashlib.blake2b(f"{policy}\n".encode(), digest_size=DIGEST_BYTES)
     for row in rows:
         greedy_score = None if row.greedy_score is None else float(row.greedy_score)
-        fields = (str(row.trajectory_id), row.blob_digest, repr(float(row.reward)), repr(greedy_score))
+        fields = [str(row.trajectory_id), row.blob_digest, repr(float(row.reward)), repr(greedy_score)]
+        fields += [f"{position}:{float(part)!r}" for position, part in row.token_rewards]
         digest.update("\t".join(fields).encode() + b"\n")
     return digest.hexdigest()
 

@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from paceline.core.episode import EpisodeOutcome
 from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.normalizing import Part
 from paceline.core.policy import PolicyTag
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -92,6 +93,10 @@ class Trajectory:
     follows the prompt: `response_mask` is 1 on tokens that the policy sampled, 0 on those of its environment,
     say a tool's answer. `response_log_probs` are natural logs under the distribution that was sampled from,
     and 0.0 where the mask is 0. A run of ones is what was sampled in one turn.
+
+    A trajectory whose history was rewritten has further segments, each a sequence of its own, which sees
+    nothing of what stands before it: `segment_starts` are the places in the response at which they begin,
+    with a prompt.
     """
 
     run_id: str
@@ -104,6 +109,7 @@ class Trajectory:
     finish_reason: FinishReason
     sampling: SamplingSpec
     seed: int
+    segment_starts: tuple[int, ...] = ()
 
 
 def sampled_spans(mask: UInt8Array) -> list[tuple[int, int]]:
@@ -141,7 +147,9 @@ class ScoredHeader:
     """A trajectory's header with its reward, and without the reward context, which only scorers need.
 
     Exactly one of `reward` and `reward_error` is set. `reward_error` is (RewardErrorKind value, message).
-    `text_key` names the blob with the response's text in UTF-8; "" if none was stored.
+    `text_key` names the blob with the response's text in UTF-8; "" if none was stored. `token_rewards` are
+    (position, part): parts of the reward that belong to response tokens before the last. `normalized` are the
+    parts of `reward` that are normalised over the batch (`paceline.core.normalizing`).
     """
 
     run_id: str
@@ -162,6 +170,8 @@ class ScoredHeader:
     reward_s: float
     text_key: str = ""
     episode: EpisodeOutcome | None = None
+    token_rewards: tuple[tuple[int, float], ...] = ()
+    normalized: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

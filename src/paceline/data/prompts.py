@@ -145,6 +145,26 @@ def encode_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> li
     return ids
 
 
+def last_message(value: object) -> str:
+    """The text of a prompt's last message, which scorers see; all of a plain text."""
+    return value if isinstance(value, str) else str(value[-1]["content"])  # type: ignore[index]
+
+
+def exchange_text(tokenizer: Tokenizer, prompt: str, answer: str) -> str:
+    """A message with its answer, as reward models read them: in the chat template, if there is one."""
+    if not tokenizer.chat_template:
+        return prompt + answer
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
+
+
+def encode_exchange(tokenizer: Tokenizer, prompt: str, answer: str) -> list[int]:
+    """Token ids of `exchange_text`; special tokens come from its template, else from the tokenizer."""
+    text = exchange_text(tokenizer, prompt, answer)
+    ids: list[int] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    return ids
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
     """One row. `prompt_id` is its number among all rows of the files, so that filtering changes no id.
@@ -210,11 +230,10 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, number: int, row: Row) -> 
         raise DataError(f"row {number}: {error}") from error
     source_key = config.data_source_key
     source = _column(number, row, source_key) if source_key else None
-    text = value if isinstance(value, str) else str(value[-1]["content"])
     context = RewardContext(
         ground_truth=str(truth),
         data_source="" if source is None else str(source),
-        prompt_text=text,
+        prompt_text=last_message(value),
         extra={key: _column(number, row, key) for key in config.extra_keys},
     )
     return Prompt(

@@ -49,9 +49,11 @@ def first_row(file: str | Path) -> Row:
         DataError: the file is unreadable.
     """
     path = Path(file)
+    if not path.is_file():
+        raise DataError(f"data file {path} does not exist; correct the path, or make the file first")
     if path.suffix != ".parquet":
         with path.open("rb") as lines:
-            return dict(next((json.loads(line) for line in lines if line.strip()), {}))
+            return next((_object(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()), {})
     import pyarrow
     import pyarrow.parquet
 
@@ -92,20 +94,24 @@ def _read_parquet(path: Path, required: tuple[str, ...]) -> list[Row]:
     return rows
 
 
+def _object(path: Path, number: int, line: bytes) -> Row:
+    """A line of JSONL."""
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}, line {number}, is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{path}, line {number}, holds a {type(row).__name__}; every line must be an object")
+    return row
+
+
 def _read_jsonl(path: Path, required: tuple[str, ...]) -> list[Row]:
     rows: list[Row] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}, line {number}, is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise DataError(
-                    f"{path}, line {number}, holds a {type(row).__name__}; every line must be an object"
-                )
+            row = _object(path, number, line)
             _require(f"{path}, line {number},", required, _keys(row))
             rows.append(row)
     return rows

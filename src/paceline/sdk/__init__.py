@@ -2,7 +2,9 @@
 
 from paceline.core.chat import Message
 from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.sdk.agent import agent
 from paceline.sdk.attach import RewardAttachment, attach_reward
+from paceline.sdk.attach_environment import EnvironmentAttachment, attach_environment
 from paceline.sdk.client import RewardClient
 from paceline.sdk.environment import Environment, Observation, Outcome, tool
 from paceline.sdk.environment_server import EnvironmentServer, serve_environment
@@ -10,6 +12,7 @@ from paceline.sdk.server import RewardServer, serve_reward
 
 __all__ = [
     "Environment",
+    "EnvironmentAttachment",
     "EnvironmentServer",
     "Message",
     "Observation",
@@ -19,6 +22,8 @@ __all__ = [
     "RewardServer",
     "ScoreItem",
     "ScoreResult",
+    "agent",
+    "attach_environment",
     "attach_reward",
     "serve_environment",
     "serve_reward",

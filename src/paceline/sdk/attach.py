@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from paceline.core.attachment import FromClient, Hello, ToClient
+from paceline.core.attachment import FromClient, ToClient
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
-from paceline.sdk.function import CalledFunction
+from paceline.sdk.attachment import Attachment, attach_until_signal
+from paceline.sdk.function import CalledFunction, version_of
 from paceline.service import channels
-from paceline.service.attaching import AttachedClient, ClientOptions
 from paceline.service.credentials import REWARD_TOKEN, Credentials
-from paceline.service.runtime import ServiceContext, run_service
-from paceline.wire.attachment import gateway_message_from_proto, scorer_message_to_proto
+from paceline.wire.attachment import GroupAnswer, Task, gateway_message_from_proto, scorer_message_to_proto
 
 
-class RewardAttachment:
+class RewardAttachment(Attachment[Task, GroupAnswer]):
     """Scores what a run sends, until the run is over.
 
     Args:
@@ -30,10 +27,12 @@ class RewardAttachment:
         token: of the scope `attach`, or the run's; None takes PACELINE_REWARD_TOKEN from the environment.
         data_sources: what the function can score; none: everything.
         batch: the function scores all items that have arrived, up to `max_batch`, in one call.
-        max_concurrent: how many items are scored at the same time.
+        group: the function `f(items)` scores the samples of one prompt in one call.
+        max_concurrent: how many items, or groups, are scored at the same time.
         max_batch: largest batch.
         timeout_s: how long a call of the function may take.
         patience_s: how long to try to reach a run that is away.
+        version: of what the function computes; as of `RewardServer`.
 
     Raises:
         ConfigError: the function cannot be called like this.
@@ -52,78 +51,51 @@ class RewardAttachment:
         max_batch: int = 64,
         timeout_s: float = 300.0,
         patience_s: float = 300.0,
+        version: str | None = None,
+        group: bool = False,
     ) -> None:
         self._function = CalledFunction(
-            function, batch=batch, max_concurrent=max_concurrent, timeout_s=timeout_s
+            function, batch=batch, group=group, max_concurrent=max_concurrent, timeout_s=timeout_s
         )
         credentials = Credentials.from_env(REWARD_TOKEN)
-        self._credentials = credentials if token is None else credentials.with_token(token)
-        self._addresses = [address] if isinstance(address, str) else list(address)
         self._batches = _Batches(self._function, max_batch) if batch else None
-        self._patience_s = patience_s
-        self._hello = Hello(
+        super().__init__(
+            address=address,
             name=name,
-            client=f"{socket.gethostname()}/{os.getpid()}",
-            data_sources=frozenset(data_sources),
+            role="reward",
+            credentials=credentials if token is None else credentials.with_token(token),
+            data_sources=data_sources,
             window=max_batch if batch else max_concurrent,
+            patience_s=patience_s,
+            version=version_of(function) if version is None else version,
+            groups=group,
         )
-        self._clients: list[AttachedClient[ScoreItem, ScoreResult]] = []
 
-    async def run(self) -> None:
-        """Returns when the run is over, or after `stop`. When cancelled, its items go to other clients.
+    def _stream(
+        self, channel: Any, messages: AsyncIterator[FromClient[GroupAnswer]], peer: str
+    ) -> AsyncIterator[ToClient[Task]]:
+        return _streamed(channel, messages, peer)
 
-        Raises:
-            PeerLostError, DeadlineError: the run was away for `patience_s`.
-            ConfigError: the run refused the token, or has no such name.
-            ProtocolError: it speaks another version of the contract.
-            RewardError: all calls of the function hang; its items go to other clients.
-        """
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for address in self._addresses:
-                    tasks.create_task(self._attach(address), name=f"attached to {address}")
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            self._function.close()
+    def _end(self) -> None:
+        self._function.close()
 
-    def stop(self) -> None:
-        """Answers what is under way, then leaves."""
-        for client in self._clients:
-            client.stop()
-
-    async def _attach(self, address: str) -> None:
-        channel = channels.connect(address, credentials=self._credentials, role="reward")
-        peer = f"the run at {address}"
-
-        def open_stream(
-            messages: AsyncIterator[FromClient[ScoreResult]],
-        ) -> AsyncIterator[ToClient[ScoreItem]]:
-            return _streamed(channel, messages, peer)
-
-        options = ClientOptions(hello=self._hello, peer=peer, patience_s=self._patience_s)
-        client = AttachedClient(options, open_stream, self._score)
-        self._clients.append(client)
-        try:
-            await client.run()
-        finally:
-            await channel.close()
-
-    async def _score(self, item: ScoreItem) -> ScoreResult:
+    async def _answer(self, task: Task) -> GroupAnswer:
         if self._function.is_stuck:  # others may do better
             raise RewardError(
                 f"calls of {self._function.name} hang: start this client again",
                 kind=RewardErrorKind.UNAVAILABLE,
             )
+        if not isinstance(task, ScoreItem):
+            return tuple(await self._function.score(task))
         if self._batches is not None:
-            return await self._batches.score(item)
-        (result,) = await self._function.score([item])
+            return await self._batches.score(task)
+        (result,) = await self._function.score([task])
         return result
 
 
 async def _streamed(
-    channel: Any, messages: AsyncIterator[FromClient[ScoreResult]], peer: str
-) -> AsyncIterator[ToClient[ScoreItem]]:
+    channel: Any, messages: AsyncIterator[FromClient[GroupAnswer]], peer: str
+) -> AsyncIterator[ToClient[Task]]:
     requests = (scorer_message_to_proto(message) async for message in messages)
     attach = reward_pb2_grpc.RewardGatewayStub(channel).Attach
     answers: AsyncIterator[reward_pb2.GatewayMessage] = channels.duplex(
@@ -168,14 +140,6 @@ def attach_reward(
         ConfigError: the function cannot be called as a reward function.
         SystemExit: the run cannot be reached, or refuses this client; the reason is in the log.
     """
-    attachment = RewardAttachment(function, address=address, name=name, **options)
-
-    async def serve(context: ServiceContext) -> None:
-        running = asyncio.create_task(attachment.run(), name="attachment")
-        await context.stopping_or(running)
-        attachment.stop()
-        await running  # run_service bounds it
-
-    code = run_service(serve, name="attached-reward")
-    if code:
-        raise SystemExit(code)
+    attach_until_signal(
+        lambda: RewardAttachment(function, address=address, name=name, **options), "attached-reward"
+    )

@@ -87,6 +87,18 @@ class Environment:
         """Answers a turn: by default it makes its tool calls, and ends the episode at a turn without any."""
         return await self.call_tools(action)
 
+    async def run(self, *, base_url: str, token: str, model: str) -> str:
+        """Leads the episode itself, where `rollout.environment.drives` is set; in place of `step`.
+
+        Args:
+            base_url, token: of this episode, for any client that speaks OpenAI's chat completions.
+            model: the policy's name there.
+
+        Returns:
+            Why the episode ended, in a word; "" for no particular reason.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not lead episodes: write `run`")
+
     async def close(self, stop_reason: str) -> Outcome:
         """Grades the episode."""
         return Outcome()
@@ -107,6 +119,13 @@ class Environment:
             answers.append(Message(role="tool", content=text, name=call.name, call_id=call.call_id))
         return Observation(messages=tuple(answers), done=done or ("" if answers else "answered"))
 
+    async def invoke(self, name: str, arguments: Mapping[str, object]) -> object:
+        """What a tool returns: by default that of the method of this name."""
+        method = getattr(self, name)
+        if inspect.iscoroutinefunction(method):
+            return await method(**arguments)
+        return await asyncio.to_thread(method, **arguments)
+
     async def _answer(self, call: ToolCall) -> str:
         spec, timeout_s = self.tools.get(call.name, (None, 0.0))
         if call.problem or spec is None:
@@ -115,12 +134,9 @@ class Environment:
         problem = argument_problem(spec, call.arguments)
         if problem:
             return f"error: {problem}"
-        method = getattr(self, call.name)
         try:
             async with asyncio.timeout(timeout_s):
-                if inspect.iscoroutinefunction(method):
-                    return result_text(await method(**call.arguments))
-                return result_text(await asyncio.to_thread(method, **call.arguments))
+                return result_text(await self.invoke(call.name, call.arguments))
         except TimeoutError:
             return f"error: {call.name} did not answer within {timeout_s:g} s"
         except Exception as error:  # noqa: BLE001  user code: what it raises is the call's answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
 from paceline.core.chat import Message
 from paceline.core.errors import ProtocolError
@@ -19,10 +19,14 @@ from paceline.wire.environment import (
     message_from_proto,
     message_to_proto,
     object_from_json,
+    object_to_json,
     tool_to_proto,
 )
 
 _EXPIRE_S = 1.0
+
+Tasks = Callable[[str], Iterable[Mapping[str, object]]]
+"""From a split to its rows."""
 
 
 class EnvironmentServer(Served):
@@ -34,6 +38,7 @@ class EnvironmentServer(Served):
         token: what callers must carry; None takes PACELINE_ENVIRONMENT_TOKEN from the environment. Required
             if other machines can reach the address.
         max_episodes: most episodes that are open at once; further ones are refused, and tried again later.
+        tasks: from "train" or "val" to the rows of a run without data files, in the same order each time.
     """
 
     def __init__(
@@ -44,8 +49,9 @@ class EnvironmentServer(Served):
         port: int = 0,
         token: str | None = None,
         max_episodes: int = 64,
+        tasks: Tasks | None = None,
     ) -> None:
-        self.sessions = Sessions(make, max_episodes)
+        self.sessions, self._tasks = Sessions(make, max_episodes), tasks
         self._name = getattr(make, "__name__", type(make).__name__)
         super().__init__(
             "environment",
@@ -71,7 +77,7 @@ class EnvironmentServer(Served):
 
     def _service(self) -> tuple[Callable[..., None], object]:
         add = environment_pb2_grpc.add_EnvironmentServiceServicer_to_server
-        return add, _Servicer(self.sessions, self._name)
+        return add, _Servicer(self.sessions, self._name, self._tasks)
 
     async def _expire(self) -> None:
         while True:
@@ -86,6 +92,7 @@ def serve_environment(
     host: str = "127.0.0.1",
     token: str | None = None,
     max_episodes: int = 64,
+    tasks: Tasks | None = None,
 ) -> None:
     """Serves an environment until SIGINT or SIGTERM; arguments as of `EnvironmentServer`.
 
@@ -94,14 +101,16 @@ def serve_environment(
     """
 
     def make_server() -> EnvironmentServer:
-        return EnvironmentServer(make, host=host, port=port, token=token, max_episodes=max_episodes)
+        return EnvironmentServer(
+            make, host=host, port=port, token=token, max_episodes=max_episodes, tasks=tasks
+        )
 
     serve_until_signal(make_server, "environment")
 
 
 class _Servicer(environment_pb2_grpc.EnvironmentServiceServicer):
-    def __init__(self, sessions: Sessions, name: str) -> None:
-        self._sessions, self._name = sessions, name
+    def __init__(self, sessions: Sessions, name: str, tasks: Tasks | None) -> None:
+        self._sessions, self._name, self._tasks = sessions, name, tasks
 
     async def Describe(
         self, request: pb.DescribeEnvironmentRequest, context: object
@@ -109,6 +118,17 @@ class _Servicer(environment_pb2_grpc.EnvironmentServiceServicer):
         return pb.EnvironmentDescription(
             name=self._name, max_episodes=self._sessions.max_episodes, num_open=self._sessions.num_open
         )
+
+    async def Tasks(
+        self, request: pb.EnvironmentTasksRequest, context: object
+    ) -> AsyncIterator[pb.EnvironmentTask]:
+        if self._tasks is None:
+            raise ProtocolError(
+                f"{self._name} serves no tasks: give serve_environment the argument `tasks`, or the run "
+                "data.train_files"
+            )
+        for row in await asyncio.to_thread(_listed, self._tasks, request.split):
+            yield pb.EnvironmentTask(task_json=object_to_json(row, "task"))
 
     async def Open(self, request: pb.OpenEpisodeRequest, context: object) -> pb.EpisodeObservation:
         key, attempt = _key(request.episode)
@@ -131,6 +151,13 @@ class _Servicer(environment_pb2_grpc.EnvironmentServiceServicer):
         said = await self._sessions.step(key, attempt, request.turn, message_from_proto(request.action))
         return _observation(said, role="tool", seconds=time.monotonic() - began)
 
+    async def Run(self, request: pb.RunEpisodeRequest, context: object) -> pb.EpisodeRun:
+        key, attempt = _key(request.episode)
+        reason = await self._sessions.run(
+            key, attempt, base_url=request.base_url, token=request.token, model=request.model
+        )
+        return pb.EpisodeRun(stop_reason=reason)
+
     async def Close(self, request: pb.CloseEpisodeRequest, context: object) -> pb.EpisodeGrade:
         key, attempt = _key(request.episode)
         outcome = await self._sessions.close(key, attempt, request.stop_reason, graded=request.graded)
@@ -141,6 +168,10 @@ class _Servicer(environment_pb2_grpc.EnvironmentServiceServicer):
         raise ProtocolError(
             f"{self._name}.close must return an Outcome of numbers, it returned {outcome!r:.200}"
         )
+
+
+def _listed(tasks: Tasks, split: str) -> list[Mapping[str, object]]:
+    return list(tasks(split))
 
 
 def _key(episode: pb.EpisodeAttempt) -> tuple[Key, int]:

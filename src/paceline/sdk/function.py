@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+import hashlib
+import inspect
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
-from paceline.core.reward_function import RewardFunction, check_value, describe, inspect_function, kind_of
-from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.core.reward_function import (
+    RewardFunction,
+    check_value,
+    check_values,
+    describe,
+    inspect_function,
+    kind_of,
+)
+from paceline.core.scoring import ScoreItem, ScoreResult, groups_of
 from paceline.core.text import one_line
 from paceline.sdk.threads import LoopThread, Threads
 
@@ -21,7 +33,8 @@ class CalledFunction:
         function: `f(response, ground_truth, **extra) -> float | dict[str, float]`, plain or async. With
             `batch` instead `f(items: list[ScoreItem]) -> list[float | dict[str, float]]`, one value per item.
         batch: pass all items of a call at once, one call at a time.
-        max_concurrent: how many items are scored at the same time.
+        group: the same form as with `batch`, called with the samples of one prompt.
+        max_concurrent: how many items, or groups, are scored at the same time.
         timeout_s: how long a call may take; then its items have an error.
 
     Raises:
@@ -29,13 +42,25 @@ class CalledFunction:
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, batch: bool, max_concurrent: int, timeout_s: float
+        self,
+        function: Callable[..., Any],
+        *,
+        batch: bool,
+        max_concurrent: int,
+        timeout_s: float,
+        group: bool = False,
     ) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
+        if batch and group:
+            raise ConfigError(
+                f"reward function {self.name!r}: batch=True passes what has arrived, group=True the samples "
+                "of a prompt; choose one of them"
+            )
+        takes_list = batch or group
         self._function = (
-            _batch_function(self.name, function) if batch else inspect_function(self.name, function)
+            _batch_function(self.name, function) if takes_list else inspect_function(self.name, function)
         )
-        self._batch, self._timeout_s = batch, timeout_s
+        self._batch, self._group, self._timeout_s = batch, group, timeout_s
         size = 1 if batch else max_concurrent
         self._threads, self._loop = Threads(size), LoopThread(size)
 
@@ -53,7 +78,20 @@ class CalledFunction:
         """One result for each item; the error of an item does not affect the others."""
         if self._batch:
             return await self._score_batch(list(items))
+        if self._group:
+            return await self._score_groups(items)
         return list(await asyncio.gather(*(self._score_item(item) for item in items)))
+
+    async def _score_groups(self, items: Sequence[ScoreItem]) -> list[ScoreResult]:
+        groups = groups_of(items)
+        calls = [self._score_batch([items[place] for place in places]) for places in groups]
+        results = await asyncio.gather(*calls)
+        by_place = {
+            place: result
+            for places, of_group in zip(groups, results, strict=True)
+            for place, result in zip(places, of_group, strict=True)
+        }
+        return [by_place[place] for place in range(len(items))]
 
     async def _score_item(self, item: ScoreItem) -> ScoreResult:
         try:
@@ -67,16 +105,12 @@ class CalledFunction:
 
     async def _score_batch(self, items: list[ScoreItem]) -> list[ScoreResult]:
         try:
-            returned = _listed(await self._call(items))
+            returned = check_values(self.name, await self._call(items), len(items))
+        except RewardError as error:
+            return [_failed(item, error.kind, str(error)) for item in items]
         except Exception as error:  # noqa: BLE001  as above
             kind, message = kind_of(error), describe(self.name, error)
             return [_failed(item, kind, message) for item in items]
-        if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != len(items):
-            got = f"{len(returned)} values" if isinstance(returned, Sequence) else type(returned).__name__
-            message = (
-                f"{self.name} returned {got} for {len(items)} items: return a list with one value for each"
-            )
-            return [_failed(item, RewardErrorKind.WRONG_COUNT, message) for item in items]
         results = []
         for item, value in zip(items, returned, strict=True):
             try:
@@ -92,15 +126,38 @@ class CalledFunction:
         return await self._threads.call(call, timeout_s=self._timeout_s)
 
     def _result(self, item: ScoreItem, returned: object) -> ScoreResult:
+        returned, placed = _split_placed(self.name, returned)
         value, further = check_value(self.name, returned)
         components = {label.removeprefix(f"{self.name}/"): part for label, part in further.items()}
-        return ScoreResult(trajectory_id=item.trajectory_id, reward=value, components=components)
+        return ScoreResult(
+            trajectory_id=item.trajectory_id, reward=value, components=components, placed=placed
+        )
 
 
-def _listed(returned: object) -> object:
-    """An array or a tensor as a list, without importing its library."""
-    convert = getattr(returned, "tolist", None)
-    return returned if convert is None else convert()
+def version_of(function: Callable[..., Any]) -> str:
+    """A digest of the file that a function, or a callable object's class, is written in; "" without one."""
+    try:
+        file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
+        return hashlib.blake2b(Path(file or "").read_bytes(), digest_size=8).hexdigest()
+    except (OSError, TypeError):
+        return ""
+
+
+def _split_placed(name: str, returned: object) -> tuple[object, tuple[tuple[int, float], ...]]:
+    """What was returned without "placed", and that."""
+    if not isinstance(returned, Mapping) or "placed" not in returned:
+        return returned, ()
+    try:
+        placed = tuple((operator.index(end), float(part)) for end, part in returned["placed"])
+    except (TypeError, ValueError):
+        raise RewardError(
+            f'{name} returned no list of (end, reward) under "placed": end is the number of characters of '
+            "the response up to the end of a step",
+            kind=RewardErrorKind.WRONG_TYPE,
+        ) from None
+    if not all(math.isfinite(part) for _, part in placed):
+        raise RewardError(f"{name} placed a reward that is not finite", kind=RewardErrorKind.NOT_FINITE)
+    return {key: value for key, value in returned.items() if key != "placed"}, placed
 
 
 def _batch_function(name: str, function: object) -> RewardFunction:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.core.scoring import RewardDescription, ScoreItem, ScoreResult
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
-from paceline.sdk.function import CalledFunction
+from paceline.sdk.function import CalledFunction, version_of
 from paceline.sdk.served import Served, serve_until_signal
 from paceline.service.credentials import REWARD_TOKEN, Credentials
-from paceline.wire.protobuf import score_item_from_proto, score_result_to_proto
+from paceline.wire.protobuf import description_to_proto, score_item_from_proto, score_result_to_proto
 
 
 class RewardServer(Served):
-    """Serves `RewardService.Score` by a function; an async context manager.
+    """Serves `RewardService` by a function; an async context manager.
 
     Args:
         function: `f(response, ground_truth, **extra) -> float | dict[str, float]`, plain or async. With
@@ -27,6 +27,11 @@ class RewardServer(Served):
             one in an event loop of its own.
         timeout_s: how long a call of the function may take; then its items have an error. When
             `max_concurrent` calls hang, health says NOT_SERVING.
+        data_sources: what the function can score, told to the run; none: everything.
+        version: of what it computes: a run that remembers scores asks again after a change. None: a digest of
+            the file that the function is written in.
+        group: call `f(items)` once for each prompt, with all of its samples. The run's configuration says
+            `group: true`, too.
 
     Raises:
         ConfigError: the function cannot be called like this.
@@ -42,9 +47,18 @@ class RewardServer(Served):
         batch: bool = False,
         max_concurrent: int = 16,
         timeout_s: float = 300.0,
+        data_sources: Sequence[str] = (),
+        version: str | None = None,
+        group: bool = False,
     ) -> None:
         self._function = CalledFunction(
-            function, batch=batch, max_concurrent=max_concurrent, timeout_s=timeout_s
+            function, batch=batch, group=group, max_concurrent=max_concurrent, timeout_s=timeout_s
+        )
+        self._description = RewardDescription(
+            name=self._function.name,
+            data_sources=frozenset(data_sources),
+            groups=group,
+            version=version_of(function) if version is None else version,
         )
         super().__init__(
             "reward", host=host, port=port, credentials=Credentials.from_env(REWARD_TOKEN), token=token
@@ -63,7 +77,7 @@ class RewardServer(Served):
         return results
 
     def _service(self) -> tuple[Callable[..., None], object]:
-        return reward_pb2_grpc.add_RewardServiceServicer_to_server, _Servicer(self.score)
+        return reward_pb2_grpc.add_RewardServiceServicer_to_server, _Servicer(self.score, self._description)
 
 
 def serve_reward(
@@ -75,6 +89,9 @@ def serve_reward(
     batch: bool = False,
     max_concurrent: int = 16,
     timeout_s: float = 300.0,
+    data_sources: Sequence[str] = (),
+    version: str | None = None,
+    group: bool = False,
 ) -> None:
     """Serves a reward function until SIGINT or SIGTERM; arguments as of `RewardServer`.
 
@@ -82,7 +99,9 @@ def serve_reward(
         ConfigError: the function cannot be called as a reward function.
         SystemExit: the server could not start; the reason is in the log on standard error.
     """
-    CalledFunction(function, batch=batch, max_concurrent=max_concurrent, timeout_s=timeout_s).close()
+    CalledFunction(
+        function, batch=batch, group=group, max_concurrent=max_concurrent, timeout_s=timeout_s
+    ).close()
 
     def make() -> RewardServer:
         return RewardServer(
@@ -93,17 +112,25 @@ def serve_reward(
             batch=batch,
             max_concurrent=max_concurrent,
             timeout_s=timeout_s,
+            data_sources=data_sources,
+            version=version,
+            group=group,
         )
 
     serve_until_signal(make, "reward")
 
 
 class _Servicer(reward_pb2_grpc.RewardServiceServicer):
-    def __init__(self, score: Callable[[Sequence[ScoreItem]], Any]) -> None:
-        self._score = score
+    def __init__(self, score: Callable[[Sequence[ScoreItem]], Any], description: RewardDescription) -> None:
+        self._score, self._description = score, description
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: object) -> reward_pb2.ScoreResponse:
         items = [score_item_from_proto(item) for item in request.items]
         return reward_pb2.ScoreResponse(
             results=[score_result_to_proto(result) for result in await self._score(items)]
         )
+
+    async def Describe(
+        self, request: reward_pb2.DescribeRewardRequest, context: object
+    ) -> reward_pb2.RewardDescription:
+        return description_to_proto(self._description)

@@ -44,6 +44,8 @@ class Session:
     turn: int = 0
     observed: Observation | None = None
     outcome: Outcome | None = None
+    running: asyncio.Task[str] | None = None
+    is_freed: bool = False
 
 
 class Sessions:
@@ -112,6 +114,25 @@ class Sessions:
             session.observed = await session.environment.step(action)
             session.turn = turn
             return session.observed
+
+    async def run(self, key: Key, attempt: int, *, base_url: str, token: str, model: str) -> str:
+        """Lets the environment lead the episode; the word for why it ended. A caller that goes away ends it.
+
+        Raises:
+            ProtocolError: the episode is not open in this attempt, or has been run in it.
+        """
+        session = self._of(key, attempt)
+        async with self._using(key, session):
+            if session.running is not None or session.opened is None:
+                raise ProtocolError(f"attempt {attempt} of {key[1]} has been run, or is not opened")
+            session.running = asyncio.create_task(
+                session.environment.run(base_url=base_url, token=token, model=model), name=f"run {key[1]}"
+            )
+            try:
+                return str(await session.running or "")
+            except asyncio.CancelledError:
+                await self._free(key, session)
+                raise
 
     async def close(self, key: Key, attempt: int, stop_reason: str, *, graded: bool) -> Outcome | None:
         """Grades an episode, unless it is given up, and frees it; again, it says the same.
@@ -191,6 +212,10 @@ class Sessions:
                 session.touched = self._clock.monotonic()
 
     async def _free(self, key: Key, session: Session) -> None:
+        """Ends a session, once."""
+        if session.is_freed:
+            return
+        session.is_freed = True
         if self._open.get(key) is session:
             del self._open[key]
         self._ended.pop(key, None)
@@ -199,6 +224,8 @@ class Sessions:
             self._ended.pop(next(iter(self._ended)))
         try:
             async with asyncio.timeout(_RELEASE_S):
+                if session.running is not None and session.running.cancel():
+                    await asyncio.wait([session.running])
                 await session.environment.release()
         except Exception as error:  # noqa: BLE001  user code; the session is gone in any case
             _log.warning("episode %s: release raised %s: %s", key[1], type(error).__name__, error)

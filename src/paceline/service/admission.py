@@ -24,6 +24,7 @@ _CALLERS: dict[str, frozenset[str] | None] = {
     "RewardGateway": None,
     # The user's own server, which asks for a token likewise.
     "EnvironmentService": None,
+    "EnvironmentGateway": None,
 }
 
 

@@ -110,6 +110,7 @@ class _Stream(Generic[TaskT, AnswerT]):
         self._under_way: set[asyncio.Task[None]] = set()
         self._leave: Leave | None = None
         self._error: BaseException | None = None
+        self._is_over = False
         self.is_welcome = False
 
     async def run(
@@ -136,6 +137,9 @@ class _Stream(Generic[TaskT, AnswerT]):
         finally:
             for running in (stopping, *self._under_way):
                 running.cancel()
+            # When the other side has ended the call, gRPC still waits for this client's next message.
+            self._is_over = True
+            self._changed.set()
         self._check_end()
         return self._leave
 
@@ -149,10 +153,10 @@ class _Stream(Generic[TaskT, AnswerT]):
             raise PeerLostError(f"{self._options.peer} ended the stream", peer=self._options.peer)
 
     async def _messages(self) -> AsyncIterator[FromClient[AnswerT]]:
-        """What this client says; ends when one side has left and everything is answered."""
+        """What this client says; ends with the stream, or when one side has left and all is answered."""
         yield self._options.hello
         has_left = False
-        while self._error is None:
+        while self._error is None and not self._is_over:
             if self._outbox:
                 answers = tuple(self._outbox[:_MAX_ANSWERS_PER_MESSAGE])
                 del self._outbox[: len(answers)]

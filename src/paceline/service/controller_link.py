@@ -67,12 +67,11 @@ class Registration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReport:
-    """The content of a heartbeat; `notice` is for a person to read, and is sent once."""
+    """The content of a heartbeat."""
 
     state: MemberState
     policy: PolicyTag | None = None
     in_flight: int = 0
-    notice: str = ""
 
 
 class ControllerLink:
@@ -101,6 +100,7 @@ class ControllerLink:
         self._channel = channels.connect(controller_address, credentials=credentials, role="controller")
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
         self._poked = asyncio.Event()
+        self._notices: list[str] = []
         self.may_start = asyncio.Event()
         self._registration: Registration | None = None
 
@@ -165,6 +165,11 @@ class ControllerLink:
         """Sends the next heartbeat at once, after a change of state. Call it from the event loop's thread."""
         self._poked.set()
 
+    def notify(self, message: str) -> None:
+        """Sends a message to all who follow the run. Call it from the event loop's thread."""
+        self._notices.append(message)
+        self._poked.set()
+
     async def run(
         self,
         report: Callable[[], MemberReport],
@@ -191,6 +196,7 @@ class ControllerLink:
         absence = _Absence(self._controller_address, self._require().config.service.recovery_timeout_s)
         while True:
             self._poked.clear()
+            num_notices = len(self._notices)
             try:
                 answer = await self._heartbeat(report(), timeout_s=max(2.0, heartbeat_s))
             except (PeerLostError, DeadlineError) as error:
@@ -200,6 +206,8 @@ class ControllerLink:
                 continue
             telemetry.count(metrics.HEARTBEATS, result="answered")
             absence.ends()
+            if answer.known:
+                del self._notices[:num_notices]
             if answer.run_over:
                 log.info("the controller says that the run is over")
                 return
@@ -253,7 +261,7 @@ class ControllerLink:
             in_flight=report.in_flight if report else 0,
             failure=failure,
             is_final=is_final,
-            notice=report.notice if report else "",
+            notice="; ".join(self._notices),
         )
         return await channels.call(
             self._stub.Heartbeat, request, timeout_s=timeout_s, phase="HEARTBEAT", peer=PEER

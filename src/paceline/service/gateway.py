@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from paceline.core.attachment import Answers, FromClient, Hello, Leave, ToClient, Welcome, Window, Work
-from paceline.core.dispatch import Dispatcher, Failure, Reception
-from paceline.core.errors import ProtocolError
+from paceline.core.dispatch import MAX_TRIES, Dispatcher, Failure, Reception
+from paceline.core.errors import ConfigError, DeadlineError, ProtocolError
 from paceline.core.text import one_line
 
 _log = logging.getLogger(__name__)
@@ -32,6 +32,24 @@ _TICK_S = 0.1
 _STREAM_AGE_S = 600.0
 _LEAVE_GRACE_S = 5.0
 _MAX_IDLE_MESSAGES = 1000
+_HELLO_S = 10.0
+
+
+async def first_hello(messages: AsyncIterator[FromClient[AnswerT]]) -> Hello:
+    """A client's first message.
+
+    Raises:
+        DeadlineError: it says nothing.
+        ProtocolError: it says something else.
+    """
+    try:
+        async with asyncio.timeout(_HELLO_S):
+            message = await anext(messages, None)
+    except TimeoutError:
+        raise DeadlineError(phase="ATTACH", peer="a client", seconds=_HELLO_S, hint="say hello") from None
+    if not isinstance(message, Hello):
+        raise ProtocolError("a client says hello in its first message")
+    return message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +63,9 @@ class GatewayOptions(Generic[TaskT]):
         wait_for_s: how long a task waits for a client.
         source_of: a task's data source.
         size_of: about how many bytes a task has.
+        max_tries: to how many clients a task is given, one after the other.
         stream_age_s: after this time a client is asked to open its stream again.
+        groups: whether tasks are groups, which a client must say that it scores.
     """
 
     name: str
@@ -54,11 +74,14 @@ class GatewayOptions(Generic[TaskT]):
     wait_for_s: float
     source_of: Callable[[TaskT], str]
     size_of: Callable[[TaskT], int]
+    max_tries: int = MAX_TRIES
     stream_age_s: float = _STREAM_AGE_S
+    groups: bool = False
 
 
 @dataclass(slots=True)
 class _Stream(Generic[TaskT]):
+    version: str = ""
     outbox: list[tuple[int, TaskT]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     leave: Leave | None = None
@@ -69,8 +92,9 @@ class Gateway(Generic[TaskT, AnswerT]):
 
     def __init__(self, options: GatewayOptions[TaskT]) -> None:
         self._options = options
-        self._dispatcher = Dispatcher(answer_within_s=options.answer_within_s)
+        self._dispatcher = Dispatcher(answer_within_s=options.answer_within_s, max_tries=options.max_tries)
         self._streams: dict[int, _Stream[TaskT]] = {}
+        self._version = ""
         self._pending: dict[int, tuple[TaskT, asyncio.Future[AnswerT | Failure]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed, self._left = False, asyncio.Event()
@@ -79,6 +103,12 @@ class Gateway(Generic[TaskT, AnswerT]):
     def num_clients(self) -> int:
         """How many clients are attached."""
         return self._dispatcher.num_clients
+
+    @property
+    def version(self) -> str | None:
+        """What all attached clients say that they compute, or the last ones said; None where they differ."""
+        versions = {stream.version for stream in self._streams.values()} or {self._version}
+        return versions.pop() if len(versions) == 1 else None
 
     async def ask(self, tasks: Sequence[TaskT]) -> list[AnswerT | Failure]:
         """One answer or failure per task, in the order of the tasks.
@@ -112,9 +142,12 @@ class Gateway(Generic[TaskT, AnswerT]):
         Raises:
             ProtocolError: the client answers what it was not asked, or sends what has no place here.
             InvalidMessageError: a message cannot be read.
+            ConfigError: it scores groups where there are none, or no groups where there are.
         """
+        self._check_form(hello)
         number = self._dispatcher.join(hello.client, window=hello.window, sources=hello.data_sources)
-        stream = self._streams[number] = _Stream()
+        stream = self._streams[number] = _Stream(version=hello.version)
+        self._version = hello.version
         _log.info("%s: the client %s has attached; clients: %d", *self._names(hello), self.num_clients)
         reading = asyncio.create_task(self._read(number, messages), name=f"read {hello.client}")
         # Not where this ends: it may wait to send when the client goes away.
@@ -124,11 +157,25 @@ class Gateway(Generic[TaskT, AnswerT]):
             self._assign()
             async for message in self._to_send(stream, reading):
                 yield message
-                if isinstance(message, Leave):
+                if isinstance(message, Leave) and number in self._streams:
                     self._dispatcher.take_no_more(number)
             reading.result()
         finally:
             reading.cancel()
+
+    def _check_form(self, hello: Hello) -> None:
+        if hello.groups == self._options.groups:
+            return
+        if hello.groups:
+            raise ConfigError(
+                f"this client scores the samples of a prompt together, and {self._options.name} is asked "
+                "about each by itself: attach without group=True, or write group: true in the run's "
+                "configuration"
+            )
+        raise ConfigError(
+            f"{self._options.name} is asked about the samples of a prompt together, which this client does "
+            "not score: attach with group=True, or remove group: true from the run's configuration"
+        )
 
     async def close(self, leave: Leave) -> None:
         """Asks all clients to leave and waits a little; calls of `ask` that still wait end in failures."""

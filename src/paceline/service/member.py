@@ -230,6 +230,10 @@ class MemberSession:
         if self._link is not None:
             self._link.poke()
 
+    def notify(self, message: str) -> None:
+        """As `ControllerLink.notify`, once `join` has returned."""
+        self.link.notify(message)
+
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts a named task; an error of it ends the service and is reported to the controller."""
         return self.context.spawn(name, self.reporting(work))

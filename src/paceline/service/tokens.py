@@ -31,7 +31,7 @@ class Scope(enum.Enum):
 # The prefixes of the methods that a scope opens.
 _METHODS = {
     Scope.REWARD: ("/paceline.rpc.v1.RewardService/",),
-    Scope.ATTACH: ("/paceline.rpc.v1.RewardGateway/",),
+    Scope.ATTACH: ("/paceline.rpc.v1.RewardGateway/", "/paceline.rpc.v1.EnvironmentGateway/"),
     Scope.ENVIRONMENT: ("/paceline.rpc.v1.EnvironmentService/",),
     Scope.STATUS: (
         "/paceline.rpc.v1.ControllerService/GetStatus",

@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from paceline.storage.folder import Folder, reason
 log = logging.getLogger(__name__)
 
 CACHE_DIR = "PACELINE_CACHE_DIR"
+KERNEL_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 SUMS = "SHA256SUMS"
 """A file in a model folder, as sha256sum writes it; the copies of the files that it names are checked."""
 
@@ -65,6 +66,14 @@ def cache_dir() -> Path:
         return Path(os.environ[CACHE_DIR]).absolute()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base).absolute() / "paceline"
+
+
+def keep_kernels(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Has torch keep compiled kernels in this cache; call it before torch is imported.
+
+    Left alone, torch's compiler puts them below TMPDIR as it is imported, which a run's end removes.
+    """
+    environ.setdefault(KERNEL_CACHE, str(cache_dir() / "kernels"))
 
 
 def fetch(folder: Folder, how: Fetch) -> Path:

@@ -167,6 +167,36 @@ def snapshot(kind: Kind, name: HubName, patterns: Sequence[str], ignore: Sequenc
         )
 
 
+def push_model(folder: Path, repo: str, *, private: bool, message: str) -> str:
+    """Uploads a folder to the hub as one commit of a model, which is created where it is missing.
+
+    Returns:
+        The commit's address.
+
+    Raises:
+        ModelError: the name is none, the hub does not take it, or it cannot be reached.
+    """
+    from huggingface_hub import HfApi, constants, errors
+
+    name, hub = HubName.parse(f"{_SCHEME}{repo}"), constants.ENDPOINT
+    if name is None or str(name) != f"{_SCHEME}{name.repo}":
+        raise ModelError(f"{repo!r} is no name of a model on the hub; give ORG/NAME")
+    if constants.HF_HUB_OFFLINE:
+        raise ModelError(f"{name.repo} was not pushed: {OFFLINE}=1 says that nobody is to be asked")
+    api = HfApi(endpoint=hub, library_name="paceline")
+    try:
+        api.create_repo(name.repo, private=private or None, exist_ok=True)
+        done = api.upload_folder(repo_id=name.repo, folder_path=folder, commit_message=message)
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        hint = "; set HF_TOKEN to a token that may write there" if status in (401, 403) else ""
+        raise ModelError(f"{hub} did not take {name.repo} (HTTP {status}){hint}: {error}") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        why = f"{error} {error.__cause__ or ''}".strip()
+        raise ModelError(f"{name.repo} could not be pushed to {hub}: {why}") from error
+    return str(done.commit_url)
+
+
 @contextlib.contextmanager
 def _hub_errors(kind: Kind, name: HubName) -> Iterator[None]:
     """Errors of huggingface_hub as those of this program, with what to do."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from paceline.core.attachment import (
     CONTRACT,
@@ -30,79 +32,82 @@ from paceline.wire.protobuf import (
     score_result_to_proto,
 )
 
+T = TypeVar("T")
+P = TypeVar("P")
+
 Result = ScoreResult | RewardError
 """A score, or why what was sent for it cannot be used."""
 
+Task = ScoreItem | tuple[ScoreItem, ...]
+"""An item, or the items of a group."""
 
-def scorer_message_to_proto(message: FromClient[ScoreResult]) -> reward_pb2.ScorerMessage:
+GroupAnswer = ScoreResult | tuple[ScoreResult, ...]
+"""What a client answers to a task."""
+
+GroupResult = Result | tuple[tuple[str, Result], ...]
+"""The same as it was read: of a group with the items' trajectory ids."""
+
+
+def scorer_message_to_proto(message: FromClient[GroupAnswer]) -> reward_pb2.ScorerMessage:
     """What an attached scorer says, as a message."""
-    match message:
-        case Hello():
-            return reward_pb2.ScorerMessage(hello=hello_to_proto(message))
-        case Window():
-            return reward_pb2.ScorerMessage(window=attachment_pb2.AttachWindow(window=message.window))
-        case Leave():
-            return reward_pb2.ScorerMessage(leave=leave_to_proto(message))
-        case Answers(answers):
-            rows = [
-                reward_pb2.ScoreAnswer(ticket=ticket, result=score_result_to_proto(result))
-                for ticket, result in answers
-            ]
-            return reward_pb2.ScorerMessage(answers=reward_pb2.ScoreAnswers(answers=rows))
+
+    def answers(rows: Sequence[tuple[int, GroupAnswer]]) -> reward_pb2.ScoreAnswers:
+        return reward_pb2.ScoreAnswers(answers=[_answer_to_proto(*row) for row in rows])
+
+    return client_message_to_proto(message, reward_pb2.ScorerMessage, answers)
 
 
-def scorer_message_from_proto(message: reward_pb2.ScorerMessage) -> FromClient[Result]:
+def _answer_to_proto(ticket: int, answer: GroupAnswer) -> reward_pb2.ScoreAnswer:
+    if isinstance(answer, ScoreResult):
+        return reward_pb2.ScoreAnswer(ticket=ticket, result=score_result_to_proto(answer))
+    return reward_pb2.ScoreAnswer(ticket=ticket, group=[score_result_to_proto(result) for result in answer])
+
+
+def scorer_message_from_proto(message: reward_pb2.ScorerMessage) -> FromClient[GroupResult]:
     """Reads what an attached scorer says.
 
     Raises:
         InvalidMessageError: it says nothing, or a number is out of its range.
         ProtocolError: it speaks another version of the contract.
     """
-    match message.WhichOneof("message"):
-        case "hello":
-            return hello_from_proto(message.hello)
-        case "window":
-            return Window(window=_window(message.window.window))
-        case "leave":
-            return leave_from_proto(message.leave)
-        case "answers":
-            return Answers(
-                tuple((row.ticket, result_or_error(row.result)) for row in message.answers.answers)
-            )
-        case _:
-            raise InvalidMessageError("invalid ScorerMessage: it is empty", reason="missing_field")
+    return client_message_from_proto(message, _answer_from_proto)
 
 
-def gateway_message_to_proto(message: ToClient[ScoreItem]) -> reward_pb2.GatewayMessage:
+def _answer_from_proto(row: reward_pb2.ScoreAnswer) -> GroupResult:
+    if not row.group:
+        return result_or_error(row.result)
+    return tuple((result.trajectory_id, result_or_error(result)) for result in row.group)
+
+
+def gateway_message_to_proto(message: ToClient[Task]) -> reward_pb2.GatewayMessage:
     """What a scorer is sent, as a message."""
-    match message:
-        case Welcome():
-            return reward_pb2.GatewayMessage(welcome=welcome_to_proto(message))
-        case Leave():
-            return reward_pb2.GatewayMessage(leave=leave_to_proto(message))
-        case Work(tasks):
-            rows = [
-                reward_pb2.ScoreTask(ticket=ticket, item=score_item_to_proto(item)) for ticket, item in tasks
-            ]
-            return reward_pb2.GatewayMessage(work=reward_pb2.ScoreTasks(tasks=rows))
+
+    def work(tasks: Sequence[tuple[int, Task]]) -> reward_pb2.ScoreTasks:
+        return reward_pb2.ScoreTasks(tasks=[_task_to_proto(*task) for task in tasks])
+
+    return server_message_to_proto(message, reward_pb2.GatewayMessage, work)
 
 
-def gateway_message_from_proto(message: reward_pb2.GatewayMessage) -> ToClient[ScoreItem]:
+def _task_to_proto(ticket: int, task: Task) -> reward_pb2.ScoreTask:
+    if isinstance(task, ScoreItem):
+        return reward_pb2.ScoreTask(ticket=ticket, item=score_item_to_proto(task))
+    return reward_pb2.ScoreTask(ticket=ticket, group=[score_item_to_proto(item) for item in task])
+
+
+def _task_from_proto(row: reward_pb2.ScoreTask) -> Task:
+    if not row.group:
+        return score_item_from_proto(row.item)
+    return tuple(score_item_from_proto(item) for item in row.group)
+
+
+def gateway_message_from_proto(message: reward_pb2.GatewayMessage) -> ToClient[Task]:
     """Reads what a scorer is sent.
 
     Raises:
         InvalidMessageError: it is empty, or an item is malformed.
         ProtocolError: the gateway speaks another version of the contract.
     """
-    match message.WhichOneof("message"):
-        case "welcome":
-            return welcome_from_proto(message.welcome)
-        case "leave":
-            return leave_from_proto(message.leave)
-        case "work":
-            return Work(tuple((row.ticket, score_item_from_proto(row.item)) for row in message.work.tasks))
-        case _:
-            raise InvalidMessageError("invalid GatewayMessage: it is empty", reason="missing_field")
+    return server_message_from_proto(message, _task_from_proto)
 
 
 def result_or_error(message: reward_pb2.ScoreResult) -> Result:
@@ -115,7 +120,77 @@ def result_or_error(message: reward_pb2.ScoreResult) -> Result:
         return RewardError(str(error), kind=kind)
 
 
-# --- what the streams of all kinds of clients begin and end with
+# --- what the streams of all kinds of clients have in common
+
+
+def client_message_to_proto(
+    message: FromClient[T], kind: Callable[..., P], answers: Callable[[Sequence[tuple[int, T]]], object]
+) -> P:
+    """What a client says, as a message of this kind; `answers` makes its field of that name."""
+    match message:
+        case Hello():
+            return kind(hello=hello_to_proto(message))
+        case Window():
+            return kind(window=attachment_pb2.AttachWindow(window=message.window))
+        case Leave():
+            return kind(leave=leave_to_proto(message))
+        case Answers(rows):
+            return kind(answers=answers(rows))
+
+
+def client_message_from_proto(message: Any, read: Callable[[Any], T]) -> FromClient[T]:
+    """Reads what a client says; `read` reads what one of its answers holds beside the ticket.
+
+    Raises:
+        InvalidMessageError: it says nothing, or a number is out of its range.
+        ProtocolError: it speaks another version of the contract.
+    """
+    match message.WhichOneof("message"):
+        case "hello":
+            return hello_from_proto(message.hello)
+        case "window":
+            return window_from_proto(message.window)
+        case "leave":
+            return leave_from_proto(message.leave)
+        case "answers":
+            return Answers(tuple((row.ticket, read(row)) for row in message.answers.answers))
+        case _:
+            raise _empty(message)
+
+
+def server_message_to_proto(
+    message: ToClient[T], kind: Callable[..., P], work: Callable[[Sequence[tuple[int, T]]], object]
+) -> P:
+    """What a client is sent, as a message of this kind; `work` makes its field of that name."""
+    match message:
+        case Welcome():
+            return kind(welcome=welcome_to_proto(message))
+        case Leave():
+            return kind(leave=leave_to_proto(message))
+        case Work(tasks):
+            return kind(work=work(tasks))
+
+
+def server_message_from_proto(message: Any, read: Callable[[Any], T]) -> ToClient[T]:
+    """Reads what a client is sent; `read` reads what one task holds beside the ticket.
+
+    Raises:
+        InvalidMessageError: it is empty, or what `read` raises.
+        ProtocolError: the server speaks another version of the contract.
+    """
+    match message.WhichOneof("message"):
+        case "welcome":
+            return welcome_from_proto(message.welcome)
+        case "leave":
+            return leave_from_proto(message.leave)
+        case "work":
+            return Work(tuple((row.ticket, read(row)) for row in message.work.tasks))
+        case _:
+            raise _empty(message)
+
+
+def _empty(message: Any) -> InvalidMessageError:
+    return InvalidMessageError(f"invalid {message.DESCRIPTOR.name}: it is empty", reason="missing_field")
 
 
 def hello_to_proto(hello: Hello) -> attachment_pb2.AttachHello:
@@ -126,6 +201,8 @@ def hello_to_proto(hello: Hello) -> attachment_pb2.AttachHello:
         client=hello.client,
         data_sources=sorted(hello.data_sources),
         window=hello.window,
+        version=hello.version,
+        groups=hello.groups,
     )
 
 
@@ -137,7 +214,7 @@ def hello_from_proto(message: attachment_pb2.AttachHello) -> Hello:
         InvalidMessageError: a number is out of its range, or a text too long.
     """
     _check_contract(message.contract, "client")
-    texts = [message.name, message.client, *message.data_sources]
+    texts = [message.name, message.client, message.version, *message.data_sources]
     if any(len(text) > MAX_NAME_CHARS for text in texts) or len(message.data_sources) > MAX_DATA_SOURCES:
         reject(
             "AttachHello",
@@ -149,7 +226,9 @@ def hello_from_proto(message: attachment_pb2.AttachHello) -> Hello:
         client=one_line(message.client) or "unnamed",
         data_sources=frozenset(message.data_sources),
         window=_window(message.window),
+        version=message.version,
         contract=message.contract,
+        groups=message.groups,
     )
 
 
@@ -183,6 +262,11 @@ def leave_to_proto(leave: Leave) -> attachment_pb2.AttachLeave:
 def leave_from_proto(message: attachment_pb2.AttachLeave) -> Leave:
     """Reads a leave."""
     return Leave(reason=one_line(message.reason), for_good=message.for_good)
+
+
+def window_from_proto(message: attachment_pb2.AttachWindow) -> Window:
+    """Reads a window; raises InvalidMessageError for one that is out of its range."""
+    return Window(window=_window(message.window))
 
 
 def _window(window: int) -> int:

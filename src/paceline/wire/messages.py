@@ -7,22 +7,27 @@ with a reason. It runs no code that the bytes could choose.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from paceline.core.errors import InvalidMessageError, RewardErrorKind
 from paceline.core.ids import Purpose
+from paceline.core.normalizing import Part
 from paceline.core.training import DIGEST_BYTES
 from paceline.core.trajectory import (
     FinishReason,
+    Float32Array,
     GroupRefusal,
     PromptGroup,
     ScoredHeader,
     Trajectory,
     TrajectoryHeader,
 )
-from paceline.wire.fields import DEFAULT_LIMITS, Fields, Limits, pack, pack_array, unpack
+from paceline.wire.fields import DEFAULT_LIMITS, MAX_NAME_CHARS, Fields, Limits, pack, pack_array, unpack
 from paceline.wire.parts import (
     pack_context,
     pack_episode,
@@ -41,10 +46,11 @@ from paceline.wire.parts import (
     read_trajectory_id,
 )
 
-PROMPT_GROUP, TRAJECTORY, HEADER, SCORED, REFUSAL = (
+PROMPT_GROUP, TRAJECTORY, HEADER, GROUP, SCORED, REFUSAL = (
     "prompt_group",
     "trajectory",
     "trajectory_header",
+    "trajectory_group",
     "scored_header",
     "group_refusal",
 )
@@ -115,6 +121,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             "finish_reason": trajectory.finish_reason.value,
             "sampling": pack_sampling(trajectory.sampling),
             "seed": trajectory.seed,
+            "segment_starts": list(trajectory.segment_starts),
         },
     )
 
@@ -153,7 +160,38 @@ def decode_trajectory(
         finish_reason=read_choice(fields, "finish_reason", FinishReason),
         sampling=read_sampling(fields),
         seed=fields.integer("seed", maximum=_MAX_SEED),
+        segment_starts=_read_segment_starts(fields, mask, limits),
     )
+
+
+def _read_segment_starts(fields: Fields, mask: Any, limits: Limits) -> tuple[int, ...]:
+    starts = fields.integers("segment_starts", max_items=limits.max_items, minimum=1, maximum=len(mask) - 1)
+    if any(second <= first for first, second in itertools.pairwise(starts)):
+        fields.reject("inconsistent", f"segment_starts do not rise: {starts[:8]}")
+    if any(mask[start] for start in starts):
+        fields.reject("inconsistent", "a segment begins with a sampled token; it must begin with a prompt")
+    return starts
+
+
+def encode_log_probs(log_probs: Float32Array) -> bytes:
+    """The learner's log-probs of one sample, as the bytes of their blob."""
+    return np.ascontiguousarray(log_probs, dtype="<f4").tobytes()
+
+
+def decode_log_probs(data: bytes, num_tokens: int) -> Float32Array:
+    """Reads the log-probs of a response of `num_tokens` tokens.
+
+    Raises:
+        InvalidMessageError: there are more or fewer, or some are not finite.
+    """
+    if len(data) != 4 * num_tokens:
+        raise InvalidMessageError(
+            f"{len(data)} bytes of log-probs for {num_tokens} response tokens", reason="unequal_lengths"
+        )
+    log_probs = np.frombuffer(data, dtype="<f4").astype(np.float32)
+    if not np.isfinite(log_probs).all():
+        raise InvalidMessageError("log-probs that are not finite", reason="not_finite")
+    return log_probs
 
 
 def blob_digest(blob: bytes) -> str:
@@ -196,13 +234,54 @@ def encode_trajectory_header(header: TrajectoryHeader) -> bytes:
     )
 
 
+def encode_trajectory_group(headers: Sequence[TrajectoryHeader]) -> bytes:
+    """The headers of a prompt group's samples as one message, for scorers that score them together."""
+    first = headers[0]
+    return pack(
+        GROUP,
+        {
+            "run_id": first.run_id,
+            "step": first.trajectory_id.step,
+            "purpose": first.trajectory_id.purpose,
+            "prompt_id": first.trajectory_id.prompt_id,
+            "policy": pack_policy(first.policy),
+            "headers": [encode_trajectory_header(header) for header in headers],
+        },
+    )
+
+
 def decode_trajectory_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> TrajectoryHeader:
     """Reads and checks a header.
 
     Raises:
         InvalidMessageError: the message is invalid; `reason` is a short word for why.
     """
-    fields = unpack(HEADER, data, limits)
+    return _read_header(unpack(HEADER, data, limits), limits)
+
+
+def decode_trajectory_headers(
+    data: bytes, *, limits: Limits = DEFAULT_LIMITS
+) -> TrajectoryHeader | tuple[TrajectoryHeader, ...]:
+    """Reads and checks a message of the mailbox `trajectories`: a sample's header, or those of a group.
+
+    Raises:
+        InvalidMessageError: the message is invalid, or its headers are not all of its group.
+    """
+    fields = unpack((HEADER, GROUP), data, limits)
+    if fields.kind == HEADER:
+        return _read_header(fields, limits)
+    group = (fields.integer("step"), read_purpose(fields).value, fields.integer("prompt_id"))
+    packed = fields.items("headers", max_items=limits.max_samples)
+    if not packed or any(type(header) is not bytes for header in packed):
+        fields.reject("wrong_type", "headers must be a list of messages with at least one")
+    headers = tuple(decode_trajectory_header(header, limits=limits) for header in packed)
+    ids = [header.trajectory_id for header in headers]
+    if any((key.step, key.purpose, key.prompt_id) != group for key in ids) or len(set(ids)) < len(ids):
+        fields.reject("inconsistent", "headers holds one of another group, or one twice")
+    return headers
+
+
+def _read_header(fields: Fields, limits: Limits) -> TrajectoryHeader:
     return TrajectoryHeader(
         run_id=fields.name("run_id"),
         trajectory_id=read_trajectory_id(fields),
@@ -243,6 +322,8 @@ def encode_scored_header(header: ScoredHeader) -> bytes:
             "reward_s": header.reward_s,
             "text_key": header.text_key or None,
             "episode": pack_episode(header.episode),
+            "token_rewards": [list(pair) for pair in header.token_rewards] or None,
+            "normalized": [list(part) for part in header.normalized] or None,
         },
     )
 
@@ -274,12 +355,12 @@ def refusal_of(
     deliveries: int,
     limits: Limits = DEFAULT_LIMITS,
 ) -> GroupRefusal | None:
-    """The refusal of the group that a prompt group's message or a trajectory's header is about.
+    """The refusal of the group that a prompt group's message or one of the mailbox `trajectories` is about.
 
     The rest of the message may be invalid; None if not even the group can be read.
     """
     try:
-        fields = unpack((PROMPT_GROUP, HEADER), message, limits)
+        fields = unpack((PROMPT_GROUP, HEADER, GROUP), message, limits)
         if fields.kind == HEADER:
             sample = read_trajectory_id(fields)
             step, purpose, prompt_id = sample.step, Purpose(sample.purpose), sample.prompt_id
@@ -350,7 +431,45 @@ def _read_scored_header(fields: Fields, limits: Limits) -> ScoredHeader:
         reward_s=fields.number("reward_s", minimum=0.0),
         text_key="" if fields.missing("text_key") else fields.name("text_key"),
         episode=read_episode(fields),
+        token_rewards=_read_token_rewards(fields, limits),
+        normalized=_read_normalized(fields, limits),
     )
+
+
+def _read_normalized(fields: Fields, limits: Limits) -> tuple[Part, ...]:
+    if fields.missing("normalized"):
+        return ()
+    parts = fields.items("normalized", max_items=limits.max_items)
+    problem = next((part for part in parts if not _is_part(part)), None)
+    if problem is not None:
+        fields.reject("out_of_range", f"normalized holds {problem!r:.80}")
+    return tuple((name, value, weight) for name, value, weight in parts)
+
+
+def _is_part(part: object) -> bool:
+    if type(part) is not list or len(part) != 3 or type(part[0]) is not str:
+        return False
+    return len(part[0]) <= MAX_NAME_CHARS and all(type(x) is float and math.isfinite(x) for x in part[1:])
+
+
+def _read_token_rewards(fields: Fields, limits: Limits) -> tuple[tuple[int, float], ...]:
+    if fields.missing("token_rewards"):
+        return ()
+    largest = fields.integer("num_response_tokens", minimum=1, maximum=limits.max_tokens) - 1
+    pairs = fields.items("token_rewards", max_items=limits.max_items)
+    problem = next((pair for pair in pairs if not _is_token_reward(pair, largest)), None)
+    if problem is not None:
+        fields.reject("out_of_range", f"token_rewards holds {problem!r:.80}")
+    return tuple((position, float(part)) for position, part in pairs)
+
+
+def _is_token_reward(pair: object, largest: int) -> bool:
+    if type(pair) is not list or len(pair) != 2:
+        return False
+    position, part = pair
+    if type(position) is not int or not 0 <= position <= largest:
+        return False
+    return type(part) is float and math.isfinite(part)
 
 
 def _read_reward_error(fields: Fields) -> tuple[str, str] | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 
+from paceline.core.attachment import MAX_DATA_SOURCES, MAX_NAME_CHARS
 from paceline.core.errors import InvalidMessageError
 from paceline.core.policy import PolicyTag
-from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.core.scoring import RewardDescription, ScoreItem, ScoreResult
+from paceline.core.text import one_line
 from paceline.rpc.v1 import common_pb2, reward_pb2
 from paceline.wire.fields import DEFAULT_LIMITS, plain_problem, reject
 
@@ -48,6 +50,7 @@ def score_item_to_proto(item: ScoreItem) -> reward_pb2.ScoreItem:
         ground_truth=item.ground_truth,
         data_source=item.data_source,
         extra_json=json.dumps(extra) if extra else "",
+        group=item.group,
     )
 
 
@@ -83,6 +86,7 @@ def score_item_from_proto(message: reward_pb2.ScoreItem) -> ScoreItem:
         ground_truth=message.ground_truth,
         data_source=message.data_source,
         extra=_read_extra(message),
+        group=message.group,
     )
 
 
@@ -111,7 +115,10 @@ def score_result_to_proto(result: ScoreResult) -> reward_pb2.ScoreResult:
             trajectory_id=result.trajectory_id, error=result.error or "unknown error"
         )
     return reward_pb2.ScoreResult(
-        trajectory_id=result.trajectory_id, reward=result.reward, components=dict(result.components)
+        trajectory_id=result.trajectory_id,
+        reward=result.reward,
+        components=dict(result.components),
+        placed=[reward_pb2.PlacedReward(end=end, reward=part) for end, part in result.placed],
     )
 
 
@@ -129,4 +136,46 @@ def score_result_from_proto(message: reward_pb2.ScoreResult) -> ScoreResult:
     for name, value in {"reward": message.reward, **components}.items():
         if not math.isfinite(value):
             reject("ScoreResult", "not_finite", f"{message.trajectory_id[:80]}: {name} is {value}")
-    return ScoreResult(trajectory_id=message.trajectory_id, reward=message.reward, components=components)
+    placed = tuple((part.end, part.reward) for part in message.placed)
+    for end, part in placed:
+        if end < 1 or not math.isfinite(part):
+            reject("ScoreResult", "out_of_range", f"{message.trajectory_id[:80]}: places {part} at {end}")
+    return ScoreResult(
+        trajectory_id=message.trajectory_id, reward=message.reward, components=components, placed=placed
+    )
+
+
+def description_to_proto(description: RewardDescription) -> reward_pb2.RewardDescription:
+    """What a reward service says that it is, as a message."""
+    return reward_pb2.RewardDescription(
+        contract=description.contract,
+        name=description.name,
+        data_sources=sorted(description.data_sources),
+        groups=description.groups,
+        version=description.version,
+    )
+
+
+def description_from_proto(message: reward_pb2.RewardDescription) -> RewardDescription:
+    """Reads what a reward service says that it is.
+
+    Raises:
+        InvalidMessageError: it names no version, too many data sources, or one that is too long.
+    """
+    if not message.contract:
+        reject("RewardDescription", "missing_field", "no contract: write the version that the service speaks")
+    sources = message.data_sources
+    texts = [message.version, *sources]
+    if len(sources) > MAX_DATA_SOURCES or any(len(text) > MAX_NAME_CHARS for text in texts):
+        reject(
+            "RewardDescription",
+            "too_large",
+            f"at most {MAX_DATA_SOURCES} data sources, and {MAX_NAME_CHARS} characters in each text",
+        )
+    return RewardDescription(
+        contract=message.contract,
+        name=one_line(message.name),
+        data_sources=frozenset(sources),
+        groups=message.groups,
+        version=message.version,
+    )

@@ -91,6 +91,9 @@ def _row_to_proto(row: BatchRow) -> learner_pb2.BatchRow:
         num_response_tokens=row.num_response_tokens,
         num_sampled_tokens=row.num_sampled_tokens,
         greedy_score=row.greedy_score,
+        token_rewards=[
+            learner_pb2.TokenReward(position=position, reward=part) for position, part in row.token_rewards
+        ],
     )
 
 
@@ -130,7 +133,17 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
         num_response_tokens=message.num_response_tokens,
         num_sampled_tokens=message.num_sampled_tokens,
         greedy_score=greedy_score,
+        token_rewards=_token_rewards_from_proto(message),
     )
+
+
+def _token_rewards_from_proto(message: learner_pb2.BatchRow) -> tuple[tuple[int, float], ...]:
+    pairs = tuple((part.position, part.reward) for part in message.token_rewards)
+    for position, part in pairs:
+        if not 0 <= position < message.num_response_tokens or not math.isfinite(part):
+            detail = f"{message.trajectory_id} has the reward {part} at the response token {position}"
+            reject("BatchRow", "out_of_range", detail)
+    return pairs
 
 
 def _adjustments_to_proto(adjustments: Adjustments) -> learner_pb2.GuardAdjustments:

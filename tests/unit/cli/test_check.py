@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from paceline.cli.launch import preflight
+from paceline.cli.launch import preflight, service_checks
 from paceline.cli.launch.preflight import quick_check
 from paceline.cli.main import main
-from paceline.core.errors import DataError, ModelError
+from paceline.core.errors import ConfigError, DataError, ModelError
+from paceline.rollout.engines.vllm import environment
+from support.byte_tokenizer import save_tokenizer
 from support.cli_configs import config
 
 DATA = {"train_files": ["train.parquet"], "max_prompt_length": 32, "max_response_length": 8}
@@ -18,8 +21,10 @@ DATA = {"train_files": ["train.parquet"], "max_prompt_length": 32, "max_response
 
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner's check starts a process that imports torch, which takes seconds."""
-    monkeypatch.setattr(preflight, "_learner_check", lambda config, *options: "the line of the learner")
+    """The checks of learner and engine start processes that import torch, which takes seconds."""
+    monkeypatch.setattr(preflight, "self_test", lambda config, kept: "the line of the learner")
+    monkeypatch.setattr(preflight, "engine_log_probs", lambda config, kept: "the line of the engine")
+    monkeypatch.setattr(preflight, "_example_reward", lambda config: "")
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -38,8 +43,11 @@ def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixtu
     assert lines[8] == "ok    policy loss: ppo_clip"
     assert lines[9] == "ok    engine: vllm"
     assert lines[10].startswith("ok    devices: CPU, ")
-    assert lines[11] == "ok    reward services: none"
-    assert lines[12] == "ok    memory: CPU, nothing to plan"
+    assert lines[11] == "ok    reward models: none"
+    assert lines[12] == "ok    reward services: none"
+    assert lines[13] == "ok    memory: CPU, nothing to plan"
+    assert lines[14] == "ok    trackers: none"
+    assert lines[15] == "ok    engine's log-probs: the line of the engine"
     assert lines[-1] == "3 fault(s); nothing was started"
 
 
@@ -81,7 +89,7 @@ def test_check_ends_with_2_where_the_self_test_fails(
             }
         )
     )
-    assert main(["check", "run.yaml"]) == 2
+    assert main(["check", "run.yaml", "--elsewhere"]) == 2
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "self-test" in line]
     assert line.startswith(
         "FAULT self-test: Lfm2ForCausalLM has recurrent or convolution layers (Lfm2ShortConv)"
@@ -91,10 +99,10 @@ def test_check_ends_with_2_where_the_self_test_fails(
 def test_a_self_test_that_never_ends_is_a_fault(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "_LEARNER_CHECK_S", 0.02)
-    assert main(["check", "run.yaml"]) == 2
+    monkeypatch.setattr(service_checks, "_CHECK_S", 0.02)
+    assert main(["check", "run.yaml", "--elsewhere"]) == 2
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "self-test" in line]
-    assert line.startswith("FAULT self-test: the self-test gave no answer within 0 s: ")
+    assert line.startswith("FAULT self-test: the check of the model gave no answer within 0 s: ")
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -124,6 +132,61 @@ def test_a_model_folder_without_weights(project: Path) -> None:
     quick_check(config(data=DATA, model={"path": "model", "load_format": "random"}))
 
 
+def test_the_first_row_is_scored_with_its_ground_truth_as_the_response(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "mine.py").write_text(
+        "def marked(response, ground_truth, *, prompt, **extra):\n"
+        "    assert prompt == '0 + 1 ='\n"
+        "    marked = response == f'<{ground_truth}>'\n"
+        "    return {'score': float(marked), 'bare': float(response == ground_truth)}\n"
+        "def fails(response, ground_truth):\n    raise KeyError('judge')\n"
+        "def ranked(items):\n    assert len(items) > 1\n    return [float(i) for i in range(len(items))]\n"
+    )
+    functions = [{"name": "mine.py:marked"}, {"name": "exact_match"}]
+    alone = {"name": "mine.py:ranked", "group": True}
+    assert preflight._rewards(config(data=DATA, reward={"functions": [alone]})) == "mine.py:ranked"
+    said = preflight._rewards(config(data=DATA, reward={"functions": functions}))
+    assert said == (
+        "mine.py:marked, exact_match\n      the first row's ground truth as a response: marked 0, "
+        "marked/bare 1, exact_match 1; 0 means that more is wanted than the answer alone"
+    )
+    said = preflight._rewards(config(data=DATA, reward={"functions": [{"name": "mine.py:fails"}]}))
+    assert "as a response: raised: " in said
+    assert "KeyError" in said
+    assert preflight._rewards(config(data={"train_files": "gone.jsonl"})) == "exact_match"
+
+
+def test_the_first_prompt_is_shown_as_the_model_gets_it(project: Path) -> None:
+    save_tokenizer(project / "model")
+    (project / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}<|end|>")
+    chat = config(data={**DATA, "prompt_format": "chat"})
+    assert preflight._prompts(chat, "train") == (
+        "80 kept, 0 left out as too long, the longest has 9 tokens\n      the first: '0 + 1 =<|end|>'"
+    )
+    (project / "train.parquet").rename(project / "val.parquet")
+    val = config(data={**DATA, "val_files": ["val.parquet"]})
+    assert "the first" not in preflight._prompts(val, "val")
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_packages_that_are_not_installed_are_named_before_anything_is_created(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the wheel was installed without one of its extras."""
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    for command, lacking in (
+        (["check", "run.yaml"], "aiohttp, vllm"),
+        (["check", "run.yaml", "--elsewhere"], "aiohttp"),
+        (["train", "run.yaml"], "aiohttp, vllm"),
+    ):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert f"not installed in this environment: {lacking}; `make venv` in a clone" in said
+    assert not (project / "runs").exists()
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_an_empty_data_set(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "empty.jsonl").write_text("")
@@ -143,4 +206,49 @@ def test_what_concerns_this_machine_can_be_left_out(
         capsys.readouterr().out
     )
     main(["check", "--elsewhere", "run.yaml", far])
-    assert not {"devices:", "services:"} & set(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    assert not {"devices:", "services:"} & set(out.split())
+    assert "self-test" in out
+    assert "engine's log-probs" not in out
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_what_takes_seconds_is_announced_and_can_be_left_out(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_PARTS", (("engine", lambda config: "vllm"),))
+    main(["check", "run.yaml"])
+    slow = ["self-test", "engine's log-probs"]
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+        f"...   {name}" for name in slow
+    ]
+    main(["check", "run.yaml", "--quick"])
+    quick = capsys.readouterr()
+    assert quick.err == ""
+    assert "ok    engine: vllm" in quick.out
+    assert not any(name in quick.out for name in slow)
+
+
+def test_log_probs_of_an_engine_that_is_not_there_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "has_cpu_build", lambda: False)
+    line = service_checks.engine_log_probs(config(data=DATA), tmp_path)
+    assert line.startswith("not compared, which needs vLLM's build for the CPU; guard.mismatch_kl compares")
+    monkeypatch.setattr(environment, "has_cpu_build", lambda: True)
+    with pytest.raises(ModelError, match="the self-test left no log-probs to compare with"):
+        service_checks.engine_log_probs(config(data=DATA), tmp_path)
+    other = config(data=DATA, rollout={"name": "fake"})
+    assert service_checks.engine_log_probs(other, tmp_path) == (
+        "not compared, as rollout.name=fake is another engine"
+    )
+
+
+def test_a_check_that_prints_nothing_and_one_that_prints_more_than_its_line() -> None:
+    printed_by = service_checks._printed_by
+    assert printed_by([sys.executable, "-c", ""], "actor.policy_loss", ConfigError) == ""
+    words = [sys.executable, "-c", "print('a kernel was built')\nprint('the line')"]
+    assert printed_by(words, "the model", ModelError) == "the line"
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    with pytest.raises(ModelError, match="the check of the model ended with exit code -9 and said nothing"):
+        printed_by(killed, "the model", ModelError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import importlib.metadata
 import subprocess
 import sys
@@ -192,3 +193,40 @@ def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> No
             main([word])
         assert caught.value.code == 2
         assert f"{word} is no command; {meant}" in capsys.readouterr().err
+
+
+def test_without_a_command_it_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert "  train " in said
+    assert "start" in said.partition("  train ")[2].splitlines()[0]
+
+
+def test_a_package_that_is_not_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the wheel was installed without one of its extras."""
+    monkeypatch.setitem(sys.modules, "paceline.cli.commands.ui", None)
+    with pytest.raises(ModuleNotFoundError):
+        main(["ui"])
+    monkeypatch.undo()
+    (tmp_path / "aiohttp_rest.py").write_text("import a_package_that_nobody_has.web\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("paceline.cli.commands.ui.run", lambda _: importlib.import_module("aiohttp_rest"))
+    assert main(["ui"]) == 2
+    said = capsys.readouterr().err
+    assert "paceline ui: the package a_package_that_nobody_has is not installed in this environment" in said
+
+
+def test_an_example_outside_a_clone_says_where_the_examples_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "examples/arithmetic/ppo.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "the examples are in a clone of the repository: change to its folder, or" in said
+    (tmp_path / "examples").mkdir()
+    assert main(["train", "examples/arithmetic/pop.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "clone" not in said
+    assert "write one with `paceline init FILE.yaml`" in said

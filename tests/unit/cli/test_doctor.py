@@ -94,3 +94,23 @@ def test_doctor_says_whether_code_can_be_confined(
     assert (finding.part, finding.hint) == ("confined code", f"for reward.code: {problem}" if problem else "")
     assert finding.status is (environment.Status.NOTE if problem else environment.Status.OK)
     assert environment._confinement in environment._PARTS
+
+
+def test_a_library_that_vllm_loads_is_named(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Debian and Ubuntu do not install libnuma by themselves."""
+
+    def absent(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(machine, "version", lambda package: {"vllm": "0.24.0"}.get(package))
+    monkeypatch.setattr("ctypes.CDLL", absent)
+    assert machine.lacking_library() is None, "the build for GPUs loads it where it is there"
+    monkeypatch.setattr(machine, "version", lambda package: "1.0")
+    findings = {finding.part: finding for finding in environment.examine()}
+    assert findings["libnuma"].status is Status.LACKING
+    assert "apt-get install libnuma1" in findings["libnuma"].hint
+    assert main(["train", "run.yaml"]) == 2
+    assert "loads libnuma.so.1, which is not here: apt-get install libnuma1" in capsys.readouterr().err
+    assert not (project / "runs").exists()

@@ -136,3 +136,26 @@ def test_what_it_cannot_know_it_says(
     assert main(["init", *words]) == 2
     assert said in capsys.readouterr().err
     assert not (project / "a.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--data", "bad.jsonl"], "bad.jsonl, line 2, is not JSON"),
+        (["--data", "list.jsonl"], "list.jsonl, line 1, holds a list; every line must be an object"),
+        (["--data", "train.parquet", "--reward", "gsm8kk"], "'gsm8kk' is none of exact_match, gsm8k,"),
+        (
+            ["--data", "train.parquet", "--reward", "mine.py"],
+            "nor path/to/file.py:function; correct --reward",
+        ),
+        (["--data", "gone.jsonl"], "data file gone.jsonl does not exist; correct --data"),
+    ],
+)
+def test_what_cannot_be_used_is_said_and_nothing_written(
+    project: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    (project / "bad.jsonl").write_text("\n{oops\n")
+    (project / "list.jsonl").write_text("[1]\n")
+    assert main(["init", "a.yaml", "--model", "model", *words]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (project / "a.yaml").exists()

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.launch.memory_plan import CONTEXT, GIB, EngineMemory, LearnerMemory, MemoryPlan, ModelShape
+from paceline.cli.launch.memory_plan import CONTEXT, GIB, EngineMemory, LearnerMemory, MemoryPlan
+from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
@@ -126,12 +127,41 @@ def test_0_5b_by_hand_with_critic_and_reference() -> None:
     assert memory.scoring["activations"] == 12288 * 2 * (4 * 4864 + 13 * 896) + GIB
 
 
+def test_adapters_by_hand() -> None:
+    lora = {"rank": 16, "targets": ["q_proj", "down_proj"]}
+    config = run_of(model={"lora": lora}, actor={"use_kl_loss": True, "memory": {"recompute": "full"}})
+    assert config.needs_reference
+    memory, base = LearnerMemory.of(config, shape_of(SEVEN)), 7_615_616_512
+    adapters = 28 * 16 * ((3584 + 3584) + (18944 + 3584))
+    assert memory.resident == {
+        "context": CONTEXT,
+        "weights": 2 * base // 4 + 4 * adapters // 4,
+        "optimizer": 8 * adapters // 4,
+    }
+    assert memory.update["gradients"] == 4 * adapters
+    summed = memory.changed(accumulates=False).update["gradients"]
+    assert summed == 4 * adapters // 4 + 4 * 2 * adapters // 28
+    assert memory.push["merged"] == 2 * 28 * (3584 * 3584 + 18944 * 3584) // 4
+    with_critic = memory.changed(has_critic=True)
+    assert with_critic.resident["optimizer"] == 8 * (adapters + base) // 4
+    assert with_critic.update["gradients"] == 4 * base
+    fused = shape_of(SEVEN).num_adapted(["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
+    assert fused == shape_of(SEVEN).num_adapted(["all"])
+    assert "merged" in plan_for(config).lines()[2]
+    assert "merged" not in plan_for(run_of(actor={"memory": {"recompute": "full"}})).lines()[2]
+
+
 def test_an_engine_by_hand() -> None:
     engine = EngineMemory.of(run_of(rollout={"tensor_model_parallel_size": 2}), shape_of(SEVEN))
     assert engine.weights == 7_615_616_512
     assert engine.bytes_per_token == 2 * 28 * 2 * 128 * 2
+    # 256 sequences: a number and a log-probability per position, twice, and four tables of the vocabulary.
+    length = run_of().max_model_len + 1
+    assert engine.sampler == 256 * (2 * length * 12 + 4 * 152064 * 4)
+    assert EngineMemory.of(run_of(rollout={"sampler": "engine"}), shape_of(SEVEN)).sampler == 0
     parts = engine.generation(100 * GIB)
     assert sum(parts.values()) == 100 * GIB
+    assert engine.generation(engine.budget_for(5000))["kv cache"] == 5000 * engine.bytes_per_token
 
 
 def test_the_plan_has_a_line_for_every_phase() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.commands import ui
 from paceline.cli.report.content import RunContent
 from paceline.cli.report.page import page
 from paceline.cli.report.write import frozen
 from paceline.cli.ui.runs import ServedRun, ServedRuns
+from paceline.cli.ui.serve import Listen, open_server
 from paceline.cli.ui.server import PageApp
 from support.browser import dom, needs_chromium, probe
 from support.synthetic_run import write_run
@@ -91,6 +91,8 @@ async function probe() {
   await wait(200);
   const tokens = all("#samples .token");
   seen.tokens = tokens.map(token => token.textContent);
+  seen.given = all("#samples .given").map(token => token.textContent);
+  seen.between = all("#samples .segment").map(rule => [rule.textContent, rule.nextSibling.textContent]);
   seen.painted = new Set(tokens.map(token => token.style.background)).size > 1;
   tokens[1].dispatchEvent(new PointerEvent("pointermove", {bubbles: true}));
   seen.token = tip();
@@ -171,6 +173,12 @@ def test_tokens_with_both_log_probs(seen: Any) -> None:
     assert seen["coloured"] == ["engine's log-prob", "learner's log-prob", "their difference"]
 
 
+def test_what_was_not_sampled_and_where_a_segment_begins(seen: Any) -> None:
+    assert seen["tokens"] == ["4 ", "5 ", "7 "]
+    assert seen["given"] == ["6 "]
+    assert seen["between"] == [["segment 2", "6 "]]
+
+
 def test_fleet_guard_and_events(seen: Any) -> None:
     assert ["rollout-0", "serving", "v60", "", "2", "1"] in seen["fleet"]
     assert "ppo_kl (actor)7-9, 20warn 3x, skip20.06 in step 20above 0.05" in seen["guard"]
@@ -194,7 +202,7 @@ async def test_a_served_run_is_drawn_after_an_answer_that_failed(tmp_path: Path)
             return super().by_name()
 
     app = PageApp(Unsteady(tmp_path / "runs" / "demo", asyncio.get_running_loop()), "t")
-    server = ui.open_server(app, "127.0.0.1", 0)
+    server = open_server(app, Listen(host="127.0.0.1", port=0, prefix="--"))
     text = await asyncio.to_thread(dom, f"http://127.0.0.1:{server.server_port}/t/", tmp_path)
     server.close()
     assert not failures

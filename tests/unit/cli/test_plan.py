@@ -44,6 +44,33 @@ def test_gpus_go_to_the_learner_first_and_the_rest_to_the_engines_in_order() -> 
     }
 
 
+def test_replicas_of_reward_models_attach_to_the_reward_service_and_keep_their_gpus() -> None:
+    told = config(
+        reward={"models": [{"name": "rm", "path": "judge", "device": "cuda:1", "replicas": 2}]},
+        service={"reward_port": 4711},
+    )
+    machine = Machine(num_cores=8, gpus=(0, 1, 2, 3))
+    specs = {s.name: s for s in plan.members(told, machine, controller_address="h:1", master_port=29)}
+    replicas = [spec for spec in specs.values() if spec.role is plan.Role.REWARD_MODEL]
+    assert [spec.name for spec in replicas] == ["reward-model-rm-0", "reward-model-rm-1"]
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in replicas] == ["1", "2"]
+    assert replicas[1].command[1:] == (
+        "-m", "paceline.reward.models", "judge", "--attach", "127.0.0.1:4711", "--name", "rm",
+        "--kind", "sequence_classification", "--step-separator", "\n",
+        "--device", "cuda:0", "--dtype", "float32", "--max-batch-tokens", "16384",
+        "--timeout", "120.0", "--load-timeout", "600.0",
+    )  # fmt: skip
+    assert replicas[0].token_variable == "PACELINE_REWARD_TOKEN"
+    others = {name: specs[name].env["CUDA_VISIBLE_DEVICES"] for name in ("learner-0", "rollout-0")}
+    assert others == {"learner-0": "0", "rollout-0": "3"}
+    assert specs["reward"].command[-2:] == ("--port", "4711")
+
+
+def test_a_model_on_the_only_gpu_shares_it() -> None:
+    told = config(reward={"models": [{"name": "rm", "path": "judge", "device": "cuda:0"}]})
+    assert plan.gpus_to_share(told, (0,)) == (0,)
+
+
 def test_an_error_for_too_few_gpus_says_what_to_lower() -> None:
     with pytest.raises(ConfigError, match=r"need 2 GPUs, 1 are left beside the learner's \(0\)"):
         plan.share_gpus(config(rollout={"replicas": 2}), (0, 1))
@@ -61,5 +88,5 @@ def test_a_dry_run_shows_each_service_its_sections_and_no_secret() -> None:
         assert f"== {service}\n" in text
     reward = yaml.safe_load(text.rpartition("== reward")[2].split("\n", 3)[3])
     assert sorted(reward) == ["broker", "model", "reward", "service", "telemetry"]
-    assert set(plan.SECTIONS) == {"controller", "rollout", "learner", "reward"}
+    assert set(plan.SECTIONS) == {"controller", "rollout", "learner", "reward", "reward-model"}
     assert {name for names in plan.SECTIONS.values() for name in names} == set(RunConfig.model_fields)

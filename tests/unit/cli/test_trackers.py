@@ -157,7 +157,7 @@ def test_a_past_run_is_sent(
 def test_a_tracker_that_is_not_installed_is_refused_before_the_start(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(["train", "run.yaml", "trainer.loggers=[wandb]"]) == 2
     assert (
         "the tracker wandb (trainer.loggers) is not installed; pip install wandb" in capsys.readouterr().err

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,10 @@ import pytest
 from paceline.cli.commands import train
 from paceline.cli.launch import preflight
 from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.outcome import Outcome
 from paceline.cli.main import main
+from paceline.config.run import RunConfig
+from paceline.service.credentials import INSECURE, TLS_DIR
 from support.cli_configs import config
 
 
@@ -112,6 +120,47 @@ def test_a_start_that_fails_gives_an_earlier_run_its_folder_back(project: Path) 
     assert sorted(path.name for path in (project / "runs").iterdir()) == ["latest", "other", "run"]
     assert [path.name for path in earlier.iterdir()] == ["config.resolved.yaml"]
     assert (project / "runs" / "latest").resolve() == project / "runs" / "other"
+
+
+def test_the_run_is_served_to_browsers_while_it_trains(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    async def launch(made: RunConfig, run_dir: Path, *_: object, **__: object) -> Outcome:
+        address = re.findall(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", capsys.readouterr().out)
+        seen.extend(address)
+        with await asyncio.to_thread(urllib.request.urlopen, f"{address[0]}data/runs", timeout=20) as reply:
+            seen.append([run["name"] for run in json.load(reply)])
+        with await asyncio.to_thread(
+            urllib.request.urlopen, f"{address[0]}data/run/now", timeout=20
+        ) as reply:
+            seen.append(json.load(reply))
+        return Outcome(ok=False, message="the end", exit_code=2, began=False)
+
+    monkeypatch.setattr(train, "launch", launch)
+    monkeypatch.setattr(train, "log_to", lambda file: None)
+    assert main(["train", "run.yaml", "--ui", "--ui-port", "0"]) == 2
+    address, names, now = seen
+    assert (names, now) == (["run"], {})
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        urllib.request.urlopen(address, timeout=5)
+
+
+def test_a_page_for_other_machines_wants_tls_before_anything_is_made(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (TLS_DIR, INSECURE):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["train", "run.yaml", "--ui", "--ui-host", "0.0.0.0"]) == 2
+    err = capsys.readouterr().err
+    assert "refusing to serve runs on 0.0.0.0 in plain text" in err
+    assert "leave --ui-host out" in err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["train", "run.yaml", "--ui", "--ui-port", port]) == 2
+    assert "give another --ui-port" in capsys.readouterr().err
+    assert not (project / "runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.main import main
 from paceline.cli.ui.machine import Machine
 from paceline.cli.ui.runs import ServedRuns
+from paceline.cli.ui.serve import Listen, open_server
 from paceline.cli.ui.server import PageApp
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.rpc.v1 import controller_pb2 as pb
@@ -69,13 +70,17 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
+def listen(host: str = "127.0.0.1", *, port: int = 0) -> Listen:
+    return Listen(host=host, port=port, prefix="--")
+
+
 def app(folder: Path) -> PageApp:
     return PageApp(ServedRuns(folder, asyncio.get_running_loop()), TOKEN)
 
 
 @pytest.fixture
 async def port(runs: Path) -> AsyncIterator[int]:
-    server = ui.open_server(app(runs), "127.0.0.1", 0)
+    server = open_server(app(runs), listen())
     yield server.server_port
     server.close()
 
@@ -109,7 +114,7 @@ async def test_only_new_lines_are_sent_until_the_run_begins_anew(port: int, runs
 
 
 async def test_the_only_run_can_be_served_alone(runs: Path) -> None:
-    server = ui.open_server(app(runs / "first"), "127.0.0.1", 0)
+    server = open_server(app(runs / "first"), listen())
     assert [run["name"] for run in await data(server.server_port, "runs")] == ["first"]
     server.close()
 
@@ -147,7 +152,7 @@ async def test_it_only_reads_and_listens_on_loopback(port: int) -> None:
     for method in ("POST", "PUT", "DELETE"):
         assert (await ask(port, f"/{TOKEN}/", method)).status == 405
     with pytest.raises(EnvironmentLackError, match="give another --port"):
-        ui.open_server(app(Path()), "127.0.0.1", port)
+        open_server(app(Path()), listen(port=port))
     with socket.socket() as other, pytest.raises(OSError):
         other.connect(("127.0.0.2", port))
 
@@ -157,16 +162,16 @@ async def test_beyond_loopback_it_wants_tls(
 ) -> None:
     monkeypatch.delenv(TLS_DIR, raising=False)
     with pytest.raises(ConfigError, match="refusing to serve runs on 0.0.0.0 in plain text"):
-        ui.open_server(app(runs), "0.0.0.0", 0)
+        open_server(app(runs), listen("0.0.0.0"))
     monkeypatch.setenv(INSECURE, "1")
-    server = ui.open_server(app(runs), "0.0.0.0", 0)
+    server = open_server(app(runs), listen("0.0.0.0"))
     assert server.is_plain
     server.close()
     monkeypatch.delenv(INSECURE)
     Authority.create(tmp_path, days=1)
     Authority.load(tmp_path).issue(tmp_path / "host", "host", role="controller", days=1)
     monkeypatch.setenv(TLS_DIR, str(tmp_path / "host"))
-    server = ui.open_server(app(runs), "0.0.0.0", 0)
+    server = open_server(app(runs), listen("0.0.0.0"))
     context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
     context.check_hostname = False
 

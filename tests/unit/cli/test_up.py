@@ -104,6 +104,46 @@ def _without_rollout(hosts: Hosts) -> dict[str, object]:
     return hosts.model_dump(mode="json") | {"hosts": [first | {"reward": 1}, second | {"rollout": 0}]}
 
 
+def test_reward_models_run_where_a_host_names_them_and_attach_to_every_reward_service() -> None:
+    tree = two_hosts().model_dump(mode="json")
+    first, second = tree["hosts"]
+    hosts = parse(Hosts, tree | {"hosts": [first, second | {"reward_models": ["rm", "steps"]}, HELPER]})
+    models = [
+        {"name": "rm", "path": "rm", "device": "cuda:1", "replicas": 2},
+        {"name": "steps", "path": "steps", "kind": "process"},
+    ]
+    planned = specs(hosts, reward={"models": models}, service={"reward_port": 4711})
+    replicas = {name: spec for name, spec in planned.items() if spec.role is Role.REWARD_MODEL}
+    places = {name: (s.shell[-2], s.env.get("CUDA_VISIBLE_DEVICES")) for name, s in replicas.items()}
+    assert places == {
+        "reward-model-rm-0": ("b", "1"),
+        "reward-model-rm-1": ("b", "2"),
+        "reward-model-rm-2": ("c", "1"),
+        "reward-model-rm-3": ("c", "2"),
+        "reward-model-steps-0": ("b", None),
+    }
+    for spec in replicas.values():
+        at = spec.command.index("--attach")
+        assert spec.command[at + 1 : at + 3] == ("10.0.0.2:4711", "10.0.0.2:4712")
+        assert spec.command[at + 3] == "--name"
+        assert spec.token_variable == "PACELINE_REWARD_TOKEN"
+    ports = [planned[name].command[-1] for name in ("reward-0", "reward-1")]
+    assert ports == ["4711", "4712"], "of one host"
+    # They have no part in the sharing of the learner's and the servers' GPUs.
+    assert planned["rollout-1"].env["CUDA_VISIBLE_DEVICES"] == "6"
+
+
+HELPER = {"name": "c", "address": "fd00::4", "folder": "/", "reward_models": ["rm"]}
+
+
+def test_a_reward_model_without_a_host_is_refused() -> None:
+    models = {"models": [{"name": "rm", "path": "rm"}]}
+    with pytest.raises(ConfigError, match="reward.models names rm, and the hosts run none"):
+        several.with_hosts(config(broker=REDIS, reward=models), two_hosts())
+    with pytest.raises(ConfigError, match="reward.models names none, and the hosts run rm"):
+        several.with_hosts(config(broker=REDIS), two_hosts(reward_models=["rm"]))
+
+
 def test_what_cannot_run_is_said_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="set broker.url to a Redis server that all hosts reach"):
         several.with_hosts(config(), two_hosts())

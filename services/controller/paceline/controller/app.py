@@ -18,6 +18,7 @@ from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.dispatch import Dispatcher
 from paceline.controller.batch.inputs import load_inputs
 from paceline.controller.batch.mailboxes import Mailboxes
+from paceline.controller.batch.tasks import with_tasks
 from paceline.controller.events import EventHub
 from paceline.controller.fleet.clients import Channels, LearnerClient, RolloutClient
 from paceline.controller.fleet.membership import Fleet
@@ -71,6 +72,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     """Runs one training run to its end."""
     config = await asyncio.to_thread(pinned_run, load(RunConfig, options.config, options.overrides))
     broker_url, credentials = _broker_url(config), _credentials(config)
+    config = await with_tasks(config, options.run_dir, credentials)
     inputs = await asyncio.to_thread(load_inputs, config)
     clock = SystemClock()
     journal, run_id = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)

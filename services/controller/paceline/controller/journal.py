@@ -16,7 +16,7 @@ epoch {number, members}                      a weight group was formed
 dispatch {step, policy, prompts, greedy?}    the prompts of a step, once per step and rewind
 redispatch {step, prompts}                   those that were sent again
 trajectory {id, verdict, server, ...}        the barrier's verdict; policy, digest (of the blob), reward,
-                                             error
+                                             error; token_rewards, normalized: parts of the reward
 refusal {step, prompt, reason, message, server}   a server gives a prompt group up
 refill, group_dropped, batch_short           why a prompt of the step is not trained
 batch {step, policy, digest, num_rows}       the batch is complete; `digest` is that of its rows

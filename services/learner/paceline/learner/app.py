@@ -40,11 +40,13 @@ class _Head:
     def __init__(
         self,
         servicer: LearnerServicer,
+        notify: Callable[[str], None],
         commands: CommandQueue,
         settle: Callable[[BaseException | None], None],
         command_timeout_s: float,
     ) -> None:
-        self._servicer, self.commands, self._settle = servicer, commands, settle
+        self._servicer, self._notify = servicer, notify
+        self.commands, self._settle = commands, settle
         self._command_timeout_s = command_timeout_s
         self._loop = asyncio.get_running_loop()
 
@@ -55,7 +57,7 @@ class _Head:
     def notify(self, message: str) -> None:
         """Logs the message and sends it to the controller."""
         log.warning("%s", message)
-        self._loop.call_soon_threadsafe(self._servicer.notify, message)
+        self._loop.call_soon_threadsafe(self._notify, message)
 
     def lost(self, error: PeerLostError) -> None:
         """Ends the service with the error, and after a while the process in any case."""
@@ -117,7 +119,8 @@ class LearnerApp:
                 else:
                     done.set_exception(error)
 
-        head = _Head(self._servicer, self._queue, settle, assignment.config.learner.command_timeout_s)
+        timeout_s = assignment.config.learner.command_timeout_s
+        head = _Head(self._servicer, self._session.notify, self._queue, settle, timeout_s)
 
         def work() -> None:
             error: BaseException | None = None
@@ -138,8 +141,7 @@ class LearnerApp:
             log.warning("the group did not stop within %g s; its ranks end with this process", _STOP_S)
 
     def _report(self) -> MemberReport:
-        servicer = self._servicer
-        return MemberReport(state=servicer.state, policy=servicer.policy, notice=servicer.take_notice())
+        return MemberReport(state=self._servicer.state, policy=self._servicer.policy)
 
 
 def run_follower(environment: RankEnvironment, host: str) -> int:

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 and prints a line of facts, or logs the first error and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m paceline.learner.check", description=__doc__)
     parser.add_argument("--self-test", action="store_true", help="test the model, not the policy loss")
+    parser.add_argument("--keep", type=Path, help="folder for the self-test's small model and its log-probs")
     parser.add_argument("config", type=Path, help="resolved configuration of the run (YAML)")
     given = parser.parse_args(arguments)
     die_with_parent()
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load(RunConfig, given.config)
         if given.self_test:
-            print("; ".join(map(str, check_models(config))))
+            print("; ".join(map(str, check_models(config, keep=given.keep))))
         else:
             loss_function(config)
     except PacelineError as error:

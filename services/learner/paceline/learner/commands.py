@@ -9,20 +9,23 @@ import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-
-import torch
+from typing import Protocol
 
 from paceline.core.errors import CheckpointError, IllegalTransitionError
+from paceline.core.members import EnginePart
 from paceline.core.training import TrainResult
+from paceline.learner.batch.deposit import Store, deposit_log_probs
 from paceline.learner.batch.fetch import Blobs, fetch_rows
-from paceline.learner.batch.types import PackedRow
+from paceline.learner.batch.types import PackedRow, ScoredBatch
 from paceline.learner.checkpoint.load import roll_back
 from paceline.learner.checkpoint.write import CheckpointWriter
 from paceline.learner.distributed.collectives import CommandError, attempt, gather_bytes
 from paceline.learner.distributed.command_loop import Arguments, Handler
+from paceline.learner.distributed.engine_room import EngineSize, GpuMemory, RoomMade, make_room
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.model.lora import with_adapters
+from paceline.learner.model.networks import num_parameters
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.profiler import StepProfiler
 from paceline.learner.train.step import train_step
@@ -44,14 +47,19 @@ class Description:
     version: int
 
 
+class StepBlobs(Blobs, Store, Protocol):
+    """The blobs of a step: trajectories are fetched, log-probs are left."""
+
+
 class Commands:
     """The handlers of one rank."""
 
     def __init__(
-        self, learner: Learner, blobs: Blobs, publisher: WeightPublisher, profiler: StepProfiler
+        self, learner: Learner, blobs: StepBlobs, publisher: WeightPublisher, profiler: StepProfiler
     ) -> None:
         self._learner, self._blobs, self._publisher, self._profiler = learner, blobs, publisher, profiler
         self._writer = CheckpointWriter(learner)
+        self._memory = GpuMemory(learner.ranks.device)
 
     @property
     def table(self) -> dict[str, Handler]:
@@ -90,8 +98,14 @@ class Commands:
                 ),
             )
 
+        def deposit(scored: Sequence[ScoredBatch]) -> None:
+            deposit_log_probs(self._blobs, order.rows, scored)
+
+        trainer = learner.config.trainer
         with self._profiler.recording(order.step):
-            return train_step(learner, order, fetch)
+            return train_step(
+                learner, order, fetch, deposit if trainer.save_trajectories and trainer.save_tokens else None
+            )
 
     def _save(self, arguments: Arguments) -> Future[float]:
         """Returns the seconds that the writing takes, when it is done."""
@@ -150,11 +164,17 @@ class Commands:
         """Frees gathered parameters: the publisher reads the language model inside the sharded network."""
         as_fsdp(self._learner.actor.network).reshard()
 
-    def _free(self, arguments: Arguments) -> None:
-        """Gives the memory that torch's allocator keeps for later back to the GPU."""
+    def _free(self, arguments: Arguments) -> RoomMade:
+        """Makes room for parts of an engine on this rank's GPU."""
         self._reshard()
-        if self._learner.ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
+        learner = self._learner
+
+        def size(gpu_bytes: int) -> EngineSize:
+            num_weights = num_parameters(learner.actor.network)
+            return EngineSize.of(learner.config, num_weights, gpu_bytes, arguments["engine_bytes"])
+
+        parts = [EnginePart(word) for word in arguments["parts"]]
+        return make_room(parts, size, self._memory, learner.ranks)
 
     def _leave(self, arguments: Arguments) -> None:
         attempt(self._learner.ranks, self._publisher.leave)

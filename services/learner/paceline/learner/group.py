@@ -19,7 +19,7 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
-from paceline.broker.blobs import BlobReader
+from paceline.broker.blobs import BlobClient
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError
 from paceline.learner.checkpoint.load import load_newest
@@ -41,6 +41,7 @@ from paceline.learner.model.lora import adapter_names
 from paceline.learner.model.self_test import check_models
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.profiler import StepProfiler
+from paceline.learner.train.warm_up import warm_up
 from paceline.service.logs import set_level
 from paceline.storage.folder import Folder
 from paceline.storage.models import local_folder, local_model
@@ -249,6 +250,7 @@ def _load(assignment: Assignment, ranks: Ranks, head: Head | None, stack: contex
     folder = load_newest(learner, assignment.checkpoints, notify=head.notify if head else log.warning)
     if folder is not None:
         log.info("resumed from %s at version %d", folder, learner.version)
+    warm_up(learner)
     publisher = WeightPublisher(
         learner.actor.network.lm,
         ranks.device,
@@ -257,7 +259,7 @@ def _load(assignment: Assignment, ranks: Ranks, head: Head | None, stack: contex
         exclude=adapter_names(learner.actor.network.lm),
     )
     blobs = stack.enter_context(
-        BlobReader(assignment.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
+        BlobClient(assignment.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
     )
     if head is not None:
         head.ready(learner)

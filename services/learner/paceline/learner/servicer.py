@@ -23,6 +23,7 @@ from paceline.core.training import TrainOrder, TrainResult
 from paceline.learner import commands
 from paceline.learner.commands import Description
 from paceline.learner.distributed.command_loop import CommandQueue
+from paceline.learner.distributed.engine_room import RoomMade
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
 from paceline.service import telemetry
 from paceline.weights.digest.agreement import format_digest, model_digest
@@ -71,7 +72,6 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._epoch: int | None = None
         self._training: _Training | None = None
         self._saved: tuple[int, Future[float]] | None = None
-        self._notices: list[str] = []
         self._restart, self._restart_reason = asyncio.Event(), ""
 
     @property
@@ -94,17 +94,6 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         """Returns the reason when the controller wants this process to start again."""
         await self._restart.wait()
         return self._restart_reason
-
-    def notify(self, message: str) -> None:
-        """Keeps a message for the controller's next heartbeat."""
-        self._notices.append(message)
-        self._on_change()
-
-    def take_notice(self) -> str:
-        """The messages since the last call, as a text."""
-        text = "; ".join(self._notices)
-        self._notices.clear()
-        return text
 
     async def DescribeWeights(
         self, request: learner_pb2.DescribeLearnerWeightsRequest, context: Any
@@ -162,9 +151,10 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def FreeMemory(
         self, request: learner_pb2.FreeMemoryRequest, context: Any
     ) -> learner_pb2.FreeMemoryResponse:
-        """Gives back GPU memory that is only cached; a step that still trains goes first."""
-        await self._run(commands.FREE, {})
-        return learner_pb2.FreeMemoryResponse()
+        """Gives back GPU memory that is only cached, where it lacks; a step that still trains goes first."""
+        arguments = {"parts": list(request.parts), "engine_bytes": request.engine_bytes}
+        made: RoomMade = await self._run(commands.FREE, arguments)
+        return learner_pb2.FreeMemoryResponse(freed_bytes=made.freed_bytes, has_room=made.has_room)
 
     async def AbandonPush(
         self, request: learner_pb2.AbandonPushRequest, context: Any

@@ -23,7 +23,7 @@ from paceline.core.reward_function import check_extra_keys
 from paceline.data.prompts import Tokenizer, load_tokenizer
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer
-from paceline.reward.consumer import Consumer, ConsumerOptions
+from paceline.reward.consumer import MAX_ENTRIES, Consumer, ConsumerOptions
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.servicer import RewardServicer
 from paceline.reward.weighted_sum import WeightedSum
@@ -89,6 +89,7 @@ class RewardApp:
                 credentials=Credentials.from_env(REWARD_TOKEN),
                 max_message_bytes=config.service.max_message_mib * 2**20,
                 run_id=registration.run_id,
+                notify=self._session.notify,
             )
         )
         self._session.context.defer("scorers", scorer.close)
@@ -117,10 +118,14 @@ class RewardApp:
                 room_timeout_s=config.stall_timeout_s,
                 save_texts=config.trainer.save_trajectories,
                 max_deliveries=config.reward.max_deliveries,
+                # As many groups as hold the samples of an ordinary batch.
+                max_entries=max(1, MAX_ENTRIES // config.rollout.n)
+                if config.reward.has_groups
+                else MAX_ENTRIES,
             ),
         )
         self._session.context.defer("attached clients", lambda: self._let_go(scorer.attached))
-        servicers.score.scorer = scorer
+        servicers.score.scorer, servicers.score.has_groups = scorer, config.reward.has_groups
         servicers.gateway.gateways = {attached.names[0]: attached.gateway for attached in scorer.attached}
         self._state = RewardState.SERVING
         self._session.poke()

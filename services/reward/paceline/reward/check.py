@@ -1,12 +1,15 @@
-"""`python -m paceline.reward.check CONFIG`: whether the configured reward functions can be called.
+"""`python -m paceline.reward.check CONFIG`: whether functions can be called, and services do what is asked.
 
-Finding a function runs the user's module. This happens in a process of its own, not in the launcher, before
+Services that cannot be reached, or refuse this environment's token, are passed: they may come up later.
+Finding
+a function runs the user's module. This happens in a process of its own, not in the launcher, before
 the services start.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import sys
 from collections.abc import Sequence
@@ -16,6 +19,9 @@ from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import PacelineError, exit_code
 from paceline.reward.functions import registry
+from paceline.reward.remote.scorer import RemoteScorer
+from paceline.reward.scorer import ScorerSettings
+from paceline.service.credentials import REWARD_TOKEN, Credentials
 from paceline.service.logs import setup_logging
 from paceline.service.process import die_with_parent
 
@@ -30,12 +36,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     die_with_parent()
     setup_logging("reward-check", "INFO")
     try:
-        for function in load(RunConfig, path).reward.functions:
-            registry.load(function.name, function.kwargs)
+        config = load(RunConfig, path)
+        for function in config.reward.functions:
+            registry.load(function.name, function.kwargs, group=function.group)
+        asyncio.run(_check_services(config))
     except PacelineError as error:
         _log.error("fatal: %s", error)
         return exit_code(error)
     return 0
+
+
+async def _check_services(config: RunConfig) -> None:
+    settings = ScorerSettings(
+        config=config.reward,
+        credentials=Credentials.from_env(REWARD_TOKEN),
+        max_message_bytes=config.service.max_message_mib * 2**20,
+    )
+    checks = [remote.check() for remote in RemoteScorer.services(settings)]
+    await asyncio.gather(*checks)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 Delivery is at least once: a batch is acknowledged together with its scored headers, and the barrier drops
 repeats. An item whose scorer timed out, crashed or could not be reached goes back to the mailbox and is
-delivered again, up to reward.max_deliveries times. Unblocked by: an entry in the mailbox. Deadlines: the
+delivered again, up to reward.max_deliveries times. The samples of a prompt that are scored together are one
+entry: it is delivered, scored and acknowledged as one. Unblocked by: an entry in the mailbox. Deadlines: the
 scorer's per item, the broker's per command.
 """
 
@@ -14,7 +15,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.broker import Broker, Entry, Mailbox, Outgoing, names
@@ -23,6 +24,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.core.text import encodable
 from paceline.core.trajectory import ScoredHeader, Trajectory, TrajectoryHeader, sampled_spans
 from paceline.data.prompts import Decoder
+from paceline.reward.placing import TokenRewards, token_rewards
 from paceline.reward.scorer import Scorer
 from paceline.reward.scores import Score, failed
 from paceline.service.telemetry import current_traceparent, span
@@ -31,7 +33,7 @@ from paceline.wire import (
     blob_digest,
     decode_scored,
     decode_trajectory,
-    decode_trajectory_header,
+    decode_trajectory_headers,
     encode_group_refusal,
     encode_scored_header,
     refusal_of,
@@ -40,6 +42,8 @@ from paceline.wire import (
 _log = logging.getLogger(__name__)
 
 _MAX_BATCHES = 8
+MAX_ENTRIES = 128
+"""Of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +68,7 @@ class ConsumerOptions:
     lease_s: float = 5.0
     max_stream_length: int = 100_000
     room_timeout_s: float = 300.0
-    max_entries: int = 128
+    max_entries: int = MAX_ENTRIES
     save_texts: bool = True
     max_deliveries: int = 4
 
@@ -74,10 +78,13 @@ class _Texts:
     """What is scored, the policy's last answer, and what is kept for people.
 
     In the record of an episode, what the policy did not write stands in the brackets U+27E6 and U+27E7.
+    `token_ids` are those of what is scored, the first of which is the response's token `first`.
     """
 
     response: str
     record: str
+    token_ids: Sequence[int] = ()
+    first: int = 0
 
 
 class Consumer:
@@ -139,35 +146,62 @@ class Consumer:
                 parent = current_traceparent()
                 await box.finish(
                     [entry for entry in entries if entry.entry_id in answers],
-                    [replace(message, traceparent=parent) for message in answers.values()],
+                    [
+                        replace(message, traceparent=parent)
+                        for of_entry in answers.values()
+                        for message in of_entry
+                    ],
                     max_length=self._options.max_stream_length,
                     timeout_s=self._options.room_timeout_s,
                 )
         finally:
             self.num_in_flight -= len(entries)
 
-    async def _answers(self, entries: Sequence[Entry], started: float) -> dict[str, Outgoing]:
-        """The answer to each entry by its id, but for those that another delivery may give a reward."""
-        answers: dict[str, Outgoing] = {}
-        headers: dict[str, TrajectoryHeader] = {}
+    async def _answers(self, entries: Sequence[Entry], started: float) -> dict[str, list[Outgoing]]:
+        """The answers to each entry by its id, but for those that another delivery may give a reward."""
+        answers: dict[str, list[Outgoing]] = {}
+        headers: dict[str, tuple[TrajectoryHeader, ...]] = {}
+        groups: set[str] = set()
         for entry in entries:
             try:
-                headers[entry.entry_id] = decode_trajectory_header(entry.payload)
+                decoded = decode_trajectory_headers(entry.payload)
             except InvalidMessageError as error:
-                answers[entry.entry_id] = self._refusal(entry, error)
-        blobs = await self._broker.get_blobs([header.blob_key for header in headers.values()])
-        # In a thread: decoding a large batch takes long, and heartbeats and leases must go on.
-        texts = await in_thread(self._read_responses, list(headers.values()), blobs)
-        scores = await self._score_texts(list(headers.values()), texts)
+                answers[entry.entry_id] = [self._refusal(entry, error)]
+                continue
+            if isinstance(decoded, TrajectoryHeader):
+                headers[entry.entry_id] = (decoded,)
+            else:
+                headers[entry.entry_id] = decoded
+                groups.add(entry.entry_id)
+        scored = await self._scored_entries(headers, groups)
         seconds = time.monotonic() - started
         deliveries = {entry.entry_id: entry.deliveries for entry in entries}
-        for (entry_id, header), text, score in zip(headers.items(), texts, scores, strict=True):
+        for entry_id, samples in scored.items():
             # What cannot be read now cannot be read later either: only a scorer's errors may pass.
-            may_pass = isinstance(text, _Texts) and score.may_be_retried
+            may_pass = any(isinstance(text, _Texts) and score.may_be_retried for _, text, score in samples)
             if may_pass and deliveries[entry_id] < self._options.max_deliveries:
                 continue
-            answers[entry_id] = self._scored(header, text, score, seconds)
+            answers[entry_id] = [self._scored(*sample, seconds) for sample in samples]
         return answers
+
+    async def _scored_entries(
+        self, headers: Mapping[str, Sequence[TrajectoryHeader]], groups: Container[str]
+    ) -> dict[str, list[tuple[TrajectoryHeader, _Texts | Score, Score]]]:
+        """The samples of each entry with their scores; those of an entry in `groups` are scored together."""
+        flat = [header for of_entry in headers.values() for header in of_entry]
+        blobs = await self._broker.get_blobs([header.blob_key for header in flat])
+        # In a thread: decoding a large batch takes long, and heartbeats and leases must go on.
+        texts = await in_thread(self._read_responses, flat, blobs)
+        names_of_groups = [
+            _group_name(header) if entry_id in groups else ""
+            for entry_id, of_entry in headers.items()
+            for header in of_entry
+        ]
+        scores = await self._score_texts(flat, texts, names_of_groups)
+        samples = iter(zip(flat, texts, scores, strict=True))
+        return {
+            entry_id: list(itertools.islice(samples, len(of_entry))) for entry_id, of_entry in headers.items()
+        }
 
     def _refusal(self, entry: Entry, error: InvalidMessageError) -> Outgoing:
         """Drops the group of a header that cannot be read: that sample will never have a score."""
@@ -191,8 +225,12 @@ class Consumer:
         if self._options.save_texts and isinstance(text, _Texts):
             blobs[names.text(header.blob_key)] = text.record.encode()
         text_key = next(iter(blobs), "")
+        placed: TokenRewards = ()
+        if isinstance(text, _Texts) and score.placed:
+            placed = token_rewards(score.placed, text.token_ids, self._tokenizer, first=text.first)
         try:
-            payload = encode_scored_header(self._scored_header(header, text_key, score, seconds))
+            scored = self._scored_header(header, text_key, score, seconds)
+            payload = encode_scored_header(replace(scored, token_rewards=placed))
             decode_scored(payload)
         except InvalidMessageError as error:  # say, thousands of components: the barrier would not read it
             score = failed(score.trajectory_id, RewardErrorKind.WRONG_TYPE, str(error))
@@ -223,20 +261,25 @@ class Consumer:
         token_ids: list[int] = trajectory.response_token_ids.tolist()
         if not is_episode:
             text = encodable(self._tokenizer.decode(token_ids, skip_special_tokens=True))
-            return _Texts(response=text, record=text)
+            return _Texts(response=text, record=text, token_ids=token_ids)
         spans = sampled_spans(trajectory.response_mask)
         first, stop = spans[-1] if spans else (0, 0)
-        response = encodable(self._tokenizer.decode(token_ids[first:stop], skip_special_tokens=True))
+        scored, begin = token_ids[first:stop], first
+        response = encodable(self._tokenizer.decode(scored, skip_special_tokens=True))
         edges = [0, *(edge for span in spans for edge in span), len(token_ids)]
         pieces = []
         for number, (first, stop) in enumerate(itertools.pairwise(edges)):
             if first < stop:
                 text = self._tokenizer.decode(token_ids[first:stop], skip_special_tokens=False)
                 pieces.append(text if number % 2 else f"\u27e6{text}\u27e7")
-        return _Texts(response=response, record=encodable("".join(pieces)))
+        record = encodable("".join(pieces))
+        return _Texts(response=response, record=record, token_ids=scored, first=begin)
 
     async def _score_texts(
-        self, headers: Sequence[TrajectoryHeader], texts: Sequence[_Texts | Score]
+        self,
+        headers: Sequence[TrajectoryHeader],
+        texts: Sequence[_Texts | Score],
+        groups: Sequence[str],
     ) -> list[Score]:
         """One score per trajectory; those whose text could not be read keep their error."""
         items = [
@@ -248,8 +291,9 @@ class Consumer:
                 data_source=header.context.data_source,
                 extra=header.context.extra,
                 episode=header.episode,
+                group=group,
             )
-            for header, text in zip(headers, texts, strict=True)
+            for header, text, group in zip(headers, texts, groups, strict=True)
             if isinstance(text, _Texts)
         ]
         step = headers[0].trajectory_id.step if headers else 0
@@ -279,4 +323,10 @@ class Consumer:
             reward_s=seconds,
             text_key=text_key,
             episode=header.episode,
+            normalized=score.normalized,
         )
+
+
+def _group_name(header: TrajectoryHeader) -> str:
+    key = header.trajectory_id
+    return f"{key.purpose}:{key.step}:{key.prompt_id}"

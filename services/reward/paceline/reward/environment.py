@@ -14,7 +14,7 @@ NAME = "environment"
 
 
 class EnvironmentReward:
-    """A `Scorer` that takes what an episode's environment gave; other items get 0 and no component.
+    """A `Scorer` that takes what an episode's environment gave; where that is no reward, it adds 0.
 
     Args:
         weight: the factor of the environment's reward in the sum.
@@ -39,9 +39,11 @@ class EnvironmentReward:
 
     def _score(self, item: ScoreItem) -> Score:
         episode = item.episode
-        if episode is None or episode.reward is None:
+        if episode is None:
             return Score(trajectory_id=item.trajectory_id, reward=0.0)
         further = {f"{NAME}/{name}": value for name, value in episode.components.items()}
+        if episode.reward is None:
+            return Score(trajectory_id=item.trajectory_id, reward=0.0, components=further)
         return Score(
             trajectory_id=item.trajectory_id,
             reward=self._weight * episode.reward,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,6 +11,10 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.scores import Score
 from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
 from paceline.service.credentials import Credentials
+
+
+def to_nobody(message: str) -> None:
+    """For scorers whose messages nobody follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,12 +26,14 @@ class ScorerSettings:
         credentials: for calls to remote reward services.
         max_message_bytes: largest gRPC message.
         run_id: told to attached clients.
+        notify: sends a message to all who follow the run.
     """
 
     config: RewardConfig
     credentials: Credentials = field(default_factory=Credentials)
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     run_id: str = ""
+    notify: Callable[[str], None] = to_nobody
 
 
 class Scorer(Protocol):

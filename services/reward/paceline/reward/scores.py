@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.core.errors import PacelineError, RewardError, RewardErrorKind
+from paceline.core.normalizing import Part
 from paceline.core.reward_function import MAX_COMPONENT_CHARS, MAX_COMPONENTS, kind_of
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.core.text import one_line
@@ -14,6 +15,9 @@ from paceline.reward.shape import Shape
 
 RETRIED_KINDS = frozenset({RewardErrorKind.TIMEOUT, RewardErrorKind.CRASHED, RewardErrorKind.UNAVAILABLE})
 """The errors that another attempt may cure; any other kind would occur again."""
+
+MAX_PLACED = 1024
+"""Most parts of a reward that are placed in a response."""
 
 TOTALS = frozenset({"reward", "response_length", "greedy_answers"})
 """Names that metrics have for more than a component: `val/reward/mean` is the mean of the sums."""
@@ -26,7 +30,9 @@ class Score:
     """What a scorer gives for one item: a finite `reward`, or None and an `error`.
 
     `components` maps each scorer's name to its value; a scorer that returns a dict adds its other values as
-    `name/key`. `seconds` is the time spent in the scorers during the last attempt.
+    `name/key`. `seconds` is the time spent in the scorers during the last attempt. `placed` are parts of the
+    reward that belong to the response up to a character, see `ScoreResult`; weights are applied. `normalized`
+    are the components that the controller normalises, see `paceline.core.normalizing`.
     """
 
     trajectory_id: str
@@ -34,6 +40,8 @@ class Score:
     components: Mapping[str, float] = field(default_factory=dict)
     error: tuple[RewardErrorKind, str] | None = None
     seconds: float = 0.0
+    placed: tuple[tuple[int, float], ...] = ()
+    normalized: tuple[Part, ...] = ()
 
     @property
     def error_kind(self) -> RewardErrorKind | None:
@@ -52,6 +60,7 @@ class Score:
             reward=self.reward,
             components=self.components,
             error=None if self.error is None else one_line(join_error(*self.error)),
+            placed=self.placed,
         )
 
 
@@ -65,21 +74,56 @@ def score_of(
 ) -> Score:
     """What somebody outside answered for an item, shaped, as the score of the scorer `name`."""
     try:
-        reward, components = _shaped(result, name, shape)
+        reward, components = _shaped(item, result, name, shape)
+        placed = _placed(item, result, shape)
     except PacelineError as error:
         return failed(item.trajectory_id, kind_of(error), f"{name}: {error}", seconds)
-    return Score(trajectory_id=item.trajectory_id, reward=reward, components=components, seconds=seconds)
+    return Score(
+        trajectory_id=item.trajectory_id,
+        reward=reward,
+        components=components,
+        seconds=seconds,
+        placed=placed,
+    )
 
 
-def _shaped(result: ScoreResult | PacelineError, name: str, shape: Shape) -> tuple[float, dict[str, float]]:
+def _placed(
+    item: ScoreItem, result: ScoreResult | PacelineError, shape: Shape
+) -> tuple[tuple[int, float], ...]:
+    """The parts with the weight applied; what clipping takes from the sum is taken at the response's end."""
+    pairs = () if isinstance(result, PacelineError) else result.placed
+    if len(pairs) > MAX_PLACED or any(not 0 < end <= len(item.response) for end, _ in pairs):
+        raise RewardError(
+            f"the answer places over {MAX_PLACED} parts of its reward, or some outside the response of "
+            f"{len(item.response)} characters",
+            kind=RewardErrorKind.WRONG_TYPE,
+        )
+    if not pairs:
+        return ()
+    if shape.is_normalized:
+        raise RewardError(
+            "the answer places parts of its reward on the response, which cannot be normalised: remove "
+            "normalize from the configuration of this scorer",
+            kind=RewardErrorKind.WRONG_TYPE,
+        )
+    weight = shape.weight_of(item)
+    placed = tuple((end, weight * part) for end, part in pairs)
+    if not all(math.isfinite(part) for _, part in placed):
+        raise RewardError("a part of the reward is not finite", kind=RewardErrorKind.NOT_FINITE)
+    return placed
+
+
+def _shaped(
+    item: ScoreItem, result: ScoreResult | PacelineError, name: str, shape: Shape
+) -> tuple[float, dict[str, float]]:
     if isinstance(result, PacelineError):
         raise result
     if result.reward is None:
         kind, text = split_error(result.error or "")
         raise RewardError(text, kind=kind)
-    reward = shape.contribution(result.reward)
+    reward = shape.contribution(result.reward, item)
     if not math.isfinite(reward):
-        text = f"{shape.weight:g} times {result.reward:g} is {reward}"
+        text = f"{shape.weight_of(item):g} times {result.reward:g} is {reward}"
         raise RewardError(text, kind=RewardErrorKind.NOT_FINITE)
     components = {
         name: result.reward,

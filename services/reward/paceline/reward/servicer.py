@@ -1,18 +1,20 @@
-"""`RewardService.Score` as the reward service itself serves it: the run's reward, for any caller."""
+"""`RewardService` as the reward service itself serves it: the run's reward, for any caller."""
 
 from __future__ import annotations
 
 from paceline.core.errors import EnvironmentLackError
+from paceline.core.scoring import RewardDescription
 from paceline.reward.scorer import Scorer
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
-from paceline.wire.protobuf import score_item_from_proto, score_result_to_proto
+from paceline.wire.protobuf import description_to_proto, score_item_from_proto, score_result_to_proto
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
-    """Answers once `scorer` is set."""
+    """Answers once `scorer` is set; `has_groups` says whether it scores samples of a prompt together."""
 
     def __init__(self) -> None:
         self.scorer: Scorer | None = None
+        self.has_groups = False
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: object) -> reward_pb2.ScoreResponse:
         """Scores the items; an item's error does not affect the others.
@@ -28,3 +30,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return reward_pb2.ScoreResponse(
             results=[score_result_to_proto(score.to_result()) for score in scores]
         )
+
+    async def Describe(
+        self, request: reward_pb2.DescribeRewardRequest, context: object
+    ) -> reward_pb2.RewardDescription:
+        """The version of the contract; it scores whatever the run does."""
+        return description_to_proto(RewardDescription(name="paceline", groups=self.has_groups))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
+from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 
 if TYPE_CHECKING:  # child processes start without pydantic
@@ -19,14 +21,24 @@ class Shape:
         weight: the factor of its value.
         minimum, maximum: what its value is clipped to before; None: not.
         data_sources: the items that it scores; none: all.
+        where: values of columns that an item must have one of, as text.
+        weight_key: column with a further factor.
         required: whether its error is the item's.
+        cache_size: scores that are remembered; 0: none.
+        group: whether it scores the samples of a prompt together.
+        is_normalized: whether the controller normalises its value over the batch.
     """
 
     weight: float = 1.0
     minimum: float | None = None
     maximum: float | None = None
     data_sources: tuple[str, ...] = ()
+    where: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    weight_key: str | None = None
     required: bool = True
+    cache_size: int = 0
+    group: bool = False
+    is_normalized: bool = False
 
     @classmethod
     def configured(cls, config: ShapedConfig) -> Self:
@@ -36,17 +48,54 @@ class Shape:
             minimum=config.min_value,
             maximum=config.max_value,
             data_sources=config.data_sources,
+            where=config.where,
+            weight_key=config.weight_key,
             required=config.required,
+            cache_size=getattr(config, "cache_size", 0),
+            group=getattr(config, "group", False),
+            is_normalized=config.normalize is not None,
         )
 
     def takes(self, item: ScoreItem) -> bool:
         """Whether the scorer scores this item."""
-        return not self.data_sources or item.data_source in self.data_sources
+        if self.data_sources and item.data_source not in self.data_sources:
+            return False
+        return all(_text(item.extra.get(column)) in values for column, values in self.where.items())
 
-    def contribution(self, value: float) -> float:
-        """What a value adds to the sum; infinite where it overflows."""
+    def weight_of(self, item: ScoreItem) -> float:
+        """The factor of an item's value.
+
+        Raises:
+            RewardError: WRONG_TYPE, if its row has no number in the column with the factor.
+        """
+        if self.weight_key is None:
+            return self.weight
+        factor = item.extra.get(self.weight_key)
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise RewardError(
+                f"weight_key={self.weight_key}: the row has {factor!r} there, not a number; "
+                "add the column to data.extra_keys, and a number to each row",
+                kind=RewardErrorKind.WRONG_TYPE,
+            )
+        return self.weight * factor
+
+    def contribution(self, value: float, item: ScoreItem) -> float:
+        """What a value adds to the sum; infinite where it overflows.
+
+        Raises:
+            RewardError: as `weight_of`.
+        """
+        return self.weight_of(item) * self.clipped(value)
+
+    def clipped(self, value: float) -> float:
+        """The value within the scorer's range."""
         if self.minimum is not None:
             value = max(value, self.minimum)
         if self.maximum is not None:
             value = min(value, self.maximum)
-        return self.weight * value
+        return value
+
+
+def _text(value: object) -> str:
+    """A column's value as the configuration writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

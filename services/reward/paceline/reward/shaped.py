@@ -1,4 +1,4 @@
-"""A scorer around another one: gives it its items only, and lets it fail where it is not required."""
+"""A scorer around another one: its items only, remembered if asked for, and maybe allowed to fail."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.core.scoring import ScoreItem
+from paceline.reward.cached import Cached
 from paceline.reward.scorer import Scorer
 from paceline.reward.scores import Score
 from paceline.reward.shape import Shape
@@ -15,7 +16,8 @@ class Shaped:
     """A `Scorer` that gives another one its items only, and counts an error as 0 where it is not required."""
 
     def __init__(self, scorer: Scorer, shape: Shape) -> None:
-        self.scorer, self._shape = scorer, shape
+        self.inner, self._shape = scorer, shape
+        self.scorer = Cached(scorer, shape.cache_size) if shape.cache_size else scorer
 
     @property
     def names(self) -> Sequence[str]:
@@ -36,7 +38,7 @@ class Shaped:
         Raises:
             RewardError: UNAVAILABLE, as the scorer.
         """
-        own = [item for item in items if self._shape.takes(item)]
+        own = [self._asked(item) for item in items if self._shape.takes(item)]
         scores = iter(await self.scorer.score(own, run_id=run_id, step=step) if own else [])
         return [
             self._judged(next(scores))
@@ -45,10 +47,14 @@ class Shaped:
             for item in items
         ]
 
+    def _asked(self, item: ScoreItem) -> ScoreItem:
+        """The item; without its group for a scorer that may get its siblings in other calls."""
+        return replace(item, group="") if item.group and not self._shape.group else item
+
     def _judged(self, score: Score) -> Score:
         if self._shape.required:
             return score
         failed = f"{self.scorer.names[0]}/failed"
         if score.error is None:
             return replace(score, components={**score.components, failed: 0.0})
-        return replace(score, reward=0.0, error=None, components={failed: 1.0})
+        return replace(score, reward=0.0, error=None, components={failed: 1.0}, placed=())

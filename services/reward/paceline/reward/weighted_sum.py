@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Self
 
 from paceline.core.errors import ConfigError, RewardErrorKind
@@ -13,10 +14,12 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.code.scorer import CodeScorer
 from paceline.reward.environment import EnvironmentReward
-from paceline.reward.functions.pool import FunctionPool
+from paceline.reward.functions.pool import FunctionPool, function_specs
+from paceline.reward.judge.scorer import JudgeScorer
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scorer import Scorer, ScorerSettings
 from paceline.reward.scores import TOTALS, Score, failed
+from paceline.reward.shape import Shape
 from paceline.reward.shaped import Shaped
 
 _log = logging.getLogger(__name__)
@@ -24,6 +27,7 @@ _log = logging.getLogger(__name__)
 KINDS: tuple[Callable[[ScorerSettings], Sequence[Scorer]], ...] = (
     RemoteScorer.configured,
     AttachedScorer.configured,
+    JudgeScorer.configured,
     CodeScorer.configured,
     FunctionPool.configured,
     EnvironmentReward.configured,
@@ -37,12 +41,21 @@ class WeightedSum:
     Args:
         scorers: the scorers; each applies its own weights.
         minimum, maximum: the range that the sum must lie in.
+        normalized: shapes of the scorers whose components the controller normalises, by name.
 
     Raises:
         ConfigError: two scorers share a name, or a name is empty or holds a slash.
     """
 
-    def __init__(self, scorers: Sequence[Scorer], *, minimum: float, maximum: float) -> None:
+    def __init__(
+        self,
+        scorers: Sequence[Scorer],
+        *,
+        minimum: float,
+        maximum: float,
+        normalized: Mapping[str, Shape] | None = None,
+    ) -> None:
+        self._normalized = normalized or {}
         self._scorers, self._minimum, self._maximum = tuple(scorers), minimum, maximum
         check_names(self.names)
 
@@ -54,12 +67,21 @@ class WeightedSum:
             ConfigError: as for the class.
         """
         scorers = [scorer for build in KINDS for scorer in build(settings)]
-        return cls(scorers, minimum=settings.config.min_reward, maximum=settings.config.max_reward)
+        config = settings.config
+        shapes = {spec.name: spec.shape for spec in function_specs(config)}
+        for kind in (config.services, config.attached, config.models, config.judges, config.code):
+            shapes |= {scorer.name: Shape.configured(scorer) for scorer in kind}
+        return cls(
+            scorers,
+            minimum=config.min_reward,
+            maximum=config.max_reward,
+            normalized={name: shape for name, shape in shapes.items() if shape.is_normalized},
+        )
 
     @property
     def attached(self) -> Sequence[AttachedScorer]:
         """The scorers of attached clients."""
-        inner = [scorer.scorer for scorer in self._scorers if isinstance(scorer, Shaped)]
+        inner = [scorer.inner for scorer in self._scorers if isinstance(scorer, Shaped)]
         return [scorer for scorer in inner if isinstance(scorer, AttachedScorer)]
 
     @property
@@ -90,10 +112,21 @@ class WeightedSum:
             add_scores(row, minimum=self._minimum, maximum=self._maximum)
             for row in zip(*columns, strict=True)
         ]
+        if self._normalized:
+            scores = [self._with_parts(item, score) for item, score in zip(items, scores, strict=True)]
         errors = Counter(score.error for score in scores if score.error is not None)
         for (kind, message), count in errors.most_common(3):
             _log.warning("%d of %d items not scored (%s): %s", count, len(items), kind.value, message)
         return scores
+
+    def _with_parts(self, item: ScoreItem, score: Score) -> Score:
+        """The score with what the controller needs to normalise components."""
+        parts = tuple(
+            (name, shape.clipped(score.components[name]), shape.weight_of(item))
+            for name, shape in self._normalized.items()
+            if score.error is None and name in score.components
+        )
+        return replace(score, normalized=parts) if parts else score
 
     async def close(self) -> None:
         """Closes all scorers."""
@@ -134,6 +167,7 @@ def add_scores(parts: Sequence[Score], *, minimum: float, maximum: float) -> Sco
     trajectory_id = parts[0].trajectory_id
     seconds = max(part.seconds for part in parts)  # the scorers work at the same time
     components = {name: value for part in parts for name, value in part.components.items()}
+    placed = tuple(sorted(pair for part in parts for pair in part.placed))
     reward = 0.0
     for part in parts:
         if part.reward is None:
@@ -145,4 +179,6 @@ def add_scores(parts: Sequence[Score], *, minimum: float, maximum: float) -> Sco
             f"[{minimum:g}, {maximum:g}]"
         )
         return failed(trajectory_id, RewardErrorKind.OUT_OF_RANGE, message, seconds)
-    return Score(trajectory_id=trajectory_id, reward=reward, components=components, seconds=seconds)
+    return Score(
+        trajectory_id=trajectory_id, reward=reward, components=components, seconds=seconds, placed=placed
+    )

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
+
+import grpc
 
 from paceline.broker.opening import open_broker
 from paceline.config.run import RunConfig
@@ -16,13 +19,15 @@ from paceline.data.prompts import load_tokenizer, stop_token_ids
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.engines.registry import start_engine
+from paceline.rollout.episodes.attached import AttachedEnvironment, EnvironmentGatewayServicer
+from paceline.rollout.episodes.desk import Desk
 from paceline.rollout.episodes.group import Episodes, environment_of, rules_of
 from paceline.rollout.sampler import Sampler
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.rollout.servicer import RolloutServicer
 from paceline.rollout.trajectories import check_samples
-from paceline.rpc.v1 import rollout_pb2_grpc
-from paceline.service.addresses import choose_for_nccl
+from paceline.rpc.v1 import environment_pb2_grpc, rollout_pb2_grpc
+from paceline.service.addresses import choose_for_nccl, to_advertise, to_bind
 from paceline.service.controller_link import MemberReport, Registration
 from paceline.service.credentials import Credentials
 from paceline.service.member import MemberSession
@@ -38,18 +43,30 @@ _ENVIRONMENT_SHUTDOWN_S = 5.0
 _FINISH_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Servicers:
+    rollout: RolloutServicer
+    attached: EnvironmentGatewayServicer
+
+
+def _add_to_server(servicers: _Servicers, server: grpc.aio.Server) -> None:
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicers.rollout, server)
+    environment_pb2_grpc.add_EnvironmentGatewayServicer_to_server(servicers.attached, server)
+
+
 class RolloutApp:
     """One rollout server process."""
 
     def __init__(self, session: MemberSession) -> None:
         self._session = session
         self._server = RolloutServer(session.poke)
+        self._attached = EnvironmentGatewayServicer()
 
     async def run(self) -> None:
         """Serves until the run is over or the process is told to stop."""
         registration = await self._session.join(
-            rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
-            RolloutServicer(self._server),
+            _add_to_server,
+            _Servicers(RolloutServicer(self._server), self._attached),
             self._report,
             on_reregistered=self._reregistered,
         )
@@ -83,7 +100,9 @@ class RolloutApp:
         broker = open_broker(registration.broker_url, outage_timeout_s=config.broker.outage_timeout_s)
         context.defer("broker", broker.close)
         await broker.ping()
-        episodes = await self._open_episodes(config, engine) if config.has_episodes else None
+        episodes = (
+            await self._open_episodes(config, engine, registration.run_id) if config.has_episodes else None
+        )
         sampler = Sampler(
             engine=engine,
             broker=broker,
@@ -107,20 +126,46 @@ class RolloutApp:
         await session.until_leaving()
         await session.finish(self._server.drain, grace_s=_FINISH_S)
 
-    async def _open_episodes(self, config: RunConfig, engine: Engine) -> Episodes:
+    async def _open_episodes(self, config: RunConfig, engine: Engine, run_id: str) -> Episodes:
         model = local_model(config.model, "rollout")
         tokenizer = await in_thread(load_tokenizer, model.tokenizer_path or model.path)
         rules = rules_of(config, tokenizer, stop_token_ids(model.path, tokenizer))
-        environment = environment_of(config, Credentials.from_env())
+        environment = environment_of(
+            config,
+            Credentials.from_env(),
+            run_id=run_id,
+            is_over=self._session.run_over.is_set,
+        )
         self._session.context.defer("environment", environment.close, budget_s=_ENVIRONMENT_SHUTDOWN_S)
         await environment.start()
+        desk = await self._open_desk(config)
+        if isinstance(environment, AttachedEnvironment):
+            self._attached.environment = environment
         return Episodes(
             engine=engine,
             environment=environment,
             rules=rules,
             retries=config.rollout.episode.retries,
             check=check_samples,
+            desk=desk,
+            max_context_tokens=config.rollout.episode.max_context_tokens or engine.kv_cache_tokens,
         )
+
+    async def _open_desk(self, config: RunConfig) -> Desk | None:
+        service = config.rollout.environment
+        if service is None or not service.is_driven:
+            return None
+        options = self._session.options
+        host = to_bind(options.host)
+        desk = Desk(
+            host=host,
+            port=service.port,
+            advertise=to_advertise(host, options.advertise, towards=options.controller),
+            tls=Credentials.from_env().tls,
+        )
+        self._session.context.defer("desk", desk.close, budget_s=_ENVIRONMENT_SHUTDOWN_S)
+        await desk.start()
+        return desk
 
     def _reregistered(self) -> None:
         self._session.spawn("forget", self._server.forget())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.config.run import RunConfig
@@ -21,6 +22,7 @@ class SamplerLimits:
         num_open: most samples that have not ended, those that wait for a tool included.
         group_timeout_s: longest that one group may take in the engine.
         max_deliveries: attempts that a group gets before it is refused.
+        groups_together: whether a group's samples go on in one message.
         lease_s, max_stream_length, append_timeout_s: of the mailboxes.
         probe_timeout_s: longest time for a single token, before the engine counts as hung.
     """
@@ -34,6 +36,7 @@ class SamplerLimits:
     max_deliveries: int
     probe_timeout_s: float = 60.0
     num_open: int = 2**31
+    groups_together: bool = False
 
     @classmethod
     def of(cls, config: RunConfig) -> SamplerLimits:
@@ -47,6 +50,7 @@ class SamplerLimits:
             max_stream_length=config.broker.max_stream_length,
             append_timeout_s=config.stall_timeout_s,
             max_deliveries=rollout.max_deliveries,
+            groups_together=config.reward.has_groups,
             num_open=max(rollout.episode.max_open or 4 * rollout.max_num_seqs, rollout.max_num_seqs),
         )
 
@@ -57,10 +61,13 @@ class Capacity:
     A sample is first *drawing*, in the engine, and then *delivering*, on its way into the mailbox. An episode
     is *acting* while it waits for a tool or its environment, and takes no room of the engine's then. A group
     counts until all of its samples have been delivered.
+
+    Args:
+        is_full: whether episodes of the groups under way wait for room in the engine's memory.
     """
 
-    def __init__(self, limits: SamplerLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: SamplerLimits, is_full: Callable[[], bool] = bool) -> None:
+        self._limits, self._is_full = limits, is_full
         self._changed = asyncio.Event()
         self.clear()
 
@@ -85,6 +92,7 @@ class Capacity:
             max(self._drawing, self._delivering) >= limits.num_samples
             or self._drawing + self._acting >= limits.num_open
             or self._num_groups >= limits.num_groups
+            or self._is_full()
         ):
             self._changed.clear()
             await self._changed.wait()

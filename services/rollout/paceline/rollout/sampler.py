@@ -68,7 +68,8 @@ class Sampler:
         self._spawn, self._serials, self._episodes = spawn, itertools.count(), episodes
         self._session: asyncio.Task[None] | None = None
         self._draining = asyncio.Event()
-        self._capacity, self._streak = Capacity(limits), FailureStreak()
+        is_full = bool if episodes is None else lambda: episodes.is_full
+        self._capacity, self._streak = Capacity(limits, is_full), FailureStreak()
 
     @property
     def in_flight(self) -> int:
@@ -197,6 +198,7 @@ class Sampler:
                 server_id=self._server_id,
                 draw=f"{self._incarnation}.{serial}",
                 seconds=time.monotonic() - started,
+                together=self._limits.groups_together,
             )
         except TimeoutError:
             await self._probe(group)

@@ -118,13 +118,13 @@ class RolloutServer:
             self._move(states.ReceiveEnded(version))
             return receipt
 
-    async def sleep(self) -> None:
-        """Closes the sampler and gives the engine's memory up. -> ASLEEP; may be repeated."""
+    async def sleep(self) -> int:
+        """Closes the sampler and gives the engine's memory up; returns its bytes. -> ASLEEP; repeatable."""
         async with self._order_lock:
             parts = self._ready()
             self._move(states.Slept())
             await parts.sampler.close()
-            await parts.engine.sleep()
+            return await parts.engine.sleep()
 
     async def wake(self, part: EnginePart) -> None:
         """Takes a part of the engine's memory again, the weights first. ASLEEP -> STALE; may be repeated."""

@@ -49,8 +49,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
         """Gives the engine's memory up."""
-        await self._server.sleep()
-        return rollout_pb2.SleepResponse()
+        return rollout_pb2.SleepResponse(freed_bytes=await self._server.sleep())
 
     async def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:
         """Takes a part of it again."""

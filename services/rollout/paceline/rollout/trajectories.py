@@ -13,7 +13,13 @@ from paceline.core.trajectory import FinishReason, PromptGroup, Trajectory, Traj
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes.recorder import Draw
 from paceline.service import telemetry
-from paceline.wire import blob_digest, decode_trajectory, encode_trajectory, encode_trajectory_header
+from paceline.wire import (
+    blob_digest,
+    decode_trajectory,
+    encode_trajectory,
+    encode_trajectory_group,
+    encode_trajectory_header,
+)
 
 
 def sample_requests(group: PromptGroup, serial: int) -> list[SampleRequest]:
@@ -57,11 +63,18 @@ def check_samples(group: PromptGroup, samples: Sequence[Sample]) -> None:
 
 
 def trajectory_messages(
-    group: PromptGroup, draws: Sequence[Draw], *, server_id: str, draw: str, seconds: float
+    group: PromptGroup,
+    draws: Sequence[Draw],
+    *,
+    server_id: str,
+    draw: str,
+    seconds: float,
+    together: bool = False,
 ) -> list[Outgoing]:
     """One message per sample: the header as payload, the trajectory as its blob.
 
     Args:
+        together: one message with all headers and blobs, for scorers that score the samples together.
         server_id: this server's name in the run.
         draw: differs between all draws of this server and of those that had its name before: the blobs of
             one draw never replace those of another.
@@ -71,7 +84,7 @@ def trajectory_messages(
         InvalidMessageError: a sample is not what its readers accept.
     """
     stream, traceparent = names.trajectories(group.run_id), telemetry.current_traceparent()
-    messages = []
+    headers, blobs = [], []
     for index, drawn in enumerate(draws):
         trajectory = _trajectory(group, index, drawn)
         blob = encode_trajectory(trajectory)
@@ -92,15 +105,17 @@ def trajectory_messages(
             context=group.context,
             episode=drawn.episode,
         )
-        messages.append(
-            Outgoing(
-                stream=stream,
-                payload=encode_trajectory_header(header),
-                traceparent=traceparent,
-                blobs={header.blob_key: blob},
-            )
+        headers.append(header)
+        blobs.append({header.blob_key: blob})
+    if together:
+        payload, merged = encode_trajectory_group(headers), {key: b for of in blobs for key, b in of.items()}
+        return [Outgoing(stream=stream, payload=payload, traceparent=traceparent, blobs=merged)]
+    return [
+        Outgoing(
+            stream=stream, payload=encode_trajectory_header(header), traceparent=traceparent, blobs=own_blobs
         )
-    return messages
+        for header, own_blobs in zip(headers, blobs, strict=True)
+    ]
 
 
 def _trajectory(group: PromptGroup, index: int, drawn: Draw) -> Trajectory:
@@ -115,4 +130,5 @@ def _trajectory(group: PromptGroup, index: int, drawn: Draw) -> Trajectory:
         finish_reason=drawn.finish_reason,
         sampling=group.sampling,
         seed=group.seeds[index],
+        segment_starts=drawn.segment_starts,
     )

@@ -14,7 +14,7 @@ from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.launch.hosts import Hosts
 from paceline.config.base import Section
 from paceline.config.load import load, top_level_keys
-from paceline.config.run import RunConfig, SftRunConfig
+from paceline.config.run import RmRunConfig, RunConfig, SftRunConfig
 from paceline.core.errors import ConfigError
 from paceline.service.credentials import Credentials
 from paceline.storage.hub import OFFLINE
@@ -33,6 +33,13 @@ def add_config(parser: argparse.ArgumentParser, *, description: str) -> None:
         action=_Offline,
         nargs=0,
         help="take models and data sets of the hub from the cache, and fetch nothing",
+    )
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Adds `--dry-run` to a command that trains on pairs."""
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration; start nothing"
     )
 
 
@@ -59,9 +66,14 @@ def load_config(kind: type[S], path: str | Path, overrides: Sequence[str]) -> S:
     return load(kind, path, overrides)
 
 
-_COMMANDS: Mapping[type[Section], str] = {RunConfig: "train", SftRunConfig: "sft", Hosts: "up"}
+_COMMANDS: Mapping[type[Section], str] = {
+    RunConfig: "train",
+    SftRunConfig: "sft",
+    RmRunConfig: "rm",
+    Hosts: "up",
+}
 # The section by which the file of a command is known.
-_MARKS: Mapping[str, str] = {"up": "hosts", "sft": "sft", "train": "trainer"}
+_MARKS: Mapping[str, str] = {"up": "hosts", "sft": "sft", "rm": "rm", "train": "trainer"}
 
 
 class Form(enum.Enum):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 
 from paceline.cli.commands import arguments
 from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.placement import settle
-from paceline.cli.launch.preflight import PARTS, PARTS_ELSEWHERE, PARTS_HERE, notes
+from paceline.cli.launch.preflight import Part, notes, parts, require_packages
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError, PacelineError
 
@@ -20,25 +24,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the run will start on another machine: leave out GPUs and reward services",
     )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="leave out the tests of the model and of the engine's log-probs, which take some 20 s",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line per part; returns 2 if a part has a fault."""
     config = arguments.load_config(RunConfig, args.config, args.overrides)
+    require_packages(config, engine=not args.elsewhere)
     print(f"ok    configuration: {args.config}")
     settled = settle(config, Machine.here())
     config = config if args.elsewhere else settled.config
-    num_faults, model_is_bad = 0, False
-    for name, check in (*PARTS, *(PARTS_ELSEWHERE if args.elsewhere else PARTS_HERE)):
-        try:
-            print(f"ok    {name}: {check(config)}")
-        except PacelineError as error:
-            if isinstance(error, ModelError) and model_is_bad:
-                print(f"-     {name}: not checked, as the model has a fault")
-                continue
-            model_is_bad |= isinstance(error, ModelError)
-            num_faults += 1
-            print(f"FAULT {name}: {error}")
+    with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder:
+        tests = None if args.quick else Path(folder)
+        num_faults = _num_faults(config, parts(here=not args.elsewhere, tests=tests))
     for remark in () if args.elsewhere else settled.remarks:
         print(f"note  {remark}")
     for remark in () if num_faults else notes(config):
@@ -48,3 +50,21 @@ def run(args: argparse.Namespace) -> int:
         return 2
     print("no faults; `paceline train` can start")
     return 0
+
+
+def _num_faults(config: RunConfig, parts: Sequence[Part]) -> int:
+    """Prints the outcome of each part; returns how many have a fault."""
+    num_faults, model_is_bad = 0, False
+    for part in parts:
+        if part.wait and not model_is_bad:
+            print(f"...   {part.name}: {part.wait}", file=sys.stderr, flush=True)
+        try:
+            print(f"ok    {part.name}: {part.check(config)}", flush=True)
+        except PacelineError as error:
+            if isinstance(error, ModelError) and model_is_bad:
+                print(f"-     {part.name}: not checked, as the model has a fault")
+                continue
+            model_is_bad |= isinstance(error, ModelError)
+            num_faults += 1
+            print(f"FAULT {part.name}: {error}")
+    return num_faults

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 from paceline.cli.launch import run_dir as run_dirs
+from paceline.cli.model_card import model_card
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError
+from paceline.storage.hub import push_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_name", metavar="RUN", help="run directory, or its name under runs/")
     parser.add_argument("step", metavar="STEP", help="step of the checkpoint, or `latest`")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; new or empty")
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="ORG/NAME",
+        help="then upload it to the Hugging Face hub, with a model card; HF_TOKEN is needed",
+    )
+    parser.add_argument(
+        "--private", action="store_true", help="a model that --push-to-hub creates is private"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,4 +45,11 @@ def run(args: argparse.Namespace) -> int:
     if args.out.exists() and any(args.out.iterdir()):
         raise CheckpointError(f"{args.out} is not empty; give a new folder")
     command = [sys.executable, "-m", "paceline.learner.export", str(folder), str(int(step)), str(args.out)]
-    return subprocess.run(command, check=False).returncode
+    code = subprocess.run(command, check=False).returncode
+    if code or not args.push_to_hub:
+        return code
+    (args.out / "README.md").write_text(model_card(config, folder, int(step)), encoding="utf-8")
+    message = f"Step {int(step)} of {config.trainer.name}, trained with Paceline"
+    address = push_model(args.out, args.push_to_hub, private=args.private, message=message)
+    print(f"pushed: {address}")
+    return 0

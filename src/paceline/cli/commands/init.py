@@ -17,6 +17,7 @@ from paceline.config.load import load
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, ModelError
+from paceline.data.hub import local_files
 from paceline.data.rows import first_row, value_at
 from paceline.storage.hub import is_named
 
@@ -59,7 +60,15 @@ _AUTO = "prompt_format: auto          # messages go through the chat template, s
 
 
 def _no_file(answer: str) -> str:
-    return "" if Path(answer).is_file() else f"data file {answer} does not exist"
+    return "" if Path(answer).is_file() or is_named(answer) else f"data file {answer} does not exist"
+
+
+def _no_function(answer: str) -> str:
+    from paceline.reward.functions.registry import BUILTIN_NAMES
+
+    if answer in BUILTIN_NAMES or all(answer.rpartition(":")[::2]):
+        return ""
+    return f"{answer!r} is none of {', '.join(BUILTIN_NAMES)}, nor path/to/file.py:function"
 
 
 def _no_count(answer: str) -> str:
@@ -89,7 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument("file", metavar="FILE.yaml", type=Path, help="the file to write; must not exist")
     parser.add_argument("--model", metavar="FOLDER", help="the model's folder, or its name on the hub")
-    parser.add_argument("--data", metavar="FILE", help="training prompts, parquet or JSONL")
+    parser.add_argument(
+        "--data", metavar="FILE", help="training prompts, parquet or JSONL, or a name on the hub"
+    )
     parser.add_argument("--val", metavar="FILE", default="", help="held-out prompts")
     parser.add_argument("--prompt-key", metavar="COLUMN", help="column with the prompt (default: looked for)")
     parser.add_argument(
@@ -112,14 +123,18 @@ def run(args: argparse.Namespace) -> int:
     ask = _ask if sys.stdin.isatty() else _default
     for question in (
         _Question(name="model", words="Model (a folder, or a name on the hub)"),
-        _Question(name="data", words="File with the training prompts (.parquet or .jsonl)", fault=_no_file),
+        _Question(
+            name="data",
+            words="Training prompts (a .parquet or .jsonl file, or a name on the hub)",
+            fault=_no_file,
+        ),
     ):
         _answer(question, answers, ask)
-    row = first_row(answers["data"])
+    row = first_row(local_files([answers["data"]], "train")[0])
     for question in (
         _Question(name="prompt_key", words="Column with the prompt", default=_known(row, _PROMPTS)),
         _Question(name="ground_truth_key", words="Column with the answer", default=_known(row, _TRUTHS)),
-        _Question(name="reward", words="Reward function", default="exact_match"),
+        _Question(name="reward", words="Reward function", default="exact_match", fault=_no_function),
         _Question(
             name="algorithm",
             words=f"Algorithm ({', '.join(_ALGORITHMS)})",

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from paceline.cli.commands import arguments
@@ -23,6 +24,7 @@ from paceline.cli.live.table import LiveView
 from paceline.cli.live.view import JsonView, PlainView, View
 from paceline.cli.report.summary import closing_lines
 from paceline.cli.trackers.sink import Sink, TrackingView
+from paceline.cli.ui.serve import Listen, add_listen, serving
 from paceline.config.run import RunConfig
 from paceline.core.errors import EXIT_FAILED
 from paceline.service.grpc_server import check_port
@@ -30,6 +32,8 @@ from paceline.service.logs import LineFormatter
 from paceline.service.process import die_with_parent
 
 log = logging.getLogger(__name__)
+
+_UI = "--ui-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let others join: keep the run's token in RUN_DIR/token and print the commands with which "
         "further rollout servers and reward services join",
     )
+    parser.add_argument(
+        "--ui", action="store_true", help="serve the run as a page, as `paceline ui` does, while it trains"
+    )
+    add_listen(parser, _UI)
     arguments.add_form(parser)
 
 
@@ -59,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
         print(dry_run.describe(config))
         return 0
     quick_check(config)
-    return train(config, form=args.form, is_open=args.open, remarks=[*settled.remarks, *notes(config)])
+    remarks = [*settled.remarks, *notes(config)]
+    page = Listen.of(args, _UI) if args.ui else None
+    return train(config, form=args.form, is_open=args.open, remarks=remarks, page=page)
 
 
 def train(
@@ -69,6 +79,7 @@ def train(
     is_open: bool = False,
     planner: Planner | None = None,
     remarks: Sequence[str] = (),
+    page: Listen | None = None,
 ) -> int:
     """Runs a training run to its end; returns the exit code.
 
@@ -78,8 +89,25 @@ def train(
         is_open: let others join.
         planner: makes the processes' specs.
         remarks: what people should know before it starts.
+        page: where it is served to browsers, if anywhere.
     """
     check_port(config.service.host, config.service.controller_port, "service.controller_port")
+    with asyncio.Runner() as runner, ExitStack() as stack:
+        if page is not None:
+            folder = run_dirs.folder_of(config).resolve()
+            remarks = [*remarks, stack.enter_context(serving(folder, page, runner.get_loop()))]
+        return _train(runner, config, form=form, is_open=is_open, planner=planner, remarks=remarks)
+
+
+def _train(
+    runner: asyncio.Runner,
+    config: RunConfig,
+    *,
+    form: Form,
+    is_open: bool,
+    planner: Planner | None,
+    remarks: Sequence[str],
+) -> int:
     prepared = run_dirs.prepare(config)
     config, run_dir = prepared.config, prepared.run_dir
     log_to(run_dir / "logs" / "launcher.log")
@@ -87,7 +115,7 @@ def train(
     sink = Sink(config.trainer.loggers, run_dir, say=view.notice)
     try:
         tracked = TrackingView(view, sink)
-        outcome = asyncio.run(launch(config, run_dir, tracked, planner=planner, is_open=is_open))
+        outcome = runner.run(launch(config, run_dir, tracked, planner=planner, is_open=is_open))
         sink.end(ok=outcome.ok)
     finally:
         view.close()

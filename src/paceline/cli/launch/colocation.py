@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from paceline.cli.launch.memory_choice import fits_awake
-from paceline.cli.launch.memory_plan import EngineMemory, LearnerMemory, ModelShape, engine_budget
+from paceline.cli.launch.memory_plan import EngineMemory, LearnerMemory, engine_budget
+from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.run import RunConfig
 from paceline.service.gpu_metrics import gpu_memory
 
@@ -21,6 +23,8 @@ _USUAL_MEMORY: Final = 80_000_000_000
 _MOST_UTILIZATION: Final = 0.85
 # Of a GPU: other processes' contexts and what the plan does not know.
 _MARGIN: Final = 0.04
+# Of a sequence's blocks in the KV cache: the last one is not full, and one is taken ahead.
+_SPARE_TOKENS: Final = 32
 
 
 def settle_colocated(config: RunConfig, gpus: Sequence[int], tree: Mapping[str, Any]) -> RunConfig:
@@ -39,13 +43,15 @@ def settle_colocated(config: RunConfig, gpus: Sequence[int], tree: Mapping[str, 
     totals = [known[gpu] for gpu in shared if gpu in known]
     if shape is None or not totals:
         return _with_safe_memory(config)
-    awake = _with_utilization(_with_sleep(config, "never"), SHARED_MEMORY)
+    needed = _needed(config, shape, totals)
+    awake = _with_utilization(_with_sleep(config, "never"), min(needed, SHARED_MEMORY))
     if config.rollout.sleep == "never" or (
         config.rollout.sleep == "auto" and fits_awake(awake, shape, totals)
     ):
         return _with_fixed_cache(awake, shape, totals)
     config = _with_sleep(config, "always")
-    return _with_fixed_cache(_with_utilization(config, _beside(config, shape, totals)), shape, totals)
+    share = min(needed, _beside(config, shape, totals))
+    return _with_fixed_cache(_with_utilization(config, share), shape, totals)
 
 
 def settle_elsewhere(config: RunConfig, *, on_gpus: bool) -> RunConfig:
@@ -117,6 +123,19 @@ def _beside(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> floa
     stays += 2 * (config.weights.staging_mib << 20)
     share = 1.0 - stays / min(totals) - _MARGIN
     return max(0.1, min(_MOST_UTILIZATION, int(100 * share) / 100))
+
+
+def _needed(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> float:
+    """The share of a GPU with which an engine can decode max_num_seqs of the longest sequences at once.
+
+    More would be taken and given up at every turn for nothing. Episodes that wait for their environment keep
+    their tokens in the cache as long as there is room: they have all that is left.
+    """
+    if config.rollout.tools or config.rollout.environment is not None:
+        return 1.0
+    num_tokens = config.rollout.max_num_seqs * (config.max_model_len + _SPARE_TOKENS)
+    engine = EngineMemory.of(config, shape)
+    return math.ceil(100 * engine.budget_for(num_tokens) / min(totals)) / 100
 
 
 def _with_safe_memory(config: RunConfig) -> RunConfig:

@@ -13,7 +13,6 @@ from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.plan import ProcessSpec
 from paceline.cli.launch.run_dir import folder_of
 from paceline.config.run import RunConfig
-from paceline.service.credentials import TOKEN
 from paceline.service.process import BROKER_URL, DIE_WITH_PARENT
 
 _SECRET = "(made at start)"
@@ -53,7 +52,7 @@ def _broker(config: RunConfig) -> str:
 
 
 def _process(spec: ProcessSpec) -> str:
-    secrets: Mapping[str, str] = {TOKEN: _SECRET} | (
+    secrets: Mapping[str, str] = {spec.token_variable: _SECRET} | (
         {BROKER_URL: _SECRET} if spec.role is plan.Role.CONTROLLER else {}
     )
     env = {**spec.env, DIE_WITH_PARENT: "1", **secrets}

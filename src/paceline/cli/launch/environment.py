@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import psutil
 
-from paceline.cli.launch.machine import free_port, is_cpu_build, num_cores, version
+from paceline.cli.launch.machine import free_port, is_cpu_build, lacking_library, num_cores, version
 from paceline.core.errors import EnvironmentLackError
 from paceline.service.confinement.confined import why_not_confined
 
 _GIB = 2**30
-_INSTALL = "make venv, in the repository (docs/install.md)"
+_INSTALL = "make venv in a clone, or the extra cpu or cuda (docs/install.md)"
 _MIN_FILES = 4096
 # Certificates and tokens are judged by the clock.
 _EARLIEST = 1_750_000_000
@@ -70,6 +70,9 @@ def _packages() -> Iterable[Finding]:
             status=Status.LACKING,
             hint=_INSTALL,
         )
+    lacking = lacking_library()
+    if lacking:
+        yield Finding(part="libnuma", state="no", status=Status.LACKING, hint=f"vLLM loads it: {lacking}")
     for package in ("transformers", "grpcio", "redis", "pydantic", "pyarrow"):
         yield _package(package, hint=_INSTALL)
     for package in ("torchvision", "torchaudio", "torchcodec"):

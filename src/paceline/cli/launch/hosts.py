@@ -6,8 +6,9 @@ behind a remote shell, which is ssh unless the file names another.
 
 from __future__ import annotations
 
+import itertools
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,8 +18,10 @@ from paceline.cli.launch import plan
 from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.plan import ProcessSpec, Role
 from paceline.config.base import Section
+from paceline.config.reward import RewardModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.service.addresses import join
 from paceline.service.connection import is_loopback
 
 
@@ -35,6 +38,11 @@ class Host(Section):
     learner: int = Field(0, ge=0, description="Learner ranks.")
     rollout: int = Field(0, ge=0, description="Rollout servers.")
     reward: int = Field(0, ge=0, description="Reward services.")
+    reward_models: tuple[str, ...] = Field(
+        (),
+        description="Models of reward.models, by name, whose replicas run here, with device: cuda:N on GPU "
+        "N; one that several hosts name has its replicas on each.",
+    )
 
 
 class Hosts(Section):
@@ -70,6 +78,13 @@ def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
     missing = [kind for kind, count in counts.items() if not count]
     if missing:
         raise ConfigError(f"no host runs {' or '.join(missing)}: give one of them {missing[0]}: 1")
+    models = {model.name for model in config.reward.models}
+    placed = {name for host in hosts.hosts for name in host.reward_models}
+    if models != placed:
+        raise ConfigError(
+            f"reward.models names {_names(models)}, and the hosts run {_names(placed)}: give each model's "
+            "name to a host, reward_models: [NAME]"
+        )
     if config.broker.url is None and not all(is_loopback(host.address) for host in hosts.hosts):
         raise ConfigError(
             "the run's own Redis server listens on loopback only: set broker.url to a Redis server that all "
@@ -100,6 +115,8 @@ def members(
         engines = {"devices": tuple(range(config.rollout.replicas * size))}
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update=engines)})
     cluster = Machine(num_cores=1, gpus=tuple(range(num_gpus)))
+    models = config.reward.models
+    config = config.model_copy(update={"reward": config.reward.model_copy(update={"models": ()})})
     specs = plan.members(
         config, cluster, controller_address=controller_address, master_port=hosts.learner_port
     )
@@ -115,6 +132,7 @@ def members(
         ),
         *(_there(hosts, slot.host, spec, _rank(hosts, slot)) for spec, slot in _placed(hosts, learners)),
         *(_there(hosts, slot.host, spec, {}) for spec, slot in _placed(hosts, _rewards(hosts, reward))),
+        *_reward_models(hosts, config, models),
     ]
 
 
@@ -174,22 +192,44 @@ def _visible(gpus: Sequence[int]) -> dict[str, str]:
 
 
 def _rewards(hosts: Hosts, reward: ProcessSpec) -> list[ProcessSpec]:
-    """As many of the one reward service that `plan.members` knows as the hosts run."""
-    names = [f"reward-{number}" for number in range(len(_slots(hosts, "reward")))]
-    return [
-        replace(
-            reward,
-            name=name,
-            member_id=name,
-            command=tuple(name if word == reward.member_id else word for word in reward.command),
-        )
-        for name in names
-    ]
+    """As many of the one reward service that `plan.members` knows as the hosts run.
+
+    Where it has a port, those of a host have that one and the ones after it.
+    """
+    specs = []
+    for number, slot in enumerate(_slots(hosts, "reward")):
+        name = f"reward-{number}"
+        words = [name if word == reward.member_id else word for word in reward.command]
+        if "--port" in words:
+            place = words.index("--port") + 1
+            words[place] = str(int(words[place]) + slot.number)
+        specs.append(replace(reward, name=name, member_id=name, command=tuple(words)))
+    return specs
+
+
+def _reward_models(
+    hosts: Hosts, config: RunConfig, models: Sequence[RewardModelConfig]
+) -> Iterator[ProcessSpec]:
+    """The replicas of each model on each host that names it; each attaches to all reward services."""
+    port = config.service.reward_port
+    addresses = [join(slot.host.address, port + slot.number) for slot in _slots(hosts, "reward")]
+    for model in models:
+        numbers = itertools.count()
+        for host in (host for host in hosts.hosts if model.name in host.reward_models):
+            for replica in range(model.replicas):
+                env = _visible(model.devices[replica:][:1])
+                spec = plan.reward_model(config, model, next(numbers), addresses=addresses, env=env)
+                yield _there(hosts, host, spec, {})
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
 
 
 def _there(hosts: Hosts, host: Host, spec: ProcessSpec, env: dict[str, str]) -> ProcessSpec:
     """The spec as it runs on a host: its interpreter, address and variables, behind the remote shell."""
     words = [host.python, *spec.command[1:]]
-    words[words.index("--host") + 1] = host.address
+    if "--host" in words:
+        words[words.index("--host") + 1] = host.address
     env = {**spec.env, **env, **host.env}
     return replace(spec, command=tuple(words), env=env, shell=shell_words(hosts, host))

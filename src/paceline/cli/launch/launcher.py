@@ -106,7 +106,7 @@ class _Launcher:
     def __init__(
         self, config: RunConfig, run_dir: Path, view: View, planner: Planner, *, is_open: bool
     ) -> None:
-        self._config, self._run_dir, self._planner = config, run_dir, planner
+        self._config, self._run_dir, self._planner = _with_reward_port(config), run_dir, planner
         self._view = Clock(view)
         self._is_open, token = is_open, secrets.token_urlsafe(24)
         self._credentials = (
@@ -232,7 +232,8 @@ class _Launcher:
             self._view.milestone(f"metrics endpoints: {run_dirs.write_targets(self._run_dir, targets)}")
         self._note.controller, self._note.state = self._address, "running"
         self._write_note()
-        names = ", ".join(p.name for u in self._services.units for p in u.processes if u.member_id)
+        units = [unit for unit in self._services.units if unit.role is not Role.CONTROLLER]
+        names = ", ".join(process.name for unit in units for process in unit.processes)
         self._view.milestone(f"started {names}; logs in {self._run_dir / 'logs'}")
         self._view.milestone("waiting until they have loaded the model")
         if self._is_open:
@@ -342,7 +343,7 @@ class _Launcher:
                 specs[0].role,
                 member_id=member_id,
                 plan=functools.partial(self._plan_members, member_id),
-                secrets={TOKEN: self._credentials.token},
+                secrets={specs[0].token_variable: self._credentials.token},
             )
             for member_id, specs in by_member.items()
         ]
@@ -367,6 +368,7 @@ class _Launcher:
         # The controller, which declares the others dead, gets more time itself.
         silence_s = service.dead_after_s * (2 if role is Role.CONTROLLER else 1)
         presence = Presence(startup_s=service.startup_timeout_s, silence_s=silence_s)
+        presence.was_ready = role is Role.REWARD_MODEL  # nobody says when one is
         history = RestartHistory(self._services.rule)
         return Unit(
             name, role, member_id=member_id, plan=plan, secrets=secrets, history=history, presence=presence
@@ -444,3 +446,11 @@ class _Launcher:
             await asyncio.wait([following], timeout=3.0)
         except PacelineError as error:
             log.info("could not tell the controller to stop: %s", error)
+
+
+def _with_reward_port(config: RunConfig) -> RunConfig:
+    """The configuration with a port at which reward models find the reward service, and its successors."""
+    if not config.reward.models or config.service.reward_port:
+        return config
+    service = config.service.model_copy(update={"reward_port": free_port()})
+    return config.model_copy(update={"service": service})

@@ -50,7 +50,8 @@ class Liveness:
 
     def _judge(self, members: dict[str, MemberStatus] | None, now: float) -> None:
         for unit in self._services.units:
-            if not unit.running:
+            # Reward models are no members: what one does not answer goes to another one.
+            if not unit.running or unit.role is Role.REWARD_MODEL:
                 continue
             if unit.role is Role.CONTROLLER:
                 reason = unit.presence.look(None if members is None else _ANSWERS, now)

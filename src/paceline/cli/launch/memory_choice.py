@@ -7,10 +7,10 @@ from typing import Literal
 
 from paceline.cli.launch.memory_plan import (
     LearnerMemory,
-    ModelShape,
     engine_budget,
     engine_while_training,
 )
+from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.memory import MemoryConfig
 from paceline.config.run import RunConfig
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 
@@ -30,62 +31,6 @@ Parts = Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShape:
-    """The sizes of a decoder that matter for memory."""
-
-    hidden: int
-    intermediate: int
-    num_layers: int
-    attention_width: int
-    kv_width: int
-    vocab: int
-    tied: bool
-    has_bias: bool
-    num_experts: int
-
-    @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> ModelShape | None:
-        """From config.json; None if it names its sizes otherwise."""
-        tree = tree.get("text_config", tree)
-        try:
-            hidden, heads = int(tree["hidden_size"]), int(tree["num_attention_heads"])
-            head_dim = int(tree.get("head_dim") or hidden // heads)
-            num_experts = int(tree.get("num_experts") or tree.get("num_local_experts") or 0)
-            intermediate = tree["moe_intermediate_size" if num_experts else "intermediate_size"]
-            return cls(
-                hidden=hidden,
-                intermediate=int(intermediate),
-                num_layers=int(tree["num_hidden_layers"]),
-                attention_width=heads * head_dim,
-                kv_width=int(tree.get("num_key_value_heads") or heads) * head_dim,
-                vocab=int(tree["vocab_size"]),
-                tied=bool(tree.get("tie_word_embeddings", False)),
-                has_bias=tree.get("model_type") == "qwen2",
-                num_experts=num_experts,
-            )
-        except (KeyError, TypeError, ValueError):
-            return None
-
-    @property
-    def layer(self) -> int:
-        """Parameters of one layer."""
-        projections = 2 * self.hidden * (self.attention_width + self.kv_width)
-        biases = self.attention_width + 2 * self.kv_width if self.has_bias else 0
-        experts = 3 * self.hidden * self.intermediate * max(1, self.num_experts)
-        return projections + biases + experts + self.hidden * (2 + self.num_experts)
-
-    @property
-    def root(self) -> int:
-        """Parameters outside the layers: embedding, head and last norm."""
-        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
-
-    @property
-    def num_parameters(self) -> int:
-        """All of them."""
-        return self.num_layers * self.layer + self.root
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerMemory:
     """A learner rank's memory.
 
@@ -100,6 +45,10 @@ class LearnerMemory:
         keeps_gathered: whether weights stay gathered within a mini-batch.
         accumulates: whether a rank adds up whole gradients.
         offloads: whether AdamW's averages are in host memory.
+        has_critic: whether a critic trains, too.
+        has_reference: whether a reference model scores.
+        num_adapters: numbers of the policy's adapters, which alone train; 0: all its weights do.
+        num_adapted: numbers of the matrices that have adapters.
     """
 
     shape: ModelShape
@@ -114,6 +63,8 @@ class LearnerMemory:
     offloads: bool
     has_critic: bool
     has_reference: bool
+    num_adapters: int = 0
+    num_adapted: int = 0
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape) -> LearnerMemory:
@@ -121,6 +72,7 @@ class LearnerMemory:
         actor = config.actor
         sequences = actor.ppo_mini_batch_size * config.rollout.n
         most = -(-sequences // config.learner.world_size) * config.max_model_len
+        lora = config.model.lora
         return cls(
             shape=shape,
             world_size=config.learner.world_size,
@@ -134,18 +86,23 @@ class LearnerMemory:
             offloads=actor.memory.offloads,
             has_critic=config.needs_critic,
             has_reference=config.needs_reference,
+            num_adapters=0 if lora is None else shape.num_adapters(lora.targets, lora.rank),
+            num_adapted=0 if lora is None else shape.num_adapted(lora.targets),
         )
 
     @property
     def resident(self) -> Parts:
-        """What stays: float32 weights and AdamW's two averages, sharded; the reference as it computes."""
-        shard = -(-self.shape.num_parameters // self.world_size)
-        networks = 2 if self.has_critic else 1
-        reference = shard * self.bytes_per_number if self.has_reference else 0
+        """What stays: float32 weights and AdamW's two averages, sharded; what is frozen as it computes.
+
+        With adapters the policy is frozen, and the reference is the policy without them.
+        """
+        shard, trained = self._share(self.shape.num_parameters), self._share(self._num_trained)
+        critic = shard if self.has_critic else 0
+        frozen = shard if self.num_adapters or self.has_reference else 0
         return {
             "context": CONTEXT,
-            "weights": 4 * shard * networks + reference,
-            "optimizer": OFFLOADED if self.offloads else 8 * shard * networks,
+            "weights": 4 * (trained + critic) + self.bytes_per_number * frozen,
+            "optimizer": OFFLOADED if self.offloads else 8 * (trained + critic),
         }
 
     @property
@@ -164,6 +121,12 @@ class LearnerMemory:
             "activations": self._activations + LOGITS,
         }
 
+    @property
+    def push(self) -> Parts:
+        """Adapters are merged in place: the bits that come back afterwards are kept."""
+        merged = {"merged": self.bytes_per_number * self._share(self.num_adapted)}
+        return {**self.resident, **(merged if self.num_adapters else {})}
+
     def changed(self, **fields: Any) -> LearnerMemory:
         """The same with other values."""
         return replace(self, **fields)
@@ -174,12 +137,22 @@ class LearnerMemory:
         return max(sum(self.scoring.values()), sum(self.update.values()))
 
     @property
+    def _num_trained(self) -> int:
+        """Numbers of the policy that train."""
+        return self.num_adapters or self.shape.num_parameters
+
+    def _share(self, numbers: int) -> int:
+        return -(-numbers // self.world_size)
+
+    @property
     def _gradients(self) -> int:
         """Whole ones, or this rank's share and those of the layers that are being reduced."""
+        numbers, in_flight = self.shape.num_parameters, self._in_flight
+        if not self.has_critic and self.num_adapters:
+            numbers, in_flight = self.num_adapters, 2 * self.num_adapters // self.shape.num_layers
         if self.accumulates:
-            return self.bytes_per_gradient * self.shape.num_parameters
-        shard = -(-self.shape.num_parameters // self.world_size)
-        return 4 * shard + self.bytes_per_gradient * self._in_flight
+            return self.bytes_per_gradient * numbers
+        return 4 * self._share(numbers) + self.bytes_per_gradient * in_flight
 
     @property
     def _gathered(self) -> int:
@@ -214,26 +187,43 @@ class LearnerMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
-    """The memory of one GPU of a rollout engine."""
+    """The memory of one GPU of a rollout engine.
+
+    Attributes:
+        sampler: what drawing a batch at once takes: two rows of numbers and log-probabilities per sequence,
+            and four tables of a float per sequence and token of the vocabulary.
+    """
 
     weights: int
     bytes_per_token: int
+    sampler: int = 0
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape) -> EngineMemory:
         """Of a run."""
-        ranks = config.rollout.tensor_model_parallel_size
+        rollout, ranks = config.rollout, config.rollout.tensor_model_parallel_size
+        rows, tables = 2 * (8 + 4) * (config.max_model_len + 1), 4 * 4 * shape.vocab
         bytes_per_number = 2 if config.model.dtype == "bfloat16" else 4
         kv_width = max(1, shape.kv_width // ranks)
         return cls(
             weights=-(-shape.num_parameters * bytes_per_number // ranks),
             bytes_per_token=2 * shape.num_layers * kv_width * bytes_per_number,
+            sampler=0 if rollout.sampler == "engine" else rollout.max_num_seqs * (rows + tables),
         )
+
+    def budget_for(self, num_tokens: int) -> int:
+        """The bytes with which so many tokens fit into the KV cache."""
+        return CONTEXT + ENGINE_REST + self.weights + self.sampler + num_tokens * self.bytes_per_token
 
     def generation(self, budget: int) -> Parts:
         """What an engine with `budget` bytes makes of them; the cache may be negative."""
-        cache = budget - CONTEXT - ENGINE_REST - self.weights
-        return {"context": CONTEXT, "weights": self.weights, "graphs": ENGINE_REST, "kv cache": cache}
+        rest = {
+            "context": CONTEXT,
+            "weights": self.weights,
+            "graphs": ENGINE_REST,
+            "sampler": self.sampler,
+        }
+        return {**rest, "kv cache": budget - sum(rest.values())}
 
 
 def engine_budget(config: RunConfig, total: int) -> int:
@@ -301,7 +291,7 @@ class MemoryPlan:
         phases = {
             "scoring": self.learner.scoring,
             "update": self.learner.update,
-            "push": {**self.learner.resident, "staging": staging},
+            "push": {**self.learner.push, "staging": staging},
         }
         lines = [
             f"learner {_list(self.learner_gpus)}, {name}: {_sum(parts)}" for name, parts in phases.items()

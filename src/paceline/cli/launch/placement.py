@@ -20,8 +20,8 @@ from paceline.cli.launch.colocation import (
 )
 from paceline.cli.launch.machine import Machine
 from paceline.cli.launch.memory_choice import LEAST, choose_memory
-from paceline.cli.launch.memory_plan import ModelShape
-from paceline.cli.launch.plan import share_gpus
+from paceline.cli.launch.model_shape import ModelShape
+from paceline.cli.launch.plan import gpus_to_share, share_gpus
 from paceline.config.memory import MemoryConfig
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
@@ -49,10 +49,11 @@ def settle(config: RunConfig, machine: Machine) -> Settled:
             f"{machine.num_unusable_gpus} GPUs are here, but torch is the CPU build: everything runs on the "
             "CPU (`paceline doctor`)"
         )
+    gpus = gpus_to_share(config, machine.gpus)
     if config.placement == "colocated":
-        config = settle_colocated(config, machine.gpus if on_gpus else (), _model_tree(config.model))
+        config = settle_colocated(config, gpus if on_gpus else (), _model_tree(config.model))
     elif on_gpus and config.placement != "given":
-        config = _on_gpus(config, machine.gpus)
+        config = _on_gpus(config, gpus)
     if on_gpus and config.actor.memory.is_open:
         config = with_memory(config, _memory(config, machine))
         remarks.append(_words(config.actor.memory))
@@ -152,7 +153,7 @@ def _layout(config: RunConfig, machine: Machine, *, on_gpus: bool) -> str:
         turns = ", in turns" if config.rollout.sleep == "always" else ""
         return f"layout: learner and {engines} share GPUs {list(config.learner.devices)}{turns}"
     used = ranks + servers * size
-    idle = len(machine.gpus) - used
+    idle = len(gpus_to_share(config, machine.gpus)) - used
     words = f"layout: {_many(ranks, 'learner rank')} and {engines} on {_many(used, 'GPU')}"
     return words + (f"; {_many(idle, 'GPU')} without work" if idle > 0 else "")
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.launch.machine import Machine
+from paceline.config.reward import RewardModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.data.hub import uses_hub
 from paceline.service import prometheus
-from paceline.service.credentials import INSECURE
+from paceline.service.credentials import INSECURE, REWARD_TOKEN, TOKEN
 from paceline.service.member import MAX_MESSAGE_MIB
 from paceline.storage.hub import OFFLINE
 
@@ -34,6 +35,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "weights", "service", "telemetry",
     ),
     "reward": ("reward", "model", "broker", "service", "telemetry"),
+    "reward-model": ("reward",),
 }  # fmt: skip
 
 
@@ -44,6 +46,7 @@ class Role(enum.Enum):
     ROLLOUT = "rollout"
     LEARNER = "learner"
     REWARD = "reward"
+    REWARD_MODEL = "reward-model"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +64,11 @@ class ProcessSpec:
     member_id: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     shell: tuple[str, ...] = ()
+
+    @property
+    def token_variable(self) -> str:
+        """The environment variable that gives it the run's token."""
+        return REWARD_TOKEN if self.role is Role.REWARD_MODEL else TOKEN
 
 
 def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessSpec:
@@ -100,7 +108,7 @@ def checks(config: RunConfig, run_dir: Path) -> list[ProcessSpec]:
 def members(
     config: RunConfig, machine: Machine, *, controller_address: str, master_port: int
 ) -> list[ProcessSpec]:
-    """Rollout servers, learner ranks and the reward service, in the order of their start.
+    """Rollout servers, learner ranks, reward service and reward models, in the order of their start.
 
     Raises:
         ConfigError: the configuration asks for more GPUs than there are.
@@ -114,7 +122,7 @@ def members(
         *_learners(config, machine, learner_gpus, controller_address, master_port),
         _reward(config, 0, controller_address),
     ]
-    return _with_metrics_ports(config, specs, first=1)
+    return [*_with_metrics_ports(config, specs, first=1), *_local_reward_models(config, machine)]
 
 
 def newcomers(config: RunConfig, machine: Machine, *, controller_address: str) -> list[ProcessSpec]:
@@ -152,6 +160,11 @@ def scrape_targets(specs: Sequence[ProcessSpec]) -> list[dict[str, Any]]:
     ]
 
 
+def gpus_to_share(config: RunConfig, gpus: Sequence[int]) -> tuple[int, ...]:
+    """The GPUs that reward models leave to learner and engines; all, where they leave none."""
+    return tuple(gpu for gpu in gpus if gpu not in config.reward.model_gpus) or tuple(gpus)
+
+
 def share_gpus(config: RunConfig, gpus: Sequence[int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """The learner's GPUs and those of each rollout server; empty tuples on a CPU.
 
@@ -159,6 +172,7 @@ def share_gpus(config: RunConfig, gpus: Sequence[int]) -> tuple[tuple[int, ...],
         ConfigError: too few GPUs, or lists of devices of the wrong length.
     """
     learner, rollout = config.learner, config.rollout
+    gpus = gpus_to_share(config, gpus)
     per_engine, replicas = rollout.tensor_model_parallel_size, rollout.replicas
     on_cpu: list[tuple[int, ...]] = [()] * replicas
     if learner.device == "cpu" or (learner.device == "auto" and not gpus):
@@ -184,11 +198,13 @@ def _rollout(
     config: RunConfig, machine: Machine, index: int, gpus: Sequence[int], controller_address: str
 ) -> ProcessSpec:
     name = f"rollout-{index}"
+    number = config.service.rollout_port
+    port = ("--port", str(number + index)) if number else ()
     return ProcessSpec(
         name=name,
         role=Role.ROLLOUT,
         member_id=name,
-        command=(*_module("rollout"), *_member(config, controller_address, name)),
+        command=(*_module("rollout"), *_member(config, controller_address, name), *port),
         # The rollout service sets its threads and vLLM's variables itself: it can also start alone.
         env=_common(config) | _devices(gpus, machine),
     )
@@ -204,6 +220,52 @@ def _reward(config: RunConfig, index: int, controller_address: str) -> ProcessSp
         member_id=name,
         command=(*_module("reward"), *_member(config, controller_address, name), *port),
         env=_common(config, num_threads=1),
+    )
+
+
+def _local_reward_models(config: RunConfig, machine: Machine) -> list[ProcessSpec]:
+    address = f"{config.service.host}:{config.service.reward_port}"
+    return [
+        reward_model(
+            config, model, number, addresses=[address], env=_devices(model.devices[number:][:1], machine)
+        )
+        for model in config.reward.models
+        for number in range(model.replicas)
+    ]
+
+
+def reward_model(
+    config: RunConfig,
+    model: RewardModelConfig,
+    number: int,
+    *,
+    addresses: Sequence[str],
+    env: Mapping[str, str],
+) -> ProcessSpec:
+    """A replica of a reward model: it attaches to the reward services, and is a member of nothing.
+
+    Args:
+        number: of the replica.
+        addresses: of all reward services of the run.
+        env: says which GPU it sees.
+    """
+    command = [
+        *_module("reward.models"), model.path,
+        "--attach", *addresses,
+        "--name", model.name,
+        "--kind", model.kind,
+        "--step-separator", model.step_separator,
+        "--device", "cuda:0" if model.devices else "cpu",
+        "--dtype", model.dtype,
+        "--max-batch-tokens", str(model.max_batch_tokens),
+        "--timeout", str(model.timeout_s),
+        "--load-timeout", str(model.wait_for_s),
+    ]  # fmt: skip
+    return ProcessSpec(
+        name=f"reward-model-{model.name}-{number}",
+        role=Role.REWARD_MODEL,
+        command=tuple(command),
+        env={**_common(config, num_threads=model.threads), **env},
     )
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 import json
 import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.launch.machine import Machine
-from paceline.cli.launch.memory_plan import MemoryPlan, ModelShape
+from paceline.cli.launch.machine import Machine, lacking_library
+from paceline.cli.launch.memory_plan import MemoryPlan
+from paceline.cli.launch.model_shape import ModelShape
 from paceline.cli.launch.plan import share_gpus
+from paceline.cli.launch.service_checks import check_policy_loss, engine_log_probs, self_test
 from paceline.cli.trackers.adapters import check_installed
-from paceline.config.load import dump_yaml
 from paceline.config.model import ModelConfig
 from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
@@ -29,8 +30,7 @@ from paceline.storage.hub import is_named
 from paceline.storage.models import local_model
 
 _REACH_S = 3.0
-# The self-test of Qwen3-30B-A3B takes 23 s on two cores.
-_LEARNER_CHECK_S = 300.0
+_PACKAGES = ("torch", "transformers", "safetensors", "pyarrow", "aiohttp")
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 
 
@@ -45,13 +45,37 @@ def quick_check(config: RunConfig, *, here: bool = True) -> None:
     Raises:
         PacelineError: one of GIVEN_ERRORS; the first fault.
     """
+    if here:
+        require_packages(config)
     _engine(config)
     _data_files(config)
     _model(config)
     check_installed(config.trainer.loggers)
     if here:
+        _reward_models(config)
         _devices(config)
         _reward_services(config)
+
+
+def require_packages(config: RunConfig, *, engine: bool = True) -> None:
+    """Whether the packages are installed that the services import; imports none of them.
+
+    Args:
+        engine: the engine's, too, which is on the rollout servers' hosts alone.
+
+    Raises:
+        EnvironmentLackError: one or more are not; the wheel without extras is installed like that.
+    """
+    named = [*_PACKAGES, *(["vllm"] if engine and config.rollout.name == "vllm" else [])]
+    lacking = [name for name in named if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise EnvironmentLackError(
+            f"not installed in this environment: {', '.join(lacking)}; `make venv` in a clone installs all, "
+            "a wheel needs its extra cpu or cuda (docs/install.md)"
+        )
+    library = lacking_library() if engine and config.rollout.name == "vllm" else None
+    if library:
+        raise EnvironmentLackError(f"vLLM's build for CPUs loads libnuma.so.1, which is not here: {library}")
 
 
 def notes(config: RunConfig) -> list[str]:
@@ -177,12 +201,15 @@ def _tokenizer(config: RunConfig) -> str:
 
 
 def _prompts(config: RunConfig, split: str) -> str:
+    from paceline.cli.launch.example import first_prompt
     from paceline.data.hub import local_files
     from paceline.data.prompts import PromptSet, load_tokenizer
     from paceline.data.rows import read_rows
 
     data = config.data
     files = data.train_files if split == "train" else data.val_files
+    if not files and not data.train_files and config.rollout.environment is not None:
+        return f"the environment at {config.rollout.environment.address} is asked for them by the run"
     if split == "val" and not files:
         return "none (data.val_files is empty: no validation)"
     # Before the tokenizer: a missing file or column is reported even without a model.
@@ -197,59 +224,44 @@ def _prompts(config: RunConfig, split: str) -> str:
             "add prompts"
         )
     longest = max(len(prompt.token_ids) for prompt in prompts.prompts.values())
-    return f"{kept} kept, {prompts.num_filtered} left out as too long, the longest has {longest} tokens"
+    facts = f"{kept} kept, {prompts.num_filtered} left out as too long, the longest has {longest} tokens"
+    return facts if split == "val" else f"{facts}\n      the first: {first_prompt(prompts, tokenizer)}"
 
 
 def _rewards(config: RunConfig) -> str:
     from paceline.reward.functions import registry
 
     for function in config.reward.functions:
-        registry.load(function.name, function.kwargs)
+        registry.load(function.name, function.kwargs, group=function.group)
     check_extra_keys(config.data.extra_keys)
-    return ", ".join(function.name for function in config.reward.functions) or "none"
+    names = ", ".join(function.name for function in config.reward.functions) or "none"
+    return "\n      ".join(filter(None, (names, _example_reward(config))))
+
+
+def _example_reward(config: RunConfig) -> str:
+    from paceline.cli.launch.example import example_reward
+
+    try:
+        return example_reward(config)
+    except DataError:
+        return ""  # the part of the prompts says what is wrong with them
+
+
+def _reward_models(config: RunConfig) -> str:
+    for number, model in enumerate(config.reward.models):
+        if not (Path(model.path) / "config.json").is_file():
+            raise ModelError(
+                f"reward.models.{number}.path={model.path} is not a model folder (no config.json); correct it"
+            )
+    return ", ".join(f"{model.name} in {model.path}" for model in config.reward.models) or "none"
 
 
 def _policy_loss(config: RunConfig) -> str:
     loss = config.actor.policy_loss
     if not isinstance(loss, CustomLoss):
         return loss.type
-    _learner_check(config)
+    check_policy_loss(config)
     return f"{loss.path}, called on two short sequences"
-
-
-def _self_test(config: RunConfig) -> str:
-    # Needs config.json only, which this machine has where it has the controller.
-    model = local_model(config.model, "controller")
-    return _learner_check(config.model_copy(update={"model": model}), "--self-test")
-
-
-def _learner_check(config: RunConfig, *options: str) -> str:
-    """The line that `paceline.learner.check` prints.
-
-    It runs in another process, as it imports torch and may run the user's module.
-
-    Raises:
-        ConfigError, ModelError: with its reason, if it finds a fault.
-    """
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        file.write(dump_yaml(config))
-        file.flush()
-        command = [sys.executable, "-m", "paceline.learner.check", *options, file.name]
-        fault = ModelError if "--self-test" in options else ConfigError
-        try:
-            process = subprocess.run(
-                command, capture_output=True, text=True, timeout=_LEARNER_CHECK_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            what = "the self-test" if "--self-test" in options else "the loss"
-            raise fault(
-                f"{what} gave no answer within {_LEARNER_CHECK_S:.0f} s: this machine is too busy, or "
-                f"{'the model' if '--self-test' in options else 'actor.policy_loss'} hangs; look at "
-                f"`{' '.join(['python', *command[1:-1], 'CONFIG'])}`"
-            ) from None
-    if process.returncode:
-        raise fault(process.stderr.rpartition("fatal: ")[2].strip())
-    return process.stdout.strip()
 
 
 def _episodes(config: RunConfig) -> str:
@@ -286,11 +298,12 @@ def _devices(config: RunConfig) -> str:
 def _require_gpus(config: RunConfig, machine: Machine) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """The learner's GPUs and those of each rollout server, all of which exist."""
     learner, rollout = share_gpus(config, machine.gpus)
-    absent = sorted({*learner, *(gpu for gpus in rollout for gpu in gpus)} - set(machine.gpus))
+    wanted = {*learner, *(gpu for gpus in rollout for gpu in gpus), *config.reward.model_gpus}
+    absent = sorted(wanted - set(machine.gpus))
     if absent:
         raise EnvironmentLackError(
             f"there are no GPUs {', '.join(map(str, absent))} here (found: {list(machine.gpus) or 'none'}); "
-            "correct learner.devices and rollout.devices, or set learner.device: cpu"
+            "correct learner.devices, rollout.devices and reward.models, or set learner.device: cpu"
         )
     return learner, rollout
 
@@ -326,10 +339,36 @@ def _memory_plan(
     return "\n      ".join(["the most that each phase takes (an estimate)", *plan.lines()])
 
 
-# Name and check of each part; a check returns a line of facts or raises a PacelineError.
-PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
-    ("model", _model),
-    ("self-test", _self_test),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A part of `paceline check`."""
+
+    name: str
+    check: Callable[[RunConfig], str]
+    """Returns a line of facts; raises a PacelineError that says what is wrong."""
+    wait: str = ""
+    """What takes seconds; said before the check."""
+
+
+def parts(*, here: bool, tests: Path | None) -> list[Part]:
+    """What `paceline check` looks at, in order.
+
+    Args:
+        here: the run is to start on this machine.
+        tests: an empty folder for what the tests of the model leave to each other; None: no such tests.
+    """
+    chosen = [Part(name="model", check=_model)]
+    if tests is not None:
+        wait = "packed log-probs of a small model of this kind against transformers', some 5 s"
+        chosen.append(Part(name="self-test", check=partial(self_test, kept=tests), wait=wait))
+    chosen += [Part(name=name, check=check) for name, check in (*_PARTS, *(_HERE if here else _ELSEWHERE))]
+    if tests is not None and here:
+        wait = "vLLM scores the same rows, some 15 s"
+        chosen.append(Part(name="engine's log-probs", check=partial(engine_log_probs, kept=tests), wait=wait))
+    return chosen
+
+
+_PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("tokenizer", _tokenizer),
     ("training prompts", lambda config: _prompts(config, "train")),
     ("validation prompts", lambda config: _prompts(config, "val")),
@@ -340,12 +379,13 @@ PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
 )
 
 # Those of this machine, where the run is to start.
-PARTS_HERE: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
+_HERE: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("devices", _devices),
+    ("reward models", _reward_models),
     ("reward services", _reward_services),
     ("memory", _memory),
     ("trackers", _trackers),
 )
 
 # In their place where the run is to start on another machine.
-PARTS_ELSEWHERE: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (("memory", _memory_elsewhere),)
+_ELSEWHERE: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (("memory", _memory_elsewhere),)

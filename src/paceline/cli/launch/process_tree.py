@@ -14,7 +14,7 @@ from paceline.cli.launch.plan import ProcessSpec, Role
 from paceline.cli.launch.processes import ManagedProcess
 
 # Consumers end before what they consume from. The controller ends last, so it hears every member leave.
-STOP_ORDER = (Role.ROLLOUT, Role.LEARNER, Role.REWARD, Role.CONTROLLER)
+STOP_ORDER = (Role.ROLLOUT, Role.LEARNER, Role.REWARD, Role.REWARD_MODEL, Role.CONTROLLER)
 
 
 class ProcessTree:

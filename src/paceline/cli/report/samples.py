@@ -64,7 +64,13 @@ class SampleFiles:
         if not ids:
             return detail
         scores = {key: row[column] for key, column in _TOKEN_COLUMNS.items() if row.get(column) is not None}
-        return {**detail, "tokens": self._texts.of(ids), **{key: _rounded(s) for key, s in scores.items()}}
+        return {
+            **detail,
+            "tokens": self._texts.of(ids),
+            "mask": list(row.get("response_mask") or [1] * len(ids)),
+            "segments": list(row.get("segment_starts") or ()),
+            **{key: _rounded(s) for key, s in scores.items()},
+        }
 
     def _read(self, name: str, *, without_tokens: bool = False) -> list[dict[str, Any]]:
         path = self._folder / f"{name}.parquet"

@@ -95,7 +95,10 @@ class ServedRuns:
 
     def by_name(self) -> Mapping[str, ServedRun]:
         """The runs that are there now."""
-        folders = [self.folder] if is_run(self.folder) else sorted(filter(is_run, self.folder.iterdir()))
+        if is_run(self.folder):
+            folders = [self.folder]
+        else:
+            folders = sorted(filter(is_run, self.folder.iterdir())) if self.folder.is_dir() else []
         with self._lock:
             self._known = {
                 path.name: self._known.get(path.name) or ServedRun(path, self._machine, self._loop)

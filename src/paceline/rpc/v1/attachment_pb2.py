@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n paceline/rpc/v1/attachment.proto\x12\x0fpaceline.rpc.v1\"c\n\x0b\x41ttachHello\x12\x10\n\x08\x63ontract\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x61ta_sources\x18\x04 \x03(\t\x12\x0e\n\x06window\x18\x05 \x01(\r\"J\n\rAttachWelcome\x12\x10\n\x08\x63ontract\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x17\n\x0f\x61nswer_within_s\x18\x03 \x01(\x01\"\x1e\n\x0c\x41ttachWindow\x12\x0e\n\x06window\x18\x01 \x01(\r\"/\n\x0b\x41ttachLeave\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08\x66or_good\x18\x02 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n paceline/rpc/v1/attachment.proto\x12\x0fpaceline.rpc.v1\"\x84\x01\n\x0b\x41ttachHello\x12\x10\n\x08\x63ontract\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x61ta_sources\x18\x04 \x03(\t\x12\x0e\n\x06window\x18\x05 \x01(\r\x12\x0e\n\x06groups\x18\x06 \x01(\x08\x12\x0f\n\x07version\x18\x07 \x01(\t\"J\n\rAttachWelcome\x12\x10\n\x08\x63ontract\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x17\n\x0f\x61nswer_within_s\x18\x03 \x01(\x01\"\x1e\n\x0c\x41ttachWindow\x12\x0e\n\x06window\x18\x01 \x01(\r\"/\n\x0b\x41ttachLeave\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08\x66or_good\x18\x02 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.rpc.v1.attachment_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ATTACHHELLO']._serialized_start=53
-  _globals['_ATTACHHELLO']._serialized_end=152
-  _globals['_ATTACHWELCOME']._serialized_start=154
-  _globals['_ATTACHWELCOME']._serialized_end=228
-  _globals['_ATTACHWINDOW']._serialized_start=230
-  _globals['_ATTACHWINDOW']._serialized_end=260
-  _globals['_ATTACHLEAVE']._serialized_start=262
-  _globals['_ATTACHLEAVE']._serialized_end=309
+  _globals['_ATTACHHELLO']._serialized_start=54
+  _globals['_ATTACHHELLO']._serialized_end=186
+  _globals['_ATTACHWELCOME']._serialized_start=188
+  _globals['_ATTACHWELCOME']._serialized_end=262
+  _globals['_ATTACHWINDOW']._serialized_start=264
+  _globals['_ATTACHWINDOW']._serialized_end=294
+  _globals['_ATTACHLEAVE']._serialized_start=296
+  _globals['_ATTACHLEAVE']._serialized_end=343
 # @@protoc_insertion_point(module_scope)

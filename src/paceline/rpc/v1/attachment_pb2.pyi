@@ -36,6 +36,8 @@ class AttachHello(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     DATA_SOURCES_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     contract: _builtins.int
     """version of this contract: 1"""
     name: _builtins.str
@@ -44,6 +46,10 @@ class AttachHello(_message.Message):
     """its own name, for logs"""
     window: _builtins.int
     """most tasks at a time"""
+    groups: _builtins.bool
+    """a scorer: its tasks are groups, the samples of a prompt"""
+    version: _builtins.str
+    """a scorer: of what it computes; scores of another one are not remembered"""
     @_builtins.property
     def data_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """what it takes; empty: everything"""
@@ -56,10 +62,12 @@ class AttachHello(_message.Message):
         client: _builtins.str = ...,
         data_sources: _abc.Iterable[_builtins.str] | None = ...,
         window: _builtins.int = ...,
+        groups: _builtins.bool = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "contract", b"contract", "data_sources", b"data_sources", "name", b"name", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "contract", b"contract", "data_sources", b"data_sources", "groups", b"groups", "name", b"name", "version", b"version", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

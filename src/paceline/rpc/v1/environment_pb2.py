@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from paceline.rpc.v1 import attachment_pb2 as paceline_dot_rpc_dot_v1_dot_attachment__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!paceline/rpc/v1/environment.proto\x12\x0fpaceline.rpc.v1\"\x1c\n\x1a\x44\x65scribeEnvironmentRequest\"N\n\x16\x45nvironmentDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cmax_episodes\x18\x02 \x01(\x05\x12\x10\n\x08num_open\x18\x03 \x01(\x05\"H\n\x0e\x45pisodeAttempt\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x03\"V\n\x0c\x43hatToolCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\x12\x0f\n\x07problem\x18\x04 \x01(\t\"~\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x31\n\ntool_calls\x18\x03 \x03(\x0b\x32\x1d.paceline.rpc.v1.ChatToolCall\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x05 \x01(\t\"M\n\x0fToolDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\"\x93\x01\n\x12OpenEpisodeRequest\x12\x30\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1f.paceline.rpc.v1.EpisodeAttempt\x12\x11\n\ttask_json\x18\x02 \x01(\t\x12\x11\n\ttask_seed\x18\x03 \x01(\x03\x12\x14\n\x0c\x65pisode_seed\x18\x04 \x01(\x03\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\"\x96\x01\n\x12StepEpisodeRequest\x12\x30\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1f.paceline.rpc.v1.EpisodeAttempt\x12\x0c\n\x04turn\x18\x02 \x01(\x05\x12,\n\x06\x61\x63tion\x18\x03 \x01(\x0b\x32\x1c.paceline.rpc.v1.ChatMessage\x12\x12\n\ndeadline_s\x18\x04 \x01(\x01\"l\n\x13\x43loseEpisodeRequest\x12\x30\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1f.paceline.rpc.v1.EpisodeAttempt\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12\x0e\n\x06graded\x18\x03 \x01(\x08\"\x9b\x01\n\x12\x45pisodeObservation\x12.\n\x08messages\x18\x01 \x03(\x0b\x32\x1c.paceline.rpc.v1.ChatMessage\x12/\n\x05tools\x18\x02 \x03(\x0b\x32 .paceline.rpc.v1.ToolDescription\x12\x13\n\x0bstop_reason\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xa4\x01\n\x0c\x45pisodeGrade\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x41\n\ncomponents\x18\x02 \x03(\x0b\x32-.paceline.rpc.v1.EpisodeGrade.ComponentsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward2\xe8\x02\n\x12\x45nvironmentService\x12`\n\x08\x44\x65scribe\x12+.paceline.rpc.v1.DescribeEnvironmentRequest\x1a\'.paceline.rpc.v1.EnvironmentDescription\x12P\n\x04Open\x12#.paceline.rpc.v1.OpenEpisodeRequest\x1a#.paceline.rpc.v1.EpisodeObservation\x12P\n\x04Step\x12#.paceline.rpc.v1.StepEpisodeRequest\x1a#.paceline.rpc.v1.EpisodeObservation\x12L\n\x05\x43lose\x12$.paceline.rpc.v1.CloseEpisodeRequest\x1a\x1d.paceline.rpc.v1.EpisodeGradeb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!paceline/rpc/v1/environment.proto\x12\x0fpaceline.rpc.v1\x1a paceline/rpc/v1/attachment.proto\"\x1c\n\x1a\x44\x65scribeEnvironmentRequest\"N\n\x16\x45nvironmentDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cmax_episodes\x18\x02 \x01(\x05\x12\x10\n\x08num_open\x18\x03 \x01(\x05\"(\n\x17\x45nvironmentTasksRequest\x12\r\n\x05split\x18\x01 \x01(\t\"$\n\x0f\x45nvironmentTask\x12\x11\n\ttask_json\x18\x01 \x01(\t\"H\n\x0e\x45pisodeAttempt\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x03\"V\n\x0c\x43hatToolCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\x12\x0f\n\x07problem\x18\x04 \x01(\t\"~\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x31\n\ntool_calls\x18\x03 \x03(\x0b\x32\x1d.paceline.rpc.v1.ChatToolCall\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x05 \x01(\t\"M\n\x0fToolDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\"\x93\x01\n\x12OpenEpisodeRequest\x12\x30\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1f.paceline.rpc.v1.EpisodeAttempt\x12\x11\n\ttask_json\x18\x02 \x01(\t\x12\x11\n\ttask_seed\x18\x03 \x01(\x03\x12\x14\n\x0c\x65pisode_seed\x18\x04 \x01(\x03\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\"\x96\x01\n\x12StepEpisodeRequest\x12\x30\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1f.paceline.rpc.v1.EpisodeAttempt\x12\x0c\n\x04turn\x18\x02 \x01(\x05\x12,\n\x06\x61\x63tion\x18\x03 \x01(\x0b\x32\x1c.paceline.rpc.v1.ChatMessage\x12\x12\n\ndeadline_s\x18\x04 \x01(\x01\"u\n\x11RunEpisodeRequest\x12\x30\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1f.paceline.rpc.v1.EpisodeAttempt\x12\x10\n\x08\x62\x61se_url\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\"!\n\nEpisodeRun\x12\x13\n\x0bstop_reason\x18\x01 \x01(\t\"l\n\x13\x43loseEpisodeRequest\x12\x30\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1f.paceline.rpc.v1.EpisodeAttempt\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12\x0e\n\x06graded\x18\x03 \x01(\x08\"\x9b\x01\n\x12\x45pisodeObservation\x12.\n\x08messages\x18\x01 \x03(\x0b\x32\x1c.paceline.rpc.v1.ChatMessage\x12/\n\x05tools\x18\x02 \x03(\x0b\x32 .paceline.rpc.v1.ToolDescription\x12\x13\n\x0bstop_reason\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xa4\x01\n\x0c\x45pisodeGrade\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x41\n\ncomponents\x18\x02 \x03(\x0b\x32-.paceline.rpc.v1.EpisodeGrade.ComponentsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"~\n\x08PlayTask\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x31\n\x04open\x18\x02 \x01(\x0b\x32#.paceline.rpc.v1.OpenEpisodeRequest\x12/\n\x03run\x18\x03 \x01(\x0b\x32\".paceline.rpc.v1.RunEpisodeRequest\"5\n\tPlayTasks\x12(\n\x05tasks\x18\x01 \x03(\x0b\x32\x19.paceline.rpc.v1.PlayTask\"n\n\nPlayAnswer\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12,\n\x05grade\x18\x03 \x01(\x0b\x32\x1d.paceline.rpc.v1.EpisodeGrade\x12\r\n\x05\x65rror\x18\x04 \x01(\t\";\n\x0bPlayAnswers\x12,\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x1b.paceline.rpc.v1.PlayAnswer\"\xda\x01\n\rPlayerMessage\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.paceline.rpc.v1.AttachHelloH\x00\x12/\n\x07\x61nswers\x18\x02 \x01(\x0b\x32\x1c.paceline.rpc.v1.PlayAnswersH\x00\x12/\n\x06window\x18\x03 \x01(\x0b\x32\x1d.paceline.rpc.v1.AttachWindowH\x00\x12-\n\x05leave\x18\x04 \x01(\x0b\x32\x1c.paceline.rpc.v1.AttachLeaveH\x00\x42\t\n\x07message\"\xad\x01\n\x12PlayGatewayMessage\x12\x31\n\x07welcome\x18\x01 \x01(\x0b\x32\x1e.paceline.rpc.v1.AttachWelcomeH\x00\x12*\n\x04work\x18\x02 \x01(\x0b\x32\x1a.paceline.rpc.v1.PlayTasksH\x00\x12-\n\x05leave\x18\x03 \x01(\x0b\x32\x1c.paceline.rpc.v1.AttachLeaveH\x00\x42\t\n\x07message2\x87\x04\n\x12\x45nvironmentService\x12`\n\x08\x44\x65scribe\x12+.paceline.rpc.v1.DescribeEnvironmentRequest\x1a\'.paceline.rpc.v1.EnvironmentDescription\x12U\n\x05Tasks\x12(.paceline.rpc.v1.EnvironmentTasksRequest\x1a .paceline.rpc.v1.EnvironmentTask0\x01\x12P\n\x04Open\x12#.paceline.rpc.v1.OpenEpisodeRequest\x1a#.paceline.rpc.v1.EpisodeObservation\x12P\n\x04Step\x12#.paceline.rpc.v1.StepEpisodeRequest\x1a#.paceline.rpc.v1.EpisodeObservation\x12\x46\n\x03Run\x12\".paceline.rpc.v1.RunEpisodeRequest\x1a\x1b.paceline.rpc.v1.EpisodeRun\x12L\n\x05\x43lose\x12$.paceline.rpc.v1.CloseEpisodeRequest\x1a\x1d.paceline.rpc.v1.EpisodeGrade2g\n\x12\x45nvironmentGateway\x12Q\n\x06\x41ttach\x12\x1e.paceline.rpc.v1.PlayerMessage\x1a#.paceline.rpc.v1.PlayGatewayMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +34,52 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EPISODEGRADE_COMPONENTSENTRY']._loaded_options = None
   _globals['_EPISODEGRADE_COMPONENTSENTRY']._serialized_options = b'8\001'
-  _globals['_DESCRIBEENVIRONMENTREQUEST']._serialized_start=54
-  _globals['_DESCRIBEENVIRONMENTREQUEST']._serialized_end=82
-  _globals['_ENVIRONMENTDESCRIPTION']._serialized_start=84
-  _globals['_ENVIRONMENTDESCRIPTION']._serialized_end=162
-  _globals['_EPISODEATTEMPT']._serialized_start=164
-  _globals['_EPISODEATTEMPT']._serialized_end=236
-  _globals['_CHATTOOLCALL']._serialized_start=238
-  _globals['_CHATTOOLCALL']._serialized_end=324
-  _globals['_CHATMESSAGE']._serialized_start=326
-  _globals['_CHATMESSAGE']._serialized_end=452
-  _globals['_TOOLDESCRIPTION']._serialized_start=454
-  _globals['_TOOLDESCRIPTION']._serialized_end=531
-  _globals['_OPENEPISODEREQUEST']._serialized_start=534
-  _globals['_OPENEPISODEREQUEST']._serialized_end=681
-  _globals['_STEPEPISODEREQUEST']._serialized_start=684
-  _globals['_STEPEPISODEREQUEST']._serialized_end=834
-  _globals['_CLOSEEPISODEREQUEST']._serialized_start=836
-  _globals['_CLOSEEPISODEREQUEST']._serialized_end=944
-  _globals['_EPISODEOBSERVATION']._serialized_start=947
-  _globals['_EPISODEOBSERVATION']._serialized_end=1102
-  _globals['_EPISODEGRADE']._serialized_start=1105
-  _globals['_EPISODEGRADE']._serialized_end=1269
-  _globals['_EPISODEGRADE_COMPONENTSENTRY']._serialized_start=1209
-  _globals['_EPISODEGRADE_COMPONENTSENTRY']._serialized_end=1258
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=1272
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=1632
+  _globals['_DESCRIBEENVIRONMENTREQUEST']._serialized_start=88
+  _globals['_DESCRIBEENVIRONMENTREQUEST']._serialized_end=116
+  _globals['_ENVIRONMENTDESCRIPTION']._serialized_start=118
+  _globals['_ENVIRONMENTDESCRIPTION']._serialized_end=196
+  _globals['_ENVIRONMENTTASKSREQUEST']._serialized_start=198
+  _globals['_ENVIRONMENTTASKSREQUEST']._serialized_end=238
+  _globals['_ENVIRONMENTTASK']._serialized_start=240
+  _globals['_ENVIRONMENTTASK']._serialized_end=276
+  _globals['_EPISODEATTEMPT']._serialized_start=278
+  _globals['_EPISODEATTEMPT']._serialized_end=350
+  _globals['_CHATTOOLCALL']._serialized_start=352
+  _globals['_CHATTOOLCALL']._serialized_end=438
+  _globals['_CHATMESSAGE']._serialized_start=440
+  _globals['_CHATMESSAGE']._serialized_end=566
+  _globals['_TOOLDESCRIPTION']._serialized_start=568
+  _globals['_TOOLDESCRIPTION']._serialized_end=645
+  _globals['_OPENEPISODEREQUEST']._serialized_start=648
+  _globals['_OPENEPISODEREQUEST']._serialized_end=795
+  _globals['_STEPEPISODEREQUEST']._serialized_start=798
+  _globals['_STEPEPISODEREQUEST']._serialized_end=948
+  _globals['_RUNEPISODEREQUEST']._serialized_start=950
+  _globals['_RUNEPISODEREQUEST']._serialized_end=1067
+  _globals['_EPISODERUN']._serialized_start=1069
+  _globals['_EPISODERUN']._serialized_end=1102
+  _globals['_CLOSEEPISODEREQUEST']._serialized_start=1104
+  _globals['_CLOSEEPISODEREQUEST']._serialized_end=1212
+  _globals['_EPISODEOBSERVATION']._serialized_start=1215
+  _globals['_EPISODEOBSERVATION']._serialized_end=1370
+  _globals['_EPISODEGRADE']._serialized_start=1373
+  _globals['_EPISODEGRADE']._serialized_end=1537
+  _globals['_EPISODEGRADE_COMPONENTSENTRY']._serialized_start=1477
+  _globals['_EPISODEGRADE_COMPONENTSENTRY']._serialized_end=1526
+  _globals['_PLAYTASK']._serialized_start=1539
+  _globals['_PLAYTASK']._serialized_end=1665
+  _globals['_PLAYTASKS']._serialized_start=1667
+  _globals['_PLAYTASKS']._serialized_end=1720
+  _globals['_PLAYANSWER']._serialized_start=1722
+  _globals['_PLAYANSWER']._serialized_end=1832
+  _globals['_PLAYANSWERS']._serialized_start=1834
+  _globals['_PLAYANSWERS']._serialized_end=1893
+  _globals['_PLAYERMESSAGE']._serialized_start=1896
+  _globals['_PLAYERMESSAGE']._serialized_end=2114
+  _globals['_PLAYGATEWAYMESSAGE']._serialized_start=2117
+  _globals['_PLAYGATEWAYMESSAGE']._serialized_end=2290
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=2293
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=2812
+  _globals['_ENVIRONMENTGATEWAY']._serialized_start=2814
+  _globals['_ENVIRONMENTGATEWAY']._serialized_end=2917
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from paceline.rpc.v1 import attachment_pb2 as _attachment_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -58,6 +59,46 @@ class EnvironmentDescription(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EnvironmentDescription: _TypeAlias = EnvironmentDescription  # noqa: Y015
+
+@_typing.final
+class EnvironmentTasksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPLIT_FIELD_NUMBER: _builtins.int
+    split: _builtins.str
+    """train or val; an environment without rows for validation answers with none"""
+    def __init__(
+        self,
+        *,
+        split: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["split", b"split"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnvironmentTasksRequest: _TypeAlias = EnvironmentTasksRequest  # noqa: Y015
+
+@_typing.final
+class EnvironmentTask(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_JSON_FIELD_NUMBER: _builtins.int
+    task_json: _builtins.str
+    """a JSON object: a row as in a data file, with the columns of data.*_key"""
+    def __init__(
+        self,
+        *,
+        task_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["task_json", b"task_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnvironmentTask: _TypeAlias = EnvironmentTask  # noqa: Y015
 
 @_typing.final
 class EpisodeAttempt(_message.Message):
@@ -241,6 +282,58 @@ class StepEpisodeRequest(_message.Message):
 Global___StepEpisodeRequest: _TypeAlias = StepEpisodeRequest  # noqa: Y015
 
 @_typing.final
+class RunEpisodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPISODE_FIELD_NUMBER: _builtins.int
+    BASE_URL_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    base_url: _builtins.str
+    """say http://10.0.0.7:41234/v1"""
+    token: _builtins.str
+    """of this attempt alone"""
+    model: _builtins.str
+    """the policy's name there"""
+    @_builtins.property
+    def episode(self) -> Global___EpisodeAttempt: ...
+    def __init__(
+        self,
+        *,
+        episode: Global___EpisodeAttempt | None = ...,
+        base_url: _builtins.str = ...,
+        token: _builtins.str = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_url", b"base_url", "episode", b"episode", "model", b"model", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunEpisodeRequest: _TypeAlias = RunEpisodeRequest  # noqa: Y015
+
+@_typing.final
+class EpisodeRun(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    stop_reason: _builtins.str
+    """empty: none in particular"""
+    def __init__(
+        self,
+        *,
+        stop_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stop_reason", b"stop_reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpisodeRun: _TypeAlias = EpisodeRun  # noqa: Y015
+
+@_typing.final
 class CloseEpisodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -346,3 +439,164 @@ class EpisodeGrade(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___EpisodeGrade: _TypeAlias = EpisodeGrade  # noqa: Y015
+
+@_typing.final
+class PlayTask(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.int
+    @_builtins.property
+    def open(self) -> Global___OpenEpisodeRequest: ...
+    @_builtins.property
+    def run(self) -> Global___RunEpisodeRequest: ...
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.int = ...,
+        open: Global___OpenEpisodeRequest | None = ...,
+        run: Global___RunEpisodeRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["open", b"open", "run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["open", b"open", "run", b"run", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlayTask: _TypeAlias = PlayTask  # noqa: Y015
+
+@_typing.final
+class PlayTasks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlayTask]: ...
+    def __init__(
+        self,
+        *,
+        tasks: _abc.Iterable[Global___PlayTask] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlayTasks: _TypeAlias = PlayTasks  # noqa: Y015
+
+@_typing.final
+class PlayAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    GRADE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.int
+    stop_reason: _builtins.str
+    error: _builtins.str
+    """the episode could not be played; it begins again"""
+    @_builtins.property
+    def grade(self) -> Global___EpisodeGrade: ...
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.int = ...,
+        stop_reason: _builtins.str = ...,
+        grade: Global___EpisodeGrade | None = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grade", b"grade"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "grade", b"grade", "stop_reason", b"stop_reason", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlayAnswer: _TypeAlias = PlayAnswer  # noqa: Y015
+
+@_typing.final
+class PlayAnswers(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlayAnswer]: ...
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___PlayAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlayAnswers: _TypeAlias = PlayAnswers  # noqa: Y015
+
+@_typing.final
+class PlayerMessage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> _attachment_pb2.AttachHello: ...
+    @_builtins.property
+    def answers(self) -> Global___PlayAnswers: ...
+    @_builtins.property
+    def window(self) -> _attachment_pb2.AttachWindow: ...
+    @_builtins.property
+    def leave(self) -> _attachment_pb2.AttachLeave: ...
+    def __init__(
+        self,
+        *,
+        hello: _attachment_pb2.AttachHello | None = ...,
+        answers: Global___PlayAnswers | None = ...,
+        window: _attachment_pb2.AttachWindow | None = ...,
+        leave: _attachment_pb2.AttachLeave | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "hello", b"hello", "leave", b"leave", "message", b"message", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "hello", b"hello", "leave", b"leave", "message", b"message", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "answers", "window", "leave"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___PlayerMessage: _TypeAlias = PlayerMessage  # noqa: Y015
+
+@_typing.final
+class PlayGatewayMessage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WELCOME_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def welcome(self) -> _attachment_pb2.AttachWelcome: ...
+    @_builtins.property
+    def work(self) -> Global___PlayTasks: ...
+    @_builtins.property
+    def leave(self) -> _attachment_pb2.AttachLeave: ...
+    def __init__(
+        self,
+        *,
+        welcome: _attachment_pb2.AttachWelcome | None = ...,
+        work: Global___PlayTasks | None = ...,
+        leave: _attachment_pb2.AttachLeave | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["leave", b"leave", "message", b"message", "welcome", b"welcome", "work", b"work"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leave", b"leave", "message", b"message", "welcome", b"welcome", "work", b"work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "work", "leave"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___PlayGatewayMessage: _TypeAlias = PlayGatewayMessage  # noqa: Y015

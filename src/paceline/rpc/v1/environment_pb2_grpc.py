@@ -42,6 +42,11 @@ class EnvironmentServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.DescribeEnvironmentRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.EnvironmentDescription.FromString,
                 _registered_method=True)
+        self.Tasks = channel.unary_stream(
+                '/paceline.rpc.v1.EnvironmentService/Tasks',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.EnvironmentTasksRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.EnvironmentTask.FromString,
+                _registered_method=True)
         self.Open = channel.unary_unary(
                 '/paceline.rpc.v1.EnvironmentService/Open',
                 request_serializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.OpenEpisodeRequest.SerializeToString,
@@ -51,6 +56,11 @@ class EnvironmentServiceStub(object):
                 '/paceline.rpc.v1.EnvironmentService/Step',
                 request_serializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.StepEpisodeRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.EpisodeObservation.FromString,
+                _registered_method=True)
+        self.Run = channel.unary_unary(
+                '/paceline.rpc.v1.EnvironmentService/Run',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.RunEpisodeRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.EpisodeRun.FromString,
                 _registered_method=True)
         self.Close = channel.unary_unary(
                 '/paceline.rpc.v1.EnvironmentService/Close',
@@ -71,6 +81,13 @@ class EnvironmentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tasks(self, request, context):
+        """The rows of a run that names no data files, in the same order each time; refused by an environment without any.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Open(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -79,6 +96,14 @@ class EnvironmentServiceServicer(object):
 
     def Step(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Run(self, request, context):
+        """In place of Step: the environment asks for the policy's answers itself, at an address that speaks OpenAI's
+        chat completions, and returns when it is done. It may be called once per attempt.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -98,6 +123,11 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.DescribeEnvironmentRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.EnvironmentDescription.SerializeToString,
             ),
+            'Tasks': grpc.unary_stream_rpc_method_handler(
+                    servicer.Tasks,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.EnvironmentTasksRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.EnvironmentTask.SerializeToString,
+            ),
             'Open': grpc.unary_unary_rpc_method_handler(
                     servicer.Open,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.OpenEpisodeRequest.FromString,
@@ -107,6 +137,11 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.Step,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.StepEpisodeRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.EpisodeObservation.SerializeToString,
+            ),
+            'Run': grpc.unary_unary_rpc_method_handler(
+                    servicer.Run,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.RunEpisodeRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.EpisodeRun.SerializeToString,
             ),
             'Close': grpc.unary_unary_rpc_method_handler(
                     servicer.Close,
@@ -144,6 +179,33 @@ class EnvironmentService(object):
             '/paceline.rpc.v1.EnvironmentService/Describe',
             paceline_dot_rpc_dot_v1_dot_environment__pb2.DescribeEnvironmentRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_environment__pb2.EnvironmentDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tasks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.rpc.v1.EnvironmentService/Tasks',
+            paceline_dot_rpc_dot_v1_dot_environment__pb2.EnvironmentTasksRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_environment__pb2.EnvironmentTask.FromString,
             options,
             channel_credentials,
             insecure,
@@ -209,6 +271,33 @@ class EnvironmentService(object):
             _registered_method=True)
 
     @staticmethod
+    def Run(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.rpc.v1.EnvironmentService/Run',
+            paceline_dot_rpc_dot_v1_dot_environment__pb2.RunEpisodeRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_environment__pb2.EpisodeRun.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Close(request,
             target,
             options=(),
@@ -225,6 +314,84 @@ class EnvironmentService(object):
             '/paceline.rpc.v1.EnvironmentService/Close',
             paceline_dot_rpc_dot_v1_dot_environment__pb2.CloseEpisodeRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_environment__pb2.EpisodeGrade.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class EnvironmentGatewayStub(object):
+    """Environments that open a stream to a rollout server, in place of listening. They play whole episodes and ask for
+    the policy's answers as in Run.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Attach = channel.stream_stream(
+                '/paceline.rpc.v1.EnvironmentGateway/Attach',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.PlayerMessage.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.PlayGatewayMessage.FromString,
+                _registered_method=True)
+
+
+class EnvironmentGatewayServicer(object):
+    """Environments that open a stream to a rollout server, in place of listening. They play whole episodes and ask for
+    the policy's answers as in Run.
+    """
+
+    def Attach(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_EnvironmentGatewayServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.PlayerMessage.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_environment__pb2.PlayGatewayMessage.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'paceline.rpc.v1.EnvironmentGateway', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('paceline.rpc.v1.EnvironmentGateway', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class EnvironmentGateway(object):
+    """Environments that open a stream to a rollout server, in place of listening. They play whole episodes and ask for
+    the policy's answers as in Run.
+    """
+
+    @staticmethod
+    def Attach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/paceline.rpc.v1.EnvironmentGateway/Attach',
+            paceline_dot_rpc_dot_v1_dot_environment__pb2.PlayerMessage.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_environment__pb2.PlayGatewayMessage.FromString,
             options,
             channel_credentials,
             insecure,

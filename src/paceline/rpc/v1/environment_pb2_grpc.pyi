@@ -20,8 +20,14 @@ class EnvironmentServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_environment_pb2.DescribeEnvironmentRequest, _environment_pb2.EnvironmentDescription]
+    Tasks: _aio.UnaryStreamMultiCallable[_environment_pb2.EnvironmentTasksRequest, _environment_pb2.EnvironmentTask]
+    """The rows of a run that names no data files, in the same order each time; refused by an environment without any."""
     Open: _aio.UnaryUnaryMultiCallable[_environment_pb2.OpenEpisodeRequest, _environment_pb2.EpisodeObservation]
     Step: _aio.UnaryUnaryMultiCallable[_environment_pb2.StepEpisodeRequest, _environment_pb2.EpisodeObservation]
+    Run: _aio.UnaryUnaryMultiCallable[_environment_pb2.RunEpisodeRequest, _environment_pb2.EpisodeRun]
+    """In place of Step: the environment asks for the policy's answers itself, at an address that speaks OpenAI's
+    chat completions, and returns when it is done. It may be called once per attempt.
+    """
     Close: _aio.UnaryUnaryMultiCallable[_environment_pb2.CloseEpisodeRequest, _environment_pb2.EpisodeGrade]
     """Frees the session. Graded or not, it may be repeated."""
 
@@ -39,6 +45,14 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_environment_pb2.EnvironmentDescription]: ...
 
     @_abc_1.abstractmethod
+    def Tasks(
+        self,
+        request: _environment_pb2.EnvironmentTasksRequest,
+        context: _aio.ServicerContext[_environment_pb2.EnvironmentTasksRequest, _abc.AsyncIterator[_environment_pb2.EnvironmentTask]],
+    ) -> _abc.AsyncIterator[_environment_pb2.EnvironmentTask]:
+        """The rows of a run that names no data files, in the same order each time; refused by an environment without any."""
+
+    @_abc_1.abstractmethod
     def Open(
         self,
         request: _environment_pb2.OpenEpisodeRequest,
@@ -53,6 +67,16 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_environment_pb2.EpisodeObservation]: ...
 
     @_abc_1.abstractmethod
+    def Run(
+        self,
+        request: _environment_pb2.RunEpisodeRequest,
+        context: _aio.ServicerContext[_environment_pb2.RunEpisodeRequest, _abc.Awaitable[_environment_pb2.EpisodeRun]],
+    ) -> _abc.Awaitable[_environment_pb2.EpisodeRun]:
+        """In place of Step: the environment asks for the policy's answers itself, at an address that speaks OpenAI's
+        chat completions, and returns when it is done. It may be called once per attempt.
+        """
+
+    @_abc_1.abstractmethod
     def Close(
         self,
         request: _environment_pb2.CloseEpisodeRequest,
@@ -61,3 +85,25 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         """Frees the session. Graded or not, it may be repeated."""
 
 def add_EnvironmentServiceServicer_to_server(servicer: EnvironmentServiceServicer, server: _aio.Server) -> None: ...
+
+class EnvironmentGatewayStub:
+    """Environments that open a stream to a rollout server, in place of listening. They play whole episodes and ask for
+    the policy's answers as in Run.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Attach: _aio.StreamStreamMultiCallable[_environment_pb2.PlayerMessage, _environment_pb2.PlayGatewayMessage]
+
+class EnvironmentGatewayServicer(metaclass=_abc_1.ABCMeta):
+    """Environments that open a stream to a rollout server, in place of listening. They play whole episodes and ask for
+    the policy's answers as in Run.
+    """
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request_iterator: _abc.AsyncIterator[_environment_pb2.PlayerMessage],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_environment_pb2.PlayerMessage], _abc.AsyncIterator[_environment_pb2.PlayGatewayMessage]],
+    ) -> _abc.AsyncIterator[_environment_pb2.PlayGatewayMessage]: ...
+
+def add_EnvironmentGatewayServicer_to_server(servicer: EnvironmentGatewayServicer, server: _aio.Server) -> None: ...

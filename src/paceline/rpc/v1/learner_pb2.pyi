@@ -107,12 +107,25 @@ Global___JoinLearnerGroupResponse: _TypeAlias = JoinLearnerGroupResponse  # noqa
 class FreeMemoryRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PARTS_FIELD_NUMBER: _builtins.int
+    ENGINE_BYTES_FIELD_NUMBER: _builtins.int
+    engine_bytes: _builtins.int
+    """What an engine took of a GPU when it was last awake. 0: not measured, ranks judge by the configuration."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Parts of an engine, "weights" and "kv_cache": a rank gives memory back only where its GPU has no room for them. None:
+        it gives all of it back.
+        """
+
     def __init__(
         self,
+        *,
+        parts: _abc.Iterable[_builtins.str] | None = ...,
+        engine_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_bytes", b"engine_bytes", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -122,12 +135,21 @@ Global___FreeMemoryRequest: _TypeAlias = FreeMemoryRequest  # noqa: Y015
 class FreeMemoryResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    HAS_ROOM_FIELD_NUMBER: _builtins.int
+    freed_bytes: _builtins.int
+    """Of all ranks."""
+    has_room: _builtins.bool
+    """Every GPU has room for a whole engine now."""
     def __init__(
         self,
+        *,
+        freed_bytes: _builtins.int = ...,
+        has_room: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes", "has_room", b"has_room"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -248,9 +270,32 @@ class AbandonPushResponse(_message.Message):
 Global___AbandonPushResponse: _TypeAlias = AbandonPushResponse  # noqa: Y015
 
 @_typing.final
-class BatchRow(_message.Message):
+class TokenReward(_message.Message):
     """A trajectory of the batch: the key of its arrays, and its reward."""
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """among the response tokens"""
+    reward: _builtins.float
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        reward: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "reward", b"reward"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenReward: _TypeAlias = TokenReward  # noqa: Y015
+
+@_typing.final
+class BatchRow(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
@@ -261,6 +306,7 @@ class BatchRow(_message.Message):
     GREEDY_SCORE_FIELD_NUMBER: _builtins.int
     BLOB_DIGEST_FIELD_NUMBER: _builtins.int
     NUM_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     blob_key: _builtins.str
     reward: _builtins.float
@@ -272,6 +318,10 @@ class BatchRow(_message.Message):
     """hexadecimal, of the blob's bytes"""
     num_sampled_tokens: _builtins.int
     """response tokens that the policy sampled"""
+    @_builtins.property
+    def token_rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenReward]:
+        """parts of `reward` that belong to tokens before the last"""
+
     def __init__(
         self,
         *,
@@ -283,10 +333,11 @@ class BatchRow(_message.Message):
         greedy_score: _builtins.float | None = ...,
         blob_digest: _builtins.str = ...,
         num_sampled_tokens: _builtins.int = ...,
+        token_rewards: _abc.Iterable[Global___TokenReward] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "greedy_score", b"greedy_score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "blob_digest", b"blob_digest", "blob_key", b"blob_key", "greedy_score", b"greedy_score", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "num_sampled_tokens", b"num_sampled_tokens", "reward", b"reward", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score", "blob_digest", b"blob_digest", "blob_key", b"blob_key", "greedy_score", b"greedy_score", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "num_sampled_tokens", b"num_sampled_tokens", "reward", b"reward", "token_rewards", b"token_rewards", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__greedy_score: _TypeAlias = _typing.Literal["greedy_score"]  # noqa: Y015
     _WhichOneofArgType__greedy_score: _TypeAlias = _typing.Literal["_greedy_score", b"_greedy_score"]  # noqa: Y015

@@ -20,6 +20,64 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class DescribeRewardRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTRACT_FIELD_NUMBER: _builtins.int
+    contract: _builtins.int
+    """the newest version that the caller speaks: 2"""
+    def __init__(
+        self,
+        *,
+        contract: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeRewardRequest: _TypeAlias = DescribeRewardRequest  # noqa: Y015
+
+@_typing.final
+class RewardDescription(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTRACT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    DATA_SOURCES_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    contract: _builtins.int
+    """the version that the service speaks"""
+    name: _builtins.str
+    """its own name, for logs"""
+    groups: _builtins.bool
+    """it scores the items of a group together"""
+    version: _builtins.str
+    """of what it computes; scores of another one are not remembered"""
+    @_builtins.property
+    def data_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what it scores; empty: everything"""
+
+    def __init__(
+        self,
+        *,
+        contract: _builtins.int = ...,
+        name: _builtins.str = ...,
+        data_sources: _abc.Iterable[_builtins.str] | None = ...,
+        groups: _builtins.bool = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "data_sources", b"data_sources", "groups", b"groups", "name", b"name", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardDescription: _TypeAlias = RewardDescription  # noqa: Y015
+
+@_typing.final
 class ScoreItem(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -29,6 +87,7 @@ class ScoreItem(_message.Message):
     GROUND_TRUTH_FIELD_NUMBER: _builtins.int
     DATA_SOURCE_FIELD_NUMBER: _builtins.int
     EXTRA_JSON_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     prompt: _builtins.str
     response: _builtins.str
@@ -36,6 +95,10 @@ class ScoreItem(_message.Message):
     data_source: _builtins.str
     extra_json: _builtins.str
     """a JSON object: the extra columns of the prompt's row"""
+    group: _builtins.str
+    """Version 2. Items of a call with the same group are all samples of one prompt: none is in another call. Empty:
+    the item is scored by itself.
+    """
     def __init__(
         self,
         *,
@@ -45,10 +108,11 @@ class ScoreItem(_message.Message):
         ground_truth: _builtins.str = ...,
         data_source: _builtins.str = ...,
         extra_json: _builtins.str = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "extra_json", b"extra_json", "ground_truth", b"ground_truth", "prompt", b"prompt", "response", b"response", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "extra_json", b"extra_json", "ground_truth", b"ground_truth", "group", b"group", "prompt", b"prompt", "response", b"response", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -81,6 +145,31 @@ class ScoreRequest(_message.Message):
 Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
 
 @_typing.final
+class PlacedReward(_message.Message):
+    """A part of a reward that belongs to a step of the response, which ends before the character `end`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    end: _builtins.int
+    """counted in Unicode code points"""
+    reward: _builtins.float
+    def __init__(
+        self,
+        *,
+        end: _builtins.int = ...,
+        reward: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "reward", b"reward"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacedReward: _TypeAlias = PlacedReward  # noqa: Y015
+
+@_typing.final
 class ScoreResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -108,6 +197,7 @@ class ScoreResult(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    PLACED_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     reward: _builtins.float
     """ignored if `error` is set"""
@@ -115,6 +205,10 @@ class ScoreResult(_message.Message):
     """empty: scored"""
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def placed(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedReward]:
+        """what these leave of `reward` belongs to the response's end"""
+
     def __init__(
         self,
         *,
@@ -122,10 +216,11 @@ class ScoreResult(_message.Message):
         reward: _builtins.float = ...,
         components: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         error: _builtins.str = ...,
+        placed: _abc.Iterable[Global___PlacedReward] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "error", b"error", "reward", b"reward", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "error", b"error", "placed", b"placed", "reward", b"reward", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -157,18 +252,24 @@ class ScoreTask(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     ITEM_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     ticket: _builtins.int
     @_builtins.property
     def item(self) -> Global___ScoreItem: ...
+    @_builtins.property
+    def group(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreItem]:
+        """in place of `item`, for a client that scores groups"""
+
     def __init__(
         self,
         *,
         ticket: _builtins.int = ...,
         item: Global___ScoreItem | None = ...,
+        group: _abc.Iterable[Global___ScoreItem] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["item", b"item", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "item", b"item", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -200,21 +301,27 @@ class ScoreAnswer(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     ticket: _builtins.int
     """of the task"""
     @_builtins.property
     def result(self) -> Global___ScoreResult:
         """with the item's trajectory_id"""
 
+    @_builtins.property
+    def group(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreResult]:
+        """in place of `result`: one for each item of the group, in any order"""
+
     def __init__(
         self,
         *,
         ticket: _builtins.int = ...,
         result: Global___ScoreResult | None = ...,
+        group: _abc.Iterable[Global___ScoreResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "result", b"result", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,11 @@ class RewardServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_reward__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/paceline.rpc.v1.RewardService/Describe',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_reward__pb2.DescribeRewardRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_reward__pb2.RewardDescription.FromString,
+                _registered_method=True)
 
 
 class RewardServiceServicer(object):
@@ -53,6 +58,14 @@ class RewardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Describe(self, request, context):
+        """What it scores, and which version of this contract it speaks. A service that answers UNIMPLEMENTED speaks
+        version 1.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RewardServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_reward__pb2.ScoreRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_reward__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_reward__pb2.DescribeRewardRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_reward__pb2.RewardDescription.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +108,33 @@ class RewardService(object):
             '/paceline.rpc.v1.RewardService/Score',
             paceline_dot_rpc_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_reward__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.rpc.v1.RewardService/Describe',
+            paceline_dot_rpc_dot_v1_dot_reward__pb2.DescribeRewardRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_reward__pb2.RewardDescription.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,6 +18,10 @@ class RewardServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
     """Scores items. Returns one result per item, with the item's trajectory_id, in any order."""
+    Describe: _aio.UnaryUnaryMultiCallable[_reward_pb2.DescribeRewardRequest, _reward_pb2.RewardDescription]
+    """What it scores, and which version of this contract it speaks. A service that answers UNIMPLEMENTED speaks
+    version 1.
+    """
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
     """The contract of every scorer: Paceline's own reward service and any other."""
@@ -29,6 +33,16 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_reward_pb2.ScoreRequest, _abc.Awaitable[_reward_pb2.ScoreResponse]],
     ) -> _abc.Awaitable[_reward_pb2.ScoreResponse]:
         """Scores items. Returns one result per item, with the item's trajectory_id, in any order."""
+
+    @_abc_1.abstractmethod
+    def Describe(
+        self,
+        request: _reward_pb2.DescribeRewardRequest,
+        context: _aio.ServicerContext[_reward_pb2.DescribeRewardRequest, _abc.Awaitable[_reward_pb2.RewardDescription]],
+    ) -> _abc.Awaitable[_reward_pb2.RewardDescription]:
+        """What it scores, and which version of this contract it speaks. A service that answers UNIMPLEMENTED speaks
+        version 1.
+        """
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _aio.Server) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.rpc.v1 import common_pb2 as paceline_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/rollout.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"\x1f\n\x1d\x44\x65scribeRolloutWeightsRequest\"6\n\x1e\x44\x65scribeRolloutWeightsResponse\x12\x14\n\x0crank_layouts\x18\x01 \x03(\x0c\"K\n\x17JoinRolloutGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04spec\x18\x02 \x01(\x0c\x12\x13\n\x0brank_offset\x18\x03 \x01(\x05\"\x1a\n\x18JoinRolloutGroupResponse\"7\n\x15ReceiveWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\")\n\x16ReceiveWeightsResponse\x12\x0f\n\x07receipt\x18\x01 \x01(\x0c\";\n\rCommitRequest\x12*\n\x06policy\x18\x01 \x01(\x0b\x32\x1a.paceline.rpc.v1.PolicyTag\"\x10\n\x0e\x43ommitResponse\"\x0e\n\x0cSleepRequest\"\x0f\n\rSleepResponse\"\x1b\n\x0bWakeRequest\x12\x0c\n\x04part\x18\x01 \x01(\t\"\x0e\n\x0cWakeResponse\")\n\x18LeaveRolloutGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x1b\n\x19LeaveRolloutGroupResponse2\x92\x05\n\x0eRolloutService\x12r\n\x0f\x44\x65scribeWeights\x12..paceline.rpc.v1.DescribeRolloutWeightsRequest\x1a/.paceline.rpc.v1.DescribeRolloutWeightsResponse\x12\x66\n\x0fJoinWeightGroup\x12(.paceline.rpc.v1.JoinRolloutGroupRequest\x1a).paceline.rpc.v1.JoinRolloutGroupResponse\x12\x61\n\x0eReceiveWeights\x12&.paceline.rpc.v1.ReceiveWeightsRequest\x1a\'.paceline.rpc.v1.ReceiveWeightsResponse\x12I\n\x06\x43ommit\x12\x1e.paceline.rpc.v1.CommitRequest\x1a\x1f.paceline.rpc.v1.CommitResponse\x12\x46\n\x05Sleep\x12\x1d.paceline.rpc.v1.SleepRequest\x1a\x1e.paceline.rpc.v1.SleepResponse\x12\x43\n\x04Wake\x12\x1c.paceline.rpc.v1.WakeRequest\x1a\x1d.paceline.rpc.v1.WakeResponse\x12i\n\x10LeaveWeightGroup\x12).paceline.rpc.v1.LeaveRolloutGroupRequest\x1a*.paceline.rpc.v1.LeaveRolloutGroupResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/rollout.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"\x1f\n\x1d\x44\x65scribeRolloutWeightsRequest\"6\n\x1e\x44\x65scribeRolloutWeightsResponse\x12\x14\n\x0crank_layouts\x18\x01 \x03(\x0c\"K\n\x17JoinRolloutGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04spec\x18\x02 \x01(\x0c\x12\x13\n\x0brank_offset\x18\x03 \x01(\x05\"\x1a\n\x18JoinRolloutGroupResponse\"7\n\x15ReceiveWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\")\n\x16ReceiveWeightsResponse\x12\x0f\n\x07receipt\x18\x01 \x01(\x0c\";\n\rCommitRequest\x12*\n\x06policy\x18\x01 \x01(\x0b\x32\x1a.paceline.rpc.v1.PolicyTag\"\x10\n\x0e\x43ommitResponse\"\x0e\n\x0cSleepRequest\"$\n\rSleepResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"\x1b\n\x0bWakeRequest\x12\x0c\n\x04part\x18\x01 \x01(\t\"\x0e\n\x0cWakeResponse\")\n\x18LeaveRolloutGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x1b\n\x19LeaveRolloutGroupResponse2\x92\x05\n\x0eRolloutService\x12r\n\x0f\x44\x65scribeWeights\x12..paceline.rpc.v1.DescribeRolloutWeightsRequest\x1a/.paceline.rpc.v1.DescribeRolloutWeightsResponse\x12\x66\n\x0fJoinWeightGroup\x12(.paceline.rpc.v1.JoinRolloutGroupRequest\x1a).paceline.rpc.v1.JoinRolloutGroupResponse\x12\x61\n\x0eReceiveWeights\x12&.paceline.rpc.v1.ReceiveWeightsRequest\x1a\'.paceline.rpc.v1.ReceiveWeightsResponse\x12I\n\x06\x43ommit\x12\x1e.paceline.rpc.v1.CommitRequest\x1a\x1f.paceline.rpc.v1.CommitResponse\x12\x46\n\x05Sleep\x12\x1d.paceline.rpc.v1.SleepRequest\x1a\x1e.paceline.rpc.v1.SleepResponse\x12\x43\n\x04Wake\x12\x1c.paceline.rpc.v1.WakeRequest\x1a\x1d.paceline.rpc.v1.WakeResponse\x12i\n\x10LeaveWeightGroup\x12).paceline.rpc.v1.LeaveRolloutGroupRequest\x1a*.paceline.rpc.v1.LeaveRolloutGroupResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,15 +51,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SLEEPREQUEST']._serialized_start=453
   _globals['_SLEEPREQUEST']._serialized_end=467
   _globals['_SLEEPRESPONSE']._serialized_start=469
-  _globals['_SLEEPRESPONSE']._serialized_end=484
-  _globals['_WAKEREQUEST']._serialized_start=486
-  _globals['_WAKEREQUEST']._serialized_end=513
-  _globals['_WAKERESPONSE']._serialized_start=515
-  _globals['_WAKERESPONSE']._serialized_end=529
-  _globals['_LEAVEROLLOUTGROUPREQUEST']._serialized_start=531
-  _globals['_LEAVEROLLOUTGROUPREQUEST']._serialized_end=572
-  _globals['_LEAVEROLLOUTGROUPRESPONSE']._serialized_start=574
-  _globals['_LEAVEROLLOUTGROUPRESPONSE']._serialized_end=601
-  _globals['_ROLLOUTSERVICE']._serialized_start=604
-  _globals['_ROLLOUTSERVICE']._serialized_end=1262
+  _globals['_SLEEPRESPONSE']._serialized_end=505
+  _globals['_WAKEREQUEST']._serialized_start=507
+  _globals['_WAKEREQUEST']._serialized_end=534
+  _globals['_WAKERESPONSE']._serialized_start=536
+  _globals['_WAKERESPONSE']._serialized_end=550
+  _globals['_LEAVEROLLOUTGROUPREQUEST']._serialized_start=552
+  _globals['_LEAVEROLLOUTGROUPREQUEST']._serialized_end=593
+  _globals['_LEAVEROLLOUTGROUPRESPONSE']._serialized_start=595
+  _globals['_LEAVEROLLOUTGROUPRESPONSE']._serialized_end=622
+  _globals['_ROLLOUTSERVICE']._serialized_start=625
+  _globals['_ROLLOUTSERVICE']._serialized_end=1283
 # @@protoc_insertion_point(module_scope)

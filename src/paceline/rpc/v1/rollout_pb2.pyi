@@ -194,12 +194,17 @@ Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
 class SleepResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    freed_bytes: _builtins.int
+    """What the engine gave up, at most on one GPU since it started: it takes as much when it wakes. 0: not measured."""
     def __init__(
         self,
+        *,
+        freed_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -110,7 +110,7 @@ async def run_confined(command: Command) -> Outcome:
         raise EnvironmentLackError(
             f"code cannot be confined on this machine ({reason}): allow user namespaces "
             "(sysctl kernel.unprivileged_userns_clone=1; in a container, seccomp and AppArmor profiles that "
-            "let unshare and mount pass), on Linux 5.12 or newer"
+            "let unshare and mount pass: deploy/compose/confined.yaml), on Linux 5.12 or newer"
         )
     return outcome
 

@@ -28,7 +28,8 @@ from paceline.controller.batch.refill import DEGENERATE, Refill
 from paceline.controller.progress import Run
 from paceline.core.errors import DeadlineError, InvalidMessageError, LostDataError
 from paceline.core.ids import Purpose
-from paceline.core.trajectory import GroupRefusal, ScoredHeader, Trajectory
+from paceline.core.normalizing import Scale, normalized, scales
+from paceline.core.trajectory import Float32Array, GroupRefusal, ScoredHeader, Trajectory
 from paceline.data.prompts import Prompt
 from paceline.service import metrics, telemetry
 from paceline.wire import decode_scored
@@ -96,14 +97,20 @@ class _Collection:
     def batch(self) -> Batch:
         """The batch of the closed barrier."""
         ended, barrier, last = time.monotonic(), self.barrier, self.last
+        samples, greedy, set_aside = barrier.batch(), barrier.greedy(), barrier.aside()
+        if self.order.purpose is Purpose.TRAIN:
+            by_name = scales(header.normalized for header in samples)
+            samples = [_normalized(header, by_name) for header in samples]
+            set_aside = [_normalized(header, by_name) for header in set_aside]
+            greedy = {prompt: _normalized(header, by_name) for prompt, header in greedy.items()}
         reward_s = min(last.reward_s, ended - self.began) if last is not None else 0.0
         return Batch(
-            samples=barrier.batch(),
+            samples=samples,
             dropped=barrier.dropped,
             verdicts=barrier.verdicts,
             num_groups=barrier.num_groups,
-            greedy=barrier.greedy(),
-            set_aside=barrier.aside(),
+            greedy=greedy,
+            set_aside=set_aside,
             num_extra=None if self.refill is None else self.refill.num_extra,
             gen_s=ended - self.began - reward_s,
             reward_s=reward_s,
@@ -175,6 +182,10 @@ class Collector:
     async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
         """The samples' tokens and log-probs; None where they are gone."""
         return await self._mailboxes.trajectories(headers)
+
+    async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> list[Float32Array | None]:
+        """The learner's log-probs of the sampled tokens, once it has trained on them, or None."""
+        return await self._mailboxes.learner_log_probs(headers)
 
     # --- a collection
 
@@ -347,6 +358,12 @@ def _rejected(error: InvalidMessageError) -> Mapping[str, Any]:
     return {"event": "message_rejected", "stream": "scored", "reason": error.reason, "message": str(error)}
 
 
+def _normalized(header: ScoredHeader, by_name: Mapping[str, Scale]) -> ScoredHeader:
+    if not header.normalized or header.reward is None:
+        return header
+    return replace(header, reward=normalized(header.reward, header.normalized, by_name))
+
+
 def _fate(header: ScoredHeader, verdict: Verdict) -> Mapping[str, Any]:
     fate: dict[str, Any] = {
         "event": "trajectory",
@@ -357,9 +374,23 @@ def _fate(header: ScoredHeader, verdict: Verdict) -> Mapping[str, Any]:
         "reward": header.reward,
         "server": header.server_id,
     }
+    if header.token_rewards:
+        fate["token_rewards"] = [list(pair) for pair in header.token_rewards]
+    if header.normalized:
+        fate["normalized"] = [list(part) for part in header.normalized]
     if header.reward_error is not None:
         fate["error"] = ": ".join(header.reward_error)
     return fate
+
+
+def share_without_spread(samples: Iterable[ScoredHeader]) -> float | None:
+    """The share of prompt groups whose rewards are all equal; None if no group has two samples."""
+    groups: dict[int, list[float]] = {}
+    for header in samples:
+        groups.setdefault(header.trajectory_id.prompt_id, []).append(header.reward or 0.0)
+    if max(map(len, groups.values()), default=0) < 2:
+        return None
+    return sum(min(group) == max(group) for group in groups.values()) / len(groups)
 
 
 def reward_components(batch: Iterable[ScoredHeader]) -> dict[str, float]:

@@ -18,8 +18,8 @@ from paceline.broker import names
 from paceline.broker.base import Broker
 from paceline.broker.log import is_after, read_all
 from paceline.core.errors import InvalidMessageError, LostDataError
-from paceline.core.trajectory import ScoredHeader, Trajectory
-from paceline.wire import decode_scored, decode_trajectory
+from paceline.core.trajectory import Float32Array, ScoredHeader, Trajectory
+from paceline.wire import decode_log_probs, decode_scored, decode_trajectory
 
 _OWN_SERVER = "the run's own server"
 
@@ -109,6 +109,12 @@ class Mailboxes:
         blobs = await self._broker.get_blobs([header.blob_key for header in headers])
         return await asyncio.to_thread(lambda: [_decoded(blob) for blob in blobs])
 
+    async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> list[Float32Array | None]:
+        """The learner's log-probs of the sampled tokens, once it has trained on them, or None."""
+        keys = [names.learner_log_probs(header.blob_key) for header in headers]
+        blobs = await self._broker.get_blobs(keys)
+        return [_log_probs(blob, header) for blob, header in zip(blobs, headers, strict=True)]
+
     async def _server(self) -> bytes:
         return (_OWN_SERVER if self._own_server else await self._broker.incarnation()).encode()
 
@@ -124,6 +130,16 @@ def _decoded(blob: bytes | None) -> Trajectory | None:
         return None
 
 
+def _log_probs(blob: bytes | None, header: ScoredHeader) -> Float32Array | None:
+    try:
+        return None if blob is None else decode_log_probs(blob, header.num_response_tokens)
+    except InvalidMessageError:
+        return None
+
+
 def blob_keys(header: ScoredHeader) -> list[str]:
-    """The blobs of a sample: its arrays and, where it was stored, its text."""
-    return [key for key in (header.blob_key, header.text_key) if key]
+    """The blobs that a sample may have: its arrays, its text, the learner's log-probs."""
+    if not header.blob_key:
+        return []
+    keys = (header.blob_key, header.text_key, names.learner_log_probs(header.blob_key))
+    return [key for key in keys if key]

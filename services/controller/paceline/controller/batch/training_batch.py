@@ -132,6 +132,7 @@ def rows(batch: Batch) -> tuple[BatchRow, ...]:
             num_response_tokens=header.num_response_tokens,
             num_sampled_tokens=header.num_sampled_tokens,
             greedy_score=greedy.get(header.trajectory_id.prompt_id),
+            token_rewards=header.token_rewards,
         )
         for header in batch.samples
     )

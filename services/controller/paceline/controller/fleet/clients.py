@@ -10,7 +10,7 @@ a call ends with PeerLostError as soon as its member is no longer in the fleet (
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -147,6 +147,14 @@ class _Timeouts:
         return self.config.learner.command_timeout_s
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What the learner's ranks gave back, in bytes, and whether a whole engine has room beside them now."""
+
+    freed_bytes: int
+    is_enough: bool
+
+
 class LearnerClient:
     """Calls to the learner.
 
@@ -220,15 +228,23 @@ class LearnerClient:
             phase="FORMING",
         )
 
-    async def free(self, member: Member) -> None:
-        """Makes every rank give back the GPU memory that it only caches."""
-        await self._call(
+    async def free(self, member: Member, parts: Sequence[EnginePart], engine_bytes: int) -> Room:
+        """Makes every rank give back the GPU memory that it only caches.
+
+        Args:
+            member: the learner.
+            parts: of an engine, that wake next: ranks whose GPU has room for them keep what they cache.
+                None: all ranks give back.
+            engine_bytes: that an engine took of a GPU when it was last awake; 0: not measured.
+        """
+        reply = await self._call(
             member,
             self._stub(member).FreeMemory,
-            learner_pb2.FreeMemoryRequest(),
+            learner_pb2.FreeMemoryRequest(parts=[part.value for part in parts], engine_bytes=engine_bytes),
             timeout_s=self._timeouts.quick,
             phase="TURN",
         )
+        return Room(freed_bytes=reply.freed_bytes, is_enough=reply.has_room)
 
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
         """Makes the learner train one step."""
@@ -352,15 +368,16 @@ class RolloutClient:
             peer=member.member_id,
         )
 
-    async def sleep(self, member: Member) -> None:
-        """Makes a server give its engine's GPU memory up."""
-        await call(
+    async def sleep(self, member: Member) -> int:
+        """Makes a server give its engine's GPU memory up; returns how many bytes of a GPU that can be."""
+        reply = await call(
             self._stub(member).Sleep,
             rollout_pb2.SleepRequest(),
             timeout_s=self._timeouts.quick + _GRACE_S,
             phase="TURN",
             peer=member.member_id,
         )
+        return int(reply.freed_bytes)
 
     async def wake(self, member: Member, part: EnginePart) -> None:
         """Makes a server take a part of it again."""

@@ -1,6 +1,6 @@
 """Learner and rollout servers take turns where they share GPUs: who may use the memory, and the orders.
 
-    any --> ROLLOUT   every server is awake; the learner has given back the memory that it only caches
+    any --> ROLLOUT   every server is awake; the learner has given back what it only caches, if that lacks
     any --> LEARNER   every server is asleep
     any --> PUSH      servers have memory for weights, and no KV cache; the learner as in ROLLOUT
 
@@ -12,10 +12,12 @@ starts. So in the learner's turn no server starts its engine, and the turn begin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
+import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final
 
 from paceline.controller.fleet.clients import LearnerClient, RolloutClient, while_alive
@@ -34,6 +36,9 @@ from paceline.service.telemetry import span
 
 log = logging.getLogger(__name__)
 
+KINDS: Final = ("sleep", "free", "wake_weights", "wake_kv_cache")
+"""Of orders, for metrics."""
+
 
 class Turn(enum.Enum):
     """Who may use the memory of the GPUs."""
@@ -42,6 +47,47 @@ class Turn(enum.Enum):
     ROLLOUT = "rollout"
     LEARNER = "learner"
     PUSH = "push"
+
+
+class _Clock:
+    """Seconds by kind of order; orders to several members at once count once."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self.freed_bytes = 0
+
+    @contextlib.contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Times a block."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(kind, time.monotonic() - began)
+
+    def add(self, kind: str, seconds: float) -> None:
+        """Adds to a kind; "" is the total."""
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`timing_s/turns`, of it the kinds, and gibibytes."""
+        total, sleep, free, weights, cache = (self._seconds.get(kind, 0.0) for kind in ("", *KINDS))
+        return {
+            "timing_s/turns": total,
+            "timing_s/turns/sleep": sleep,
+            "timing_s/turns/free": free,
+            "timing_s/turns/wake_weights": weights,
+            "timing_s/turns/wake_kv_cache": cache,
+            "perf/freed_gib": self.freed_bytes / 2**30,
+        }
+
+
+async def _both(first: Coroutine[Any, Any, Any], second: Coroutine[Any, Any, Any]) -> None:
+    """Runs both to their ends; raises the first's error, or the second's."""
+    for outcome in await asyncio.gather(first, second, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 _PARTS: Final = {
@@ -62,7 +108,8 @@ class Turns:
         self._turn = Turn.NOBODY
         self._was_learners = run.journal.standing.turn == Turn.LEARNER.value
         self._started: set[tuple[str, str]] = set()
-        self._seconds = 0.0
+        self._clock = _Clock()
+        self._engine_bytes = 0
 
     @property
     def turn(self) -> Turn:
@@ -105,11 +152,16 @@ class Turns:
         with span("turn", attributes={"paceline.turn": turn.value}):
             if turn is Turn.LEARNER:
                 await self._all_started()
-                await self._each(self._servers, self._rollout.sleep)
+                with self._clock.timed("sleep"):
+                    await self._each(self._servers, self._sleep)
+            elif turn is Turn.PUSH:
+                # The rest of the room is made while the weights wake.
+                short = await self._free_learner((EnginePart.WEIGHTS,))
+                await _both(self._wake(self._servers, _PARTS[turn]), self._free(short, ()))
             else:
-                await self._free_learner()
+                await self._free_learner(self._lacking)
                 await self._wake(self._servers, _PARTS[turn])
-        self._seconds += time.monotonic() - began
+        self._clock.add("", time.monotonic() - began)
 
     async def wake(self, members: Sequence[Member]) -> None:
         """Wakes servers that came back asleep, in the turn of the rollout servers."""
@@ -117,9 +169,9 @@ class Turns:
             await self._wake(members, _PARTS[Turn.ROLLOUT])
 
     def take_metrics(self) -> dict[str, float]:
-        """Seconds of all orders since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return {"timing_s/turns": seconds} if self._are_taken else {}
+        """Seconds of all orders since the last call, in total and by kind, and what the learner gave back."""
+        clock, self._clock = self._clock, _Clock()
+        return clock.metrics if self._are_taken else {}
 
     @property
     def _servers(self) -> list[Member]:
@@ -149,23 +201,45 @@ class Turns:
                 member, f"it holds up the learner's turn: not ready within {timeout_s:g} s"
             )
 
-    async def _free_learner(self) -> None:
-        """A learner that is gone or still loading caches nothing."""
+    @property
+    def _lacking(self) -> Sequence[EnginePart]:
+        """What servers that wake may have no memory for."""
+        asleep = any(member.state is RolloutState.ASLEEP for member in self._servers)
+        return tuple(EnginePart) if asleep else (EnginePart.KV_CACHE,)
+
+    async def _free_learner(self, parts: Sequence[EnginePart]) -> list[Member]:
+        """Makes room for these parts; returns learners that still have too much for a whole engine.
+
+        A learner that is gone or still loading caches nothing.
+        """
         members = self._supervisor.fleet.usable(MemberKind.LEARNER)
-        ready = [m for m in members if m.state not in (None, LearnerState.LOADING)]
-        for member in ready:
+        return await self._free([m for m in members if m.state not in (None, LearnerState.LOADING)], parts)
+
+    async def _free(self, learners: Sequence[Member], parts: Sequence[EnginePart]) -> list[Member]:
+        short = []
+        for member in learners:
             try:
-                await self._learner.free(member)
+                with self._clock.timed("free"):
+                    room = await self._learner.free(member, parts, self._engine_bytes)
             except PacelineError:
                 if member.usable:
                     raise
+            else:
+                self._clock.freed_bytes += room.freed_bytes
+                if not room.is_enough:
+                    short.append(member)
+        return short
+
+    async def _sleep(self, member: Member) -> None:
+        self._engine_bytes = max(self._engine_bytes, await self._rollout.sleep(member))
 
     async def _wake(self, members: Sequence[Member], parts: Sequence[EnginePart]) -> None:
-        async def wake(member: Member) -> None:
-            for part in parts:
-                await self._rollout.wake(member, part)
-
-        await self._each(members, wake)
+        for part in parts:
+            with self._clock.timed(f"wake_{part.value}"):
+                await self._each(
+                    [member for member in members if member.usable],
+                    functools.partial(self._rollout.wake, part=part),
+                )
 
     async def _each(
         self, members: Sequence[Member], order: Callable[[Member], Coroutine[Any, Any, None]]

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.collect import Batch, share_without_spread
+from paceline.controller.guard import rewards
 from paceline.controller.guard.policy import Firing, GuardDecision, GuardPolicy
 from paceline.controller.progress import Run
 from paceline.core.guard import ALLOWED_MISMATCH_KL, RULES, Action, Adjustments, Reading, worst
@@ -149,6 +150,12 @@ class Guard:
         if math.isfinite(mismatch):
             allowed = ALLOWED_MISMATCH_KL[self._config.model.dtype]
             readings.append(Reading(rule="mismatch_kl", value=mismatch, reference=allowed))
+        halved = outcome.result.metrics.get("guard/out_of_memory", 0.0)
+        readings.append(Reading(rule="out_of_memory", value=halved))
+        without_spread = share_without_spread(outcome.batch.samples)
+        if without_spread is not None:
+            readings.append(Reading(rule="groups_without_spread", value=without_spread))
+        readings += rewards.readings(outcome.batch, self._policy.histories)
         if outcome.seconds is None:
             return readings
         rate = outcome.batch.num_tokens / outcome.seconds

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 from paceline.controller.batch.barrier import Verdict
-from paceline.controller.batch.collect import Batch, reward_components
+from paceline.controller.batch.collect import Batch, reward_components, share_without_spread
 from paceline.core.step_metrics import TIME
 from paceline.core.trajectory import ScoredHeader
 
@@ -54,8 +54,13 @@ def assemble(
         **_spread(batch),
         **episode_metrics(batch.samples),
     }
+    for reason, count in Counter(group.reason for group in batch.dropped).items():
+        metrics[f"barrier/groups_dropped/{reason.replace(':', '_')}"] = float(count)
     for name, value in reward_components(batch.samples).items():
         metrics[f"reward/{name}/mean"] = value
+    if num_gpus := push["perf/num_gpus"]:
+        metrics["perf/tokens_per_s_per_gpu"] = batch.num_tokens / step_s / num_gpus
+    metrics |= _component_spread(batch.samples) | _scoring_times(batch.samples)
     if batch.num_extra is not None:
         metrics |= _dynamic_sampling(batch, batch.num_extra)
     if batch.greedy:
@@ -65,17 +70,40 @@ def assemble(
 
 def _spread(batch: Batch) -> dict[str, float]:
     """How much the rewards differ, over the batch and within its groups."""
-    groups: dict[int, list[float]] = defaultdict(list)
-    for header in batch.samples:
-        groups[header.trajectory_id.prompt_id].append(header.reward or 0.0)
-    rewards = [reward for group in groups.values() for reward in group]
+    rewards = [header.reward or 0.0 for header in batch.samples]
     if not rewards:
         return {}
     metrics = {"reward/std": pstdev(rewards), "reward/min": min(rewards), "reward/max": max(rewards)}
-    if max(map(len, groups.values())) > 1:
-        without = sum(min(group) == max(group) for group in groups.values())
-        metrics["groups/without_spread"] = without / len(groups)
+    without = share_without_spread(batch.samples)
+    return metrics if without is None else metrics | {"groups/without_spread": without}
+
+
+def _component_spread(samples: Sequence[ScoredHeader]) -> dict[str, float]:
+    """Of each scorer's component its spread, and the shares of samples at either end of its values."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for header in samples:
+        for name, value in header.components.items():
+            if "/" not in name:
+                values[name].append(value)
+    metrics = {}
+    for name, of_component in sorted(values.items()):
+        lowest, highest, count = min(of_component), max(of_component), len(of_component)
+        metrics[f"reward/{name}/std"] = pstdev(of_component)
+        metrics[f"reward/{name}/lowest_share"] = of_component.count(lowest) / count
+        metrics[f"reward/{name}/highest_share"] = of_component.count(highest) / count
     return metrics
+
+
+def _scoring_times(samples: Sequence[ScoredHeader]) -> dict[str, float]:
+    """Seconds from a trajectory's arrival at a reward service to its score."""
+    if not samples:
+        return {}
+    seconds = sorted(header.reward_s for header in samples)
+    last = len(seconds) - 1
+    return {
+        "timing_s/score_p50": seconds[round(0.5 * last)],
+        "timing_s/score_p99": seconds[round(0.99 * last)],
+    }
 
 
 def episode_metrics(samples: Sequence[ScoredHeader]) -> dict[str, float]:

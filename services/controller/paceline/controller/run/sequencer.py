@@ -41,7 +41,7 @@ from paceline.controller.run.checkpoints import Checkpoints, ControllerState
 from paceline.controller.run.losses import Losses
 from paceline.controller.run.metrics import MetricsFile
 from paceline.controller.run.publication import Publication
-from paceline.controller.run.trajectories import save_trajectories
+from paceline.controller.run.trajectories import saving_trajectories
 from paceline.controller.run.validation import Validation
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import DeadlineError, IllegalTransitionError, LostDataError, PeerLostError
@@ -197,8 +197,10 @@ class Sequencer:
             await self._clean_up(step)
         batch, result, learn_s = await self._collect_and_learn(step, policy)
         is_resumed = self._alignment.resumed == step
-        decision, guarded = await self._judge(result, batch, None if is_resumed else time.monotonic() - began)
-        pushed = await self._publication.publish(step)
+        step_s = None if is_resumed else time.monotonic() - began
+        async with saving_trajectories(self._run, step, batch, self._inputs.train, self._collector):
+            decision, guarded = await self._judge(result, batch, step_s)
+            pushed = await self._publication.publish(step)
         metrics = step_metrics.assemble(
             batch,
             learner={**result.metrics, **guarded},
@@ -268,21 +270,13 @@ class Sequencer:
         order = TrainOrder(step=step, policy=policy, rows=rows(batch), adjustments=self._guard.adjustments)
         journal.record("batch", step=step, policy=str(policy), digest=order.digest, num_rows=len(order.rows))
         self.progress.move(Phase.LEARN)
-        saving = asyncio.create_task(
-            save_trajectories(self._run, "step", step, batch, self._inputs.train, self._collector),
-            name="save trajectories",
-        )
         try:
             await self._turns.take(Turn.LEARNER)
             with span("learn"), _timer() as learn:
                 result = await self._learner.train(self._alignment.learner, order)
-                await saving
         except IllegalTransitionError as error:
             # It was trained on trajectories that the broker has lost since, and these are others.
             await self._alignment.send_back(step, str(error))
-        finally:
-            saving.cancel()
-            await asyncio.wait([saving])
         if not journal.standing.in_progress(step).trained:
             journal.record("trained", step=step, digest=order.digest)
         return result, learn.seconds

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.controller.batch.collect import Batch
 from paceline.controller.progress import Run
 from paceline.core.episode import EpisodeOutcome
-from paceline.core.trajectory import ScoredHeader, Trajectory
+from paceline.core.errors import CheckpointError, GuardError
+from paceline.core.trajectory import Float32Array, ScoredHeader, Trajectory
 from paceline.data.prompts import Prompt, PromptSet
 from paceline.service.threads import in_thread
 
@@ -29,6 +32,10 @@ class Stored(Protocol):
         """The tokens and log-probs; None where they are gone."""
         ...
 
+    async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> Sequence[Float32Array | None]:
+        """The learner's log-probs of the sampled tokens; None where it has none."""
+        ...
+
 
 class TrajectoryFile:
     """One step's scored samples, one row each, as parquet.
@@ -36,7 +43,7 @@ class TrajectoryFile:
     Args:
         path: the file; replaced once it is complete.
         prompts: by id, for the prompts' texts.
-        with_tokens: also write token ids and the engine's log-probs.
+        with_tokens: also write token ids, and the log-probs of engine and learner.
     """
 
     def __init__(
@@ -50,6 +57,9 @@ class TrajectoryFile:
         import pyarrow
         import pyarrow.parquet
 
+        def store(rows: list[dict[str, Any]]) -> None:
+            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
+
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial, schema = self._path.with_suffix(".partial"), pyarrow.schema(_columns(self._with_tokens))
         with pyarrow.parquet.ParquetWriter(partial, schema) as writer:
@@ -58,11 +68,11 @@ class TrajectoryFile:
                 texts = await stored.texts(portion)
                 rows = [self._row(header, text) for header, text in zip(portion, texts, strict=True)]
                 if self._with_tokens:
-                    for row, trajectory in zip(rows, await stored.trajectories(portion), strict=True):
-                        row |= _arrays(trajectory)
-                table = pyarrow.Table.from_pylist(rows, schema=schema)
+                    arrays = await stored.trajectories(portion), await stored.learner_log_probs(portion)
+                    for row, trajectory, log_probs in zip(rows, *arrays, strict=True):
+                        row |= _arrays(trajectory, log_probs)
                 # pyarrow crashes the process when a writer is closed while another thread writes with it.
-                await in_thread(writer.write_table, table)
+                await in_thread(store, rows)
         partial.replace(self._path)
 
     def _row(self, header: ScoredHeader, text: str) -> dict[str, Any]:
@@ -98,14 +108,16 @@ def _episode(episode: EpisodeOutcome | None) -> dict[str, Any]:
     }
 
 
-def _arrays(trajectory: Trajectory | None) -> dict[str, Any]:
+def _arrays(trajectory: Trajectory | None, learner_log_probs: Float32Array | None) -> dict[str, Any]:
     if trajectory is None:
         return {}
     return {
         "prompt_token_ids": trajectory.prompt_token_ids,
         "response_token_ids": trajectory.response_token_ids,
         "response_log_probs": trajectory.response_log_probs,
+        "learner_log_probs": learner_log_probs,
         "response_mask": trajectory.response_mask,
+        "segment_starts": trajectory.segment_starts,
     }
 
 
@@ -118,7 +130,9 @@ def _columns(with_tokens: bool) -> list[tuple[str, Any]]:
         ("prompt_token_ids", ids),
         ("response_token_ids", ids),
         ("response_log_probs", pyarrow.list_(pyarrow.float32())),
+        ("learner_log_probs", pyarrow.list_(pyarrow.float32())),
         ("response_mask", pyarrow.list_(pyarrow.uint8())),
+        ("segment_starts", ids),
     ]
     return [
         ("step", number),
@@ -156,3 +170,26 @@ async def save_trajectories(
         with_tokens = run.config.trainer.save_tokens
         file = TrajectoryFile(path, step=step, prompts=prompts.prompts, with_tokens=with_tokens)
         await file.write(batch.samples, stored)
+
+
+@asynccontextmanager
+async def saving_trajectories(
+    run: Run, step: int, batch: Batch, prompts: PromptSet, stored: Stored
+) -> AsyncIterator[None]:
+    """Writes a trained batch's samples beside what the block does; they are written when it ends in order.
+
+    Also when the guard ends the run: its last samples show why.
+    """
+    saving = asyncio.create_task(
+        save_trajectories(run, "step", step, batch, prompts, stored), name="save trajectories"
+    )
+    try:
+        try:
+            yield
+        except (GuardError, CheckpointError):
+            await saving
+            raise
+        await saving
+    finally:
+        saving.cancel()
+        await asyncio.wait([saving])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from paceline.controller.verify.findings import Entry, Findings, Invariant
 from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.normalizing import Part, Scale, normalized, scales
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow
 
@@ -132,23 +133,27 @@ class Collection:
 
     def _rows(self, prompts: Iterable[int]) -> Iterable[BatchRow]:
         step, chosen = self.wanted.step, set(prompts)
-        for key in sorted(self.admitted):
-            if key.prompt_id not in chosen or key.purpose != Purpose.TRAIN.value:
-                continue
+        keys = [
+            key
+            for key in sorted(self.admitted)
+            if key.prompt_id in chosen and key.purpose == Purpose.TRAIN.value
+        ]
+        by_name = scales(_parts(self.admitted[key]) for key in keys)
+        for key in keys:
             greedy = TrajectoryId(
                 step=step, purpose=Purpose.GREEDY.value, prompt_id=key.prompt_id, sample_index=0
             )
-            score = self.admitted[greedy].get("reward") if greedy in self.admitted else None
             entry = self.admitted[key]
             yield BatchRow(
                 trajectory_id=key,
                 blob_key="",
                 blob_digest=str(entry.get("digest")),
-                reward=float(entry.get("reward") or 0.0),
+                reward=_reward(entry, by_name),
                 num_prompt_tokens=1,
                 num_response_tokens=1,
                 num_sampled_tokens=1,
-                greedy_score=None if score is None else float(score),
+                greedy_score=_reward(self.admitted[greedy], by_name) if greedy in self.admitted else None,
+                token_rewards=tuple((int(at), float(part)) for at, part in entry.get("token_rewards") or ()),
             )
 
     def _check_complete(self, prompt: int, entry: Entry) -> None:
@@ -196,3 +201,11 @@ class Collection:
                 entry,
             )
         self._left_out.setdefault(prompt, entry)
+
+
+def _parts(entry: Entry) -> list[Part]:
+    return [(str(name), float(value), float(weight)) for name, value, weight in entry.get("normalized") or ()]
+
+
+def _reward(entry: Entry, by_name: Mapping[str, Scale]) -> float:
+    return normalized(float(entry.get("reward") or 0.0), _parts(entry), by_name)

@@ -36,12 +36,14 @@ class Epoch:
 
     Attributes:
         owners: the server of each rollout rank.
+        num_gpus: GPUs that its ranks are on; 0 on CPUs.
     """
 
     number: int
     learner: Member
     rollouts: tuple[Member, ...]
     owners: tuple[Member, ...]
+    num_gpus: int = 0
 
     def consists_of(self, learner: Member, rollouts: Sequence[Member]) -> bool:
         """Whether its members are exactly these, and none was taken for dead and registered again since."""
@@ -133,10 +135,15 @@ class Epochs:
         """
         self._last_number += 1
         owners = tuple(member for member in rollouts for _ in layouts[member.member_id])
-        self.current = epoch = Epoch(
-            number=self._last_number, learner=learner, rollouts=tuple(rollouts), owners=owners
-        )
         rollout_layouts = [layout for member in rollouts for layout in layouts[member.member_id]]
+        gpus = {layout.place.gpu for layout in (*weights.layouts, *rollout_layouts)}
+        self.current = epoch = Epoch(
+            number=self._last_number,
+            learner=learner,
+            rollouts=tuple(rollouts),
+            owners=owners,
+            num_gpus=len(gpus - {""}),
+        )
         spec = self._spec(epoch, weights, rollout_layouts).to_bytes()
 
         async def join(member: Member) -> bool:

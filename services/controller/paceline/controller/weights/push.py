@@ -84,7 +84,7 @@ class WeightPush:
             policy=PolicyTag(version=version, digest=format_digest(model_digest(sent.reports))),
             servers=await self._agreeing(epoch.rollouts, sent, received),
             began=began,
-            metrics=_metrics(sent, received.values()),
+            metrics=_metrics(sent, received.values()) | {"perf/num_gpus": float(epoch.num_gpus)},
         )
 
     async def commit(self, candidate: Candidate) -> dict[str, float]:

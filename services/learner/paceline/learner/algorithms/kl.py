@@ -80,14 +80,23 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     return estimate.detach() + (carrier - carrier.detach())
 
 
-def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
+def token_rewards(
+    scores: Tensor,
+    mask: Tensor,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    placed: Tensor | None = None,
+) -> Tensor:
     """Rewards per token: the score on the last token of the policy, minus kl_coef times the KL on every one.
+
+    Of a score of which parts are placed on tokens, the last token gets what they leave.
 
     Args:
         scores: (B,) sequence scores.
         mask: (B, T).
         kl: (B, T) estimates from the old and the reference log-probs; None for no KL in the reward.
         kl_coef: beta.
+        placed: (B, T), parts of the scores; what is under the mask goes to the last token.
 
     Returns:
         (B, T), 0 under the mask; no gradient.
@@ -107,6 +116,9 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coe
     last = torch.where(kept, positions, -1).amax(-1, keepdim=True)
     score = full_precision(scores.detach()).unsqueeze(-1)
     rewards = torch.where(positions == last, score, 0.0)
+    if placed is not None:
+        parts = torch.where(kept & (positions != last), full_precision(placed.detach()), 0.0)
+        rewards = torch.where(positions == last, score - parts.sum(-1, keepdim=True), parts)
     return rewards if kl is None else rewards - kl_coef * keep(kl.detach(), mask)
 
 

@@ -17,7 +17,7 @@ from paceline.wire import blob_digest, decode_trajectory
 
 
 class Blobs(Protocol):
-    """Stores trajectories by key, as `paceline.broker.blobs.BlobReader` does."""
+    """Stores trajectories by key, as `paceline.broker.blobs.BlobClient` does."""
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """Values in the order of the keys."""
@@ -47,6 +47,7 @@ def fetch_rows(
             response_token_ids=trajectory.response_token_ids,
             response_mask=trajectory.response_mask,
             response_log_probs=trajectory.response_log_probs,
+            segment_starts=trajectory.segment_starts,
         )
     return packed
 

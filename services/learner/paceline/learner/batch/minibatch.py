@@ -19,6 +19,8 @@ class Denominators:
 
     num_tokens: int
     num_sequences: int
+    num_positive_tokens: int = 0
+    """Of right responses; see actor.positive_loss_coef."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -35,10 +37,8 @@ def cut_mini_batches(
     """Mini-batches of "actor" and "critic" from this rank's micro-batches, which are in the plan's order."""
     remaining = iter(batches)
     chunks = [[next(remaining) for _ in range(chunk.num_micro_batches)] for chunk in plan.chunks]
-    counts = [
-        torch.stack([torch.stack([mask.sum(), mask.any(-1).sum()]) for mask in masks]).sum(0)
-        for masks in ([part.batch.mask for part in chunk] for chunk in chunks)
-    ]
+    above = config.actor.positive_above
+    counts = [torch.stack([_counts(part, above) for part in chunk]).sum(0) for chunk in chunks]
     per_chunk = ranks.all_sum(torch.stack(counts)).tolist()
 
     def cut(num_prompts: int) -> list[MiniBatch]:
@@ -48,6 +48,7 @@ def cut_mini_batches(
                 denominators=Denominators(
                     num_tokens=sum(per_chunk[index][0] for index in indices),
                     num_sequences=sum(per_chunk[index][1] for index in indices),
+                    num_positive_tokens=sum(per_chunk[index][2] for index in indices),
                 ),
             )
             for indices in plan.mini_batches(num_prompts)
@@ -57,3 +58,9 @@ def cut_mini_batches(
 
     size = config.actor.ppo_mini_batch_size
     return {"actor": cut(size), "critic": cut(config.critic.ppo_mini_batch_size or size)}
+
+
+def _counts(part: TrainingBatch, above: float) -> torch.Tensor:
+    """Tokens, sequences, and tokens of sequences with a score above the bound."""
+    mask = part.batch.mask
+    return torch.stack([mask.sum(), mask.any(-1).sum(), part.positive_mask(above).sum()])

@@ -2,6 +2,7 @@
 
 [prompt response] [prompt response] ...                   each row by itself
 [prompt] [response] [response] ... [prompt response] ...  with shared prompts: neighbours of the same prompt
+[prompt response] [segment] [prompt response] ...         a row whose history was rewritten
 """
 
 from __future__ import annotations
@@ -88,11 +89,15 @@ class _Layout:
             for row in family:
                 layout.prompt_ends.append(prompt_end)
                 layout.response_starts.append(layout.num_tokens)
-                layout._append(row.response_token_ids, len(prompt))
+                response, *segments = np.split(row.response_token_ids, row.segment_starts)
+                layout._append(response, len(prompt))
                 if len(family) > 1:
-                    layout._close(len(row.response_token_ids), prefix)
+                    layout._close(len(response), prefix)
                 else:
-                    layout._close(len(prompt) + len(row.response_token_ids), None)
+                    layout._close(len(prompt) + len(response), None)
+                for segment in segments:
+                    layout._append(segment, 0)
+                    layout._close(len(segment), None)
         return layout
 
     def _append(self, tokens: Int32Array, first_position: int) -> None:

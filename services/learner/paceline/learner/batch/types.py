@@ -19,13 +19,17 @@ from paceline.core.trajectory import Float32Array, Int32Array, UInt8Array
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedRow:
-    """One sequence; `index` is its place in the step's batch, -1 for a filler of an empty micro-batch."""
+    """A trajectory; `index` is its place in the step's batch, -1 for a filler of an empty micro-batch.
+
+    It is one sequence, or several: at each of `segment_starts`, places in the response, a new one begins.
+    """
 
     index: int
     prompt_token_ids: Int32Array
     response_token_ids: Int32Array
     response_mask: UInt8Array
     response_log_probs: Float32Array
+    segment_starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +115,28 @@ class PackedSequences:
             blocks=tuple(blocks),
             keys=_prefixed_keys(blocks, device) if any(block.prefix_length for block in blocks) else None,
         )
+
+    def followed_by(self, length: int) -> PackedSequences:
+        """With one more sequence at the end, which has no prefix."""
+        start = self.blocks[-1].stop
+        keys = self.keys
+        if keys is not None:
+            tokens = torch.arange(start, start + length, device=keys.tokens.device)
+            keys = PrefixedKeys(
+                tokens=torch.cat([keys.tokens, tokens]),
+                cu_seqlens=_with_end(keys.cu_seqlens, len(keys.tokens) + length),
+                max_length=max(keys.max_length, length),
+            )
+        return PackedSequences(
+            cu_seqlens=_with_end(self.cu_seqlens, start + length),
+            max_length=max(self.max_length, length),
+            blocks=(*self.blocks, SequenceBlock(start=start, num_sequences=1, length=length)),
+            keys=keys,
+        )
+
+
+def _with_end(cu_seqlens: Tensor, end: int) -> Tensor:
+    return torch.cat([cu_seqlens, cu_seqlens.new_full((1,), end)])
 
 
 def _prefixed_keys(blocks: Sequence[SequenceBlock], device: torch.device) -> PrefixedKeys:
@@ -237,3 +263,7 @@ class TrainingBatch:
     advantages: Tensor
     returns: Tensor | None
     weights: Tensor | None
+
+    def positive_mask(self, above: float) -> Tensor:
+        """The mask of the policy's tokens, of sequences with a score above this alone."""
+        return self.batch.mask & (self.scores > above).unsqueeze(-1)

@@ -16,7 +16,7 @@ from paceline.core.errors import CheckpointError
 from paceline.learner.checkpoint import files
 from paceline.learner.checkpoint.manifest import Manifest
 from paceline.learner.checkpoint.shards import reader
-from paceline.learner.checkpoint.state import state_of
+from paceline.learner.checkpoint.state import State, state_of
 from paceline.learner.distributed.collectives import CommandError, attempt
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp
@@ -63,7 +63,7 @@ def load(learner: Learner, folder: Place) -> Manifest:
         CommandError: of CheckpointError: it is incomplete or damaged; nothing has changed.
         CheckpointError: it does not fit the run's configuration.
     """
-    manifest = _verify(folder, learner.ranks)
+    manifest = verify(folder, learner.ranks)
     if manifest.has_critic != (learner.critic is not None):
         has, needs = ("a", "no") if manifest.has_critic else ("no", "a")
         raise CheckpointError(
@@ -84,7 +84,7 @@ def roll_back(learner: Learner, folder: Place) -> Manifest:
         CheckpointError: loading failed half-way; the learner is unusable.
     """
     version = learner.version
-    manifest = _verify(folder, learner.ranks)
+    manifest = verify(folder, learner.ranks)
     networks = [learner.actor.network, *([learner.critic.network] if learner.critic is not None else [])]
     for network in networks:
         # Loading writes into the shards; gathered parameters would hide them.
@@ -94,8 +94,12 @@ def roll_back(learner: Learner, folder: Place) -> Manifest:
     return manifest
 
 
-def _verify(place: Place, ranks: Ranks) -> Manifest:
-    """Each rank checks its share of the files; raises CommandError on all ranks if one is damaged."""
+def verify(place: Place, ranks: Ranks) -> Manifest:
+    """Each rank checks its share of the files; returns what the checkpoint says of itself.
+
+    Raises:
+        CommandError: of CheckpointError, on all ranks: it is incomplete or damaged.
+    """
 
     def check() -> Manifest:
         folder = Folder.at(place)
@@ -108,11 +112,20 @@ def _verify(place: Place, ranks: Ranks) -> Manifest:
 
 def _fill(learner: Learner, folder: Place, manifest: Manifest) -> None:
     state = state_of(learner)
-    try:
-        load_shards(state, storage_reader=reader(Folder.at(folder)), process_group=learner.ranks.control)
-    except (CheckpointException, OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
+    fill(state, folder, learner.ranks)
     torch.set_rng_state(state["rng"]["cpu"])
     learner.kl_controller.load_state_dict(manifest.kl)
     learner.histories.load_state_dict(manifest.histories)
     learner.version = manifest.step
+
+
+def fill(state: State, folder: Place, ranks: Ranks) -> None:
+    """Reads a verified checkpoint into the tensors of a state; every rank calls it.
+
+    Raises:
+        CheckpointError: it does not fit them.
+    """
+    try:
+        load_shards(state, storage_reader=reader(Folder.at(folder)), process_group=ranks.control)
+    except (CheckpointException, OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error

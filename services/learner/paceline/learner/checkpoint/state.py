@@ -30,11 +30,18 @@ def state_of(learner: Learner) -> State:
         trainables["critic"] = learner.critic
     state: State = {"rng": {"cpu": torch.get_rng_state()}}
     for name, trainable in trainables.items():
-        parameters = hugging_face_names(trainable.network)
-        # What is frozen comes from the model's folder.
-        state[name] = {key: parameter for key, parameter in parameters if parameter.requires_grad}
-        state[f"{name}_optimizer"] = trainable.optimizer.state()
+        state |= state_of_trainable(name, trainable)
     return state
+
+
+def state_of_trainable(name: str, trainable: Trainable[Any]) -> State:
+    """A network's parameters and AdamW's averages."""
+    parameters = hugging_face_names(trainable.network)
+    # What is frozen comes from the model's folder.
+    return {
+        name: {key: parameter for key, parameter in parameters if parameter.requires_grad},
+        f"{name}_optimizer": trainable.optimizer.state(),
+    }
 
 
 class HostCopy:

@@ -33,38 +33,41 @@ from paceline.storage.folder import Folder, Place, is_url, reason
 log = logging.getLogger(__name__)
 
 
-class CheckpointWriter:
-    """Writes a learner's checkpoints, one at a time; every rank has one and calls it at the same places."""
+class ShardWriter:
+    """Writes states as checkpoints, one at a time; every rank has one and calls it at the same places."""
 
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
-        self._background: Ranks = dataclasses.replace(learner.ranks, control=learner.ranks.storage)
-        self._copy = HostCopy(learner.ranks)
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._background: Ranks = dataclasses.replace(ranks, control=ranks.storage)
+        self._copy = HostCopy(ranks)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._folder: Folder | None = None
         self._written: Future[float] | None = None
 
-    def save(self, place: Place, *, step: int, controller_state: bytes) -> Future[float]:
+    def save(self, place: Place, state: State, manifest: Manifest) -> Future[float]:
         """Copies the state and begins to write it; waits first for the checkpoint before.
 
         A folder that this writer wrote for the same step stays as it is.
+
+        Args:
+            place: of the checkpoint, the same on every rank.
+            state: this rank's part.
+            manifest: all but the files.
 
         Returns:
             The seconds that the writing takes. The checkpoint counts when they are known; a CheckpointError
             says why it could not be written.
 
-        Raises: CommandError: of CheckpointError: the step is not the learner's, or the folder cannot be made.
+        Raises: CommandError: of CheckpointError: the folder cannot be made.
         """
-        ranks = self._learner.ranks
-        manifest = attempt(ranks, lambda: _describe(self._learner, place, step, controller_state))
         folder = Folder.at(place)
         self.finish()
-        if self._is_written(folder, step):
+        if self._is_written(folder, manifest.step):
             assert self._written is not None
             return self._written
-        attempt(ranks, lambda: _clear(folder, ranks))
-        state = self._copy.take(state_of(self._learner))
-        self._folder, self._written = folder, self._thread.submit(self._write, state, folder, manifest)
+        attempt(self._ranks, lambda: _clear(folder, self._ranks))
+        copied = self._copy.take(state)
+        self._folder, self._written = folder, self._thread.submit(self._write, copied, folder, manifest)
         return self._written
 
     def finish(self) -> None:
@@ -76,7 +79,7 @@ class CheckpointWriter:
         if self._written is not None and wait([self._written], timeout=WRITE_TIMEOUT_S).not_done:
             raise DeadlineError(
                 phase="SAVE",
-                peer=RankRef(MemberKind.LEARNER, self._learner.ranks.rank),
+                peer=RankRef(MemberKind.LEARNER, self._ranks.rank),
                 seconds=WRITE_TIMEOUT_S,
                 hint=f"is the storage of {self._folder} stuck?",
             )
@@ -88,7 +91,7 @@ class CheckpointWriter:
             same = written and Manifest.read(folder.address).step == step
         except CheckpointError:
             same = False
-        return broadcast_bytes(b"same" if same else b"", self._learner.ranks) == b"same"
+        return broadcast_bytes(b"same" if same else b"", self._ranks) == b"same"
 
     def _write(self, state: State, folder: Folder, manifest: Manifest) -> float:
         """Runs in the thread."""
@@ -107,6 +110,27 @@ class CheckpointWriter:
         except RuntimeError as error:  # of the group: a rank is lost
             raise CheckpointError(f"writing {folder} failed: {error}") from error
         return time.monotonic() - began
+
+
+class CheckpointWriter:
+    """Writes a learner's checkpoints; every rank has one and calls it at the same places."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._writer = ShardWriter(learner.ranks)
+
+    def save(self, place: Place, *, step: int, controller_state: bytes) -> Future[float]:
+        """As `ShardWriter.save`.
+
+        Raises: CommandError: of CheckpointError: the step is not the learner's, or the folder cannot be made.
+        """
+        learner = self._learner
+        manifest = attempt(learner.ranks, lambda: _describe(learner, place, step, controller_state))
+        return self._writer.save(place, state_of(learner), manifest)
+
+    def finish(self) -> None:
+        """As `ShardWriter.finish`."""
+        self._writer.finish()
 
 
 def _describe(learner: Learner, place: Place, step: int, controller_state: bytes) -> Manifest:

@@ -51,6 +51,9 @@ ARCHITECTURES: Mapping[str, str] = {
 _ROPE_BY_LENGTH = ("longrope", "dynamic")
 """Kinds of rotary embedding whose frequencies follow the longest sequence of a forward pass."""
 
+OTHER_WINDOW_IN_VLLM = ("cohere2",)
+"""Kinds whose sliding windows vLLM counts in another way than transformers: a token more."""
+
 
 def require_known(config: Any, *, trust_architecture: bool) -> None:
     """Refuses an architecture that is not in the table, unless it is trusted.
@@ -68,15 +71,22 @@ def require_known(config: Any, *, trust_architecture: bool) -> None:
 
 
 def require_length(config: Any, longest: int) -> None:
-    """Refuses rotary embeddings whose frequencies would differ between rows of one micro-batch.
+    """Refuses rows so long that a row's log-probs depend on its neighbours, or are not the engine's.
 
     Args:
         longest: prompt and response tokens of the longest row of the run.
 
     Raises:
-        ModelError: a row's log-probs would depend on the rows beside it.
+        ModelError: with the length that is allowed.
     """
     text = config.get_text_config()
+    if config.model_type in OTHER_WINDOW_IN_VLLM and longest > text.sliding_window:
+        raise ModelError(
+            f"{config.model_type} attends to a window of {text.sliding_window} tokens, which vLLM counts in "
+            "another way than transformers, so engine and learner differ in longer rows; lower "
+            f"data.max_prompt_length + data.max_response_length, now {longest}, to {text.sliding_window}, or "
+            "use another model"
+        )
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     parts: list[dict[str, Any]] = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     for parameters in parts:

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.learner.model import attention
+from paceline.storage.cache import KERNEL_CACHE
 
 BACKEND: Any = "inductor"
 """What torch.compile makes kernels with."""
 MAX_VARIANTS = 32
 """Compilations of one piece of a layer: with and without gradients, by kind of layer, by network."""
+TOKEN_MULTIPLE = 64
+"""Passes through compiled layers have a multiple of so many tokens.
+
+The compiler makes kernels for any number of tokens, but asks whether it is a multiple of small powers of two
+and of vector widths, and compiles anew when the answer changes.
+"""
 
 
 def compile_layers(layers: nn.ModuleList, kept_share: float) -> None:
     """Compiles every layer's forward pass; layers of one kind share their code, whatever the token count.
 
     Attention is left as it is: it has kernels of its own, and it reads where sequences begin, which would
-    compile anew for every micro-batch.
+    compile anew for every micro-batch. Kernels are kept where `storage.cache.keep_kernels` says.
 
     Args:
         layers: not sharded yet.
@@ -31,27 +41,89 @@ def compile_layers(layers: nn.ModuleList, kept_share: float) -> None:
     from torch import _dynamo
 
     attention.keep_out_of_graphs()
+    _ignore_sizes()
     partitioner.activation_memory_budget = kept_share or 1.0
     _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, MAX_VARIANTS)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend=BACKEND, dynamic=True)
 
 
+def _ignore_sizes() -> None:
+    """Has the compiler fuse a norm's two backward reductions at every size.
+
+    It does so from 4,096 tokens and from twice the hidden size on, and compiles anew at these bounds.
+    """
+    from torch._inductor import config
+
+    if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):
+        config.triton.mix_order_reduction_non_strict_mode = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compilations:
+    """Of this process, since it was last asked.
+
+    Attributes:
+        count: of graphs, backward ones included.
+        seconds: that they took.
+        num_cached: graphs whose kernels came from the cache.
+        phases: what took the most seconds, by torch's name; phases lie within each other.
+        reasons: why graphs that were there did not do, in torch's words.
+    """
+
+    count: int
+    seconds: float
+    num_cached: int
+    phases: dict[str, float]
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.items())
+        text = f"{self.count} compilations of layers took {self.seconds:.1f} s"
+        text += f", {self.num_cached} came from {os.environ.get(KERNEL_CACHE, 'the cache')} ({phases})"
+        return "; ".join([text, *self.reasons])
+
+
 class CompileClock:
     """Counts compilations in this process from now on, those of backward passes included."""
+
+    _NUM_PHASES = 8
 
     def __init__(self) -> None:
         from torch._dynamo.callback import callback_handler
 
         self._count, self._seconds, self._began = 0, 0.0, 0.0
+        self._num_cached, self._phases, self._num_reasons = 0, dict[str, float](), dict[Any, int]()
         callback_handler.register_start_callback(self._begin)
         callback_handler.register_end_callback(self._end)
+        self.take()
 
-    def take(self) -> tuple[int, float]:
-        """How many there were since the last call, and the seconds that they took."""
-        taken = self._count, self._seconds
+    def take(self) -> Compilations:
+        """Those since the last call."""
+        from torch._dynamo import utils
+
+        phases = {name: sum(times) for name, times in utils.compilation_time_metrics.items()}
+        spent = {name: seconds - self._phases.get(name, 0.0) for name, seconds in phases.items()}
+        longest = sorted(spent, key=lambda name: -spent[name])[: self._NUM_PHASES]
+        num_cached = _num_cached()
+        taken = Compilations(
+            count=self._count,
+            seconds=self._seconds,
+            num_cached=num_cached - self._num_cached,
+            phases={name: spent[name] for name in longest},
+            reasons=tuple(self._take_reasons()),
+        )
         self._count, self._seconds = 0, 0.0
+        self._num_cached, self._phases = num_cached, phases
         return taken
+
+    def _take_reasons(self) -> Iterator[str]:
+        from torch._dynamo.utils import guard_failures
+
+        for code, reasons in list(guard_failures.items()):
+            known = self._num_reasons.get(code, 0)
+            yield from (f"{code.co_qualname}: {reason}" for reason in dict.fromkeys(reasons[known:]))
+            self._num_reasons[code] = len(reasons)
 
     def _begin(self, *_: Any) -> None:
         self._began = time.monotonic()
@@ -59,3 +131,12 @@ class CompileClock:
     def _end(self, *_: Any) -> None:
         self._count += 1
         self._seconds += time.monotonic() - self._began
+
+
+def _num_cached() -> int:
+    from torch._dynamo.utils import counters
+
+    return sum(counters[kind][name] for kind, name in _HITS)
+
+
+_HITS = (("inductor", "fxgraph_cache_hit"), ("aot_autograd", "autograd_cache_hit"))

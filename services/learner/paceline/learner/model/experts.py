@@ -94,11 +94,19 @@ def balance_by_row(choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch) 
     return total / len(choices)
 
 
-def active_parameters(layers: nn.Module, config: Any) -> int:
-    """Parameters of the layers that one token uses: of the experts, those that it is sent to."""
+def active_parameters(layers: nn.Module, config: Any, *, trained: bool) -> int:
+    """Parameters of the layers that one token uses: of the experts, those that it is sent to.
+
+    Args:
+        layers: of the decoder.
+        config: of the model.
+        trained: count those that train; else those that are frozen.
+    """
     per_token = getattr(config, "num_experts_per_tok", None)
     total = 0
     for name, parameter in layers.named_parameters():
+        if parameter.requires_grad != trained:
+            continue
         is_expert = per_token is not None and ".experts." in name and parameter.ndim == 3
         used = int(per_token or 0) if is_expert else parameter.shape[0]
         total += parameter.numel() // parameter.shape[0] * used

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from paceline.learner.batch.arithmetic import Arithmetic
 from paceline.learner.model.experts import active_parameters
-from paceline.learner.model.networks import PolicyNetwork, body_of, decoder_layers, output_head
+from paceline.learner.model.networks import PolicyNetwork, ValueNetwork, body_of, decoder_layers, output_head
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bfloat16 operations per second, as the vendor publishes them."""
 
 
-def arithmetic_of(network: PolicyNetwork) -> Arithmetic:
+def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
     """Operations of one forward and backward pass, without activation recomputation.
 
     Six per token and parameter that it uses in the layers, six per parameter of the head and response token,
     and twelve per layer, attention channel and pair of tokens, half of which causal attention leaves out.
+    Four per parameter that is frozen: it has no gradient of its own.
     """
-    layers = decoder_layers(body_of(network.lm))
-    config = network.lm.config.get_text_config()  # type: ignore[union-attr, operator]
+    body: Any = body_of(network.lm) if isinstance(network, PolicyNetwork) else network.body
+    head = output_head(network.lm).weight if isinstance(network, PolicyNetwork) else network.value_head.weight
+    layers, config = decoder_layers(body), body.config.get_text_config()
     heads = int(config.num_attention_heads)
     width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    trained, frozen = (active_parameters(layers, config, trained=trains) for trains in (True, False))
     return Arithmetic(
-        per_token=6 * active_parameters(layers, config),
-        per_response_token=6 * output_head(network.lm).weight.numel(),
+        per_token=6 * trained + 4 * frozen,
+        per_response_token=(6 if head.requires_grad else 4) * head.numel(),
         per_pair=6 * width * len(layers),
     )
 

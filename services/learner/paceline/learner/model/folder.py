@@ -39,6 +39,7 @@ def write_folder(
     source: Path,
     tokenizer_source: Path | None = None,
     dtype: torch.dtype = torch.float32,
+    is_reward_model: bool = False,
 ) -> None:
     """Writes config.json, safetensors and the companions of `source`.
 
@@ -48,11 +49,12 @@ def write_folder(
         source: folder of the starting model.
         tokenizer_source: folder of the tokenizer, if it is not in `source`.
         dtype: of the weights written.
+        is_reward_model: a model for sequence classification with one label, whose head is `score`.
 
     Raises:
         ModelError: `out` is not empty, or the tensors do not fit the model of config.json.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]
@@ -60,8 +62,11 @@ def write_folder(
         raise ModelError(f"{out} is not empty; give a new folder")
     config = AutoConfig.from_pretrained(str(source), local_files_only=True)
     config.dtype = dtype
+    kind: Any = AutoModelForCausalLM
+    if is_reward_model:
+        kind, config.num_labels = AutoModelForSequenceClassification, 1
     with torch.device("meta"):
-        lm: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        lm = kind.from_config(config, dtype=dtype)
     expected = dict(lm.named_parameters())
     if expected.keys() != tensors.keys():
         wrong = sorted(expected.keys() ^ tensors.keys())

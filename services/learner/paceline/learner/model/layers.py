@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from paceline.config.actor import ActorConfig
 from paceline.config.memory import MemoryConfig
-from paceline.learner.model.compiling import compile_layers
+from paceline.learner.model.compiling import TOKEN_MULTIPLE, compile_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +40,11 @@ class LayerOptions:
     def of_actor(cls, actor: ActorConfig) -> LayerOptions:
         """Of policy and critic."""
         return cls.of(actor.memory, compiled=actor.compile)
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens of a pass must be a multiple of."""
+        return TOKEN_MULTIPLE if self.compiled else 1
 
     def apply(self, lm: Any, layers: nn.ModuleList) -> None:
         """Recomputation and compilation; before the layers are sharded, so that FSDP's hooks stay outside."""

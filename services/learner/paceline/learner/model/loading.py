@@ -128,11 +128,15 @@ def load_critic(
     seed: int,
     options: LayerOptions = DEFAULT_OPTIONS,
     random_weights: bool = False,
+    has_bias: bool = True,
 ) -> ValueNetwork:
-    """A sharded critic; the seed draws its value head if the folder has none. Arguments as `load_policy`."""
+    """A sharded critic; the seed draws its value head if the folder has none. Arguments as `load_policy`.
+
+    A reward model is one without a bias.
+    """
     lm = empty_lm(read_config(folder))
     with torch.device("meta"):
-        network = ValueNetwork(lm, hidden_size(lm.config))
+        network = ValueNetwork(lm, hidden_size(lm.config), has_bias=has_bias)
     _materialise(network, network.body, lm, ranks, precision, options)
     source = _source(folder, seed if random_weights else None, lm.config)
     _fill(network, _ValueHeadSource(source, seed))
@@ -201,8 +205,14 @@ def empty_lm(config: Any) -> Any:
 
 
 def _materialise(
-    network: nn.Module, body: nn.Module, lm: Any, ranks: Ranks, precision: Precision, options: LayerOptions
+    network: PolicyNetwork | ValueNetwork,
+    body: nn.Module,
+    lm: Any,
+    ranks: Ranks,
+    precision: Precision,
+    options: LayerOptions,
 ) -> None:
+    network.token_multiple = options.token_multiple
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     options.apply(lm, decoder_layers(body))
     for layer in decoder_layers(body):

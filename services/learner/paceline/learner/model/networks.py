@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,17 +26,21 @@ class PolicyNetwork(nn.Module):
 
     Args:
         lm: the transformers model; its parameters keep their Hugging Face names under `lm`.
+
+    Attributes:
+        token_multiple: the body runs on a multiple of so many tokens.
     """
 
     def __init__(self, lm: nn.Module) -> None:
         super().__init__()
         self.lm = lm
+        self.token_multiple = 1
 
     def forward(
         self, batch: MicroBatch, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs (n,) of the response tokens, in float32, and their entropies (n,) or None."""
-        hidden = hidden_states(body_of(self.lm), batch)
+        hidden = hidden_states(body_of(self.lm), batch, self.token_multiple)
         head = output_head(self.lm)
         most = MAX_LOGITS_ELEMENTS[hidden.device.type]
         if hidden.device.type == "cpu" and hidden.shape[0] * head.vocab_size <= most:
@@ -62,14 +69,19 @@ class ValueNetwork(nn.Module):
     Args:
         lm: the transformers model; its language-model head is dropped.
         hidden_size: width of the body's states.
+        has_bias: whether a number is added to every value.
+
+    Attributes:
+        token_multiple: the body runs on a multiple of so many tokens.
     """
 
-    def __init__(self, lm: nn.Module, hidden_size: int) -> None:
+    def __init__(self, lm: nn.Module, hidden_size: int, *, has_bias: bool = True) -> None:
         super().__init__()
         # The attribute has the body's name in the checkpoint ("model"), so tensor names stay the same.
         self.prefix = str(getattr(lm, "base_model_prefix", "model"))
         setattr(self, self.prefix, body_of(lm))
-        self.value_head = nn.Linear(hidden_size, 1)
+        self.value_head = nn.Linear(hidden_size, 1, bias=has_bias)
+        self.token_multiple = 1
 
     @property
     def body(self) -> nn.Module:
@@ -79,16 +91,25 @@ class ValueNetwork(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Values (n,) in float32 of the states that precede the response tokens."""
-        values: Tensor = self.value_head(hidden_states(self.body, batch))
+        values: Tensor = self.value_head(hidden_states(self.body, batch, self.token_multiple))
         # A copy: FSDP's hooks fail on in-place work on a view that a sharded module returns.
         return values.float().squeeze(-1).clone()
 
 
-def hidden_states(body: nn.Module, batch: MicroBatch) -> Tensor:
-    """(n, H): last hidden states at the positions that predict response tokens."""
-    output = body(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, packed=batch.packed
-    )
+def hidden_states(body: nn.Module, batch: MicroBatch, token_multiple: int = 1) -> Tensor:
+    """(n, H): last hidden states at the positions that predict response tokens.
+
+    Where the tokens are no multiple of `token_multiple`, a sequence that nobody reads makes them one.
+    """
+    input_ids, position_ids, packed = batch.input_ids, batch.position_ids, batch.packed
+    if token_multiple > 1:
+        num_missing = -input_ids.shape[1] % token_multiple
+        input_ids = F.pad(input_ids, (0, num_missing))
+        places = torch.arange(num_missing, device=position_ids.device).unsqueeze(0)
+        # Where nothing is missing, too: compiled layers ask whether what they are given is a view.
+        position_ids = torch.cat([position_ids, places], dim=1)
+        packed = packed.followed_by(num_missing) if num_missing else packed
+    output = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, packed=packed)
     states: Tensor = output.last_hidden_state
     if batch.packed.keys is not None:
         # A shared prompt's last state scores the first token of several responses.
@@ -124,6 +145,30 @@ def decoder_layers(body: nn.Module) -> nn.ModuleList:
             "docs/models.md"
         )
     return layers
+
+
+@contextmanager
+def first_layers(body: nn.Module) -> Iterator[None]:
+    """Passes through the body end after its first layers: one of every kind at least, and two."""
+    config: Any = body.config
+    sorts = getattr(config, "layer_types", None) or ()
+    kinds: dict[object, int] = {}
+    for number, layer in enumerate(decoder_layers(body)):
+        kinds.setdefault((*sorts[number : number + 1], *_parts(layer)), number)
+    num_layers = config.num_hidden_layers
+    config.num_hidden_layers = min(num_layers, max(2, 1 + max(kinds.values())))
+    try:
+        yield
+    finally:
+        config.num_hidden_layers = num_layers
+
+
+def _parts(layer: nn.Module) -> Iterator[tuple[object, ...]]:
+    """What layers with the same code have in common."""
+    for name, module in layer.named_modules():
+        yield name, type(module), getattr(module, "sliding_window", None)
+    for name, parameter in layer.named_parameters():
+        yield name, parameter.shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -2,11 +2,14 @@
 
 config.json -> a small model of the same kind with drawn weights -> packed log-probs, twice
             -> log-probs by transformers' own `ForCausalLM`, a sequence at a time -> the largest difference
+
+The small model can be kept, for an engine to be compared with.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,8 +63,11 @@ class SelfTest:
         )
 
 
-def check_models(config: RunConfig) -> list[SelfTest]:
+def check_models(config: RunConfig, *, keep: Path | None = None) -> list[SelfTest]:
     """Tests the models that a run trains: its policy, and the critic where that has a folder of its own.
+
+    Args:
+        keep: a folder for the policy's small model, as `check_model`.
 
     Raises:
         ModelError: a model is refused, or its numbers are wrong.
@@ -70,18 +76,27 @@ def check_models(config: RunConfig) -> list[SelfTest]:
     if config.needs_critic and config.critic.path:
         folders.append(config.critic.path)
     return [
-        check_model(folder, longest=config.max_model_len, trust_architecture=config.model.trust_architecture)
-        for folder in folders
+        check_model(
+            folder,
+            longest=config.max_model_len,
+            trust_architecture=config.model.trust_architecture,
+            keep=keep if index == 0 else None,
+        )
+        for index, folder in enumerate(folders)
     ]
 
 
-def check_model(folder: str | Path, *, longest: int, trust_architecture: bool) -> SelfTest:
+def check_model(
+    folder: str | Path, *, longest: int, trust_architecture: bool, keep: Path | None = None
+) -> SelfTest:
     """Whether a model can be trained right; reads its config.json only.
 
     Args:
         folder: in the Hugging Face layout.
         longest: prompt and response tokens of the longest row of the run.
         trust_architecture: accept an architecture outside the table if the test passes.
+        keep: a folder for the small model, in transformers' form, and `scored_rows.json`: the rows' tokens
+            and log-probs.
 
     Raises:
         ModelError: the model is refused, or its numbers are wrong.
@@ -94,11 +109,11 @@ def check_model(folder: str | Path, *, longest: int, trust_architecture: bool) -
         # A reason says more than that the name is not in the table.
         architectures.require_layers(empty_lm(shrink(config)))
         raise
-    return run(config)
+    return run(config, keep=keep)
 
 
-def run(config: Any) -> SelfTest:
-    """Runs the test on a small model of the configuration's kind.
+def run(config: Any, *, keep: Path | None = None) -> SelfTest:
+    """Runs the test on a small model of the configuration's kind, which is kept in a folder if one is given.
 
     Raises:
         ModelError: the model is refused, or its numbers are wrong.
@@ -116,13 +131,16 @@ def run(config: Any) -> SelfTest:
                 f"{float((first - second).abs().max()):.2g} nats, so no ratio could be trusted; the model "
                 "draws random numbers somewhere; use another model (docs/models.md)"
             )
-        error = float((first - _one_by_one(_reference(lm, small), rows)).abs().max())
+        reference = _reference(lm, small)
+        error = float((first - _one_by_one(reference, rows)).abs().max())
     if not error <= TOLERANCE:
         raise ModelError(
             f"{name}: log-probs over packed sequences differ from those of each sequence alone by up to "
             f"{error:.2g} nats (allowed {TOLERANCE:g}), so it would be trained on wrong numbers; use one of "
             "the architectures of docs/models.md"
         )
+    if keep is not None:
+        _keep(reference, rows, first, keep)
     return SelfTest(
         architecture=name,
         num_layers=int(small.get_text_config().num_hidden_layers),
@@ -155,6 +173,8 @@ def shrink(config: Any) -> Any:
     text.num_hidden_layers = len(chosen)
     for name, most in _SMALL.items():
         value = getattr(text, name, None)
+        if name == "sliding_window" and config.model_type in architectures.OTHER_WINDOW_IN_VLLM:
+            continue  # no row of a run is longer
         if isinstance(value, int) and value > most:
             setattr(text, name, most)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -212,6 +232,20 @@ def _packed(lm: Any, rows: Sequence[PackedRow]) -> Tensor:
             "one of the architectures of docs/models.md"
         ) from error
     return log_probs
+
+
+def _keep(reference: Any, rows: Sequence[PackedRow], log_probs: Tensor, folder: Path) -> None:
+    reference.save_pretrained(folder)
+    parts = torch.split(log_probs, [len(row.response_token_ids) for row in rows])
+    scored = [
+        {
+            "prompt": row.prompt_token_ids.tolist(),
+            "response": row.response_token_ids.tolist(),
+            "log_probs": part.tolist(),
+        }
+        for row, part in zip(rows, parts, strict=True)
+    ]
+    (folder / "scored_rows.json").write_text(json.dumps(scored), encoding="utf-8")
 
 
 def _one_by_one(lm: Any, rows: Sequence[PackedRow]) -> Tensor:

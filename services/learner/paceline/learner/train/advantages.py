@@ -47,6 +47,7 @@ def compute_advantages(
     scores: Sequence[float],
     group_ids: Sequence[int],
     greedy_scores: Sequence[float | None] = (),
+    placed: Sequence[Sequence[tuple[int, float]]] = (),
     kl_coef: float,
     critic_alone: bool = False,
     ranks: Ranks,
@@ -59,6 +60,7 @@ def compute_advantages(
         scores: of all rows of the step, on every rank.
         group_ids: prompt of all rows of the step.
         greedy_scores: of the greedy answer to each row's prompt; ignored unless every row has one.
+        placed: of all rows of the step, the parts of their scores that belong to tokens, by position.
         kl_coef: the penalty's coefficient in this step.
         critic_alone: whether this is a step of the critic's warm-up.
         ranks: over which the batch's statistics are taken.
@@ -72,7 +74,7 @@ def compute_advantages(
     own = _OwnRows.of(scored, scores, ranks.device)
     penalty = own.penalty(scored, config.algorithm.kl_penalty)
     in_reward = penalty if config.algorithm.use_kl_in_reward else None
-    token_rewards = kl.token_rewards(own.scores, own.mask, in_reward, kl_coef)
+    token_rewards = kl.token_rewards(own.scores, own.mask, in_reward, kl_coef, own.placed(placed))
     greedy = _if_all_present(greedy_scores, len(scores), ranks.device)
     estimator = registry.ADV_ESTIMATORS[config.algorithm.adv_estimator]
     inputs = EstimatorInputs(
@@ -110,6 +112,16 @@ class _OwnRows:
             mask=_stack([part.batch.mask for part in scored], scored),
             values=_stack_present([part.values for part in scored], scored),
         )
+
+    def placed(self, parts: Sequence[Sequence[tuple[int, float]]]) -> Tensor | None:
+        """The parts of the scores on their tokens, (B, R), in float32; None where no row has any."""
+        if not any(parts):
+            return None
+        table = torch.zeros(self.mask.shape, dtype=torch.float32)
+        for row, index in enumerate(self.index.tolist()):
+            for position, part in parts[index]:
+                table[row, position] += part
+        return table.to(self.mask.device)
 
     def penalty(self, scored: Sequence[ScoredBatch], kind: KLKind) -> Tensor | None:
         """Each token's KL to the reference, None without one."""

@@ -68,7 +68,8 @@ class PolicyLoss:
         self._token_metrics = (*STANDARD_METRICS, *own)
         self._has_experts = bool(routers(network.lm))
         balance = ("load_balance",) if self._has_experts else ()
-        self.names = ("loss", *self._token_metrics, "pg_loss", "kl_loss", *balance)
+        positive = ("positive_loss",) if self._actor.positive_loss_coef else ()
+        self.names = ("loss", *self._token_metrics, "pg_loss", "kl_loss", *positive, *balance)
 
     def __call__(
         self, part: TrainingBatch, denominators: Denominators, selected: Tensor | None = None
@@ -92,6 +93,10 @@ class PolicyLoss:
             kl_loss = self._aggregate(estimate, batch, denominators)
             total = total + self._kl_loss_coef * kl_loss
         extra = [pg_loss, kl_loss]
+        if self._actor.positive_loss_coef:
+            positive = self._positive_loss(log_probs, part, denominators)
+            total = total + self._actor.positive_loss_coef * positive
+            extra.append(positive)
         if self._has_experts:
             balance = self._load_balance(choices, batch, denominators)
             total = total + self._actor.load_balance_coef * balance
@@ -99,6 +104,11 @@ class PolicyLoss:
         means = {**metrics, "entropy": _mean_of(entropy.detach(), batch)}
         sums = _sums(total, batch, means, self._token_metrics, denominators)
         return total, torch.cat([sums, torch.stack(extra).detach().double()])
+
+    def _positive_loss(self, log_probs: Tensor, part: TrainingBatch, denominators: Denominators) -> Tensor:
+        """The share of the mini-batch's mean over the tokens of right responses; 0 without one."""
+        mask = part.positive_mask(self._actor.positive_above)
+        return -log_probs.where(mask, 0.0).sum() / max(1, denominators.num_positive_tokens)
 
     def _load_balance(
         self, choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch, denominators: Denominators

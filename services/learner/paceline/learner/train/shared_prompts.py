@@ -71,10 +71,14 @@ class SharedPrompts:
         plain = make(False)
         return shared if plain.longest >= MIN_GAIN * shared.longest else plain
 
+    def must_check(self, plan: BatchPlan) -> bool:
+        """Whether this is the first plan that shares."""
+        return plan.share_prompts and self._state is not _State.CHECKED
+
     def refuses(
         self, plan: BatchPlan, network: PolicyNetwork, rows: Sequence[PackedRow], ranks: Ranks, budget: int
     ) -> bool:
-        """Checks the first plan that shares; every rank calls it.
+        """Checks a plan that shares; every rank calls it for the first one.
 
         Args:
             plan: of the step.
@@ -89,8 +93,6 @@ class SharedPrompts:
         Raises:
             NumericsError: the two forms differ, and the mode is "on".
         """
-        if not plan.share_prompts or self._state is _State.CHECKED:
-            return False
         difference = compare(network, _family(rows, budget), ranks)
         most_log_probs, most_gradient = self._tolerances
         self._state = _State.CHECKED

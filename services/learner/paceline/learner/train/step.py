@@ -34,8 +34,16 @@ Fetch = Callable[[Sequence[int]], dict[int, PackedRow]]
 """Fetches rows by their index in the batch; raises on every rank if any rank's rows are unusable."""
 
 
-def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult:
+Deposit = Callable[[Sequence[ScoredBatch]], None]
+"""Takes this rank's old log-probs once the step has them."""
+
+
+def train_step(
+    learner: Learner, order: TrainOrder, fetch: Fetch, deposit: Deposit | None = None
+) -> TrainResult:
     """Runs the step and moves the learner to version `order.step`.
+
+    Before it returns on one rank, `deposit` has returned on all.
 
     Raises:
         DataError, ProtocolError, BrokerError: the rows are unusable; nothing has changed.
@@ -44,8 +52,7 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
     config, ranks, stopwatch = learner.config, learner.ranks, Stopwatch(learner.ranks.device)
     arithmetic = arithmetic_of(learner.actor.network)
     flops = arithmetic.of_rows(_lengths(order.rows))
-    with stopwatch.phase("fetch"):
-        plan, batches = _gather(learner, order.rows, arithmetic, fetch)
+    plan, batches = _gather(learner, order.rows, arithmetic, fetch, stopwatch)
     num_unscored = _num_unscored(learner, order.step, plan)
     scored = score(learner, batches, stopwatch, num_unscored=num_unscored)
     with stopwatch.phase("adv"):
@@ -56,6 +63,8 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
     if guard.refusal:
         score_rest(learner, scored)
     reports = _update(learner, order.step, mini_batches, stopwatch, guard)
+    if deposit is not None:
+        deposit(scored)  # the metrics are gathered after it
     _steer_kl(learner, order, prepared.summary, reports)
     learner.version = order.step
     metrics = {
@@ -79,7 +88,7 @@ def train_step(learner: Learner, order: TrainOrder, fetch: Fetch) -> TrainResult
 
 
 def _gather(
-    learner: Learner, rows: Sequence[BatchRow], arithmetic: Arithmetic, fetch: Fetch
+    learner: Learner, rows: Sequence[BatchRow], arithmetic: Arithmetic, fetch: Fetch, stopwatch: Stopwatch
 ) -> tuple[BatchPlan, list[MicroBatch]]:
     """The step's plan and this rank's micro-batches."""
     config, ranks, sharing = learner.config, learner.ranks, learner.shared_prompts
@@ -99,15 +108,21 @@ def _gather(
         )
 
     while True:
-        plan = sharing.plan(make)
-        packed = fetch(plan.rows_of(ranks.rank))
-        parts = [
-            [packed[index] for index in indices]
-            for chunk in plan.chunks
-            for indices in chunk.micro_batches[ranks.rank]
-        ]
-        if not sharing.refuses(plan, learner.actor.network, parts[0], ranks, budget):
-            return plan, [pack(part, ranks.device, share_prompts=plan.share_prompts) for part in parts]
+        with stopwatch.phase("fetch"):
+            plan = sharing.plan(make)
+            packed = fetch(plan.rows_of(ranks.rank))
+            parts = [
+                [packed[index] for index in indices]
+                for chunk in plan.chunks
+                for indices in chunk.micro_batches[ranks.rank]
+            ]
+            batches = [pack(part, ranks.device, share_prompts=plan.share_prompts) for part in parts]
+        if not sharing.must_check(plan):
+            return plan, batches
+        with stopwatch.phase("shared_prompts"):
+            refused = sharing.refuses(plan, learner.actor.network, parts[0], ranks, budget)
+        if not refused:
+            return plan, batches
 
 
 def _mini_batch_sizes(config: RunConfig) -> list[int]:
@@ -160,6 +175,7 @@ def _prepare(learner: Learner, order: TrainOrder, scored: Sequence[ScoredBatch])
         scores=scores,
         group_ids=group_ids,
         greedy_scores=[row.greedy_score for row in order.rows],
+        placed=[row.token_rewards for row in order.rows],
         kl_coef=kl_coef,
         critic_alone=_critic_alone(learner, order.step),
         ranks=ranks,
@@ -245,13 +261,13 @@ def _report_metrics(reports: dict[str, UpdateReport], *, is_audited: bool) -> di
 
 
 def _compiling(learner: Learner) -> dict[str, float]:
-    """`perf/compile_s` of a run with compiled layers; a step that compiled says so in the log."""
+    """`perf/comp*` of a run with compiled layers; a step that compiled says so in the log."""
     if learner.compile_clock is None:
         return {}
-    count, seconds = learner.compile_clock.take()
-    if count:
-        log.info("step %d: %d compilations of layers took %.1f s", learner.version, count, seconds)
-    return {"perf/compile_s": seconds}
+    compiled = learner.compile_clock.take()
+    if compiled.count:
+        log.info("step %d: %s", learner.version, compiled)
+    return {"perf/compile_s": compiled.seconds, "perf/compilations": float(compiled.count)}
 
 
 def _utilisation(learner: Learner, flops: int, stopwatch: Stopwatch) -> dict[str, float]:

@@ -24,7 +24,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a block; on CUDA until its kernels are done."""
+        """Times a block, on CUDA until its kernels are done; blocks of the same name add up."""
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -32,14 +32,17 @@ class Stopwatch:
         yield
         if on_gpu:
             torch.cuda.synchronize(self.device)
-            self.peaks[name] = torch.cuda.max_memory_allocated(self.device)
-        self.seconds[f"timing_s/{name}"] = time.monotonic() - began
+            peak = torch.cuda.max_memory_allocated(self.device)
+            self.peaks[name] = max(peak, self.peaks.get(name, 0))
+        before = self.seconds.get(f"timing_s/{name}", 0.0)
+        self.seconds[f"timing_s/{name}"] = before + time.monotonic() - began
 
     def memory(self, ranks: Ranks) -> dict[str, float]:
         """`perf/memory_gib/*`: by phase, of the rank that took the most; every rank calls it."""
         metrics: dict[str, float] = {}
         if self.peaks:
-            peaks = torch.tensor([*self.peaks.values()], dtype=torch.float64, device=self.device)
-            for name, peak in zip(self.peaks, ranks.all_max(peaks).tolist(), strict=True):
+            numbers = {**self.peaks, "reserved": torch.cuda.memory_reserved(self.device)}
+            peaks = torch.tensor([*numbers.values()], dtype=torch.float64, device=self.device)
+            for name, peak in zip(numbers, ranks.all_max(peaks).tolist(), strict=True):
                 metrics[f"perf/memory_gib/{name}"] = peak / GIB
         return metrics

@@ -9,13 +9,13 @@ from paceline.config.reward import AttachedConfig
 from paceline.core.attachment import Leave
 from paceline.core.dispatch import Failure
 from paceline.core.errors import InvalidMessageError, RewardError, RewardErrorKind
-from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.core.scoring import ScoreItem, ScoreResult, groups_of
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, failed, score_of
 from paceline.reward.shape import Shape
 from paceline.reward.shaped import Shaped
 from paceline.service.gateway import Gateway, GatewayOptions
-from paceline.wire.attachment import Result
+from paceline.wire.attachment import GroupResult, Result, Task
 from paceline.wire.protobuf import check_score_item
 
 
@@ -25,32 +25,38 @@ class AttachedScorer:
     def __init__(self, config: AttachedConfig, *, timeout_s: float, run_id: str = "") -> None:
         self._name, self._shape = config.name, Shape.configured(config)
         self._is_open = False
-        self.gateway: Gateway[ScoreItem, Result] = Gateway(
+        self.gateway: Gateway[Task, GroupResult] = Gateway(
             GatewayOptions(
                 name=config.name,
                 run_id=run_id,
                 answer_within_s=config.timeout_s or timeout_s,
                 wait_for_s=config.wait_for_s,
-                source_of=lambda item: item.data_source,
-                size_of=lambda item: len(item.prompt) + len(item.response) + len(item.ground_truth),
+                source_of=lambda task: _items(task)[0].data_source,
+                size_of=lambda task: sum(item.num_chars for item in _items(task)),
+                groups=config.group,
             )
         )
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> list[Shaped]:
-        """One scorer for each configured name under which clients attach."""
+        """One scorer for each configured name under which clients attach; reward models do, too."""
         config = settings.config
         return [
             Shaped(
                 cls(attached, timeout_s=config.timeout_s, run_id=settings.run_id), Shape.configured(attached)
             )
-            for attached in config.attached
+            for attached in (*config.attached, *(model.attached for model in config.models))
         ]
 
     @property
     def names(self) -> Sequence[str]:
         """The name of its component."""
         return [self._name]
+
+    @property
+    def version(self) -> str | None:
+        """That of its clients."""
+        return self.gateway.version
 
     async def start(self) -> None:
         """From now on it can be asked; clients attach when they like."""
@@ -65,32 +71,60 @@ class AttachedScorer:
         if not self._is_open:
             raise RewardError(f"{self._name}: clients cannot attach now", kind=RewardErrorKind.UNAVAILABLE)
         refused = {index: error for index, item in enumerate(items) if (error := _problem(item)) is not None}
+        open_places = [place for place in range(len(items)) if place not in refused]
+        tasks = self._tasks([items[place] for place in open_places])
         started = time.monotonic()
-        answers = iter(
-            await self.gateway.ask([item for index, item in enumerate(items) if index not in refused])
-        )
+        answers = await self.gateway.ask([task for _, task in tasks])
         seconds = time.monotonic() - started
-        return [
-            self._score(item, refused[index] if index in refused else next(answers), seconds)
-            for index, item in enumerate(items)
-        ]
+        scores: dict[int, Score] = {}
+        for (places, task), answer in zip(tasks, answers, strict=True):
+            for place, score in zip(places, self._scores(task, answer, seconds), strict=True):
+                scores[open_places[place]] = score
+        for place, error in refused.items():
+            scores[place] = self._score(items[place], error, seconds)
+        return [scores[place] for place in range(len(items))]
+
+    def _tasks(self, items: Sequence[ScoreItem]) -> list[tuple[Sequence[int], Task]]:
+        """What clients are given, with the places of its items: items, or groups."""
+        if not self._shape.group:
+            return [((place,), item) for place, item in enumerate(items)]
+        return [(places, tuple(items[place] for place in places)) for places in groups_of(items)]
+
+    def _scores(self, task: Task, answer: GroupResult | Failure, seconds: float) -> list[Score]:
+        items = _items(task)
+        if isinstance(answer, Failure):
+            kind = RewardErrorKind.TIMEOUT if answer.is_late else RewardErrorKind.UNAVAILABLE
+            message = f"{self._name}: {answer.message}"
+            return [failed(item.trajectory_id, kind, message, seconds) for item in items]
+        if isinstance(task, ScoreItem) and not isinstance(answer, tuple):
+            return [self._score(task, answer, seconds)]
+        rows = answer if isinstance(answer, tuple) and not isinstance(task, ScoreItem) else ()
+        results = dict(rows)
+        if len(rows) != len(items) or results.keys() != {item.trajectory_id for item in items}:
+            error = RewardError(
+                "a client must answer a group with one result for each item, under its trajectory_id, and an "
+                "item with one",
+                kind=RewardErrorKind.WRONG_COUNT,
+            )
+            return [self._score(item, error, seconds) for item in items]
+        return [self._score(item, results[item.trajectory_id], seconds) for item in items]
 
     async def close(self) -> None:
         """Asks the clients to attach again later, to this service's successor."""
         self._is_open = False
         await self.gateway.close(Leave(reason="this reward service ends"))
 
-    def _score(self, item: ScoreItem, answer: Result | Failure, seconds: float) -> Score:
-        match answer:
-            case Failure(is_late=is_late, message=message):
-                kind = RewardErrorKind.TIMEOUT if is_late else RewardErrorKind.UNAVAILABLE
-                return failed(item.trajectory_id, kind, f"{self._name}: {message}", seconds)
-            case ScoreResult(trajectory_id=trajectory_id) if trajectory_id != item.trajectory_id:
-                answer = RewardError(
-                    "a client answered under another trajectory_id than the item's",
-                    kind=RewardErrorKind.WRONG_COUNT,
-                )
+    def _score(self, item: ScoreItem, answer: Result, seconds: float) -> Score:
+        if isinstance(answer, ScoreResult) and answer.trajectory_id != item.trajectory_id:
+            answer = RewardError(
+                "a client answered under another trajectory_id than the item's",
+                kind=RewardErrorKind.WRONG_COUNT,
+            )
         return score_of(item, answer, name=self._name, shape=self._shape, seconds=seconds)
+
+
+def _items(task: Task) -> Sequence[ScoreItem]:
+    return (task,) if isinstance(task, ScoreItem) else task
 
 
 def _problem(item: ScoreItem) -> RewardError | None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 
-from paceline.core.attachment import FromClient, Hello
-from paceline.core.errors import ConfigError, DeadlineError, EnvironmentLackError, ProtocolError
-from paceline.core.scoring import ScoreItem
+from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.core.text import one_line
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
-from paceline.service.gateway import Gateway
-from paceline.wire.attachment import Result, gateway_message_to_proto, scorer_message_from_proto
-
-_HELLO_S = 10.0
+from paceline.service.gateway import Gateway, first_hello
+from paceline.wire.attachment import GroupResult, Task, gateway_message_to_proto, scorer_message_from_proto
 
 
 class GatewayServicer(reward_pb2_grpc.RewardGatewayServicer):
     """Lets clients attach once `gateways`, by the name that clients attach as, is set."""
 
     def __init__(self) -> None:
-        self.gateways: Mapping[str, Gateway[ScoreItem, Result]] | None = None
+        self.gateways: Mapping[str, Gateway[Task, GroupResult]] | None = None
 
     async def Attach(
         self, messages: AsyncIterator[reward_pb2.ScorerMessage], context: object
@@ -33,7 +28,7 @@ class GatewayServicer(reward_pb2_grpc.RewardGatewayServicer):
             ProtocolError, InvalidMessageError, DeadlineError: what the client sends has no place here.
         """
         read = (scorer_message_from_proto(message) async for message in messages)
-        hello = await _hello(read)
+        hello = await first_hello(read)
         if self.gateways is None:
             raise EnvironmentLackError("the reward service is still starting: try again")
         gateway = self.gateways.get(hello.name)
@@ -44,14 +39,3 @@ class GatewayServicer(reward_pb2_grpc.RewardGatewayServicer):
             )
         async for message in gateway.serve(hello, read):
             yield gateway_message_to_proto(message)
-
-
-async def _hello(messages: AsyncIterator[FromClient[Result]]) -> Hello:
-    try:
-        async with asyncio.timeout(_HELLO_S):
-            message = await anext(messages, None)
-    except TimeoutError:
-        raise DeadlineError(phase="ATTACH", peer="a client", seconds=_HELLO_S, hint="say hello") from None
-    if not isinstance(message, Hello):
-        raise ProtocolError("a client says hello in its first message")
-    return message

@@ -1,9 +1,9 @@
 """A reward process, `python -m paceline.reward.functions.child`: a function pool starts it and feeds it.
 
-In:  the functions, then batches of items.
-Out: "ready" or "refused" once, then rows of results in the order of the items.
+In:  the functions, then batches of jobs: an item each, or the items of a group.
+Out: "ready" or "refused" once, then a row of results for each job, in their order.
 
-Before it calls a function it notes the item's number and the time in `Progress`, so that the pool knows which
+Before it calls a function it notes the job's number and the time in `Progress`, so that the pool knows which
 item the process hung or died on.
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO
 
 from paceline.core.errors import ConfigError, RewardError
-from paceline.core.reward_function import RewardFunction, check_value, describe, kind_of
+from paceline.core.reward_function import RewardFunction, check_value, check_values, describe, kind_of
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import one_line
 from paceline.reward.functions.registry import load
@@ -28,47 +28,96 @@ _FLUSH_AFTER_S = 0.001
 _MAX_BUFFERED_VALUES = 4096
 
 
+Result = tuple[float | None, dict[str, float], str | None, str]
+"""The reward and the components of an item, or None, the error's kind and message."""
+
+
+class _Sum:
+    """What the functions return for an item, until the first error that counts."""
+
+    def __init__(self, item: ScoreItem) -> None:
+        self._item = item
+        self._error: RewardError | None = None
+        self._specs: list[FunctionSpec] = []
+        self._returned: list[object] = []
+        self._failed: dict[str, float] = {}
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the item has an error already."""
+        return self._error is not None
+
+    def add(self, spec: FunctionSpec, returned: object) -> None:
+        """What a function returned; a RewardError for what it raised."""
+        try:
+            if not spec.shape.required and not isinstance(returned, RewardError):
+                check_value(spec.name, returned)
+        except RewardError as error:
+            returned = error
+        if not spec.shape.required:
+            self._failed[f"{spec.name}/failed"] = float(isinstance(returned, RewardError))
+        if not isinstance(returned, RewardError):
+            self._specs.append(spec)
+            self._returned.append(returned)
+        elif spec.shape.required:
+            self._error = self._error or returned
+
+    def result(self) -> Result:
+        """The sum, or the first error."""
+        try:
+            if self._error is not None:
+                raise self._error
+            reward, components = combine(self._specs, self._returned, self._item)
+        except RewardError as error:
+            return None, {}, error.kind.value, one_line(str(error))
+        return reward, components | self._failed, None, ""
+
+
 class Functions:
     """The configured functions, imported and ready to be called."""
 
     def __init__(self, specs: Iterable[FunctionSpec]) -> None:
-        self._specs, self._pid = tuple(specs), os.getpid()
-        self._functions = tuple((spec, load(spec.reference, spec.arguments)) for spec in self._specs)
+        self._pid = os.getpid()
+        self._functions = tuple(
+            (spec, load(spec.reference, spec.arguments, group=spec.shape.group)) for spec in specs
+        )
 
-    def score(self, item: ScoreItem) -> tuple[float | None, dict[str, float], str | None, str]:
-        """The reward and the components of an item, or the error's kind and message."""
-        specs: list[FunctionSpec] = []
-        returned: list[object] = []
-        failed: dict[str, float] = {}
+    def score(self, items: Sequence[ScoreItem]) -> list[Result]:
+        """A result for each item; functions that score groups are called once for all of them."""
         try:
+            sums = [_Sum(item) for item in items]
             for spec, function in self._functions:
-                if not spec.shape.takes(item):
+                if not spec.shape.takes(items[0]) or all(item_sum.has_failed for item_sum in sums):
                     continue
-                try:
-                    value = self._call(spec, function, item)
-                except RewardError:
-                    if spec.shape.required:
-                        raise
-                    failed[f"{spec.name}/failed"] = 1.0
-                    continue
-                if not spec.shape.required:
-                    failed[f"{spec.name}/failed"] = 0.0
-                specs.append(spec)
-                returned.append(value)
-            reward, components = combine(specs, returned)
-        except RewardError as error:
-            return None, {}, error.kind.value, one_line(str(error))
+                for item_sum, value in zip(sums, self._values(spec, function, items), strict=True):
+                    item_sum.add(spec, value)
+            return [item_sum.result() for item_sum in sums]
         except MemoryError:
             raise
         except BaseException as error:  # noqa: BLE001  user code too: the methods of what a function returned
-            return None, {}, kind_of(error).value, describe("what a reward function returned", error)
-        return reward, components | failed, None, ""
+            message = describe("what a reward function returned", error)
+            return [(None, {}, kind_of(error).value, message)] * len(items)
 
-    def _call(self, spec: FunctionSpec, function: RewardFunction, item: ScoreItem) -> object:
-        """What a function returns; a RewardError for what it raises."""
-        keywords = function.keywords(item, spec.arguments)
+    def _values(
+        self, spec: FunctionSpec, function: RewardFunction, items: Sequence[ScoreItem]
+    ) -> Sequence[object]:
+        """What a function returns for each item; a RewardError for what it raises."""
         try:
-            returned = function.call(item.response, item.ground_truth, **keywords)
+            if spec.shape.group:
+                returned = self._call(spec, function, list(items), **spec.arguments)
+                return check_values(spec.name, returned, len(items))
+            (item,) = items
+            keywords = function.keywords(item, spec.arguments)
+            return [self._call(spec, function, item.response, item.ground_truth, **keywords)]
+        except RewardError as error:
+            return [error] * len(items)
+
+    def _call(
+        self, spec: FunctionSpec, function: RewardFunction, *given: object, **keywords: object
+    ) -> object:
+        """What a function returns; a RewardError for what it raises."""
+        try:
+            return function.call(*given, **keywords)
         except MemoryError:
             raise
         except BaseException as error:  # noqa: BLE001  user code: what it raises is this item's error
@@ -76,9 +125,6 @@ class Functions:
         finally:
             if os.getpid() != self._pid:
                 os._exit(0)  # a copy that a function forked must not write results
-        if not spec.shape.required:
-            check_value(spec.name, returned)
-        return returned
 
 
 def serve(requests: BinaryIO, results: BinaryIO, progress: Progress) -> None:
@@ -104,22 +150,14 @@ def _score_batch(functions: Functions, batch: list[list[Any]], results: BinaryIO
     num_values = 0
     flushed = started = time.monotonic()
     for row in batch:
-        number, trajectory_id, prompt, response, ground_truth, data_source, extra = row
+        number, *fields = row
         progress.note(number, started)
-        item = ScoreItem(
-            trajectory_id=trajectory_id,
-            prompt=prompt,
-            response=response,
-            ground_truth=ground_truth,
-            data_source=data_source,
-            extra=extra,
-        )
-        reward, components, kind, message = functions.score(item)
+        scored = functions.score([_item(*of_item) for of_item in fields])
         _check_open(results)
         ended = time.monotonic()
-        rows.append([number, reward, components, kind, message, ended - started])
+        rows.append([number, ended - started, *scored])
         # A result that waits here is lost if a later item of the batch hangs, and is then computed again.
-        num_values += 1 + len(components)
+        num_values += sum(1 + len(components) for _, components, _, _ in scored)
         if ended - flushed > _FLUSH_AFTER_S or num_values >= _MAX_BUFFERED_VALUES:
             pipes.write(results, rows)
             rows, num_values = [], 0
@@ -127,6 +165,26 @@ def _score_batch(functions: Functions, batch: list[list[Any]], results: BinaryIO
         started = ended
     if rows:
         pipes.write(results, rows)
+
+
+def _item(
+    trajectory_id: str,
+    prompt: str,
+    response: str,
+    ground_truth: str,
+    data_source: str,
+    extra: dict[str, object],
+    group: str,
+) -> ScoreItem:
+    return ScoreItem(
+        trajectory_id=trajectory_id,
+        prompt=prompt,
+        response=response,
+        ground_truth=ground_truth,
+        data_source=data_source,
+        extra=extra,
+        group=group,
+    )
 
 
 def _check_open(results: BinaryIO) -> None:

@@ -1,9 +1,10 @@
-"""Items on their way through a pool: the caller's request, a job per item, the rows that the pipes carry."""
+"""Items on their way through a pool: the caller's request, its jobs, the rows that the pipes carry."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +28,14 @@ class Request:
 
 @dataclass(slots=True)
 class Job:
-    """One item of a request. A suspect is scored by itself: it, or another of its batch, forged results."""
+    """What a process scores in one piece: an item of a request, or the items of a group, with their places.
+
+    A suspect is scored by itself: it, or another of its batch, forged results.
+    """
 
     request: Request
-    index: int
-    item: ScoreItem
+    places: Sequence[int]
+    items: Sequence[ScoreItem]
     is_suspect: bool = False
 
     @property
@@ -39,22 +43,28 @@ class Job:
         """Whether its caller still waits."""
         return not self.request.done.done()
 
-    def settle(self, score: Score) -> None:
-        """Stores the item's score; the last one of a request wakes its caller."""
+    @property
+    def num_chars(self) -> int:
+        """Of its prompts and responses."""
+        return sum(len(item.response) + len(item.prompt) for item in self.items)
+
+    def settle(self, scores: Sequence[Score]) -> None:
+        """Stores the items' scores; the last ones of a request wake its caller."""
         request = self.request
-        request.scores[self.index] = score
-        request.num_open -= 1
+        for place, score in zip(self.places, scores, strict=True):
+            request.scores[place] = score
+        request.num_open -= len(scores)
         if request.num_open == 0 and not request.done.done():
             request.done.set_result(None)
 
     def fail(self, kind: RewardErrorKind, message: str, seconds: float = 0.0) -> None:
-        """Stores an error as the item's score."""
-        self.settle(failed(self.item.trajectory_id, kind, message, seconds))
+        """Stores an error as the score of each item."""
+        self.settle([failed(item.trajectory_id, kind, message, seconds) for item in self.items])
 
 
 def encode_batch(jobs: dict[int, Job]) -> bytes:
     """The frame of a batch. Jobs whose items cannot be encoded fail, and leave `jobs`."""
-    rows = {number: _row(number, job.item) for number, job in jobs.items()}
+    rows = {number: [number, *map(_fields, job.items)] for number, job in jobs.items()}
     try:
         return frames.encode(list(rows.values()))
     except (TypeError, ValueError, OverflowError):
@@ -69,21 +79,17 @@ def encode_batch(jobs: dict[int, Job]) -> bytes:
     return frames.encode(list(rows.values()))
 
 
-def parse_row(row: Any, jobs: dict[int, Job]) -> tuple[int, Score]:
-    """Reads a result that a child wrote for one of `jobs`. User code in the child may have damaged it.
+def parse_row(row: Any, jobs: dict[int, Job]) -> tuple[int, list[Score]]:
+    """Reads the results of a job that a child wrote for one of `jobs`. User code there may have damaged it.
 
     Returns:
-        The job's number and the score.
+        The job's number and the scores of its items.
 
     Raises:
         ProtocolError: it is not what `paceline.reward.functions.child` writes, or for no job of these.
     """
     try:
-        number, reward, components, kind, message, seconds = row
-        error = None if kind is None else (RewardErrorKind(kind), one_line(str(message)))
-        is_sound = isinstance(reward, float) and math.isfinite(reward) if error is None else reward is None
-        if not is_sound or not _are_components(components):
-            raise ValueError("neither a reward nor an error")
+        number, seconds, *results = row
         number, seconds = int(number), float(seconds)
         if not 0 <= seconds <= _LONGEST_S:
             raise ValueError(f"an item that took {seconds} s")
@@ -91,14 +97,24 @@ def parse_row(row: Any, jobs: dict[int, Job]) -> tuple[int, Score]:
         raise ProtocolError(f"a reward process sent a row that cannot be read: {fault}") from fault
     if number not in jobs:
         raise ProtocolError(f"a reward process answered for item {number}, which it was not given")
-    score = Score(
-        trajectory_id=jobs[number].item.trajectory_id,
-        reward=reward,
-        components=components,
-        error=error,
-        seconds=seconds,
+    items = jobs[number].items
+    if len(results) != len(items):
+        raise ProtocolError(f"a reward process sent {len(results)} results for {len(items)} items")
+    return number, [_score(item, result, seconds) for item, result in zip(items, results, strict=True)]
+
+
+def _score(item: ScoreItem, result: Any, seconds: float) -> Score:
+    try:
+        reward, components, kind, message = result
+        error = None if kind is None else (RewardErrorKind(kind), one_line(str(message)))
+        is_sound = isinstance(reward, float) and math.isfinite(reward) if error is None else reward is None
+        if not is_sound or not _are_components(components):
+            raise ValueError("neither a reward nor an error")
+    except (TypeError, ValueError, OverflowError) as fault:
+        raise ProtocolError(f"a reward process sent a row that cannot be read: {fault}") from fault
+    return Score(
+        trajectory_id=item.trajectory_id, reward=reward, components=components, error=error, seconds=seconds
     )
-    return number, score
 
 
 def _are_components(value: object) -> bool:
@@ -108,13 +124,13 @@ def _are_components(value: object) -> bool:
     )
 
 
-def _row(number: int, item: ScoreItem) -> list[object]:
+def _fields(item: ScoreItem) -> list[object]:
     return [
-        number,
         item.trajectory_id,
         item.prompt,
         item.response,
         item.ground_truth,
         item.data_source,
         dict(item.extra),
+        item.group,
     ]

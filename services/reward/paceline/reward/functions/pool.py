@@ -9,14 +9,14 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
 from paceline.config.reward import RewardConfig
 from paceline.core.errors import ConfigError, PacelineError, ProtocolError, RewardError, RewardErrorKind
-from paceline.core.scoring import ScoreItem
+from paceline.core.scoring import ScoreItem, groups_of
 from paceline.reward.functions.jobs import Job, Request, encode_batch, parse_row
 from paceline.reward.functions.registry import BUILTIN_NAMES
 from paceline.reward.functions.spec import FunctionSpec
@@ -34,6 +34,8 @@ _MAX_BATCH_CHARS = 4 * 1024 * 1024
 _GUESSED_ITEM_S = 0.01
 _PIPE_DRAIN_S = 5.0
 _RESTART_PAUSES_S = (0.0, 0.5, 2.0)
+# Seconds of work in the queue, for those that run, above which another process starts.
+_BEHIND_S = 3.0
 
 
 class _Loss(enum.Enum):
@@ -46,16 +48,21 @@ class _Loss(enum.Enum):
 
 
 class FunctionPool:
-    """Scores items in `num_processes` child processes, each of which imports the functions once; a `Scorer`.
+    """Scores items in child processes, each of which imports the functions once; a `Scorer`.
+
+    Further processes start one by one while the queue is long, and end after a time without work.
 
     When an item takes longer than `timeout_s`, its process is killed and replaced; a process that crashes is
     replaced as well. Only the item at fault gets the error; the others of its batch go to another process.
-    An item gets one attempt: whoever asks decides whether to ask again.
+    An item gets one attempt: whoever asks decides whether to ask again. What ends a call for a group is the
+    error of all its items.
 
     Args:
-        functions: what is computed; see `FunctionSpec`.
-        num_processes: how many child processes.
-        timeout_s: how long all functions together may take for one item.
+        functions: what is computed; see `FunctionSpec`. All of them score items, or all of them groups.
+        num_processes: child processes that always run.
+        max_processes: largest number of them; None: `num_processes`.
+        timeout_s: how long all functions together may take for one item, or one group.
+        idle_s: time without work after which a further process ends.
         limits: what a process may use.
 
     Raises:
@@ -67,7 +74,9 @@ class FunctionPool:
         functions: Sequence[FunctionSpec],
         *,
         num_processes: int,
+        max_processes: int | None = None,
         timeout_s: float,
+        idle_s: float = 60.0,
         limits: ChildLimits = ChildLimits(),  # noqa: B008  it is frozen
     ) -> None:
         if not functions:
@@ -77,33 +86,39 @@ class FunctionPool:
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise ConfigError(f"reward.timeout_s is {timeout_s}: write a positive number of seconds")
         self._functions = tuple(functions)
-        self._num_processes = num_processes
-        self._timeout_s, self._limits = timeout_s, limits
+        self._scores_groups = any(spec.shape.group for spec in functions)
+        self._num_processes, self._max_processes = num_processes, max_processes or num_processes
+        self._timeout_s, self._idle_s, self._limits = timeout_s, idle_s, limits
         self._item_s = min(_GUESSED_ITEM_S, timeout_s)
         self._numbers = itertools.count(1)
         self._queue: deque[Job] = deque()
         self._queued = asyncio.Condition()
         self._requests: set[asyncio.Future[None]] = set()
-        self._children: list[ChildProcess] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._children: dict[int, ChildProcess] = {}
+        self._slots = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._growing: asyncio.Task[None] | None = None
         self._broken: BaseException | None = None
         self.num_replaced = 0
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> list[Self]:
-        """The pool of all configured functions, if there are any."""
+        """A pool of the configured functions, and one of those that score groups, where there are any."""
         config = settings.config
-        if not config.functions:
-            return []
+        specs = function_specs(config)
+        forms = [[spec for spec in specs if spec.shape.group is group] for group in (False, True)]
         return [
             cls(
-                function_specs(config),
+                form,
                 num_processes=config.num_processes,
+                max_processes=config.max_processes,
                 timeout_s=config.timeout_s,
                 limits=ChildLimits(
                     memory_bytes=config.memory_mib and config.memory_mib << 20, pass_env=config.pass_env
                 ),
             )
+            for form in forms
+            if form
         ]
 
     @property
@@ -131,15 +146,20 @@ class FunctionPool:
             raise ProtocolError("this function pool has been started already")
         starts = (self._start_child() for _ in range(self._num_processes))
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
-        self._children = [outcome for outcome in outcomes if isinstance(outcome, ChildProcess)]
+        children = [outcome for outcome in outcomes if isinstance(outcome, ChildProcess)]
+        for child in children:
+            self._children[next(self._slots)] = child
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if errors:
             await self.close()
             raise errors[0]
-        for slot in range(self._num_processes):
-            task = asyncio.create_task(self._serve_slot(slot), name=f"reward-process-{slot}")
-            task.add_done_callback(self._on_slot_end)
-            self._tasks.append(task)
+        for slot in self._children:
+            self._begin(slot, idle_s=None)
+
+    def _begin(self, slot: int, idle_s: float | None) -> None:
+        task = asyncio.create_task(self._serve_slot(slot, idle_s), name=f"reward-process-{slot}")
+        task.add_done_callback(self._on_slot_end)
+        self._tasks.add(task)
 
     async def _start_child(self) -> ChildProcess:
         setup = [{**asdict(spec), "arguments": dict(spec.arguments)} for spec in self._functions]
@@ -168,34 +188,72 @@ class FunctionPool:
         self._requests.add(done)
         try:
             async with self._queued:
-                self._queue.extend(Job(request, index, item) for index, item in enumerate(items))
+                self._queue.extend(self._jobs(request, items))
                 self._queued.notify_all()
+            self._grow_if_behind()
             await done
         finally:
             self._requests.discard(done)
         return [score for score in request.scores if score is not None]
 
+    def _jobs(self, request: Request, items: Sequence[ScoreItem]) -> Iterable[Job]:
+        if self._scores_groups:
+            for places in groups_of(items):
+                yield Job(request, places, [items[place] for place in places])
+        else:
+            for place, item in enumerate(items):
+                yield Job(request, (place,), (item,))
+
     async def close(self) -> None:
         """Stops all processes. Calls of `score` that still wait end in a RewardError."""
-        for task in self._tasks:
+        running = [*self._tasks, *([self._growing] if self._growing else [])]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         self._break(RewardError("the function pool was closed", kind=RewardErrorKind.UNAVAILABLE))
-        await asyncio.gather(*(child.stop(grace_s=1.0) for child in self._children))
-        self._tasks, self._children = [], []
+        await asyncio.gather(*(child.stop(grace_s=1.0) for child in self._children.values()))
+        self._tasks, self._children = set(), {}
 
-    async def _serve_slot(self, slot: int) -> None:
+    def _grow_if_behind(self) -> None:
+        """Starts another process where those that run need long for the queue."""
+        is_growing = self._growing is not None and not self._growing.done()
+        if is_growing or self._broken is not None or len(self._children) >= self._max_processes:
+            return
+        if len(self._queue) * self._item_s > _BEHIND_S * len(self._children):
+            self._growing = asyncio.create_task(self._grow(), name="reward-growth")
+
+    async def _grow(self) -> None:
+        try:
+            child = await self._start_child()
+        except PacelineError as error:
+            _log.warning("a further reward process does not start: %s", error)
+            return
+        slot = next(self._slots)
+        self._children[slot] = child
+        self._begin(slot, self._idle_s)
+        _log.info("%d reward processes, with %d items in the queue", len(self._children), len(self._queue))
+
+    async def _serve_slot(self, slot: int, idle_s: float | None) -> None:
+        """Gives a process its work; one with `idle_s` ends after so long without any."""
         while True:
-            jobs = await self._take()
+            try:
+                async with asyncio.timeout(idle_s):
+                    jobs = await self._take()
+            except TimeoutError:
+                break
             if not await self._run_batch(self._children[slot], jobs):
                 await self._replace(slot)
+            self._grow_if_behind()
+        await self._children[slot].stop(grace_s=1.0)
+        self._children.pop(slot).release()
+        _log.info("%d reward processes", len(self._children))
 
     async def _take(self) -> dict[int, Job]:
         """Waits for work; takes and numbers a process's share, about `_BATCH_TARGET_S` seconds' worth."""
         async with self._queued:
             while True:
                 await self._queued.wait_for(lambda: self._queue)
-                share = math.ceil(len(self._queue) / self._num_processes)
+                share = math.ceil(len(self._queue) / len(self._children))
                 wanted = max(1, min(share, _MAX_BATCH_ITEMS, int(_BATCH_TARGET_S / max(self._item_s, 1e-9))))
                 jobs: dict[int, Job] = {}
                 chars = 0
@@ -207,7 +265,7 @@ class FunctionPool:
                     job = self._queue.popleft()
                     if job.is_wanted:
                         jobs[next(self._numbers)] = job
-                        chars += len(job.item.response) + len(job.item.prompt)
+                        chars += job.num_chars
                 if jobs:
                     return jobs
 
@@ -266,9 +324,9 @@ class FunctionPool:
             raise ProtocolError(f"a reward process sent a {type(rows).__name__} where rows belong")
         seconds = 0.0
         for row in rows:
-            number, score = parse_row(row, jobs)
-            seconds += score.seconds
-            jobs.pop(number).settle(score)
+            number, scores = parse_row(row, jobs)
+            seconds += scores[0].seconds
+            jobs.pop(number).settle(scores)
         self._item_s += 0.5 * (seconds / max(len(rows), 1) - self._item_s)
 
     async def _settle_lost(self, child: ChildProcess, jobs: dict[int, Job], loss: _Loss) -> None:
@@ -317,6 +375,7 @@ class FunctionPool:
         raise last
 
     def _on_slot_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._break(error)
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from paceline.core.errors import ConfigError
-from paceline.core.reward_function import RewardFunction, inspect_function
+from paceline.core.reward_function import RewardFunction, inspect_function, inspect_group_function
 from paceline.core.user_function import find_function
 from paceline.reward import builtin
 from paceline.reward.builtin import mathematics
@@ -14,18 +14,21 @@ from paceline.reward.builtin import mathematics
 BUILTIN_NAMES = tuple(builtin.__all__)
 
 
-def resolve(reference: str) -> RewardFunction:
+def resolve(reference: str, *, group: bool = False) -> RewardFunction:
     """Finds a reward function and checks that it can be called as one. Runs the module that it lives in.
 
     Args:
         reference: a built-in's name, `module:function` or `path/to/file.py:function`.
+        group: it scores the samples of a prompt together.
 
     Raises:
         ConfigError: there is no such built-in, file, module or function; the module fails to import; or the
-            function cannot be called with a response and a ground truth.
+            function cannot be called with a response and a ground truth, or with a list of items.
     """
+    if group and reference in BUILTIN_NAMES:
+        raise ConfigError(f"the built-in {reference!r} scores responses by themselves: remove group: true")
     target = getattr(builtin, reference) if reference in BUILTIN_NAMES else _import_target(reference)
-    function = inspect_function(reference, target)
+    function = (inspect_group_function if group else inspect_function)(reference, target)
     if function.is_async:
         raise ConfigError(
             f"reward function {reference!r} is async: write a plain def (each reward process scores one item "
@@ -34,17 +37,20 @@ def resolve(reference: str) -> RewardFunction:
     return function
 
 
-def load(reference: str, arguments: Mapping[str, object]) -> RewardFunction:
+def load(reference: str, arguments: Mapping[str, object], *, group: bool = False) -> RewardFunction:
     """Resolves a function, checks its configured arguments and imports what its first call would import.
 
     Raises:
         ConfigError: as `resolve`; an argument is unknown; or what the function needs is not installed.
     """
-    function = resolve(reference)
+    function = resolve(reference, group=group)
     if reference in BUILTIN_NAMES:
         # A built-in accepts every field of an item; a configured argument that it does not name is a mistake.
         dataclasses.replace(function, takes_any=False).check_arguments(arguments)
     function.check_arguments(arguments)
+    missing = sorted(function.required - arguments.keys()) if group else []
+    if missing:
+        raise ConfigError(f"reward function {reference!r} needs {', '.join(missing)}: name them under kwargs")
     if reference == "math_verify":
         try:
             mathematics.load_library()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.reward_function import check_value
+from paceline.core.scoring import ScoreItem
 from paceline.reward.shape import Shape
 
 
@@ -28,12 +29,15 @@ class FunctionSpec:
     arguments: Mapping[str, object] = field(default_factory=dict)
 
 
-def combine(functions: Sequence[FunctionSpec], returned: Sequence[object]) -> tuple[float, dict[str, float]]:
+def combine(
+    functions: Sequence[FunctionSpec], returned: Sequence[object], item: ScoreItem
+) -> tuple[float, dict[str, float]]:
     """The weighted sum over the functions, and all components.
 
     Args:
         functions: the functions, in order.
         returned: what each of them returned.
+        item: what they scored.
 
     Raises:
         RewardError: a returned value is refused (see `check_value`), or the weighted sum overflows.
@@ -44,7 +48,7 @@ def combine(functions: Sequence[FunctionSpec], returned: Sequence[object]) -> tu
         value, further = check_value(spec.name, returned_value)
         components[spec.name] = value
         components.update(further)
-        reward += spec.shape.contribution(value)
+        reward += spec.shape.contribution(value, item)
     if not math.isfinite(reward):
         raise RewardError(
             f"the weighted sum of {', '.join(spec.name for spec in functions)} is {reward}",

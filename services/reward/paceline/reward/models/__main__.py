@@ -4,42 +4,108 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
-from paceline.core.errors import PacelineError, exit_code
-from paceline.reward.models.sequence import SequenceModel, SequenceModelOptions
+from paceline.config.load import load
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError, PacelineError, exit_code
+from paceline.core.scoring import ScoreItem
+from paceline.reward.models.deadline import Bounded, or_end
+from paceline.reward.models.model import ModelOptions
+from paceline.reward.models.process import ProcessModel
+from paceline.reward.models.sequence import SequenceModel
+from paceline.reward.models.version import folder_version
 from paceline.sdk import attach_reward, serve_reward
+from paceline.service.process import die_with_parent
+
+_KINDS: Mapping[str, type[SequenceModel] | type[ProcessModel]] = {
+    "sequence_classification": SequenceModel,
+    "process": ProcessModel,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serves a reward model, or attaches it to a run; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m paceline.reward.models", description=__doc__)
-    parser.add_argument("path", help="folder with a model for sequence classification with one label")
+    parser.add_argument("path", nargs="?", help="folder with a model with one label")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="in place of path and the model's options: the run's configuration, with "
+        "--name an entry of its reward.models",
+    )
+    parser.add_argument(
+        "--kind", default="sequence_classification", choices=_KINDS, help="default: %(default)s"
+    )
+    parser.add_argument("--step-separator", default="\n", help="process: what ends a step (default: newline)")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--port", type=int, help="serve for an entry of reward.services; 0: any free port")
-    where.add_argument("--attach", metavar="HOST:PORT", help="attach to a run's reward service")
+    where.add_argument("--attach", metavar="HOST:PORT", nargs="+", help="attach to a run's reward services")
     parser.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s)")
     parser.add_argument("--name", default="rm", help="entry of reward.attached (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="torch's name, cuda:0 say (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--max-batch-tokens", type=int, default=16384, help="default: %(default)s")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        help="s that a call may take, else the process ends (%(default)s)",
+    )
+    parser.add_argument(
+        "--load-timeout",
+        type=float,
+        default=600.0,
+        help="s that loading may take, else likewise (%(default)s)",
+    )
     args = parser.parse_args(arguments)
+    if (args.path is None) is (args.config is None):
+        parser.error("give either the path of a model or --config")
+    die_with_parent()
     try:
-        model = SequenceModel(
-            SequenceModelOptions(
-                path=args.path,
-                device=args.device,
-                dtype=args.dtype,
-                max_batch_tokens=args.max_batch_tokens,
+        if args.config is not None:
+            _take_from(args.config, args)
+        with or_end(args.load_timeout):
+            loaded: Callable[[list[ScoreItem]], list[Any]] = _KINDS[args.kind](
+                ModelOptions(
+                    path=args.path,
+                    device=args.device,
+                    dtype=args.dtype,
+                    max_batch_tokens=args.max_batch_tokens,
+                    step_separator=args.step_separator,
+                )
             )
-        )
+        model, version = Bounded(loaded, args.timeout), folder_version(Path(args.path))
         if args.attach:
-            attach_reward(model, address=args.attach, name=args.name, batch=True)
+            attach_reward(model, address=args.attach, name=args.name, batch=True, version=version)
         else:
-            serve_reward(model, host=args.host, port=args.port, batch=True)
+            serve_reward(model, host=args.host, port=args.port, batch=True, version=version)
     except PacelineError as error:
         print(f"fatal: {error}", file=sys.stderr)
         return exit_code(error)
     return 0
+
+
+def _take_from(file: str, args: argparse.Namespace) -> None:
+    """Takes the options from the run's configuration; a GPU is the first that this process sees.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no model of this name.
+    """
+    models = load(RunConfig, Path(file)).reward.models
+    model = next((model for model in models if model.name == args.name), None)
+    if model is None:
+        names = ", ".join(model.name for model in models) or "none"
+        raise ConfigError(f"{file} has no model {args.name!r} under reward.models, which names {names}")
+    args.path, args.kind, args.step_separator = model.path, model.kind, model.step_separator
+    args.device, args.dtype = "cuda:0" if model.devices else "cpu", model.dtype
+    args.max_batch_tokens, args.timeout, args.load_timeout = (
+        model.max_batch_tokens,
+        model.timeout_s,
+        model.wait_for_s,
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,10 @@ import contextlib
 import enum
 import logging
 import time
+from collections.abc import Callable
 from typing import Final
+
+from paceline.reward.scorer import to_nobody
 
 _log = logging.getLogger(__name__)
 
@@ -30,10 +33,15 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """The breaker of one service. Whoever was admitted says how the call went, once."""
+    """The breaker of one service. Whoever was admitted says how the call went, once.
 
-    def __init__(self, peer: str) -> None:
-        self._peer = peer
+    Args:
+        peer: the service, in messages.
+        notify: is told when it opens and when it closes.
+    """
+
+    def __init__(self, peer: str, notify: Callable[[str], None] = to_nobody) -> None:
+        self._peer, self._notify = peer, notify
         self._state = BreakerState.CLOSED
         self._changed = asyncio.Event()
         self._num_failures, self._reason = 0, ""
@@ -68,6 +76,7 @@ class Breaker:
         self._num_failures, self._pause_s = 0, _FIRST_PAUSE_S
         if self._state is not BreakerState.CLOSED:
             _log.info("%s answers again", self._peer)
+            self._notify(f"{self._peer} answers again")
             self._become(BreakerState.CLOSED)
 
     def failed(self, reason: str) -> None:
@@ -77,6 +86,8 @@ class Breaker:
         # Calls that were under way when it opened say nothing new.
         if self._state is BreakerState.OPEN or (self._num_failures < _LIMIT and not trying):
             return
+        if not trying:
+            self._notify(f"{self.explanation}; items for it wait, and single calls try it")
         _log.warning("%s; the next call in %.1f s", self.explanation, self._pause_s)
         self._opened_until = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

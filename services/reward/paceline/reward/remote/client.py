@@ -1,4 +1,4 @@
-"""One call of `RewardService.Score`: items out, results in, protobuf in between."""
+"""The calls of `RewardService`, with protobuf in between: `Score`, and `Describe`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import grpc
 
-from paceline.core.errors import RewardError, RewardErrorKind
-from paceline.core.scoring import ScoreItem
+from paceline.core.errors import ProtocolError, RewardError, RewardErrorKind
+from paceline.core.scoring import REWARD_CONTRACT, RewardDescription, ScoreItem
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.service import channels
 from paceline.wire.attachment import Result, result_or_error
-from paceline.wire.protobuf import score_item_to_proto
+from paceline.wire.protobuf import description_from_proto, score_item_to_proto
 
 
 async def call_score(
@@ -41,3 +41,21 @@ async def call_score(
             kind=RewardErrorKind.WRONG_COUNT,
         )
     return [result_or_error(by_id[trajectory_id]) for trajectory_id in trajectory_ids]
+
+
+async def call_describe(channel: grpc.aio.Channel, *, timeout_s: float, peer: str) -> RewardDescription:
+    """What the service says that it is; version 1 of the contract has no such call.
+
+    Raises:
+        PacelineError: the call failed, or the answer cannot be read.
+    """
+    describe = reward_pb2_grpc.RewardServiceStub(channel).Describe
+    request = reward_pb2.DescribeRewardRequest(contract=REWARD_CONTRACT)
+    try:
+        answer = await channels.call(describe, request, timeout_s=timeout_s, phase="REWARD", peer=peer)
+    except ProtocolError as error:
+        cause = error.__cause__
+        if isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return RewardDescription(contract=1)
+        raise
+    return description_from_proto(answer)

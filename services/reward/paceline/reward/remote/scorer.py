@@ -6,9 +6,10 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 import grpc
 
@@ -24,8 +25,10 @@ from paceline.core.errors import (
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.remote.breaker import Breaker
 from paceline.reward.remote.client import call_score
-from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import Score, score_of
+from paceline.reward.remote.handshake import Handshake
+from paceline.reward.remote.parts import Cutter, Part
+from paceline.reward.scorer import ScorerSettings, to_nobody
+from paceline.reward.scores import Score, failed, score_of
 from paceline.reward.shape import Shape
 from paceline.reward.shaped import Shaped
 from paceline.service import channels
@@ -81,14 +84,6 @@ class _Fault(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """The items of one call, with their places; cut from those of a larger call, or not."""
-
-    items: Sequence[tuple[int, ScoreItem]]
-    is_cut: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
     """What became of a call: a score for each of its items, and the fault if there was one."""
 
@@ -99,12 +94,16 @@ class _Outcome:
 class RemoteScorer:
     """A `Scorer` that asks one remote service. Whatever the service answers, every item gets a score."""
 
-    def __init__(self, options: RemoteOptions) -> None:
-        self._options = options
+    def __init__(self, options: RemoteOptions, notify: Callable[[str], None] = to_nobody) -> None:
+        self.options = options
         self._peer = f"reward service {options.name} at {options.address}"
         self._channel: grpc.aio.Channel | None = None
         self._calls = asyncio.Semaphore(options.concurrency)
-        self._breaker = Breaker(self._peer)
+        self._cutter = Cutter(
+            room=int(options.max_message_bytes * _MESSAGE_SHARE), by_group=options.shape.group
+        )
+        self._breaker = Breaker(self._peer, notify)
+        self._handshake = Handshake(self._peer, options.shape, timeout_s=options.timeout_s)
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> list[Shaped]:
@@ -113,17 +112,30 @@ class RemoteScorer:
         Raises:
             ConfigError: the file with a service's token cannot be read.
         """
-        options = [_options(service, settings) for service in settings.config.services]
-        return [Shaped(cls(option), option.shape) for option in options]
+        return [Shaped(remote, remote.options.shape) for remote in cls.services(settings)]
+
+    @classmethod
+    def services(cls, settings: ScorerSettings) -> list[Self]:
+        """The same, not shaped.
+
+        Raises:
+            ConfigError: as `configured`.
+        """
+        return [cls(_options(service, settings), settings.notify) for service in settings.config.services]
 
     @property
     def names(self) -> Sequence[str]:
         """The name of its component."""
-        return [self._options.name]
+        return [self.options.name]
+
+    @property
+    def version(self) -> str | None:
+        """What the service says that it computes; None before it has, on this connection."""
+        return None if self._channel is None else self._handshake.version(self._channel)
 
     async def start(self) -> None:
-        """Connects. A service that cannot be reached now is logged, and may come up later."""
-        options = self._options
+        """Connects, and asks the service what it is. One that cannot be reached now may come up later."""
+        options = self.options
         self._channel = channels.connect(
             options.address,
             credentials=options.credentials,
@@ -133,8 +145,11 @@ class RemoteScorer:
         try:
             async with asyncio.timeout(_REACH_TIMEOUT_S):
                 await self._channel.channel_ready()
+            await self._handshake.shake(self._channel)
         except TimeoutError:
             _log.warning("%s cannot be reached (yet)", self._peer)
+        except PacelineError as error:  # what it is asked to score gets the error
+            _log.error("%s", error)
 
     async def close(self) -> None:
         """Closes the connection."""
@@ -152,9 +167,10 @@ class RemoteScorer:
         Raises:
             RewardError: UNAVAILABLE, when the connection is closed or was not opened.
         """
-        until = time.monotonic() + self._options.retry_for_s
-        scores: dict[int, Score] = {}
-        parts = self._cut(list(enumerate(items)), self._options.max_items_per_call)
+        until = time.monotonic() + self.options.retry_for_s
+        scores = self._too_large(items)
+        pending = [(place, item) for place, item in enumerate(items) if place not in scores]
+        parts = self._cutter.cut(pending, self.options.max_items_per_call)
         pause_s = _FIRST_PAUSE_S
         while True:
             outcomes = await asyncio.gather(*(self._call(part, run_id, step, until) for part in parts))
@@ -164,44 +180,42 @@ class RemoteScorer:
             if not parts or time.monotonic() + pause_s > until:
                 return [scores[index] for index in range(len(items))]
             num_items = sum(len(part.items) for part in parts)
-            _log.info("%s: %d items again in %.2f s", self._options.name, num_items, pause_s)
+            _log.info("%s: %d items again in %.2f s", self.options.name, num_items, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _again(self, parts: Sequence[_Part], outcomes: Sequence[_Outcome]) -> list[_Part]:
+    def _again(self, parts: Sequence[Part], outcomes: Sequence[_Outcome]) -> list[Part]:
         """The calls that are to be made next."""
         refuses_all = len(parts) > 1 and all(outcome.fault is _Fault.REFUSED for outcome in outcomes)
-        again: list[_Part] = []
+        again: list[Part] = []
         for part, outcome in zip(parts, outcomes, strict=True):
             match outcome.fault:
                 case _Fault.UNREACHABLE:
                     again.append(part)
-                case _Fault.SLOW | _Fault.REFUSED if len(part.items) > 1:
+                case _Fault.SLOW | _Fault.REFUSED if len(self._cutter.units(part.items)) > 1:
                     if not (refuses_all and part.is_cut):
-                        again += self._cut(part.items, max(1, len(part.items) // _SPLIT), is_cut=True)
+                        again += self._cutter.cut(part.items, max(1, len(part.items) // _SPLIT), is_cut=True)
         return again
 
-    def _cut(
-        self, pending: Sequence[tuple[int, ScoreItem]], size: int, *, is_cut: bool = False
-    ) -> list[_Part]:
-        """Cuts the items into calls of at most `size` items that stay well below the largest message."""
-        room = int(self._options.max_message_bytes * _MESSAGE_SHARE)
-        parts: list[list[tuple[int, ScoreItem]]] = []
-        chars = room + 1
-        for index, item in pending:
-            item_chars = len(item.prompt) + len(item.response) + len(item.ground_truth)
-            if chars + item_chars > room or len(parts[-1]) >= size:
-                parts.append([])
-                chars = 0
-            parts[-1].append((index, item))
-            chars += item_chars
-        return [_Part(items=part, is_cut=is_cut) for part in parts]
+    def _too_large(self, items: Sequence[ScoreItem]) -> dict[int, Score]:
+        """The errors of items whose groups do not fit into a call, by their places."""
+        limit = self.options.max_items_per_call
+        scores: dict[int, Score] = {}
+        for unit in self._cutter.units(list(enumerate(items))) if self._cutter.by_group else ():
+            if len(unit) > limit:
+                message = (
+                    f"a group of {len(unit)} items does not fit into max_items_per_call={limit}: raise it"
+                )
+                for place, item in unit:
+                    text = f"{self.options.name}: {message}"
+                    scores[place] = failed(item.trajectory_id, RewardErrorKind.WRONG_TYPE, text)
+        return scores
 
-    async def _call(self, part: _Part, run_id: str, step: int, until: float) -> _Outcome:
+    async def _call(self, part: Part, run_id: str, step: int, until: float) -> _Outcome:
         """One call; when it fails, every item of it gets the error as its score."""
         if self._channel is None:
             raise RewardError(f"{self._peer}: the connection is not open", kind=RewardErrorKind.UNAVAILABLE)
-        options = self._options
+        options = self.options
         items = [item for _, item in part.items]
         results: Sequence[ScoreResult | PacelineError]
         started, fault = time.monotonic(), None
@@ -224,16 +238,14 @@ class RemoteScorer:
         if not await self._breaker.admit(until):
             raise PeerLostError(self._breaker.explanation, peer=self._peer)
         try:
-            results = await call_score(
-                channel,
-                items,
-                run_id=run_id,
-                step=step,
-                timeout_s=self._options.timeout_s,
-                peer=self._peer,
-            )
+            await self._handshake.shake(channel)
+            refused = self._handshake.refused(items)
+            asked = [item for item in items if item.trajectory_id not in refused]
+            answers = iter(await self._score(channel, asked, run_id, step) if asked else [])
+            results = [refused.get(item.trajectory_id) or next(answers) for item in items]
         except (DeadlineError, PeerLostError) as error:
             self._breaker.failed(str(error))
+            self._handshake.forget()
             raise
         except PacelineError:
             self._breaker.succeeded()
@@ -243,6 +255,24 @@ class RemoteScorer:
             raise
         self._breaker.succeeded()
         return results
+
+    async def _score(
+        self, channel: grpc.aio.Channel, items: Sequence[ScoreItem], run_id: str, step: int
+    ) -> Sequence[ScoreResult | RewardError]:
+        return await call_score(
+            channel, items, run_id=run_id, step=step, timeout_s=self.options.timeout_s, peer=self._peer
+        )
+
+    async def check(self) -> None:
+        """Asks the service what it is, if it can be reached.
+
+        Raises:
+            ConfigError: it speaks another contract, or does not score what the configuration asks of it.
+        """
+        await self.start()
+        await self.close()
+        if self._handshake.problem is not None:
+            raise ConfigError(self._handshake.problem)
 
     def _explained(self, error: PacelineError) -> PacelineError:
         """The error; that of a refused token with what helps with this service."""

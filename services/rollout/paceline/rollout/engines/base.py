@@ -61,6 +61,11 @@ class Engine(Protocol):
         """Rows of the model's embedding; every token id is smaller."""
         ...
 
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens whose keys and values it keeps at once; 0 where it does not say."""
+        ...
+
     async def describe(self) -> tuple[RankLayout, ...]:
         """Which part of which checkpoint tensor each rank needs, by rank.
 
@@ -128,11 +133,14 @@ class Engine(Protocol):
         """
         ...
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> int:
         """Gives up the GPU memory of weights and KV cache; requests under way are aborted. May be repeated.
 
         Until it is awake, an engine can neither receive nor generate. It may hold no more than its captured
         graphs then; parameters keep their addresses. On a CPU nothing is given up.
+
+        Returns:
+            The most bytes of one GPU that it has given up at once so far; 0 where that is not known.
 
         Raises:
             DeadlineError, PeerLostError: the engine hangs, or died.

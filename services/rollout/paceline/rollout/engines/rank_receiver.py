@@ -1,8 +1,8 @@
 """One rollout rank's part of weight pushes: describe, join, receive, digest, leave. Knows no engine.
 
 There are two ways into the model. The direct way scatters every slice into the live parameters, in place, so
-that captured CUDA graphs stay valid. The general way, for models that the engine's layout rules do not cover,
-assembles full tensors, one after another, and passes them to the engine's own loader.
+that captured CUDA graphs stay valid. The general way, for models that cannot be written in place, assembles
+full tensors, one after another, and passes them to the engine's own loader.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class RankReceiver:
         slices = self.describe().slices
         if not slices:
             raise WeightSyncError(
-                f"{rank_name}: the model's layers are not covered by the layout rules, so its parameters "
+                f"{rank_name}: the model's weights are not pushed in place, so its parameters "
                 "cannot be compared with the checkpoint's tensors; digests are taken while they are received"
             )
         totals = self._digest_job(slices, self._index.current()).run()

@@ -22,6 +22,11 @@ def read_action(text: str, call_format: str, turn: int) -> Message:
     return Message(role="assistant", content=text, tool_calls=numbered)
 
 
+def without_calls(text: str, call_format: str) -> str:
+    """What the policy wrote beside its calls."""
+    return _TAGGED.sub("", text).strip() if call_format == "tagged" else ""
+
+
 def format_of(template: str) -> str:
     """The format that a chat template teaches; `tagged` where it teaches none."""
     if _OPEN in template:

@@ -23,7 +23,11 @@ def check_episodes(config: RunConfig) -> str:
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
     rules = rules_of(config, tokenizer, stop_token_ids(model.path, tokenizer))
     service = config.rollout.environment
-    names = ", ".join(asyncio.run(_call_names(config))) if service is None else f"of {service.address}"
+    names = (
+        ", ".join(asyncio.run(_call_names(config)))
+        if service is None
+        else f"of {service.address or service.attached}"
+    )
     return (
         f"up to {rules.limits.max_turns} turns; tools {names}; calls are {rules.call_format}, "
         f"answers come in the role {rules.joiner.tool_role}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline.core.chat import Message, ToolSpec
 from paceline.core.errors import PeerLostError
@@ -84,6 +84,15 @@ class Session(Protocol):
 
     async def abandon(self) -> None:
         """Frees what the session holds; nothing is graded. Never raises."""
+        ...
+
+
+@runtime_checkable
+class DrivenSession(Session, Protocol):
+    """A session whose program asks for the policy's answers itself, between `open` and `close`."""
+
+    async def run(self, base_url: str, token: str, model: str) -> str:
+        """Runs it to its end; returns why it ended, "" for no particular reason."""
         ...
 
 

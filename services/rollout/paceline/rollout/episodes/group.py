@@ -15,11 +15,21 @@ from paceline.core.trajectory import PromptGroup
 from paceline.data.prompts import Tokenizer
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest
 from paceline.rollout.episodes import calls
-from paceline.rollout.episodes.environment import Environment, EnvironmentLostError, EpisodeTask
+from paceline.rollout.episodes.attached import AttachedEnvironment
+from paceline.rollout.episodes.desk import Desk
+from paceline.rollout.episodes.drive import Driven, drive_episode
+from paceline.rollout.episodes.environment import (
+    DrivenSession,
+    Environment,
+    EnvironmentLostError,
+    EpisodeTask,
+    Session,
+)
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.loop import EpisodeRules, Slot, run_episode
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
+from paceline.rollout.episodes.room import Place, Room
 from paceline.rollout.episodes.states import EpisodeLimits
 from paceline.rollout.episodes.tool_pool import ToolLimits, ToolPool
 from paceline.service.credentials import Credentials
@@ -28,6 +38,8 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.2
 """Before the second attempt at an episode; doubled for each further one."""
+
+_UNBOUNDED = 2**62
 
 CheckSamples = Callable[[PromptGroup, list[Sample]], None]
 
@@ -41,6 +53,8 @@ class Episodes:
         rules: of every episode.
         retries: further attempts at an episode whose environment was lost.
         check: raises for samples that must not leave the server.
+        desk: where agents ask that lead their episodes themselves; None: episodes are led here.
+        max_context_tokens: of all open episodes together, beyond which the next ones wait; 0: any number.
     """
 
     def __init__(
@@ -51,10 +65,18 @@ class Episodes:
         rules: EpisodeRules,
         retries: int,
         check: CheckSamples,
+        desk: Desk | None = None,
+        max_context_tokens: int = 0,
     ) -> None:
         self._engine, self._environment, self._rules = engine, environment, rules
-        self._retries, self._check = retries, check
+        self._retries, self._check, self._desk = retries, check, desk
+        self._room = Room(max_context_tokens or _UNBOUNDED)
         self._last_attempt = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether episodes wait for others to end: the KV cache has no room for them."""
+        return self._room.is_full
 
     async def draw(self, group: PromptGroup, serial: str, slots: Callable[[], Slot]) -> list[Draw]:
         """All episodes of a group, in the order of its seeds; cancelling it abandons them.
@@ -79,18 +101,16 @@ class Episodes:
         return [task.result() for task in running]
 
     async def _episode(self, group: PromptGroup, index: int, serial: str, slot: Slot) -> Draw:
+        # The samples of a group share their prompt's keys and values: it counts with the first.
+        own = len(group.prompt_token_ids) if index == 0 else 0
+        async with self._room.entered(own + self._rules.limits.max_turn_tokens) as place:
+            return await self._attempts(group, index, serial, slot, place)
+
+    async def _attempts(self, group: PromptGroup, index: int, serial: str, slot: Slot, place: Place) -> Draw:
         for retry in itertools.count():
             session = self._environment.session(self._task(group, index))
             try:
-                drawn = await run_episode(
-                    group,
-                    index,
-                    session=session,
-                    generate=lambda request: self._generate(group, request),
-                    rules=self._rules,
-                    slot=slot,
-                    serial=f"{serial}.{retry}",
-                )
+                drawn = await self._run(group, index, session, slot, f"{serial}.{retry}", place)
                 slot.end()
                 return drawn
             except EnvironmentLostError as error:
@@ -100,6 +120,29 @@ class Episodes:
             with slot.paused():
                 await asyncio.sleep(_PAUSE_S * 2**retry)
         raise AssertionError("the last attempt returns or raises")
+
+    async def _run(
+        self, group: PromptGroup, index: int, session: Session, slot: Slot, serial: str, place: Place
+    ) -> Draw:
+        async def generate(request: SampleRequest) -> Sample:
+            sample = await self._generate(group, request)
+            shared = len(group.prompt_token_ids) if index else 0
+            place.grow(max(len(request.prompt_token_ids) + len(sample.token_ids) - shared, 0))
+            return sample
+
+        if self._desk is None:
+            return await run_episode(
+                group,
+                index,
+                session=session,
+                generate=generate,
+                rules=self._rules,
+                slot=slot,
+                serial=serial,
+            )
+        assert isinstance(session, DrivenSession), "rollout.environment.drives names a service"
+        driven = Driven(desk=self._desk, generate=generate, rules=self._rules, slot=slot, serial=serial)
+        return await drive_episode(group, index, session, driven)
 
     async def _generate(self, group: PromptGroup, request: SampleRequest) -> Sample:
         samples = await self._engine.generate([request])
@@ -129,13 +172,28 @@ class Episodes:
         return self._last_attempt
 
 
-def environment_of(config: RunConfig, credentials: Credentials) -> Environment:
-    """What the configuration names: a service, or tools.
+def environment_of(
+    config: RunConfig, credentials: Credentials, *, run_id: str = "", is_over: Callable[[], bool] = bool
+) -> Environment:
+    """What the configuration names: a service, what attaches, or tools.
+
+    Args:
+        config: the run's.
+        credentials: for a service.
+        run_id, is_over: of `AttachedEnvironment`.
 
     Raises:
         ConfigError: the file with the service's token cannot be read.
     """
     episode, service = config.rollout.episode, config.rollout.environment
+    if service is not None and service.attached is not None:
+        return AttachedEnvironment(
+            service.attached,
+            run_id=run_id,
+            play_s=config.request_timeout_s,
+            wait_s=service.call_s,
+            is_over=is_over,
+        )
     if service is not None:
         options = RemoteOptions.of(service, turn_s=config.request_timeout_s, credentials=credentials)
         return RemoteEnvironment(options)

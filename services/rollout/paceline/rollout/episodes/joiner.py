@@ -60,20 +60,24 @@ class Joiner:
 
     def between(self, messages: Sequence[Message]) -> list[int]:
         """Tokens from the end of a sampled turn, whose last token ends it, to the next turn's opening."""
-        return self._encode(self._between([self._plain(message) for message in messages], _QUESTION))
+        return self._encode(self._between([self.plain(message) for message in messages], _QUESTION))
 
     def safe(self, text: str) -> str:
         """Content from outside: cut to the limit, its special tokens broken, so that none can be forged."""
         text = encodable(text)
         num_chars = len(text)
-        text = text[: self._limit * _CHARS_PER_TOKEN]
-        for special in self._special:
-            if special in text:
-                text = text.replace(special, f"{special[0]} {special[1:]}")
+        text = self.unforged(text[: self._limit * _CHARS_PER_TOKEN])
         ids = self._encode(text)
         if len(ids) > self._limit:
             text = self._tokenizer.decode(ids[: self._limit], skip_special_tokens=False)
         return text if len(text) >= num_chars else f"{text} [cut: {num_chars} characters]"
+
+    def unforged(self, text: str) -> str:
+        """A text from outside whose special tokens are broken."""
+        for special in self._special:
+            if special in text:
+                text = text.replace(special, f"{special[0]} {special[1:]}")
+        return text
 
     def shows_tools(self) -> bool:
         """Whether the template writes the tools that it is given into the prompt."""
@@ -84,10 +88,11 @@ class Joiner:
             return False
         return "tool7q" in text
 
-    def _plain(self, message: Message) -> dict[str, object]:
-        """The form that templates take, with a content that is safe."""
+    def plain(self, message: Message, *, is_cut: bool = True) -> dict[str, object]:
+        """The form that templates take, with a content that is safe; of a prompt, none is cut."""
         role = self.tool_role if message.role == "tool" else message.role
-        plain: dict[str, object] = {"role": role, "content": self.safe(message.content)}
+        content = self.safe(message.content) if is_cut else self.unforged(message.content)
+        plain: dict[str, object] = {"role": role, "content": content}
         if role == "tool":
             plain |= {"name": message.name or "tool", "tool_call_id": message.call_id}
         return plain
@@ -145,7 +150,7 @@ class Joiner:
         opening = self._render([{"role": "user", "content": _QUESTION}])
         opening = opening[opening.index(_QUESTION) + len(_QUESTION) :]
         for answers in (["ANSWER1Q"], ["ANSWER1Q", "ANSWER2Q"]):
-            messages = [self._plain(Message(role="tool", content=answer, name="t")) for answer in answers]
+            messages = [self.plain(Message(role="tool", content=answer, name="t")) for answer in answers]
             text = self._between(messages, _QUESTION)
             places = [text.find(answer) for answer in answers]
             if -1 in places or places != sorted(places) or any(text.count(answer) > 1 for answer in answers):

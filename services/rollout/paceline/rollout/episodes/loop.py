@@ -204,8 +204,11 @@ class _Episode:
         self._standing = advance(self._standing, event, self._rules.limits)
 
 
-def turn_seed(episode_seed: int, turn: int) -> int:
-    """The sampling seed of a turn, counted from 1, in [0, 2**31); the first turn has the episode's own."""
+def turn_seed(episode_seed: int, turn: int | str) -> int:
+    """The sampling seed of a turn, in [0, 2**31), by its number from 1 on, or by another name.
+
+    The first turn has the episode's own.
+    """
     if turn == 1:
         return episode_seed
     return (

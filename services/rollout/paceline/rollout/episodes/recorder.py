@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,29 @@ class Draw:
     mask: UInt8Array
     finish_reason: FinishReason
     episode: EpisodeOutcome | None = None
+    segment_starts: tuple[int, ...] = ()
+
+    @classmethod
+    def joined(cls, draws: Sequence[Draw]) -> Draw:
+        """The segments of an episode as one: the prompts of all but the first are part of the response."""
+        first, *others = draws
+        token_ids, log_probs, mask = [first.token_ids], [first.log_probs], [first.mask]
+        starts, num_tokens = [], len(first.token_ids)
+        for other in others:
+            prompt = other.prompt_token_ids
+            starts.append(num_tokens)
+            num_tokens += len(prompt) + len(other.token_ids)
+            token_ids += [prompt, other.token_ids]
+            log_probs += [np.zeros(len(prompt), dtype=np.float32), other.log_probs]
+            mask += [np.zeros(len(prompt), dtype=np.uint8), other.mask]
+        return replace(
+            draws[-1],
+            prompt_token_ids=first.prompt_token_ids,
+            token_ids=np.concatenate(token_ids),
+            log_probs=np.concatenate(log_probs),
+            mask=np.concatenate(mask),
+            segment_starts=tuple(starts),
+        )
 
     @classmethod
     def single(cls, prompt_token_ids: Int32Array, sample: Sample) -> Draw:

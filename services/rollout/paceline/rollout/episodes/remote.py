@@ -55,12 +55,14 @@ class RemoteOptions:
         call_s: deadline of each call.
         lease_s: silence after which the service frees an episode; longer than any turn takes.
         credentials: the token that it asks for, and the files for TLS.
+        run_s: deadline of an episode that the service leads.
     """
 
     address: str
     call_s: float
     lease_s: float
     credentials: Credentials
+    run_s: float = 600.0
 
     @classmethod
     def of(cls, config: EnvironmentConfig, *, turn_s: float, credentials: Credentials) -> RemoteOptions:
@@ -72,11 +74,13 @@ class RemoteOptions:
         Raises:
             ConfigError: the file with the token cannot be read.
         """
+        assert config.address is not None, "environments that attach have no address"
         return cls(
             address=config.address,
             call_s=config.call_s,
             lease_s=turn_s + 2 * config.call_s,
             credentials=_with_token(config, credentials),
+            run_s=turn_s,
         )
 
 
@@ -168,6 +172,19 @@ class RemoteSession:
             seconds=max(answer.seconds, 0.0),
             stop_reason=one_line(answer.stop_reason)[:64],
         )
+
+    async def run(self, base_url: str, token: str, model: str) -> str:
+        """Has the service lead the episode. A call that breaks is not repeated: it would ask again."""
+        request = pb.RunEpisodeRequest(episode=self._episode, base_url=base_url, token=token, model=model)
+        with self._losses("Run"):
+            answer = await channels.call(
+                self._stub.Run,
+                request,
+                timeout_s=self._options.run_s,
+                phase="ENVIRONMENT",
+                peer=self._peer,
+            )
+        return one_line(answer.stop_reason)[:64]
 
     async def close(self, stop_reason: str) -> Grade:
         """Grades the episode and frees it."""

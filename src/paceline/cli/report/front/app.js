@@ -169,7 +169,7 @@ class App {
         this.parts.curves.draw();
       }
     } catch (error) {
-      this.trouble.textContent = `paceline ui does not answer (${error.message}); the page shows what it had`;
+      this.trouble.textContent = `nobody answers any more (${error.message}); the page shows what it had`;
       this.trouble.hidden = false;
       return;
     }

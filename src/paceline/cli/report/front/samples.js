@@ -117,7 +117,7 @@ const titleOf = name => `${name.startsWith("val") ? "validation after step" : "s
 
 // The response with a colour for each token: how unlikely it was, or how far engine and learner are apart.
 function tokenView(detail) {
-  const {tokens, engine, learner} = detail;
+  const {tokens, engine, learner, mask, segments} = detail;
   const text = h("pre", {}, detail.response ?? "");
   if (!tokens || !engine) return [text, h("p", {class: "none"}, "no tokens were saved (trainer.save_tokens)")];
   const apart = learner && tokens.map((_, i) => Math.abs(engine[i] - learner[i]));
@@ -127,7 +127,10 @@ function tokenView(detail) {
     ...(learner && {"learner's log-prob": i => Math.min(1, -learner[i] / 5),
       "their difference": i => apart[i] / most}),
   };
-  const paint = by => text.replaceChildren(...tokens.map((token, i) => {
+  // What the policy did not write is grey; a rule stands where a segment begins, which sees nothing of those before.
+  const paint = by => text.replaceChildren(...tokens.flatMap((token, i) => {
+    const rule = segments.includes(i) ? [h("span", {class: "segment"}, `segment ${segments.indexOf(i) + 2}`)] : [];
+    if (!mask[i]) return [...rule, h("span", {class: "given"}, token)];
     const strength = Math.max(0, strengths[by](i)) * 0.75;
     const mark = h("span", {class: "token"}, token);
     mark.style.background = `color-mix(in srgb, var(--hot) ${Math.round(strength * 100)}%, transparent)`;
@@ -135,7 +138,7 @@ function tokenView(detail) {
       h("p", {}, `engine ${short(engine[i])} (${short(Math.exp(engine[i]) * 100)} %)`),
       ...(learner ? [h("p", {}, `learner ${short(learner[i])}, apart ${short(apart[i])}`)] : [])));
     mark.addEventListener("pointerleave", hideTip);
-    return mark;
+    return [...rule, mark];
   }));
   const choice = h("select", {"aria-label": "what colours the tokens", onchange: () => paint(choice.value)},
     ...Object.keys(strengths).map(name => h("option", {}, name)));

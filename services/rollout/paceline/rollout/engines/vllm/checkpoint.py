@@ -22,8 +22,8 @@ _MIXTRAL = (
 """Mixtral's checkpoints have their own names for blocks and experts."""
 
 
-def learner_names(config: Any) -> frozenset[str]:
-    """Names of the tensors that a learner has of the model of a Hugging Face configuration.
+def learner_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a learner has of the model of a Hugging Face configuration, by name.
 
     Empty if transformers has no causal language model for it.
     """
@@ -33,9 +33,9 @@ def learner_names(config: Any) -> frozenset[str]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (ImportError, KeyError, TypeError, ValueError, AttributeError) as error:
-        logger.info("names of %s's tensors are unknown here: %s", config.model_type, error)
-        return frozenset()
-    return frozenset(name for name, _ in model.named_parameters())
+        logger.info("the tensors of %s are unknown here: %s", config.model_type, error)
+        return {}
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def checkpoint_tensors(

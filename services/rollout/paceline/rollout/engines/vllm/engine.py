@@ -18,7 +18,7 @@ from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
 from paceline.core.members import EnginePart, LocalPart
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.processes import EngineProcesses, kill
-from paceline.rollout.engines.vllm import calls
+from paceline.rollout.engines.vllm import calls, environment
 from paceline.rollout.engines.vllm.arguments import WORKER_EXTENSION
 from paceline.rollout.engines.vllm.log_probs import LogProbs
 from paceline.rollout.engines.vllm.samples import submit, to_sample
@@ -49,6 +49,7 @@ class VllmEngine(Engine):
         self._log_probs: LogProbs | None = None
         self._unusable: PeerLostError | None = None
         self._asleep: set[EnginePart] = set()
+        self._freed_bytes = 0
 
     @classmethod
     async def start(
@@ -90,15 +91,15 @@ class VllmEngine(Engine):
         gc.collect()
         gc.freeze()
         engine = cls(built.pop(), processes)
-        if config.rollout.sampler == "batched":
+        if environment.batches_draws(config):
             await engine.batch_draws()
         return engine
 
     async def batch_draws(self) -> None:
         """From now on a batch's tokens are drawn at once, and log-probs are fetched when samples end."""
 
-        async def fetch(ids: list[str], starts: list[int], counts: list[int]) -> bytes:
-            args = (ids, starts, counts)
+        async def fetch(ids: list[str], starts: list[int], counts: list[int], aborted: list[str]) -> bytes:
+            args = (ids, starts, counts, aborted)
             replies = await self.call_workers("paceline_take_log_probs", args, _FETCH_S)
             return bytes(replies[0]["log_probs"])
 
@@ -109,6 +110,12 @@ class VllmEngine(Engine):
     def vocab_size(self) -> int:
         """Rows of the model's embedding."""
         return int(self._llm.model_config.get_vocab_size())
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Of all blocks of the KV cache."""
+        cache = self._llm.vllm_config.cache_config
+        return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 
     async def describe(self) -> tuple[RankLayout, ...]:
         """Which part of which checkpoint tensor each TP rank needs, by rank."""
@@ -183,17 +190,30 @@ class VllmEngine(Engine):
             if self._llm.errored and isinstance(error, Exception):
                 raise calls.engine_died() from error
             # AsyncLLM's own names of the requests: ours may be under way a second time by now.
-            await self._llm.abort([collector.request_id for collector in pending], internal=True)
+            ids = [collector.request_id for collector in pending]
+            await self._llm.abort(ids, internal=True)
+            if self._log_probs is not None:
+                self._log_probs.forget(ids)
             raise
         finally:
             for task in results:
                 task.cancel()
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> int:
         """Unmaps weights and KV cache on every TP rank."""
         if self._asleep != set(EnginePart):
+            before = await self._free_bytes()
             await self._ordered(self._llm.sleep(level=_SLEEP_LEVEL), "sleep")
+            after = await self._free_bytes()
+            gains = (now - then for then, now in zip(before, after, strict=True))
+            self._freed_bytes = max((self._freed_bytes, *gains))
             self._asleep = set(EnginePart)
+        return self._freed_bytes
+
+    async def _free_bytes(self) -> list[int]:
+        """Of every TP rank's GPU."""
+        replies = await self.call_workers("paceline_free_bytes", (), _DESCRIBE_S)
+        return [int(reply["free_bytes"]) for reply in replies]
 
     async def wake(self, part: EnginePart) -> None:
         """Maps a part again; vLLM schedules requests once both are there."""

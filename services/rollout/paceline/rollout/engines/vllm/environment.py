@@ -59,16 +59,30 @@ def prepare(
         "OMP_NUM_THREADS": str(num_threads(config, num_cores or len(os.sched_getaffinity(0)))),
         "VLLM_LOGGING_LEVEL": {"INFO": "WARNING"}.get(config.telemetry.log_level, config.telemetry.log_level),
     }
-    if config.rollout.sampler == "batched":
+    if batches_draws(config):
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # it has another sampler
     for name, value in variables.items():
         environ.setdefault(name, value)
+
+
+def in_this_process() -> dict[str, str]:
+    """Variables of an engine that runs in the process that calls it."""
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return _ALWAYS | variables | {"VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def prepare_cpu(environ: MutableMapping[str, str] = os.environ) -> None:
     """Sets the variables of the engine's processes for a machine without a GPU; call it before they start."""
     for name, value in _ON_CPU.items():
         environ.setdefault(name, value)
+
+
+def batches_draws(config: RunConfig) -> bool:
+    """Whether this engine draws a batch's tokens at once; see `rollout.sampler`."""
+    rollout = config.rollout
+    if rollout.sampler == "auto":
+        return rollout.tensor_model_parallel_size == 1 and not has_cpu_build()
+    return rollout.sampler == "batched"
 
 
 def has_cpu_build() -> bool:

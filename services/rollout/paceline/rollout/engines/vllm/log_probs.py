@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,8 +23,9 @@ class _Ended:
     )
 
 
-Fetch = Callable[[list[str], list[int], list[int]], Awaitable[bytes]]
-"""Float32 values of requests, from a position on, so many of each: one after the other"""
+Fetch = Callable[[list[str], list[int], list[int], list[str]], Awaitable[bytes]]
+"""Float32 values of requests, from a position on, so many of each: one after the other; and the requests
+whose values nobody wants"""
 
 
 class LogProbs:
@@ -33,6 +34,7 @@ class LogProbs:
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
         self._waiting: list[_Ended] = []
+        self._aborted: list[str] = []
         self._fetching: asyncio.Task[None] | None = None
 
     async def take(self, request_id: str, start: int, count: int) -> Float32Array:
@@ -45,6 +47,10 @@ class LogProbs:
             self._fetching = asyncio.create_task(self._fetch_all(), name="log-probs")
         return await ended.result
 
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Has the workers forget requests that were aborted; the next call tells them."""
+        self._aborted += request_ids
+
     async def close(self) -> None:
         """Fetches no more."""
         if self._fetching is not None:
@@ -54,10 +60,11 @@ class LogProbs:
     async def _fetch_all(self) -> None:
         while self._waiting:
             samples, self._waiting = self._waiting, []
+            aborted, self._aborted = self._aborted, []
             counts = [sample.count for sample in samples]
             try:
                 ids, starts = [s.request_id for s in samples], [s.start for s in samples]
-                values = np.frombuffer(await self._fetch(ids, starts, counts), dtype=np.float32)
+                values = np.frombuffer(await self._fetch(ids, starts, counts, aborted), dtype=np.float32)
             except Exception as error:  # noqa: BLE001 - handed to those that wait
                 for sample in samples:
                     if not sample.result.done():

@@ -17,9 +17,9 @@ from torch import nn
 from paceline.core.errors import ModelError, PeerLostError
 from paceline.core.members import LocalPart
 from paceline.rollout.engines.vllm.checkpoint import checkpoint_tensors
+from paceline.rollout.engines.vllm.trace import Places, parameter_places
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
-Places = dict[str, tuple[int, torch.Size, torch.dtype]]
 
 
 class Reloader:
@@ -53,14 +53,14 @@ class Reloader:
         """
         if self._is_broken:
             raise _broken()
-        before = _places(self._model)
+        before = parameter_places(self._model)  # a reload writes into the old storage: this must not change
         with _recorded(self._model) as returned:
             try:
                 self._reload(checkpoint_tensors(tensors, model_type=self._model_type))
             except BaseException:
                 self._restore(before)
                 raise
-        self._is_broken = _places(self._model) != before
+        self._is_broken = parameter_places(self._model) != before
         if self._is_broken:
             raise _broken()
         _check_complete(self._model, returned)
@@ -70,12 +70,7 @@ class Reloader:
         self._is_broken = True
         with contextlib.suppress(Exception):
             self._finish()
-            self._is_broken = _places(self._model) != before
-
-
-def _places(model: nn.Module) -> Places:
-    """Where every parameter lies: a reload writes into the old storage, so this must not change."""
-    return {name: (param.data_ptr(), param.shape, param.dtype) for name, param in model.named_parameters()}
+            self._is_broken = parameter_places(self._model) != before
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.core.members import peer_to_plain
 from paceline.rollout.engines.rank_receiver import RankReceiver
 from paceline.rollout.engines.vllm.batched_sampler import BatchedSampler
-from paceline.rollout.engines.vllm.checkpoint import learner_names
+from paceline.rollout.engines.vllm.checkpoint import learner_shapes
 from paceline.rollout.engines.vllm.layout import describe_model
 from paceline.rollout.engines.vllm.reload import Reloader
+from paceline.rollout.engines.vllm.trace import traced
 from paceline.weights.plan.spec import WeightGroupSpec
 
 if TYPE_CHECKING:
@@ -65,6 +66,30 @@ def _wait_without_spinning() -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     SpinCondition.__init__ = functools.partialmethod(SpinCondition.__init__, busy_loop_s=_BUSY_LOOP_S)
+
+
+def _trace_loading() -> None:
+    """Traces how every model that is built without weights would load them.
+
+    That is known only between the building of its parameters and their way into kernel format, for which vLLM
+    has no hook: so the function that does the latter is wrapped. A model that is built otherwise has no trace
+    and takes the general path.
+    """
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.model_loader import base_loader
+
+    process = base_loader.process_weights_after_loading
+
+    @functools.wraps(process)
+    def process_traced(model: nn.Module, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if get_current_vllm_config().load_config.load_format != "dummy":
+            # Tracing writes constants and may make parameters anew.
+            return process(model, model_config, *args, **kwargs)
+        config = model_config.hf_config
+        with traced(model, learner_shapes(config), model_type=config.model_type):
+            return process(model, model_config, *args, **kwargs)
+
+    base_loader.process_weights_after_loading = process_traced
 
 
 def _forget_cpu_moe_kernels(model: nn.Module) -> None:
@@ -149,10 +174,20 @@ class PacelineWorkerExtension:
         return {}
 
     @_answering
-    def paceline_take_log_probs(self, ids: list[str], starts: list[int], counts: list[int]) -> Reply:
+    def paceline_take_log_probs(
+        self, ids: list[str], starts: list[int], counts: list[int], aborted: list[str]
+    ) -> Reply:
         """The log-probabilities of samples that have ended, from TP rank 0; all ranks forget them."""
-        values = self.model_runner.sampler.take(ids, starts, counts)
+        sampler = self.model_runner.sampler
+        values = sampler.take(ids, starts, counts)
+        sampler.forget(aborted)
         return {"log_probs": values.numpy().tobytes()} if self.rank == 0 else {}
+
+    @_answering
+    def paceline_free_bytes(self) -> Reply:
+        """Memory of this rank's GPU that no process has; 0 on a CPU."""
+        device = torch.device(self.device)
+        return {"free_bytes": torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0}
 
     def _paceline_receiver(self) -> RankReceiver:
         # vLLM calls no __init__ of an extension.
@@ -166,8 +201,7 @@ class PacelineWorkerExtension:
                 self._paceline_finish_reload,
                 model_type=config.model_type,
             )
-            describe = functools.partial(describe_model, learner_names=learner_names(config))
-            receiver = RankReceiver(model, torch.device(self.device), describe, reloader.load)
+            receiver = RankReceiver(model, torch.device(self.device), describe_model, reloader.load)
             self.__dict__["_paceline_state"] = receiver
         return receiver
 
@@ -194,4 +228,5 @@ class PacelineWorkerExtension:
 
 
 _keep_plain_cpu_linears()
+_trace_loading()
 _wait_without_spinning()

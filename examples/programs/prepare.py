@@ -1,0 +1,117 @@
+"""Writes the programs example's inputs: the arithmetic example's sums, to be computed by a Python program.
+
+The warm-up answers come from two made-up pupils: a hasty one writes a program that leaves the last operand
+out, a careful one adds all of them. Most answers are the hasty pupil's. Reinforcement learning sees only
+whether a program prints the sum.
+
+The seed determines everything: the same arguments write the same rows and the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+HERE = Path(__file__).resolve().parent
+_SPEC = importlib.util.spec_from_file_location(
+    "arithmetic_prepare", HERE.parent / "arithmetic" / "prepare.py"
+)
+assert _SPEC is not None, HERE
+assert _SPEC.loader is not None, HERE
+arithmetic: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = arithmetic
+_SPEC.loader.exec_module(arithmetic)
+
+# What stands around a program's expression: one token each, so that a tiny model has little to write.
+OPENING, CLOSING = "print(", ")"
+
+
+def program(operands: Sequence[int]) -> str:
+    """A program that prints the sum."""
+    return f"{OPENING}{'+'.join(map(str, operands))}{CLOSING}"
+
+
+def build_tokenizer() -> Any:
+    """The arithmetic example's tokenizer with the parts of a program."""
+    tokenizer = arithmetic.build_tokenizer()
+    tokenizer.add_tokens([OPENING, CLOSING])
+    return tokenizer
+
+
+def to_prompts(problems: Sequence[Any]) -> pa.Table:
+    """A table of `prompt`, `ground_truth` (what `reward.code` reads) and `data_source`."""
+    return pa.table(
+        {
+            "prompt": [[{"role": "user", "content": problem.question}] for problem in problems],
+            "ground_truth": [
+                json.dumps({"inputs": [""], "outputs": [problem.answer]}) for problem in problems
+            ],
+            "data_source": ["programs"] * len(problems),
+        }
+    )
+
+
+def to_sft(problems: Sequence[Any], rng: np.random.Generator, hasty_share: float) -> pa.Table:
+    """Questions with the programs of the two pupils."""
+    is_hasty = rng.random(len(problems)) < hasty_share
+    return pa.table(
+        {
+            "prompt": [[{"role": "user", "content": problem.question}] for problem in problems],
+            "answer": [
+                program(problem.operands[:-1] if hasty else problem.operands)
+                for problem, hasty in zip(problems, is_hasty, strict=True)
+            ],
+        }
+    )
+
+
+def write_data(
+    out: Path, *, seed: int, num_train: int, num_val: int, num_sft: int, hasty_share: float
+) -> None:
+    """Writes `train.parquet`, `val.parquet`, `sft.parquet`; no multiset of `val` is in the other two."""
+    out.mkdir(parents=True, exist_ok=True)
+    val_rng, train_rng, rng = (np.random.default_rng([seed, stream]) for stream in range(3))
+    val = arithmetic.draw_problems(val_rng, num_val, avoid=set(), distinct=True)
+    avoid = {problem.key for problem in val}
+    train = arithmetic.draw_problems(train_rng, num_train, avoid=avoid, distinct=False)
+    sft = arithmetic.draw_problems(rng, num_sft, avoid=avoid, distinct=False)
+    pq.write_table(to_prompts(train), out / "train.parquet")
+    pq.write_table(to_prompts(val), out / "val.parquet")
+    pq.write_table(to_sft(sft, rng, hasty_share), out / "sft.parquet")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the data and the model, and prints a line of JSON that says what was written."""
+    parser = argparse.ArgumentParser(description="Prepare the programs example's data and starting model.")
+    parser.add_argument("--out", type=Path, default=HERE / "data", help="folder for the parquet files")
+    parser.add_argument("--model-out", type=Path, default=HERE / "model", help="folder for the model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the rows and of the weights")
+    parser.add_argument("--num-train", type=int, default=2048)
+    parser.add_argument("--num-val", type=int, default=64)
+    parser.add_argument("--num-sft", type=int, default=25600)
+    parser.add_argument("--hasty-share", type=float, default=0.7, help="share of the hasty pupil's programs")
+    args = parser.parse_args(argv)
+    write_data(
+        args.out,
+        seed=args.seed,
+        num_train=args.num_train,
+        num_val=args.num_val,
+        num_sft=args.num_sft,
+        hasty_share=args.hasty_share,
+    )
+    num_parameters = arithmetic.write_model(args.model_out, seed=args.seed, tokenizer=build_tokenizer())
+    print(json.dumps({"data": str(args.out), "model": str(args.model_out), "num_parameters": num_parameters}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Leaves the learner's log-probs of a step beside the samples' blobs, for the saved trajectories."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from paceline.broker import names
+from paceline.core.errors import BrokerError
+from paceline.core.training import BatchRow
+from paceline.core.trajectory import Float32Array
+from paceline.learner.batch.types import ScoredBatch
+from paceline.wire import encode_log_probs
+
+log = logging.getLogger(__name__)
+
+
+class Store(Protocol):
+    """Takes blobs by key, as `paceline.broker.blobs.BlobClient` does."""
+
+    def put(self, blobs: Mapping[str, bytes]) -> None:
+        """Stores blobs."""
+        ...
+
+
+def deposit_log_probs(store: Store, rows: Sequence[BatchRow], scored: Sequence[ScoredBatch]) -> None:
+    """Stores the log-probs by the weights from before the update, of this rank's rows.
+
+    People look at them; a step does not fail for want of them.
+    """
+    blobs = {
+        names.learner_log_probs(rows[index].blob_key): encode_log_probs(log_probs)
+        for index, log_probs in _of_rows(scored)
+    }
+    try:
+        store.put(blobs)
+    except BrokerError as error:
+        log.warning("the saved trajectories will lack the learner's log-probs: %s", error)
+
+
+def _of_rows(scored: Sequence[ScoredBatch]) -> Iterator[tuple[int, Float32Array]]:
+    """The rows' places in the batch, each with a log-prob per response token: 0 where none was sampled."""
+    for part in scored:
+        if not part.batch.rows or not part.old_log_probs.is_known:
+            continue
+        table = part.old_log_probs.table.float().where(part.batch.mask, 0.0).cpu().numpy()
+        for source, log_probs in zip(part.batch.sources, table, strict=True):
+            yield source.index, np.asarray(log_probs[: len(source.response_token_ids)], np.float32)

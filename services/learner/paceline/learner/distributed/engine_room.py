@@ -1,0 +1,105 @@
+"""Room for an engine on this rank's GPU: what torch's allocator only caches is given back where it lacks.
+
+Giving memory back takes tenths of a second, and so does taking it again in the next step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.config.run import RunConfig
+from paceline.core.members import EnginePart
+from paceline.learner.distributed.collectives import gather_bytes
+from paceline.learner.distributed.ranks import Ranks
+
+MARGIN = 3 << 30
+"""Bytes beside weights and KV cache: the engine's activations, and what its libraries allocate."""
+MEASURED_MARGIN = 512 << 20
+"""Bytes beside what an engine was seen to take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoomMade:
+    """What `make_room` did, on all ranks: bytes given back, and whether a whole engine has room now."""
+
+    freed_bytes: int
+    has_room: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSize:
+    """Bytes that an engine takes on one GPU when it wakes; the margin comes with either part."""
+
+    weights: int
+    kv_cache: int
+    margin: int = MARGIN
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, num_parameters: int, gpu_bytes: int, measured_bytes: int = 0
+    ) -> EngineSize:
+        """Of a run's engines, on GPUs of this size; `measured_bytes` if an engine was seen to take them."""
+        rollout, width = config.rollout, 2 if config.model.dtype == "bfloat16" else 4
+        weights = num_parameters * width // rollout.tensor_model_parallel_size
+        if measured_bytes:
+            # Activations come with the cache: nothing is computed before it is there.
+            return cls(weights=weights, kv_cache=max(0, measured_bytes - weights), margin=MEASURED_MARGIN)
+        cache = rollout.engine_kwargs.get("kv_cache_memory_bytes")
+        return cls(
+            weights=weights,
+            kv_cache=cache if isinstance(cache, int) else int(rollout.gpu_memory_utilization * gpu_bytes),
+        )
+
+    def bytes_of(self, parts: Collection[EnginePart]) -> int:
+        """Of some parts, with a margin."""
+        weights = self.weights if EnginePart.WEIGHTS in parts else 0
+        return weights + (self.kv_cache if EnginePart.KV_CACHE in parts else 0) + self.margin
+
+
+class GpuMemory:
+    """The memory of a rank's GPU; of a CPU, of which there is enough."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+
+    @property
+    def total(self) -> int:
+        """Bytes that the GPU has."""
+        return torch.cuda.mem_get_info(self._device)[1] if self._device else 0
+
+    @property
+    def free(self) -> int:
+        """Bytes that no process has."""
+        return torch.cuda.mem_get_info(self._device)[0] if self._device else 1 << 62
+
+    def give_back(self) -> None:
+        """Gives back what torch's allocator only caches."""
+        if self._device:
+            torch.cuda.empty_cache()
+
+
+def make_room(
+    parts: Sequence[EnginePart], size: Callable[[int], EngineSize], memory: GpuMemory, ranks: Ranks
+) -> RoomMade:
+    """Gives cached memory back where these parts of an engine lack room; all of it without parts.
+
+    Every rank calls it.
+
+    Args:
+        parts: that wake next and have no memory yet.
+        size: of an engine, by the bytes of a GPU.
+        memory: of this rank's GPU.
+        ranks: the group.
+    """
+    engine, free = size(memory.total), memory.free
+    freed = 0
+    if not parts or free < engine.bytes_of(parts):
+        memory.give_back()
+        freed = memory.free - free
+    has_room = freed > 0 or not parts or free >= engine.bytes_of(tuple(EnginePart))
+    told = [json.loads(data) for data in gather_bytes(json.dumps([freed, has_room]).encode(), ranks)]
+    return RoomMade(freed_bytes=sum(part[0] for part in told), has_room=all(part[1] for part in told))

@@ -1,0 +1,254 @@
+"""`python -m paceline.learner.rm --config resolved.yaml`: trains a reward model on pairs of answers.
+
+One process per rank. The network is the critic's without a bias, its value after a conversation's last token
+the score; packing, micro-batches and optimizer are those of reinforcement learning. The loss is that of the
+Bradley-Terry model: -log sigmoid(score of the better answer - score of the worse - margin).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.config.run import RmRunConfig
+from paceline.core.errors import DataError
+from paceline.core.trajectory import Int32Array
+from paceline.data.prompts import Tokenizer, encode_exchange, last_message, load_tokenizer
+from paceline.data.rows import Row, read_rows
+from paceline.learner import tuning
+from paceline.learner.batch.arithmetic import RowLength
+from paceline.learner.batch.types import MicroBatch, PackedRow
+from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
+from paceline.learner.model.folder import gather_tensors, write_folder
+from paceline.learner.model.layers import LayerOptions
+from paceline.learner.model.loading import Precision, forget_forward_passes, load_critic
+from paceline.learner.model.networks import ValueNetwork, num_parameters
+from paceline.learner.train.learner import DTYPES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Comparison:
+    """Token ids of a conversation with the better answer, and with the worse; by how much it is better."""
+
+    chosen: Int32Array
+    rejected: Int32Array
+    margin: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RmProgress:
+    """One optimizer step: mean loss and share of pairs that are ordered right, before it."""
+
+    step: int
+    loss: float
+    accuracy: float
+    grad_norm: float
+    lr: float
+
+
+def read_comparisons(config: RmRunConfig, files: Sequence[str]) -> tuple[list[Comparison], int]:
+    """All pairs that fit the length limits, and how many do not.
+
+    Raises:
+        DataError: a file or column is missing, a row is unusable, or no pair fits.
+        ModelError: the tokenizer is unusable.
+    """
+    rm, data = config.rm, config.data
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    keys = [data.prompt_key, rm.chosen_key, rm.rejected_key]
+    rows = read_rows(files, keys if rm.margin_key is None else [*keys, rm.margin_key])
+    limit = data.max_prompt_length + data.max_response_length
+    pairs = [_comparison(config, tokenizer, number, row) for number, row in enumerate(rows)]
+    fitting = [pair for pair in pairs if max(len(pair.chosen), len(pair.rejected)) <= limit]
+    if not fitting:
+        raise DataError(
+            f"none of the {len(rows)} pairs fits data.max_prompt_length + data.max_response_length = "
+            f"{limit}; raise them"
+        )
+    return fitting, len(rows) - len(fitting)
+
+
+def _comparison(config: RmRunConfig, tokenizer: Tokenizer, number: int, row: Row) -> Comparison:
+    rm, prompt = config.rm, last_message(row[config.data.prompt_key])
+    margin = rm.margin if rm.margin_key is None else row[rm.margin_key]
+    if isinstance(margin, bool) or not isinstance(margin, int | float):
+        raise DataError(f"row {number}: column {rm.margin_key!r} holds {margin!r}, need a number")
+    token_ids = []
+    for key in (rm.chosen_key, rm.rejected_key):
+        if not isinstance(row[key], str):
+            raise DataError(f"row {number}: column {key!r} holds {type(row[key]).__name__}, need text")
+        token_ids.append(np.asarray(encode_exchange(tokenizer, prompt, row[key]), np.int32))
+    return Comparison(chosen=token_ids[0], rejected=token_ids[1], margin=float(margin))
+
+
+class RmTrainer:
+    """Takes optimizer steps on batches of pairs, and scores held-out ones; every rank calls it.
+
+    Args:
+        config: of the run.
+        network: sharded over `ranks`, without a bias.
+        ranks: the group.
+    """
+
+    def __init__(self, config: RmRunConfig, network: ValueNetwork, ranks: Ranks) -> None:
+        self._config, self._network, self._ranks = config, network, ranks
+        self.tuner = tuning.Tuner(config.rm, network, ranks)
+
+    def step(self, step: int, pairs: Sequence[Comparison]) -> RmProgress:
+        """Takes one optimizer step; `step` counts from 1.
+
+        Raises:
+            NumericsError: too many steps in a row had no finite loss or gradient.
+        """
+        losses = [partial(self._loss, batch, pairs) for batch in self._batches(pairs)]
+        outcome, (loss, num_right) = self.tuner.step(losses, step=step)
+        return RmProgress(
+            step=step,
+            loss=loss,
+            accuracy=num_right / len(pairs),
+            grad_norm=outcome.grad_norm,
+            lr=self.tuner.lr(step),
+        )
+
+    @torch.no_grad()
+    def accuracy(self, pairs: Sequence[Comparison]) -> float:
+        """The share of pairs that are ordered right."""
+        num_right = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
+        for batch in self._batches(pairs):
+            chosen, rejected = self._scores(batch)
+            num_right += (chosen > rejected).sum()
+        forget_forward_passes(self._network)
+        return float(self._ranks.all_sum(num_right).item()) / len(pairs)
+
+    def _batches(self, pairs: Sequence[Comparison]) -> list[MicroBatch]:
+        """This rank's micro-batches, with both answers of a pair in the same."""
+        lengths = [
+            RowLength(
+                prompt_id=index,
+                num_prompt_tokens=len(pair.chosen) + 1,
+                num_response_tokens=len(pair.rejected) + 1,
+            )
+            for index, pair in enumerate(pairs)
+        ]
+        return tuning.cut(
+            lengths,
+            lambda index: _rows(index, pairs[index]),
+            network=self._network,
+            token_budget=self._config.rm.max_token_len_per_gpu,
+            ranks=self._ranks,
+        )
+
+    def _loss(self, batch: MicroBatch, pairs: Sequence[Comparison]) -> tuple[Tensor, Tensor]:
+        """A micro-batch's share of the loss; it, and how many of its pairs are ordered right."""
+        chosen, rejected = self._scores(batch)
+        margins = [pairs[index].margin for index in batch.rows[::2]]
+        margin = torch.tensor(margins, dtype=chosen.dtype, device=chosen.device)
+        losses = -F.logsigmoid(chosen - rejected - margin)
+        losses = losses + self._config.rm.centring * (chosen + rejected) ** 2
+        share = losses.sum() / len(pairs)
+        return share, torch.stack([share.detach().double(), (chosen > rejected).sum().double()])
+
+    def _scores(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The scores of a micro-batch's better and of its worse answers; of a filler none."""
+        values = self._network(batch)
+        own = values[: len(batch.rows)]
+        # A filler's number stays in the graph: every rank takes part in the backward pass.
+        own = own + 0.0 * values.sum()
+        return own[0::2], own[1::2]
+
+
+def _rows(index: int, pair: Comparison) -> list[PackedRow]:
+    """Both conversations as prompts; the value before a made-up answer is that of their last token."""
+    return [
+        PackedRow(
+            index=index,
+            prompt_token_ids=tokens,
+            response_token_ids=np.zeros(1, np.int32),
+            response_mask=np.ones(1, np.uint8),
+            response_log_probs=np.zeros(1, np.float32),
+        )
+        for tokens in (pair.chosen, pair.rejected)
+    ]
+
+
+def train(config: RmRunConfig, environment: RankEnvironment) -> None:
+    """Trains and writes the folder; the main function of one rank.
+
+    Raises:
+        DataError, ModelError, ConfigError: the data, the model or the configuration is unusable.
+        NumericsError: training diverged.
+    """
+    ranks = tuning.form_ranks(config.learner, environment)
+    tuning.check(config)
+    model, rm = config.model, config.rm
+    network = load_critic(
+        model.path,
+        ranks,
+        Precision(compute=DTYPES[model.dtype]),
+        seed=config.seed,
+        options=LayerOptions.of(rm.memory),
+        random_weights=model.load_format == "random",
+        has_bias=False,
+    )
+    pairs, num_left_out = read_comparisons(config, rm.train_files)
+    val = read_comparisons(config, rm.val_files)[0] if rm.val_files else []
+    tuning.say(
+        ranks,
+        f"rm: {num_parameters(network):,} parameters, {len(pairs):,} pairs ({num_left_out} over-long left "
+        f"out), {rm.steps} steps of {rm.batch_size} on {ranks.world_size} {ranks.device.type} ranks",
+    )
+    trainer = RmTrainer(config, network, ranks)
+    began = time.monotonic()
+
+    def take_step(step: int, indices: list[int]) -> str:
+        progress = trainer.step(step, [pairs[index] for index in indices])
+        return (
+            f"loss {progress.loss:.4f} accuracy {progress.accuracy:.3f} "
+            f"grad_norm {progress.grad_norm:.3f} lr {progress.lr:.2e}"
+        )
+
+    checkpoints = tuning.take_steps(config, rm, trainer.tuner, len(pairs), take_step, name="rm", ranks=ranks)
+    if val:
+        tuning.say(ranks, f"rm: accuracy {trainer.accuracy(val):.4f} on {len(val):,} held-out pairs")
+    _write(config, network, ranks)
+    checkpoints.remove()
+    tuning.say(ranks, f"rm: wrote {rm.output} after {time.monotonic() - began:.1f} s")
+    leave_group()
+
+
+def _write(config: RmRunConfig, network: ValueNetwork, ranks: Ranks) -> None:
+    gathered = gather_tensors(network, keep=ranks.rank == 0)
+    if ranks.rank != 0:
+        return
+    tensors = {name.replace("value_head.", "score."): tensor for name, tensor in gathered.items()}
+    model = config.model
+
+    def write(out: Path) -> None:
+        write_folder(
+            out,
+            tensors,
+            source=Path(model.path),
+            tokenizer_source=Path(model.tokenizer_path) if model.tokenizer_path else None,
+            dtype=DTYPES[model.dtype],
+            is_reward_model=True,
+        )
+
+    tuning.replace_folder(Path(config.rm.output), write, key="rm.output")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Reads the command line and trains; returns the exit code."""
+    return tuning.run_rank("rm", RmRunConfig, train, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

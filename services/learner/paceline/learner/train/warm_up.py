@@ -1,0 +1,79 @@
+"""Compiles the layers on made-up tokens when the learner has loaded, while engines start.
+
+The graphs are those of the steps: with a backward pass for policy and critic, without gradients for the
+reference. Their kernels are chosen for a micro-batch of the configured size, whatever the first step's
+lengths are. Parameters, gradients and random numbers stay as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.learner.batch.pack import pack
+from paceline.learner.batch.plan import effective_budget
+from paceline.learner.batch.types import MicroBatch, PackedRow
+from paceline.learner.model.compiling import TOKEN_MULTIPLE
+from paceline.learner.model.experts import recorded_choices, routers
+from paceline.learner.model.layers import free_gathered
+from paceline.learner.model.loading import forget_forward_passes
+from paceline.learner.model.networks import body_of, first_layers
+from paceline.learner.train.learner import Learner
+
+log = logging.getLogger(__name__)
+
+
+def warm_up(learner: Learner) -> None:
+    """Runs a layer of every kind once, forwards and backwards; every rank calls it.
+
+    Without compiled layers nothing is done.
+    """
+    if learner.compile_clock is None:
+        return
+    policy, critic, reference = learner.actor.network, learner.critic, learner.reference
+    batch = _batch(learner)
+    with first_layers(body_of(policy.lm)):
+        _pass(policy, lambda: policy(batch)[0])
+        if routers(policy.lm):
+            # Updates record what experts are chosen, by hooks that are part of a graph.
+            with recorded_choices(policy.lm):
+                _pass(policy, lambda: policy(batch)[0])
+    if critic is not None:
+        values = critic.network
+        with first_layers(values.body):
+            _pass(values, lambda: values(batch))
+    if reference is not None:
+        frozen = reference
+        with torch.no_grad(), first_layers(body_of(frozen.lm)):
+            _pass(frozen, lambda: frozen(batch)[0])
+    log.info("before the first step, %s", learner.compile_clock.take())
+
+
+def _pass(network: nn.Module, call: Callable[[], Tensor]) -> None:
+    total = call().sum()
+    if total.requires_grad:
+        torch.autograd.backward(total)
+        network.zero_grad(set_to_none=True)
+    free_gathered(network)
+    forget_forward_passes(network)
+
+
+def _batch(learner: Learner) -> MicroBatch:
+    """As many tokens as a micro-batch has at most, in short rows, of which every one has one response token.
+
+    Positions stay low: some rotary embeddings change for good with long rows.
+    """
+    config, device = learner.config, learner.ranks.device
+    budget = effective_budget(config.actor.ppo_max_token_len_per_gpu, device.type, config.max_model_len)
+    row = PackedRow(
+        index=0,
+        prompt_token_ids=np.zeros(TOKEN_MULTIPLE - 1, np.int32),
+        response_token_ids=np.zeros(1, np.int32),
+        response_mask=np.ones(1, np.uint8),
+        response_log_probs=np.zeros(1, np.float32),
+    )
+    return pack([row] * max(1, budget // TOKEN_MULTIPLE), device)

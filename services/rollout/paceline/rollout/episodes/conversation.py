@@ -1,0 +1,109 @@
+"""What an agent says of its conversation beside what was recorded: which segment a request goes on with.
+
+A request that repeats a segment's messages as they were, and adds some, goes on with its tokens. Any other
+request begins a new segment with a prompt of its own: the agent has rewritten its history, or speaks in
+another voice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.core.chat import Message, ToolSpec
+from paceline.core.episode import EpisodeOutcome
+from paceline.rollout.episodes.joiner import Joiner
+from paceline.rollout.episodes.recorder import Draw, Recorder
+
+
+@dataclass(kw_only=True, slots=True)
+class Segment:
+    """One sequence of an episode: its tokens, the messages that they stand for, the tools of its prompt."""
+
+    recorder: Recorder
+    tools: str
+    history: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a request's answer belongs: behind `token_ids`, which are new, in `segment`."""
+
+    segment: Segment
+    token_ids: tuple[int, ...]
+    messages: tuple[str, ...]
+    is_new: bool
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The segments of an episode, in the order in which they began."""
+
+    joiner: Joiner
+    segments: list[Segment] = field(default_factory=list)
+    _texts: dict[str, str] = field(default_factory=dict)
+
+    def place(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Place:
+        """Where the answer to a request belongs; nothing is recorded yet."""
+        said = tuple(_form(message) for message in messages)
+        offered = json.dumps([tool.to_template() for tool in tools], sort_keys=True)
+        for segment in reversed(self.segments):
+            known = len(segment.history)
+            added = messages[known:]
+            if segment.tools != offered or segment.history != list(said[:known]) or not added:
+                continue
+            if all(message.role != "assistant" for message in added):
+                between = self.joiner.between(added)
+                return Place(segment=segment, token_ids=tuple(between), messages=said[known:], is_new=False)
+        prompt = self.joiner.prompt([self._plain(message) for message in messages], tools)
+        segment = Segment(recorder=Recorder(prompt), tools=offered, history=[])
+        return Place(segment=segment, token_ids=tuple(prompt), messages=said, is_new=True)
+
+    def context(self, place: Place) -> list[int]:
+        """All tokens before the answer."""
+        before = [] if place.is_new else place.segment.recorder.context
+        return [*before, *place.token_ids]
+
+    def take(self, place: Place) -> Recorder:
+        """The request's messages are part of the conversation now."""
+        if place.is_new:
+            self.segments.append(place.segment)
+        else:
+            place.segment.recorder.observed(place.token_ids)
+        place.segment.history += place.messages
+        return place.segment.recorder
+
+    def answered(self, place: Place, answer: Message, text: str) -> None:
+        """The policy's answer, as the client got it, and the text that it wrote."""
+        form = _form(answer)
+        place.segment.history.append(form)
+        self._texts[form] = text
+
+    def draw(self, outcome: EpisodeOutcome) -> Draw:
+        """The finished episode."""
+        return Draw.joined([segment.recorder.draw(outcome) for segment in self.segments])
+
+    def _plain(self, message: Message) -> dict[str, object]:
+        """For the chat template. The policy's own answers are rendered as it wrote them."""
+        role, joiner = message.role, self.joiner
+        if role == "system":
+            return {"role": role, "content": message.content}
+        if role == "assistant":
+            text = self._texts.get(_form(message))
+            plain: dict[str, object] = {"role": role, "content": message.content if text is None else text}
+            if text is None and message.tool_calls:
+                plain["tool_calls"] = [_call(call.name, call.arguments) for call in message.tool_calls]
+            return plain
+        return joiner.plain(message, is_cut=False)
+
+
+def _call(name: str, arguments: Mapping[str, object]) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def _form(message: Message) -> str:
+    """Equal for messages that say the same: ids of calls and spaces at the ends do not count."""
+    calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
+    plain = replace(message, tool_calls=())
+    return json.dumps([plain.role, plain.content.strip(), calls], sort_keys=True)

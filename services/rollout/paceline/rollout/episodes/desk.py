@@ -1,0 +1,240 @@
+"""Where agents ask: an OpenAI-compatible address on a rollout server, with a token for each episode.
+
+    POST /v1/chat/completions    an answer of the policy, at once or as a stream of events
+    POST /v1/responses           the same, in OpenAI's other form
+    GET  /v1/models              the one model that there is
+
+A token opens the counter of one episode, for as long as that lasts. Answers are made by the episode itself,
+in its own task; what ends the episode ends the questions that wait there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import secrets
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from paceline.core.episode import OVER_CODE, OVER_MESSAGE
+from paceline.core.errors import EnvironmentLackError
+from paceline.rollout.episodes.completions import (
+    ChatAnswer,
+    ChatRequest,
+    RefusedRequestError,
+    as_it_is,
+    completion,
+    events,
+    read_request,
+)
+from paceline.rollout.episodes.responses import chat_body, response, response_events
+from paceline.service.addresses import join
+from paceline.service.credentials import CERTIFICATE_FILE, KEY_FILE, TlsFiles
+
+log = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 16 * 2**20
+_MAX_WAITING = 64
+_CLOSE_S = 2.0
+_RETRY_HEADER = "x-stainless-retry-count"
+_IGNORED_HEADER = "x-paceline-ignored"
+
+
+class Question:
+    """A request that waits for its answer.
+
+    Attributes:
+        request: what is asked.
+        digest: of the body.
+        is_repeated: the client says that it asks this again.
+    """
+
+    def __init__(self, request: ChatRequest, digest: bytes, *, is_repeated: bool) -> None:
+        self.request, self.digest, self.is_repeated = request, digest, is_repeated
+        self.answered: asyncio.Future[ChatAnswer] = asyncio.get_running_loop().create_future()
+
+    def answer(self, answer: ChatAnswer) -> None:
+        """Gives the answer, unless the client has gone."""
+        if not self.answered.done():
+            self.answered.set_result(answer)
+
+    def refuse(self, refusal: RefusedRequestError) -> None:
+        """Gives none."""
+        if not self.answered.done():
+            self.answered.set_exception(refusal)
+
+
+class Counter:
+    """One episode's place at the desk: its address, its token, and the questions that were asked there."""
+
+    def __init__(self, base_url: str, model: str, temperature: float) -> None:
+        self.base_url, self.model, self.temperature = base_url, model, temperature
+        self.token = secrets.token_urlsafe(24)
+        self._questions: asyncio.Queue[Question | None] = asyncio.Queue()
+        self._waiting: set[Question] = set()
+        self._is_closed = False
+
+    async def next(self) -> Question | None:
+        """The next question; None when no more are taken."""
+        return await self._questions.get()
+
+    def close(self) -> None:
+        """Takes no more questions."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._questions.put_nowait(None)
+
+    def refuse_all(self) -> None:
+        """Refuses what still waits."""
+        self.close()
+        for question in self._waiting:
+            question.refuse(_over())
+
+    async def ask(self, question: Question) -> ChatAnswer:
+        """The answer.
+
+        Raises:
+            RefusedRequestError: there is none.
+        """
+        if self._is_closed:
+            raise _over()
+        if len(self._waiting) >= _MAX_WAITING:
+            raise RefusedRequestError(429, "too_many_requests", f"{_MAX_WAITING} requests wait already")
+        self._waiting.add(question)
+        self._questions.put_nowait(question)
+        try:
+            return await question.answered
+        finally:
+            self._waiting.discard(question)
+
+
+class Desk:
+    """The server for all episodes of a rollout server.
+
+    Args:
+        host, port: where to listen; port 0 takes any free one.
+        advertise: the address or name under which agents reach it.
+        model: the name that it gives the policy.
+        tls: with these files it answers over https.
+    """
+
+    def __init__(
+        self, *, host: str, port: int = 0, advertise: str = "", model: str = "policy", tls: TlsFiles | None
+    ) -> None:
+        self._host, self._port, self._advertise = host, port, advertise or host
+        self.model, self._tls = model, tls
+        self._counters: dict[str, Counter] = {}
+        self._runner: web.AppRunner | None = None
+        self._base_url = ""
+
+    async def start(self) -> None:
+        """Listens.
+
+        Raises:
+            EnvironmentLackError: the port is taken, or the TLS files cannot be used.
+        """
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/responses", self._respond)
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_S)
+        await self._runner.setup()
+        try:
+            context = _context(self._tls) if self._tls is not None else None
+            await web.TCPSite(self._runner, self._host, self._port, ssl_context=context).start()
+        except (OSError, ssl.SSLError) as error:
+            raise EnvironmentLackError(
+                f"agents cannot be served on {join(self._host, self._port)} ({error}); set "
+                "rollout.environment.port to a free one, or to 0"
+            ) from error
+        port = self._runner.addresses[0][1]
+        self._base_url = f"{'https' if context else 'http'}://{join(self._advertise, port)}/v1"
+        log.info("agents are served at %s", self._base_url)
+
+    async def close(self) -> None:
+        """Stops listening; questions that wait are refused."""
+        for counter in list(self._counters.values()):
+            counter.refuse_all()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @contextlib.contextmanager
+    def open(self, temperature: float) -> Iterator[Counter]:
+        """A counter for an episode that samples at this temperature."""
+        counter = Counter(self._base_url, self.model, temperature)
+        self._counters[counter.token] = counter
+        try:
+            yield counter
+        finally:
+            del self._counters[counter.token]
+            counter.refuse_all()
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, as_it_is, completion, events)
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        def stream(answer: ChatAnswer, *, has_usage: bool) -> Iterator[str]:
+            return response_events(answer)  # always with usage
+
+        return await self._answer(request, chat_body, response, stream)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        to_chat: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        to_object: Callable[[ChatAnswer], dict[str, object]],
+        to_events: Callable[..., Iterator[str]],
+    ) -> web.StreamResponse:
+        """Answers a request in one of the forms."""
+        try:
+            counter, data = self._counter_of(request), await request.read()
+            asked = read_request(data, model=self.model, temperature=counter.temperature, to_chat=to_chat)
+            digest = hashlib.blake2b(data, digest_size=16).digest()
+            is_repeated = request.headers.get(_RETRY_HEADER, "0") != "0"
+            answer = await counter.ask(Question(asked, digest, is_repeated=is_repeated))
+        except RefusedRequestError as refusal:
+            log.debug("a request was refused: %s", refusal)
+            return web.json_response(refusal.body(), status=refusal.status)
+        headers = {_IGNORED_HEADER: ", ".join(answer.ignored)} if answer.ignored else {}
+        if not asked.is_streamed:
+            return web.json_response(to_object(answer), headers=headers)
+        streamed = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
+        await streamed.prepare(request)
+        for event in to_events(answer, has_usage=asked.has_usage):
+            await streamed.write(event.encode())
+        return streamed
+
+    async def _models(self, request: web.Request) -> web.Response:
+        try:
+            self._counter_of(request)
+        except RefusedRequestError as refusal:
+            return web.json_response(refusal.body(), status=refusal.status)
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "paceline"}
+        return web.Response(
+            text=json.dumps({"object": "list", "data": [model]}), content_type="application/json"
+        )
+
+    def _counter_of(self, request: web.Request) -> Counter:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        counter = self._counters.get(token.strip())
+        if scheme.lower() != "bearer" or counter is None:
+            raise RefusedRequestError(
+                401, "invalid_api_key", "the api key is none of an episode that is open here"
+            )
+        return counter
+
+
+def _over() -> RefusedRequestError:
+    return RefusedRequestError(400, OVER_CODE, OVER_MESSAGE)
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files.folder / CERTIFICATE_FILE, files.folder / KEY_FILE)
+    return context

@@ -1,0 +1,228 @@
+"""One episode that an agent leads: it asks for answers at an address of its own, in the order that it likes.
+
+    open -> run: (request -> tokens -> engine -> calls -> answer) ... -> close -> Draw
+
+Consumes: requests from the desk, the engine. Unblocked by: the session's `run`, which has a deadline; the
+sampler's deadline stands over the episode. Produces: one `Draw`, of one segment or several. Requests are
+answered one after the other; what the agent does meanwhile counts as the time of its tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from dataclasses import dataclass, replace
+
+from paceline.core.chat import Message
+from paceline.core.episode import OVER_CODE, OVER_MESSAGE, EpisodeOutcome
+from paceline.core.trajectory import FinishReason, PromptGroup
+from paceline.rollout.engines.base import Sample, SampleRequest
+from paceline.rollout.episodes import states
+from paceline.rollout.episodes.calls import read_action, without_calls
+from paceline.rollout.episodes.completions import ChatAnswer, ChatRequest, RefusedRequestError
+from paceline.rollout.episodes.conversation import Conversation, Place
+from paceline.rollout.episodes.desk import Desk, Question
+from paceline.rollout.episodes.environment import DrivenSession, EnvironmentLostError
+from paceline.rollout.episodes.loop import EpisodeRules, Generate, Slot, turn_seed
+from paceline.rollout.episodes.recorder import Draw
+from paceline.rollout.episodes.states import Phase, Standing, advance
+
+IGNORED = "ignored_settings"
+"""The component that counts the settings which clients asked for and did not get."""
+FINISHED = "finished"
+"""The stop reason of an agent that returns."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Driven:
+    """What an episode that is driven needs of the server."""
+
+    desk: Desk
+    generate: Generate
+    rules: EpisodeRules
+    slot: Slot
+    serial: str
+
+
+async def drive_episode(group: PromptGroup, index: int, session: DrivenSession, driven: Driven) -> Draw:
+    """Lets an agent lead an episode to its end.
+
+    Args:
+        group, index: which sample of which prompt it is.
+        session: opened, run and closed here, or abandoned if anything fails.
+        driven: the server's side.
+
+    Raises:
+        EnvironmentLostError: begin again, in another session.
+        Exception: whatever `generate` raises.
+    """
+    episode = _Episode(group, index, session, driven)
+    try:
+        return await episode.run()
+    except BaseException:
+        await session.abandon()
+        raise
+
+
+class _Episode:
+    def __init__(self, group: PromptGroup, index: int, session: DrivenSession, driven: Driven) -> None:
+        self._group, self._index, self._session, self._driven = group, index, session, driven
+        self._conversation = Conversation(driven.rules.joiner)
+        self._standing = Standing()
+        self._answers: dict[bytes, ChatAnswer] = {}
+        self._counts: dict[str, int] = {}
+        self._ignored: set[str] = set()
+        self._idle_since = time.monotonic()
+
+    async def run(self) -> Draw:
+        with self._driven.slot.paused():
+            await self._session.open()
+            self._move(states.Opened())
+            with self._driven.desk.open(self._group.sampling.temperature) as counter:
+                running = asyncio.create_task(
+                    self._session.run(counter.base_url, counter.token, counter.model), name="agent"
+                )
+                running.add_done_callback(lambda _: counter.close())
+                try:
+                    while (question := await counter.next()) is not None:
+                        await self._answer(question)
+                finally:
+                    running.cancel()
+                    await asyncio.wait([running])
+            return await self._close(running)
+
+    async def _close(self, running: asyncio.Task[str]) -> Draw:
+        if not self._conversation.segments:
+            running.result()
+            raise EnvironmentLostError("the agent ended without a question", peer="agent")
+        if self._standing.phase is not Phase.CLOSING:
+            reason = running.result() or FINISHED
+            self._move(states.Observed(seconds=self._idle_s(), stop_reason=reason))
+        standing = self._standing
+        grade = await self._session.close(standing.stop_reason)
+        self._move(states.Closed())
+        ignored = {IGNORED: float(len(self._ignored))} if self._ignored else {}
+        return self._conversation.draw(
+            EpisodeOutcome(
+                stop_reason=standing.stop_reason,
+                num_turns=standing.num_turns,
+                num_tool_calls=standing.num_tool_calls,
+                tool_s=standing.tool_s,
+                reward=grade.reward,
+                components={**grade.components, **ignored},
+            )
+        )
+
+    async def _answer(self, question: Question) -> None:
+        """Answers a question, or refuses it; a question that is asked again gets the first answer."""
+        known = self._answers.get(question.digest) if question.is_repeated else None
+        if known is not None:
+            question.answer(known)
+            return
+        self._ignored.update(question.request.ignored)
+        try:
+            answer = await self._turn(question.request)
+        except RefusedRequestError as refusal:
+            question.refuse(refusal)
+            return
+        self._answers[question.digest] = answer
+        question.answer(answer)
+
+    async def _turn(self, request: ChatRequest) -> ChatAnswer:
+        self._check_open()
+        place = self._place(request)
+        if self._standing.num_turns:
+            self._move(states.Observed(seconds=self._idle_s(), num_tokens=len(place.token_ids)))
+            self._check_open()
+        context = self._conversation.context(place)
+        self._driven.slot.resume()
+        try:
+            sample = await self._driven.generate(self._request(context, request))
+        finally:
+            self._driven.slot.pause()
+        self._conversation.take(place).sampled(sample)
+        text = self._driven.rules.tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
+        action = read_action(text, self._driven.rules.call_format, self._standing.num_turns + 1)
+        self._move(
+            states.TurnSampled(
+                num_tokens=len(sample.token_ids),
+                num_tool_calls=len(action.tool_calls),
+                is_cut=sample.finish_reason is FinishReason.LENGTH,
+            )
+        )
+        self._idle_since = time.monotonic()
+        if self._standing.stop_reason == "max_tool_calls":
+            self._check_open()
+        message = self._message(action, text)
+        self._conversation.answered(place, message, text)
+        answer = self._chat_answer(request, message, len(context), sample)
+        return replace(answer, problems=tuple(call for call in action.tool_calls if call.problem))
+
+    def _place(self, request: ChatRequest) -> Place:
+        try:
+            place = self._conversation.place(request.messages, request.tools)
+        except Exception as error:
+            raise RefusedRequestError(
+                400, "unsupported_messages", f"the chat template does not take these messages: {error}"
+            ) from error
+        limit = self._driven.rules.max_prompt_tokens
+        if not self._conversation.segments and len(place.token_ids) > limit:
+            raise RefusedRequestError(
+                400,
+                "context_length_exceeded",
+                f"the first request has {len(place.token_ids)} tokens, data.max_prompt_length is {limit}",
+            )
+        return place
+
+    def _message(self, action: Message, text: str) -> Message:
+        """As the client gets it: calls that can be read as calls, all else as text."""
+        calls = action.tool_calls
+        if not calls or any(call.problem for call in calls):
+            return Message(role="assistant", content=text)
+        content = without_calls(text, self._driven.rules.call_format)
+        return Message(role="assistant", content=content, tool_calls=calls)
+
+    def _chat_answer(
+        self, request: ChatRequest, message: Message, num_prompt_tokens: int, sample: Sample
+    ) -> ChatAnswer:
+        is_cut = sample.finish_reason is FinishReason.LENGTH
+        return ChatAnswer(
+            answer_id=f"chatcmpl-{self._group.trajectory_id(self._index)}-{self._standing.num_turns}",
+            model=self._driven.desk.model,
+            created=int(time.time()),
+            content=message.content,
+            tool_calls=message.tool_calls,
+            finish_reason="length" if is_cut else "tool_calls" if message.tool_calls else "stop",
+            num_prompt_tokens=num_prompt_tokens,
+            num_answer_tokens=len(sample.token_ids),
+            ignored=request.ignored,
+        )
+
+    def _request(self, context: list[int], request: ChatRequest) -> SampleRequest:
+        group, standing = self._group, self._standing
+        room = min(group.sampling.max_tokens, standing.turn_tokens(self._driven.rules.limits))
+        name = f"{group.trajectory_id(self._index)}#{self._driven.serial}.{standing.num_turns + 1}"
+        return SampleRequest(
+            request_id=name,
+            prompt_token_ids=context,
+            sampling=replace(group.sampling, max_tokens=min(room, request.max_tokens or room)),
+            seed=self._seed(context),
+            cache_salt=str(group.policy),
+        )
+
+    def _seed(self, context: list[int]) -> int:
+        """By what was asked and how often: the order in which an agent's voices ask does not matter."""
+        digest = hashlib.blake2b(repr(context).encode(), digest_size=8).hexdigest()
+        count = self._counts[digest] = self._counts.get(digest, 0) + 1
+        return turn_seed(self._group.seeds[self._index], f"{digest}/{count}")
+
+    def _check_open(self) -> None:
+        if self._standing.phase is Phase.CLOSING:
+            raise RefusedRequestError(400, OVER_CODE, f"{OVER_MESSAGE}: {self._standing.stop_reason}")
+
+    def _idle_s(self) -> float:
+        return time.monotonic() - self._idle_since
+
+    def _move(self, event: states.Event) -> None:
+        self._standing = advance(self._standing, event, self._driven.rules.limits)

@@ -1,0 +1,118 @@
+"""How many conversations may be open at once: their contexts together fit the engine's KV cache.
+
+An episode enters before it begins, in order, and waits while there is no room for its prompt and the
+longest next answer. One that is in goes on without asking, however long it gets: so each can end, and makes
+room then. While nobody is in, the next one enters in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Who is in and who waits; knows no time.
+
+    Args:
+        capacity: tokens that fit.
+    """
+
+    capacity: int
+    _inside: dict[int, int] = field(default_factory=dict)
+    _waiting: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all that are in."""
+        return sum(self._inside.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Conversations that wait."""
+        return len(self._waiting)
+
+    def ask(self, key: int, num_tokens: int) -> list[int]:
+        """Stands in line; the keys that enter now."""
+        self._waiting[key] = num_tokens
+        return self._admit()
+
+    def grow(self, key: int, num_tokens: int) -> list[int]:
+        """A conversation that is in has so many tokens now; the keys that enter for it."""
+        self._inside[key] = num_tokens
+        return self._admit()
+
+    def leave(self, key: int) -> list[int]:
+        """A conversation is over, or no longer waits; the keys that enter in its place."""
+        self._inside.pop(key, None)
+        self._waiting.pop(key, None)
+        return self._admit()
+
+    def _admit(self) -> list[int]:
+        entered = []
+        for key, num_tokens in self._waiting.items():
+            if self._inside and self.num_tokens + num_tokens > self.capacity:
+                break
+            self._inside[key] = num_tokens
+            entered.append(key)
+        for key in entered:
+            del self._waiting[key]
+        return entered
+
+
+class Place:
+    """A conversation that is in."""
+
+    def __init__(self, room: Room, key: int) -> None:
+        self._room, self._key = room, key
+
+    def grow(self, num_tokens: int) -> None:
+        """It has so many tokens now."""
+        self._room.grow(self._key, num_tokens)
+
+
+class Room:
+    """A `Ledger` whose conversations wait.
+
+    Args:
+        capacity: tokens that fit.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._ledger = Ledger(capacity)
+        self._entered: dict[int, asyncio.Event] = {}
+        self._last_key = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether somebody waits."""
+        return self._ledger.num_waiting > 0
+
+    @contextlib.asynccontextmanager
+    async def entered(self, num_tokens: int) -> AsyncIterator[Place]:
+        """A place for a conversation, for the duration; the caller's deadline bounds the wait.
+
+        Args:
+            num_tokens: of its prompt and the longest first answer.
+        """
+        self._last_key += 1
+        key, entered = self._last_key, asyncio.Event()
+        self._entered[key] = entered
+        try:
+            self._call(self._ledger.ask(key, num_tokens))
+            await entered.wait()
+            yield Place(self, key)
+        finally:
+            del self._entered[key]
+            self._call(self._ledger.leave(key))
+
+    def grow(self, key: int, num_tokens: int) -> None:
+        """A conversation has so many tokens now."""
+        self._call(self._ledger.grow(key, num_tokens))
+
+    def _call(self, keys: list[int]) -> None:
+        for key in keys:
+            self._entered[key].set()

@@ -1,0 +1,21 @@
+"""`paceline rm`: trains a reward model on pairs of answers, in the learner's ranks."""
+
+from __future__ import annotations
+
+import argparse
+
+from paceline.cli.commands import arguments
+from paceline.cli.launch import tuning
+from paceline.config.run import RmRunConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    arguments.add_config(parser, description="configuration with an rm: section")
+    arguments.add_dry_run(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains on all ranks and writes the model to rm.output."""
+    config = arguments.load_config(RmRunConfig, args.config, args.overrides)
+    return tuning.run(config, "rm", is_dry=args.dry_run)

@@ -1,0 +1,86 @@
+"""The checks that services do themselves, in a process each: they import torch, vLLM or a user's module."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.config.load import dump_yaml
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError, ModelError
+from paceline.storage.models import local_model
+
+# The self-test of Qwen3-30B-A3B takes 23 s on two cores.
+_CHECK_S = 300.0
+
+
+def check_policy_loss(config: RunConfig) -> None:
+    """Has the learner call a custom policy loss.
+
+    Raises:
+        ConfigError: with its reason, if the loss has a fault.
+    """
+    _learner_check(config, "actor.policy_loss", ConfigError)
+
+
+def self_test(config: RunConfig, kept: Path) -> str:
+    """The line of the learner's self-test; its small model and log-probs remain in a folder.
+
+    Raises:
+        ModelError: with its reason, if the model is refused or its numbers are wrong.
+    """
+    # Needs config.json only, which this machine has where it has the controller.
+    here = config.model_copy(update={"model": local_model(config.model, "controller")})
+    return _learner_check(here, "the model", ModelError, "--self-test", "--keep", str(kept))
+
+
+def engine_log_probs(config: RunConfig, kept: Path) -> str:
+    """vLLM's log-probs against those that the self-test left in a folder, on the same small model.
+
+    Raises:
+        ModelError: they differ, or there was no self-test.
+    """
+    from paceline.rollout.engines.vllm.environment import has_cpu_build
+
+    if config.rollout.name != "vllm":
+        return f"not compared, as rollout.name={config.rollout.name} is another engine"
+    if not has_cpu_build():
+        return (
+            "not compared, which needs vLLM's build for the CPU; guard.mismatch_kl compares them in the "
+            "first step of the run"
+        )
+    if not any(kept.iterdir()):
+        raise ModelError("the self-test left no log-probs to compare with; see its fault")
+    command = [sys.executable, "-m", "paceline.rollout.check", str(kept)]
+    return _printed_by(command, "the engine's log-probs", ModelError)
+
+
+def _learner_check(
+    config: RunConfig, subject: str, fault: type[ConfigError] | type[ModelError], *options: str
+) -> str:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(dump_yaml(config))
+        file.flush()
+        return _printed_by(
+            [sys.executable, "-m", "paceline.learner.check", *options, file.name], subject, fault
+        )
+
+
+def _printed_by(command: Sequence[str], subject: str, fault: type[ConfigError] | type[ModelError]) -> str:
+    """The last line that a check prints: vLLM's kernels print lines of their own."""
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise fault(
+            f"the check of {subject} gave no answer within {_CHECK_S:.0f} s: this machine is too busy, or it "
+            f"hangs; look at `{' '.join(['python', *command[1:-1], '...'])}`"
+        ) from None
+    if process.returncode:
+        said = process.stderr.rpartition("fatal: ")[2].strip()
+        raise fault(
+            said or f"the check of {subject} ended with exit code {process.returncode} and said nothing"
+        )
+    return process.stdout.strip().rpartition("\n")[2]

@@ -1,0 +1,86 @@
+"""Environments with `reset` and `step`: Gymnasium's five values, or a result with attributes (OpenEnv)."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.core.chat import Message
+from paceline.sdk.environment import Environment, Observation, Outcome
+
+
+def gym_environment(
+    make: Callable[[], Any],
+    *,
+    to_action: Callable[[str], Any] = str.strip,
+    to_text: Callable[[Any], str] = str,
+) -> Callable[[], Environment]:
+    """What `serve_environment` takes, from a library's environment.
+
+    `reset(seed=...)` returns (observation, info), an observation, or a result with the attribute
+    `observation`. `step(action)` returns (observation, reward, terminated, truncated, info), or a result with
+    `observation`, `reward`, `done`. Both may be async. The episode's reward is the sum over its steps; an
+    action that `to_action` cannot read ends it with the stop reason `no_action`.
+
+    Args:
+        make: makes one environment, for one episode.
+        to_action: from the policy's answer to an action; raises ValueError for one that is none.
+        to_text: from an observation to what the policy reads.
+    """
+
+    def make_one() -> Environment:
+        return _Gym(make, to_action, to_text)
+
+    make_one.__name__ = getattr(make, "__name__", "gym")
+    return make_one
+
+
+class _Gym(Environment):
+    def __init__(
+        self, make: Callable[[], Any], to_action: Callable[[str], Any], to_text: Callable[[Any], str]
+    ) -> None:
+        self._make, self._to_action, self._to_text = make, to_action, to_text
+        self._inner: Any = None
+        self._reward, self._num_steps = 0.0, 0
+
+    async def open(self, task: Mapping[str, Any], *, task_seed: int, episode_seed: int) -> Observation:
+        self._inner = await asyncio.to_thread(self._make)
+        takes = inspect.signature(self._inner.reset).parameters
+        options = {"seed": task_seed} if "seed" in takes or "kwargs" in takes else {}
+        result = await _called(self._inner.reset, **options)
+        if hasattr(result, "observation"):
+            first = result.observation
+        else:
+            first = result[0] if isinstance(result, tuple) else result
+        return Observation(text=self._to_text(first))
+
+    async def step(self, action: Message) -> Observation:
+        try:
+            taken = self._to_action(action.content)
+        except ValueError:
+            return Observation(done="no_action")
+        result = await _called(self._inner.step, taken)
+        if isinstance(result, tuple):
+            observation, reward, terminated, truncated, _ = result
+            done = "terminated" if terminated else "truncated" if truncated else ""
+        else:
+            observation, reward = result.observation, result.reward
+            done = "terminated" if result.done else ""
+        self._num_steps += 1
+        self._reward += float(reward or 0.0)
+        return Observation(text=self._to_text(observation), done=done)
+
+    async def close(self, stop_reason: str) -> Outcome:
+        return Outcome(reward=self._reward, components={"steps": float(self._num_steps)})
+
+    async def release(self) -> None:
+        if hasattr(self._inner, "close"):
+            await _called(self._inner.close)
+
+
+async def _called(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    if inspect.iscoroutinefunction(method):
+        return await method(*arguments, **options)
+    return await asyncio.to_thread(method, *arguments, **options)

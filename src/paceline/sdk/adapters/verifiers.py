@@ -1,0 +1,99 @@
+"""Environments of the library `verifiers` as they are: they lead their episodes and ask for answers.
+
+For the releases 0.1.x, whose environments have `run_rollout`. The library runs in the process of the user,
+which may be an installation of its own with `paceline-sdk`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from paceline.core.episode import OVER_MESSAGE
+from paceline.core.errors import ConfigError
+from paceline.core.text import one_line
+from paceline.sdk.agent import agent
+from paceline.sdk.environment import Environment, Outcome
+
+
+def verifiers_environment(environment: Any, *, timeout_s: float = 600.0) -> Callable[[], Environment]:
+    """What `serve_environment` takes, from what `verifiers.load_environment` returns.
+
+    The run's configuration sets `environment.drives`, and trains on the rows of `verifiers_rows`. The reward
+    is the rubric's; its metrics become components.
+
+    Args:
+        environment: of the library, any number of episodes at a time.
+        timeout_s: of each answer of the policy.
+
+    Raises:
+        ConfigError: it has no `run_rollout`, or its rubric compares the samples of a prompt.
+    """
+    if not callable(getattr(environment, "run_rollout", None)):
+        raise ConfigError(
+            f"{type(environment).__name__} has no run_rollout: the adapter takes environments of verifiers "
+            "0.1.x"
+        )
+    if getattr(environment, "requires_group_rollouts", False):
+        raise ConfigError(
+            f"the rubric of {type(environment).__name__} grades the samples of a prompt together, and "
+            "episodes are graded one by one; take a reward function that scores groups in its place"
+        )
+
+    async def play(task: Mapping[str, Any], *, base_url: str, token: str, model: str) -> Outcome:
+        from openai import AsyncOpenAI
+        from verifiers.clients import OpenAIChatCompletionsClient
+
+        async with AsyncOpenAI(base_url=base_url, api_key=token, timeout=timeout_s) as client:
+            played = await environment.run_rollout(
+                _rollout_input(task), OpenAIChatCompletionsClient(client), model, {}
+            )
+        return _outcome(played)
+
+    play.__name__ = type(environment).__name__
+    return agent(play)
+
+
+def verifiers_rows(environment: Any, split: str = "train") -> Iterator[dict[str, Any]]:
+    """The rows of its data set, as `data.train_files` has them, with `data.extra_keys: [example_id, info]`.
+
+    Args:
+        environment: as of `verifiers_environment`.
+        split: "train", or "val" for what the library calls the evaluation's; without one there are no rows.
+    """
+    rows = environment.build_dataset() if split == "train" else environment.build_eval_dataset()
+    for row in rows or ():
+        yield {
+            "prompt": [_message(message) for message in row["prompt"]],
+            "ground_truth": str(row.get("answer") or ""),
+            "data_source": type(environment).__name__,
+            "example_id": row["example_id"],
+            "info": row["info"] if isinstance(row.get("info"), str) else json.dumps(row.get("info") or {}),
+        }
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _rollout_input(task: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "prompt": task["messages"],
+        "answer": task["ground_truth"],
+        "example_id": task.get("example_id", 0),
+        "info": task.get("info", "{}"),
+    }
+
+
+def _outcome(played: Mapping[str, Any]) -> Outcome:
+    """What a rollout was worth.
+
+    Raises:
+        RuntimeError: it has failed, other than by a limit of the run.
+    """
+    error = played.get("error")
+    if error and OVER_MESSAGE not in str(error):
+        raise RuntimeError(one_line(f"the rollout failed: {error}"))
+    metrics = {name: float(value) for name, value in (played.get("metrics") or {}).items()}
+    return Outcome(reward=float(played["reward"] or 0.0), components=metrics)

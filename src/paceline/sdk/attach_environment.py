@@ -1,0 +1,90 @@
+"""An environment that attaches to a run and plays its episodes, without a port of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from paceline.core.attachment import FromClient, ToClient
+from paceline.core.episode import Play, Played
+from paceline.rpc.v1 import environment_pb2 as pb
+from paceline.rpc.v1 import environment_pb2_grpc
+from paceline.sdk.attachment import Attachment, attach_until_signal
+from paceline.sdk.environment import Environment
+from paceline.sdk.playing import Asker, play
+from paceline.service import channels
+from paceline.service.credentials import ENVIRONMENT_TOKEN, Credentials
+from paceline.wire.playing import play_gateway_message_from_proto, player_message_to_proto
+
+
+class EnvironmentAttachment(Attachment[Play, Played]):
+    """Plays the episodes that a run sends, until the run is over.
+
+    Args:
+        make: the class, or a function without arguments that makes an instance: one per attempt.
+        address: host:port of a rollout server of the run; several: one stream to each.
+        name: the `rollout.environment.attached` of the run's configuration.
+        token: of the scope `attach`, or the run's; None takes PACELINE_ENVIRONMENT_TOKEN.
+        max_episodes: most episodes at a time, from each server.
+        data_sources: what it can play; none: everything.
+        patience_s: how long to try to reach a run that is away.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        *,
+        address: str | Sequence[str],
+        name: str,
+        token: str | None = None,
+        max_episodes: int = 64,
+        data_sources: Sequence[str] = (),
+        patience_s: float = 300.0,
+    ) -> None:
+        credentials = Credentials.from_env(ENVIRONMENT_TOKEN)
+        self._make, self._ask = make, Asker(max_episodes, credentials.tls)
+        super().__init__(
+            address=address,
+            name=name,
+            role="rollout",
+            credentials=credentials if token is None else credentials.with_token(token),
+            data_sources=data_sources,
+            window=max_episodes,
+            patience_s=patience_s,
+        )
+
+    def _stream(
+        self, channel: Any, messages: AsyncIterator[FromClient[Played]], peer: str
+    ) -> AsyncIterator[ToClient[Play]]:
+        return _streamed(channel, messages, peer)
+
+    def _end(self) -> None:
+        self._ask.close()
+
+    async def _answer(self, task: Play) -> Played:
+        return await play(self._make(), task, self._ask)
+
+
+async def _streamed(
+    channel: Any, messages: AsyncIterator[FromClient[Played]], peer: str
+) -> AsyncIterator[ToClient[Play]]:
+    requests = (player_message_to_proto(message) async for message in messages)
+    attach = environment_pb2_grpc.EnvironmentGatewayStub(channel).Attach
+    answers: AsyncIterator[pb.PlayGatewayMessage] = channels.duplex(
+        attach, requests, phase="ATTACH", peer=peer
+    )
+    async for message in answers:
+        yield play_gateway_message_from_proto(message)
+
+
+def attach_environment(
+    make: Callable[[], Environment], *, address: str | Sequence[str], name: str, **options: Any
+) -> None:
+    """Plays what a run sends until it is over, or a signal comes; arguments as of `EnvironmentAttachment`.
+
+    Raises:
+        SystemExit: the run cannot be reached, or refuses this client; the reason is in the log.
+    """
+    attach_until_signal(
+        lambda: EnvironmentAttachment(make, address=address, name=name, **options), "attached-environment"
+    )

@@ -1,0 +1,102 @@
+"""What environments that have attached to a rollout server say, and are sent <-> protobuf messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.core.attachment import FromClient, ToClient
+from paceline.core.episode import Play, Played
+from paceline.core.errors import InvalidMessageError
+from paceline.core.text import encodable
+from paceline.rpc.v1 import environment_pb2 as pb
+from paceline.wire.attachment import (
+    client_message_from_proto,
+    client_message_to_proto,
+    server_message_from_proto,
+    server_message_to_proto,
+)
+from paceline.wire.environment import grade_from_proto, object_from_json, object_to_json
+
+
+def player_message_to_proto(message: FromClient[Played]) -> pb.PlayerMessage:
+    """What an environment says, as a message."""
+
+    def answers(rows: Sequence[tuple[int, Played]]) -> pb.PlayAnswers:
+        return pb.PlayAnswers(answers=[_played_to_proto(ticket, played) for ticket, played in rows])
+
+    return client_message_to_proto(message, pb.PlayerMessage, answers)
+
+
+def player_message_from_proto(message: pb.PlayerMessage) -> FromClient[Played]:
+    """Reads what an environment says; a grade that cannot be read is an error of its episode.
+
+    Raises:
+        InvalidMessageError: it says nothing, or a number is out of its range.
+        ProtocolError: it speaks another version of the contract.
+    """
+    return client_message_from_proto(message, _played_from_proto)
+
+
+def play_gateway_message_to_proto(message: ToClient[Play]) -> pb.PlayGatewayMessage:
+    """What an environment is sent, as a message."""
+
+    def work(tasks: Sequence[tuple[int, Play]]) -> pb.PlayTasks:
+        return pb.PlayTasks(tasks=[_play_to_proto(ticket, play) for ticket, play in tasks])
+
+    return server_message_to_proto(message, pb.PlayGatewayMessage, work)
+
+
+def play_gateway_message_from_proto(message: pb.PlayGatewayMessage) -> ToClient[Play]:
+    """Reads what an environment is sent.
+
+    Raises:
+        InvalidMessageError: it is empty, or a task is no JSON object.
+        ProtocolError: the server speaks another version of the contract.
+    """
+    return server_message_from_proto(message, _play_from_proto)
+
+
+def _play_to_proto(ticket: int, play: Play) -> pb.PlayTask:
+    episode = pb.EpisodeAttempt(run_id=play.run_id, trajectory_id=play.trajectory_id, attempt=play.attempt)
+    return pb.PlayTask(
+        ticket=ticket,
+        open=pb.OpenEpisodeRequest(
+            episode=episode,
+            task_json=object_to_json(play.task, "task"),
+            task_seed=play.task_seed,
+            episode_seed=play.episode_seed,
+        ),
+        run=pb.RunEpisodeRequest(episode=episode, base_url=play.base_url, token=play.token, model=play.model),
+    )
+
+
+def _play_from_proto(message: pb.PlayTask) -> Play:
+    episode = message.open.episode
+    return Play(
+        run_id=episode.run_id,
+        trajectory_id=episode.trajectory_id,
+        attempt=episode.attempt,
+        task=object_from_json(message.open.task_json, "task"),
+        task_seed=message.open.task_seed,
+        episode_seed=message.open.episode_seed,
+        base_url=message.run.base_url,
+        token=message.run.token,
+        model=message.run.model,
+    )
+
+
+def _played_to_proto(ticket: int, played: Played) -> pb.PlayAnswer:
+    return pb.PlayAnswer(
+        ticket=ticket,
+        stop_reason=played.stop_reason,
+        grade=pb.EpisodeGrade(reward=played.reward, components=dict(played.components)),
+        error=encodable(played.error),
+    )
+
+
+def _played_from_proto(message: pb.PlayAnswer) -> Played:
+    try:
+        reward, components = grade_from_proto(message.grade)
+    except InvalidMessageError as error:
+        return Played(error=str(error))
+    return Played(stop_reason=message.stop_reason, reward=reward, components=components, error=message.error)

@@ -1,0 +1,38 @@
+"""What `paceline check` says of the engine's log-probs, by a running engine."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.launch import service_checks
+from paceline.core.errors import ModelError
+from support.cli_configs import config
+from support.vllm_families import family_config
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: pip install -r requirements/cpu.txt"),
+]
+
+
+def test_the_engines_log_probs_are_the_learners_and_others_are_a_fault(tmp_path: Path) -> None:
+    """A Gemma 2: its softcaps and windows would show."""
+    model, kept = tmp_path / "model", tmp_path / "kept"
+    family_config("gemma2").save_pretrained(model)
+    kept.mkdir()
+    run = config(model={"path": str(model), "load_format": "random"})
+    assert "packed log-probs are those of each sequence alone" in service_checks.self_test(run, kept)
+    line = service_checks.engine_log_probs(run, kept)
+    text, _, number = line.rpartition(" ")
+    assert text == "vLLM's log-probs are the learner's (largest difference"
+    assert 0 < float(number.rstrip(")")) < 1e-4
+
+    rows = json.loads((kept / "scored_rows.json").read_text(encoding="utf-8"))
+    rows[-1]["log_probs"][-1] += 0.02
+    (kept / "scored_rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"differ from the learner's by up to 0.02 nats \(allowed 0.001\)"):
+        service_checks.engine_log_probs(run, kept)

@@ -1,0 +1,38 @@
+"""Every architecture of the table in vLLM's own classes: a push writes what loading the export writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from support.architectures import documented_pushes
+from support.source import ROOT
+
+pytestmark = [
+    pytest.mark.timeout(420),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: pip install -r requirements/cpu.txt"),
+]
+
+
+def test_a_push_into_each_family_writes_what_its_export_holds() -> None:
+    paths = [ROOT / "src", *(ROOT / "services").glob("*"), ROOT / "tests"]
+    done = subprocess.run(
+        [sys.executable, "-m", "support.vllm_families"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    outcomes = {row["model_type"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
+    assert {kind: row["push"] for kind, row in outcomes.items()} == documented_pushes()
+    general = {kind for kind, row in outcomes.items() if row["push"] == "general"}
+    # A CPU repacks experts for its kernel; everything else is pushed in place.
+    assert general == {"mixtral", "qwen2_moe", "qwen3_moe"}
+    assert all("prepack_moe_weight" in outcomes[kind]["reason"] for kind in general)

@@ -1,0 +1,149 @@
+"""Each architecture of the table in vLLM's own classes: how it is pushed into, and whether that is right.
+
+    python -m support.vllm_families [MODEL_TYPE ...]     # prints a line of JSON per architecture
+
+A tiny model of the kind is exported. vLLM builds it twice: once without weights, into which a push's slices
+are copied, and once from the export. All parameters must be equal to the bit. No engine is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "vocab_size": 199,
+}
+"""Heads of a size that vLLM's attention on the CPU takes, and a vocabulary that is padded."""
+
+CHANGES: dict[str, dict[str, Any]] = {
+    # vLLM runs sliding windows in all layers of a Qwen 2, or in none.
+    "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 3},
+}
+
+
+def family_config(model_type: str) -> Any:
+    """A tiny configuration that vLLM's build for the CPU can run."""
+    from support.architectures import tiny_config
+
+    config = tiny_config(model_type)
+    known = {*vars(config), *config.attribute_map}
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    return tiny_config(model_type, **(sizes | CHANGES.get(model_type, {})))
+
+
+def export(model_type: str, folder: Path) -> dict[str, Any]:
+    """Writes a tiny model as the learner exports it; returns the learner's tensors."""
+    import torch
+
+    from paceline.learner.model.folder import write_folder
+    from paceline.learner.model.loading import draw_normal, empty_lm
+
+    config = family_config(model_type)
+    source = folder / "source"
+    lm = empty_lm(config)
+    config.architectures = [type(lm).__name__]
+    config.save_pretrained(source)
+    tensors = {
+        name: draw_normal(parameter.shape, 0.2, 0, name) + (parameter.ndim == 1)
+        for name, parameter in lm.named_parameters()
+    }
+    write_folder(folder / "export", tensors, source=source, dtype=torch.float32)
+    return tensors
+
+
+def compare(model_type: str) -> dict[str, Any]:
+    """How vLLM's model of this kind gets a push, and whether that gives what loading the export gives."""
+    import torch
+
+    from paceline.rollout.engines.vllm.layout import describe_model
+    from paceline.rollout.engines.vllm.trace import recall
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tensors = export(model_type, folder)
+        with built(folder / "export", "dummy") as pushed, built(folder / "export", "auto") as loaded:
+            trace = recall(pushed)
+            layout = describe_model(pushed)
+            params = dict(pushed.named_parameters())
+            with torch.no_grad():
+                for part in trace.slices if trace else ():
+                    params[part.param][part.local_box.slices] = tensors[part.name][part.box.slices]
+            wrong = [
+                name
+                for name, param in loaded.named_parameters()
+                if not torch.equal(param, params[name]) and not (trace and name in trace.reasons)
+            ]
+    return {
+        "model_type": model_type,
+        "push": "general" if layout.full_tensors else "direct",
+        "wrong": wrong,
+        "reason": next(iter(trace.reasons.values()), "") if trace else "not traced",
+    }
+
+
+@contextmanager
+def built(folder: Path, load_format: str) -> Iterator[Any]:
+    """vLLM's model of a folder, in this process."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+
+    config = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        load_format=load_format,
+        dtype="float32",
+        max_model_len=64,
+        enforce_eager=True,
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        _groups()
+        yield get_model_loader(config.load_config).load_model(
+            vllm_config=config, model_config=config.model_config
+        )
+
+
+def _groups() -> None:
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        return
+    store = f"file://{tempfile.mkdtemp()}/store"
+    parallel_state.init_distributed_environment(1, 0, store, 0, "gloo")
+    parallel_state.initialize_model_parallel(1, 1)
+    parallel_state._EP = parallel_state._EP or parallel_state._TP
+
+
+def main(kinds: list[str]) -> int:
+    """Prints a line of JSON per architecture; returns how many are wrong."""
+    from paceline.rollout.engines.vllm import environment
+
+    os.environ.update(environment.in_this_process())
+    import torch
+
+    torch.accelerator.empty_cache = lambda: None  # vLLM's worker on a CPU does so too
+    from paceline.learner.model.architectures import ARCHITECTURES
+    from paceline.rollout.engines.vllm import worker  # noqa: F401  it makes vLLM's loading traced
+
+    outcomes = [compare(kind) for kind in kinds or ARCHITECTURES]
+    for outcome in outcomes:
+        print(json.dumps(outcome))
+    return sum(bool(outcome["wrong"]) for outcome in outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

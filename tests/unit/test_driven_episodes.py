@@ -1,0 +1,398 @@
+"""Agents that lead their episodes with an unchanged `openai` client: tokens, segments, limits, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from paceline.core.errors import PacelineError, ProtocolError
+from paceline.core.trajectory import sampled_spans
+from paceline.rollout.episodes.desk import Desk
+from paceline.rollout.episodes.drive import IGNORED
+from paceline.rollout.episodes.environment import EnvironmentLostError
+from paceline.rollout.episodes.loop import Slot
+from paceline.sdk import Environment
+from paceline.sdk.sessions import Sessions
+from support.driving import ADD, calculate, client, play
+from support.episodes import END, Script, call, group, ids, text
+
+ASK = {"role": "user", "content": "1+2?"}
+
+
+class Counted(Slot):
+    """Whether the engine is needed."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def pause(self) -> None:
+        self.events.append("pause")
+
+    def resume(self) -> None:
+        self.events.append("resume")
+
+
+async def test_an_unchanged_client_token_by_token() -> None:
+    engine, slot = Script(call("add", '{"a": 1, "b": 2}'), "It is 3"), Counted()
+    [drawn] = await play(calculate, engine, slot=slot)
+    first, second = [*ids(call("add", '{"a": 1, "b": 2}')), END], [*ids("It is 3"), END]
+    assert [drawn.token_ids[a:b].tolist() for a, b in sampled_spans(drawn.mask)] == [first, second]
+    between = drawn.token_ids[len(first) : -len(second)].tolist()
+    assert text(between) == (
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert drawn.log_probs.tolist() == [-0.5] * len(first) + [0.0] * len(between) + [-0.5] * len(second)
+    assert engine.requests[1].prompt_token_ids == [*drawn.prompt_token_ids.tolist(), *first, *between]
+    assert drawn.segment_starts == ()
+    assert drawn.episode is not None
+    assert (drawn.episode.stop_reason, drawn.episode.reward) == ("finished", 1.0)
+    assert (drawn.episode.num_turns, drawn.episode.num_tool_calls) == (2, 1)
+    assert drawn.episode.components == {"turns": 4.0}
+    # The engine is needed while it decodes, and at no other time.
+    assert slot.events == ["pause", *("resume", "pause") * 2, "resume"]
+
+
+async def test_a_stream_says_the_same() -> None:
+    async def streaming(task: Any, *, base_url: str, token: str, model: str) -> float:
+        async with client(base_url, token) as api:
+            stream = await api.chat.completions.create(
+                model=model, messages=[ASK], tools=[ADD], stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+        calls = [c for chunk in chunks if chunk.choices for c in chunk.choices[0].delta.tool_calls or ()]
+        assert [(c.function.name, c.function.arguments) for c in calls] == [("add", '{"a": 1}')]
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert said == "Let me see." * 20
+        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
+        assert chunks[-1].usage is not None
+        return float(chunks[-1].usage.completion_tokens)
+
+    said = "Let me see." * 20
+    made = call("add", '{"a": 1}')
+    [drawn] = await play(streaming, Script(f"{said}\n{made}"))
+    assert drawn.episode is not None
+    assert drawn.episode.reward == len(drawn.token_ids)
+
+
+async def test_a_rewritten_history_starts_a_segment() -> None:
+    """What was sampled before is in the new segment's prompt, and is trained on where it was sampled."""
+
+    async def forgetful(task: Any, *, base_url: str, token: str, model: str) -> None:
+        async with client(base_url, token) as api:
+
+            async def ask(*messages: Any) -> Any:
+                return (await api.chat.completions.create(model=model, messages=messages)).choices[0].message
+
+            first = await ask(ASK)
+            second = await ask(ASK, first.model_dump(), {"role": "user", "content": "Sure?"})
+            await ask({"role": "user", "content": "Summary: 3"}, second.model_dump(), ASK)
+            await ask(ASK, first.model_dump(), {"role": "user", "content": "Sure?"}, second.model_dump(), ASK)
+
+    engine = Script("three", "yes", "good", "fine")
+    [drawn] = await play(forgetful, engine)
+    assert len(drawn.segment_starts) == 1
+    spans = [drawn.token_ids[a:b].tolist() for a, b in sampled_spans(drawn.mask)]
+    # The fourth request went on with the first segment.
+    assert spans == [[*ids(said), END] for said in ("three", "yes", "fine", "good")]
+    [start] = drawn.segment_starts
+    segments = np.split(drawn.token_ids, [start])
+    head, tail = drawn.prompt_token_ids.tolist(), segments[0].tolist()
+    assert engine.requests[3].prompt_token_ids == [*head, *tail][: -len(ids("fine")) - 1]
+    rewritten = segments[1].tolist()
+    assert engine.requests[2].prompt_token_ids == rewritten[: -len(ids("good")) - 1]
+    assert "Summary: 3<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>" in text(rewritten)
+    assert not drawn.log_probs[drawn.mask == 0].any()
+    assert not drawn.mask[start]
+    assert drawn.episode is not None
+    assert (drawn.episode.reward, drawn.episode.num_turns) == (None, 4)
+
+
+async def test_clients_do_not_choose_how_the_policy_is_sampled() -> None:
+    async def demanding(task: Any, *, base_url: str, token: str, model: str) -> None:
+        async with client(base_url, token) as api:
+            raw = await api.chat.completions.with_raw_response.create(
+                model="gpt-9", messages=[ASK], temperature=0.1, seed=7, top_p=0.5, max_tokens=4
+            )
+            assert raw.headers["x-paceline-ignored"] == "model, seed, temperature, top_p"
+            assert raw.parse().model == model
+            for refused in (
+                {"n": 2},
+                {"stop": ["x"]},
+                {"logit_bias": {"1": 5}},
+                {"tool_choice": "required"},
+                {"response_format": {"type": "json_object"}},
+            ):
+                with pytest.raises(openai.BadRequestError, match="would change how the policy answers"):
+                    await api.chat.completions.create(model=model, messages=[ASK], **refused)  # type: ignore[call-overload]
+
+    engine = Script("so")
+    [drawn] = await play(demanding, engine)
+    [request] = engine.requests
+    own = group().sampling
+    assert (request.sampling.temperature, request.sampling.stop_token_ids) == (1.0, own.stop_token_ids)
+    assert (request.sampling.top_p, request.sampling.max_tokens) == (1.0, 4)
+    assert drawn.episode is not None
+    assert drawn.episode.components == {IGNORED: 4.0}
+
+
+async def test_seeds_depend_on_what_is_asked_and_how_often_not_on_the_order() -> None:
+    async def asking(order: list[str]) -> dict[str, list[int]]:
+        async def voices(task: Any, *, base_url: str, token: str, model: str) -> None:
+            async with client(base_url, token) as api:
+                for said in order:
+                    await api.chat.completions.create(
+                        model=model, messages=[{"role": "user", "content": said}]
+                    )
+
+        engine = Script("so")
+        await play(voices, engine)
+        seeds: dict[str, list[int]] = {}
+        for request in engine.requests:
+            seeds.setdefault(text(request.prompt_token_ids), []).append(request.seed)
+        return seeds
+
+    first, second = await asking(["a", "b", "a"]), await asking(["a", "a", "b"])
+    assert first == second
+    assert len({seed for seeds in first.values() for seed in seeds}) == 3
+
+
+async def test_a_request_that_is_sent_again_is_answered_once() -> None:
+    async def impatient(task: Any, *, base_url: str, token: str, model: str) -> None:
+        headers = {"Authorization": f"Bearer {token}"}
+        body = {"model": model, "messages": [ASK]}
+        async with httpx.AsyncClient(base_url=base_url) as http:
+            answers = [
+                await http.post(
+                    "/chat/completions", json=body, headers={**headers, "x-stainless-retry-count": count}
+                )
+                for count in ("0", "1", "2")
+            ]
+        assert len({answer.text for answer in answers}) == 1
+
+    engine = Script("so")
+    [drawn] = await play(impatient, engine)
+    assert len(engine.requests) == 1
+    assert drawn.episode is not None
+    assert drawn.episode.num_turns == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "line", "reason"),
+    [
+        ({"max_turns": 2}, "so", "max_turns"),
+        ({"max_turn_tokens": 3}, "the " * 50, "max_turn_tokens"),
+        ({"max_tool_calls": 1}, call("add") + call("add"), "max_tool_calls"),
+        ({"max_response_tokens": 40}, "so", "max_response_tokens"),
+    ],
+)
+async def test_what_the_policy_reaches_ends_the_episode_whatever_the_agent_does_then(
+    changes: dict[str, Any], line: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "paceline")
+    seen: list[str] = []
+
+    async def endless(task: Any, *, base_url: str, token: str, model: str) -> float:
+        messages: list[Any] = [ASK]
+        async with client(base_url, token) as api:
+            while True:
+                try:
+                    answer = await api.chat.completions.create(model=model, messages=messages)
+                except openai.BadRequestError as error:
+                    seen.append(str(error.code))
+                    raise
+                messages += [answer.choices[0].message.model_dump(), ASK]
+
+    [drawn] = await play(endless, Script(line), **changes)
+    assert seen == ["episode_over"]
+    # One line in the agent's log, and no traceback: it did nothing wrong.
+    told = [record.getMessage() for record in caplog.records if "episode is over" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("endless ended by ")
+    assert not [record for record in caplog.records if record.exc_info]
+    assert drawn.episode is not None
+    assert (drawn.episode.stop_reason, drawn.episode.reward) == (reason, None)
+    assert len(drawn.token_ids) <= changes.get("max_response_tokens", 1000)
+
+
+async def raising(task: Any, **_: Any) -> float:
+    raise ValueError("no luck")
+
+
+async def silent(task: Any, **_: Any) -> float:
+    return 1.0
+
+
+async def sleeping(task: Any, **_: Any) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def wordy(task: Any, *, base_url: str, token: str, model: str) -> float:
+    async with client(base_url, token) as api:
+        await api.chat.completions.create(model=model, messages=[{"role": "user", "content": "the " * 999}])
+    return 1.0
+
+
+async def lying(task: Any, *, base_url: str, token: str, model: str) -> str:
+    async with client(base_url, token) as api:
+        await api.chat.completions.create(model=model, messages=[ASK])
+    return "much"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raising, "ValueError: no luck"),
+        (silent, "ended without a question"),
+        (sleeping, "within 0.5 s"),
+        (wordy, "data.max_prompt_length is 200"),
+        (lying, "returns a number, an Outcome or None, not str"),
+    ],
+)
+async def test_an_agent_that_fails_loses_the_attempt_and_holds_nothing(
+    function: Callable[..., Any], message: str
+) -> None:
+    with pytest.raises(EnvironmentLostError, match=message):
+        await play(function, Script("so"), run_s=0.5 if function is sleeping else 20.0)
+
+
+async def test_an_agent_that_fails_once_plays_again_with_the_same_seeds() -> None:
+    tries: list[int] = []
+
+    async def moody(task: Any, *, base_url: str, token: str, model: str) -> float:
+        tries.append(task["episode_seed"])
+        async with client(base_url, token) as api:
+            await api.chat.completions.create(model=model, messages=[ASK])
+        if len(tries) == 1:
+            raise ValueError("moody")
+        return 1.0
+
+    engine = Script("so")
+    [drawn] = await play(moody, engine, retries=1)
+    assert tries == [100, 100]
+    assert len({request.seed for request in engine.requests}) == 1
+    assert len(engine.requests) == 2
+    assert len(sampled_spans(drawn.mask)) == 1
+
+
+async def test_an_engine_that_fails_fails_the_group_and_ends_the_agent() -> None:
+    with pytest.raises(PacelineError, match="broken"):
+        await play(calculate, Script(PacelineError("broken")))
+
+
+async def test_episodes_do_not_answer_for_each_other() -> None:
+    tokens: list[str] = []
+
+    async def nosy(task: Any, *, base_url: str, token: str, model: str) -> float:
+        async with client(base_url, token) as api:
+            await api.chat.completions.create(model=model, messages=[ASK])
+            assert [entry.id async for entry in await api.models.list()] == [model]
+        for other in (*tokens, "guess", ""):
+            async with httpx.AsyncClient(base_url=base_url) as http:
+                answer = await http.get("/models", headers={"Authorization": f"Bearer {other}".strip()})
+                assert answer.status_code == 401
+        tokens.append(token)
+        return 1.0
+
+    await play(nosy, Script("so"))
+    await play(nosy, Script("so"))
+    assert len(set(tokens)) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"{", "invalid_request"),
+        (b"[]", "invalid_request"),
+        (b'{"messages": []}', "invalid_request"),
+        (b'{"messages": [{"role": "ghost"}]}', "invalid_request"),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "invalid_request"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "unsupported_content"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "invalid_request"),
+        (b'{"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}', "invalid_request"),
+        (b'{"messages": [{"role": "user"}], "tools": [{"name": "x"}]}', "invalid_request"),
+        (b"[" * 100_000, "invalid_request"),
+        (b'{"messages": [{"role": "user", "content": "' + b"x" * (17 * 2**20) + b'"}]}', "413"),
+    ],
+    ids=range(11),
+)
+async def test_bad_requests_are_refused_and_the_episode_goes_on(body: bytes, code: str) -> None:
+    async def clumsy(task: Any, *, base_url: str, token: str, model: str) -> float:
+        headers = {"Authorization": f"Bearer {token}"}
+        async with httpx.AsyncClient(base_url=base_url, headers=headers) as http:
+            answer = await http.post("/chat/completions", content=body)
+            given = str(answer.status_code) if code == "413" else answer.json()["error"]["code"]
+            assert given == code
+            good = await http.post("/chat/completions", json={"messages": [ASK]})
+            assert good.json()["choices"][0]["message"]["content"] == "so"
+        return 1.0
+
+    [drawn] = await play(clumsy, Script("so"))
+    assert drawn.episode is not None
+    assert drawn.episode.num_turns == 1
+
+
+async def test_a_token_opens_nothing_once_its_episode_is_over() -> None:
+    desk = Desk(host="127.0.0.1", tls=None)
+    await desk.start()
+    try:
+        with desk.open(1.0) as counter:
+            headers = {"Authorization": f"Bearer {counter.token}"}
+            async with httpx.AsyncClient(base_url=counter.base_url, headers=headers) as http:
+                assert (await http.get("/models")).status_code == 200
+                waiting = asyncio.create_task(http.post("/chat/completions", json={"messages": [ASK]}))
+                assert await counter.next() is not None
+                counter.close()
+                refused = await http.post("/chat/completions", json={"messages": [ASK]})
+                assert refused.json()["error"]["code"] == "episode_over"
+                counter.refuse_all()
+                assert (await waiting).json()["error"]["code"] == "episode_over"
+        async with httpx.AsyncClient(base_url=counter.base_url, headers=headers) as http:
+            assert (await http.get("/models")).status_code == 401
+            assert (await http.post("/chat/completions", json={"messages": [ASK]})).status_code == 401
+    finally:
+        await desk.close()
+
+
+async def test_a_run_frees_its_episode_when_the_caller_goes_away_or_another_attempt_comes() -> None:
+    ended: list[str] = []
+
+    class Patient(Environment):
+        async def run(self, *, base_url: str, token: str, model: str) -> str:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(token)
+            return ""
+
+        async def release(self) -> None:
+            ended.append("released")
+
+    sessions, key = Sessions(Patient, 4), ("r", "train:1:7:0")
+
+    async def begin(attempt: int, token: str) -> asyncio.Task[str]:
+        await sessions.open(key, attempt, {}, task_seed=0, episode_seed=0, lease_s=60.0)
+        running = asyncio.create_task(sessions.run(key, attempt, base_url="", token=token, model=""))
+        await asyncio.sleep(0.01)
+        return running
+
+    first = await begin(1, "first")
+    first.cancel()
+    await asyncio.wait([first])
+    assert (ended, sessions.num_open) == (["first", "released"], 0)
+    with pytest.raises(ProtocolError, match="attempt 1 was closed"):
+        await begin(1, "again")
+    second = await begin(2, "second")
+    third = await begin(3, "third")
+    await asyncio.wait([second], timeout=1.0)
+    assert ended[2:] == ["second", "released"]
+    assert sessions.num_open == 1
+    third.cancel()
+    await asyncio.wait([third])
+    assert sessions.num_open == 0

@@ -1,0 +1,105 @@
+"""The learner gives cached memory back where an engine on its GPU lacks it, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from paceline.core.members import EnginePart
+from paceline.learner.distributed.engine_room import (
+    MARGIN,
+    MEASURED_MARGIN,
+    EngineSize,
+    GpuMemory,
+    RoomMade,
+    make_room,
+)
+from paceline.learner.distributed.ranks import Ranks
+from support.cli_configs import config
+from support.learner_ranks import alone
+
+GIB = 1 << 30
+WEIGHTS, CACHE = EnginePart.WEIGHTS, EnginePart.KV_CACHE
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with alone() as group:
+        yield group
+
+
+class Gpu(GpuMemory):
+    """A GPU of 100 GiB of which torch's allocator caches 40."""
+
+    def __init__(self, free: int) -> None:
+        self._now, self.gave_back = free, 0
+
+    @property
+    def total(self) -> int:
+        return 100 * GIB
+
+    @property
+    def free(self) -> int:
+        return self._now
+
+    def give_back(self) -> None:
+        self._now, self.gave_back = self._now + 40 * GIB, self.gave_back + 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "free", "freed", "has_room"),
+    [
+        ((WEIGHTS,), 10 * GIB + MARGIN - 1, 40, True),
+        ((WEIGHTS,), 10 * GIB + MARGIN, 0, False),
+        ((WEIGHTS,), 30 * GIB + MARGIN, 0, True),
+        ((CACHE,), 20 * GIB + MARGIN - 1, 40, True),
+        ((WEIGHTS, CACHE), 30 * GIB + MARGIN - 1, 40, True),
+        ((), 90 * GIB, 40, True),
+    ],
+)
+def test_memory_is_given_back_where_it_lacks(
+    ranks: Ranks, parts: tuple[EnginePart, ...], free: int, freed: int, has_room: bool
+) -> None:
+    gpu = Gpu(free)
+    made = make_room(parts, lambda total: EngineSize(weights=total // 10, kv_cache=20 * GIB), gpu, ranks)
+    assert made == RoomMade(freed_bytes=freed * GIB, has_room=has_room)
+    assert gpu.gave_back == (freed > 0)
+
+
+def test_the_size_of_an_engine_is_that_of_its_settings() -> None:
+    rollout = {"tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.25}
+    given = config(model={"path": "model", "dtype": "bfloat16"}, rollout=rollout)
+    assert EngineSize.of(given, 7 * GIB, 100 * GIB) == EngineSize(weights=7 * GIB, kv_cache=25 * GIB)
+    fixed = config(
+        model={"path": "model", "dtype": "float32"},
+        rollout={**rollout, "engine_kwargs": {"kv_cache_memory_bytes": 3 * GIB}},
+    )
+    assert EngineSize.of(fixed, 7 * GIB, 100 * GIB) == EngineSize(weights=14 * GIB, kv_cache=3 * GIB)
+
+
+def test_an_engine_that_was_seen_to_take_less_than_planned_needs_less(ranks: Ranks) -> None:
+    given = config(
+        model={"path": "model", "dtype": "bfloat16"},
+        rollout={"engine_kwargs": {"kv_cache_memory_bytes": 12 * GIB}},
+    )
+    measured = EngineSize.of(given, 7 * GIB, 100 * GIB, 27 * GIB)
+    assert measured == EngineSize(weights=14 * GIB, kv_cache=13 * GIB, margin=MEASURED_MARGIN)
+    assert [measured.bytes_of(parts) for parts in ((WEIGHTS,), (CACHE,), (WEIGHTS, CACHE))] == [
+        14 * GIB + MEASURED_MARGIN,
+        13 * GIB + MEASURED_MARGIN,
+        27 * GIB + MEASURED_MARGIN,
+    ]
+    gpu = Gpu(28 * GIB)
+    planned = make_room((WEIGHTS,), lambda total: EngineSize.of(given, 7 * GIB, total), gpu, ranks)
+    seen = make_room((WEIGHTS,), lambda _: measured, gpu, ranks)
+    assert (planned.has_room, seen.has_room, gpu.gave_back) == (False, True, 0)
+    assert EngineSize.of(given, 7 * GIB, 100 * GIB, 9 * GIB).kv_cache == 0
+
+
+def test_on_a_cpu_there_is_room(ranks: Ranks) -> None:
+    memory = GpuMemory(torch.device("cpu"))
+    made = make_room((CACHE,), lambda total: EngineSize(weights=1, kv_cache=total), memory, ranks)
+    assert made == RoomMade(freed_bytes=0, has_room=True)
