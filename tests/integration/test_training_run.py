@@ -84,8 +84,10 @@ def step_of_death(events: list[Row], server: str) -> int:
         if event["event"] == "phase":
             step = event["step"]
         elif event["event"] == "member" and event["member"] == server:
-            away = event["what"] in ("dead", "left")
-            died_in = step if event["what"] == "dead" else died_in
+            if event["what"] == "dead":
+                died_in, away = step, True
+            elif event["what"] == "state:serving":
+                away = False
         elif away and event["event"] == "trajectory" and event["server"] == server:
             assert int(event["id"].split(":")[1]) <= died_in, event
     return died_in
