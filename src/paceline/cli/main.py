@@ -32,7 +32,7 @@ COMMANDS: dict[str, str] = {
     "ui": "show runs in a browser, while they train",
     "track": "send what a past run has written to experiment trackers",
     "verify": "check what a run has written against what Paceline promises",
-    "reward": "score one response with a reward function",
+    "reward": "score a response, or the samples of a prompt, with a reward function",
 }
 
 

@@ -53,6 +53,59 @@ def test_reward_refuses_what_a_run_would_refuse(
         assert words in captured.err
 
 
+def test_reward_scores_the_samples_of_a_prompt_together(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "mine.py").write_text(
+        "def rank(items, *, factor=1.0):\n"
+        "    lengths = sorted(len(item.response) for item in items)\n"
+        "    return [factor * lengths.index(len(item.response)) for item in items]\n"
+        "def fields(items):\n"
+        "    return [{'score': len(item.prompt), 'level': item.extra['level'],\n"
+        "             'gsm8k': float(item.data_source == 'gsm8k')} for item in items]\n"
+        "def nan(items):\n"
+        "    return [float('nan') if item.response == 'nan' else 1.0 for item in items]\n"
+        "def short(items):\n"
+        "    return [1.0]\n"
+    )
+    others = ["--group", "--sample", "xx", "--sample", "x"]
+    assert main(["reward", "mine.py:rank", "xxx", "", "factor=0.5", *others]) == 0
+    assert main(["reward", "mine.py:rank", "xxx", "", "--group"]) == 0
+    assert capsys.readouterr().out.split() == ["1.0", "0.5", "0.0", "0.0"]
+    columns = ["--column", "prompt=Q: 1", "--column", "level=3", "--column", "data_source=gsm8k"]
+    assert main(["reward", "mine.py:fields", "x", "", "--group", *columns]) == 0
+    assert capsys.readouterr().out == "{'fields': 4.0, 'fields/level': 3.0, 'fields/gsm8k': 1.0}\n"
+
+    assert main(["reward", "mine.py:nan", "nan", "", *others]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == ["not_finite: nan returned nan", "1.0", "1.0"]
+    assert "1 of 3 samples have no reward" in captured.err
+    for words, code, sentence in (
+        (["mine.py:short", "x", "", *others], 1, "wrong_count: short returned 1 values for 3 items"),
+        (["mine.py:rank", "x", "", *others, "facto=2"], 2, "has no argument 'facto'; it has factor"),
+        (["mine.py:rank", "x", ""], 2, "(paceline reward: --group) for a function of all samples"),
+        (["mine.py:rank", "x", "", "--sample", "y"], 2, "add --group"),
+        (["gsm8k", "x", "", "--group"], 2, "scores responses by themselves: remove group: true"),
+    ):
+        assert main(["reward", *words]) == code
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert sentence in captured.err
+
+
+def test_reward_gives_a_function_the_columns_of_its_row(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "mine.py").write_text(
+        "def f(response, ground_truth, *, prompt, level):\n    return len(prompt) + 10 * level\n"
+    )
+    columns = ["--column", "prompt=Q: 1", "--column", "level=3"]
+    assert main(["reward", "mine.py:f", "x", "y", *columns]) == 0
+    assert capsys.readouterr().out == "34.0\n"
+    assert main(["reward", "mine.py:f", "x", "y", "--column", "level"]) == 2
+    assert "'level' must look like key=value" in capsys.readouterr().err
+
+
 def test_hints_keep_their_brackets(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
