@@ -37,6 +37,9 @@ from support.weight_layouts import DenseModel, fsdp_layout, tp_layout
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
+# What has to end without waiting for the group's deadline ends long before it, however slow the machine is.
+LONG_S = 300.0
+AT_ONCE_S = 45.0
 
 
 def dense(**changes: object) -> DenseModel:
@@ -106,7 +109,7 @@ class Fleet:
             "rollout_layouts": tuple(receiver.describe() for receiver in self.receivers),
             "wire_dtype": "float32",
             "round_bytes": 1000,
-            "timeout_s": 10.0,
+            "timeout_s": 40.0,
         }
         return WeightGroupSpec(**{**fields, **changes})
 
@@ -122,7 +125,7 @@ class Fleet:
     def push(self, version: int) -> tuple[PushReceipt, list[PushReceipt]]:
         sent, *received = run_all(
             lambda: self.publisher.publish(version),
-            *(lambda receiver=receiver: receiver.receive(version, 10.0) for receiver in self.receivers),
+            *(lambda receiver=receiver: receiver.receive(version, 40.0) for receiver in self.receivers),
         )
         return sent, received
 
@@ -217,23 +220,23 @@ def test_a_push_is_relayed_between_rollout_ranks(
 
 def test_a_rank_that_waits_for_an_absent_one_names_it() -> None:
     fleet = Fleet(dense(), 1, engines=2)
-    spec = fleet.spec(timeout_s=0.5)
-    waiting = start_all(lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, 0.5))
+    spec = fleet.spec(timeout_s=3.0)
+    waiting = start_all(lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, 3.0))
     for future in waiting:
-        error = future.exception(10)
+        error = future.exception(30)
         assert isinstance(error, DeadlineError), error
         assert (error.phase, error.peer) == ("weight group join", RankRef(MemberKind.ROLLOUT, 1))
 
 
 def test_a_join_that_is_called_off_ends_at_once() -> None:
     fleet = Fleet(dense(), 1, engines=2)
-    spec = fleet.spec(timeout_s=20.0)
-    waiting = start_all(lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, 20.0))
+    spec = fleet.spec(timeout_s=LONG_S)
+    waiting = start_all(lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, LONG_S))
     time.sleep(0.2)
     assert not any(future.done() for future in waiting)
-    abandon(spec.store_host, spec.store_port, epoch=spec.epoch, lost="rollout-1", timeout_s=5.0)
+    abandon(spec.store_host, spec.store_port, epoch=spec.epoch, lost="rollout-1", timeout_s=20.0)
     for future in waiting:
-        error = future.exception(5)
+        error = future.exception(AT_ONCE_S)
         assert isinstance(error, PeerLostError), error
         assert error.peer == "rollout-1"
     fleet.receivers.pop()
@@ -248,7 +251,7 @@ def test_a_rank_without_memory_for_staging_fails_before_anybody_waits(
 ) -> None:
     """Allocate, roll call, connect: over NCCL a rank that fails after the roll call hangs the others."""
     fleet = Fleet(dense(), 1, engines=2)
-    spec = fleet.spec(timeout_s=20.0)
+    spec = fleet.spec(timeout_s=LONG_S)
     allocate = WeightGroup._allocate
 
     def refuse(self: WeightGroup, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -257,12 +260,10 @@ def test_a_rank_without_memory_for_staging_fails_before_anybody_waits(
         return allocate(self, sizes)
 
     monkeypatch.setattr(WeightGroup, "_allocate", refuse)
-    joins = [lambda n=n, r=r: r.join(spec, n, 20.0) for n, r in enumerate(fleet.receivers, start=1)]
-    began = time.monotonic()
+    joins = [lambda n=n, r=r: r.join(spec, n, LONG_S) for n, r in enumerate(fleet.receivers, start=1)]
     learner, first, second = (
-        future.exception(10) for future in start_all(lambda: fleet.publisher.join(spec), *joins)
+        future.exception(AT_ONCE_S) for future in start_all(lambda: fleet.publisher.join(spec), *joins)
     )
-    assert time.monotonic() - began < 5
     assert isinstance(second, WeightSyncError)
     for error in (learner, first):
         assert isinstance(error, PeerLostError), error
@@ -282,23 +283,23 @@ def test_a_failed_allocation_says_what_to_lower(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_connection_that_never_comes_up_ends_by_the_deadline_or_when_it_is_called_off() -> None:
-    store, never = open_store("127.0.0.1", 5.0), threading.Event()
-    connecting = Connecting(lambda: void(never.wait(10)), CPU)
+    store, never = open_store("127.0.0.1", 20.0), threading.Event()
+    connecting = Connecting(lambda: void(never.wait(LONG_S)), CPU)
     with pytest.raises(DeadlineError) as caught:
         connecting.wait(Deadline("weight group join", 0.2), Abandonment(store, 1))
     assert caught.value.peer == SOME_MEMBER
     threading.Timer(0.2, Abandonment(store, 1).call_off, [RankRef(MemberKind.ROLLOUT, 3)]).start()
     began = time.monotonic()
     with pytest.raises(PeerLostError) as lost:
-        connecting.wait(Deadline("weight group join", 10.0), Abandonment(store, 1))
+        connecting.wait(Deadline("weight group join", LONG_S), Abandonment(store, 1))
     assert lost.value.peer == RankRef(MemberKind.ROLLOUT, 3)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < AT_ONCE_S
     assert connecting.is_alive()
     never.set()
-    connecting.wait(Deadline("weight group join", 5.0), Abandonment(store, 2))
+    connecting.wait(Deadline("weight group join", 20.0), Abandonment(store, 2))
     with pytest.raises(WeightSyncError, match="plans differ"):
         Connecting(fail_with(WeightSyncError("plans differ")), CPU).wait(
-            Deadline("j", 5.0), Abandonment(store, 2)
+            Deadline("j", 20.0), Abandonment(store, 2)
         )
 
 
@@ -316,14 +317,14 @@ def fail_with(error: Exception) -> Callable[[], None]:
 def test_a_relay_that_leaves_frees_the_others_at_once() -> None:
     """Each waiting rank names the peer that it waits for: the relay, or one that gave up because of it."""
     fleet = Fleet(dense(), 1, engines=3)
-    fleet.join(fleet.spec(relay="always", timeout_s=20.0))
+    fleet.join(fleet.spec(relay="always", timeout_s=LONG_S))
     leaving = threading.Timer(0.3, fleet.receivers[1].leave)
     leaving.start()
-    began = time.monotonic()
     others = (fleet.receivers[0], fleet.receivers[2])
-    futures = start_all(lambda: fleet.publisher.publish(1), *(lambda r=r: r.receive(1, 20.0) for r in others))
-    errors = [future.exception(30) for future in futures]
-    assert time.monotonic() - began < 5
+    futures = start_all(
+        lambda: fleet.publisher.publish(1), *(lambda r=r: r.receive(1, LONG_S) for r in others)
+    )
+    errors = [future.exception(AT_ONCE_S) for future in futures]
     leaving.join()
     for error in errors:
         assert isinstance(error, PeerLostError), error
@@ -341,17 +342,17 @@ def test_a_relay_that_stalls_is_named_by_its_receiver() -> None:
     fleet.join(fleet.spec(relay="always", round_bytes=1 << 20))
     relay = fleet.receivers[1]._group
     assert relay is not None
-    arriving = relay._post_round(0, Deadline("first round", 5))
+    arriving = relay._post_round(0, Deadline("first round", 20))
     began = time.monotonic()
     sending, waiting = start_all(
-        lambda: fleet.publisher.publish(1), lambda: fleet.receivers[0].receive(1, 1.5)
+        lambda: fleet.publisher.publish(1), lambda: fleet.receivers[0].receive(1, 5.0)
     )
-    arriving.wait(Deadline("first round", 5))
+    arriving.wait(Deadline("first round", 20))
     assert sending.result(30).version == 1
     error = waiting.exception(30)
     assert isinstance(error, DeadlineError)
     assert error.peer == RankRef(MemberKind.ROLLOUT, 1)
-    assert 1.4 < time.monotonic() - began < 8
+    assert time.monotonic() - began > 4.9
 
 
 def test_a_push_casts_to_the_wire_type() -> None:
@@ -391,7 +392,7 @@ def test_a_loader_that_stops_early_is_an_error() -> None:
     fleet = Fleet(dense(), 1, moe=True, load=lambda tensors: next(tensors))
     fleet.join(fleet.spec())
     futures = start_all(
-        lambda: fleet.publisher.publish(1, timeout_s=5), lambda: fleet.receivers[0].receive(1, 5.0)
+        lambda: fleet.publisher.publish(1, timeout_s=20), lambda: fleet.receivers[0].receive(1, 20.0)
     )
     with pytest.raises(WeightSyncError, match=r"took 1 of \d+ tensors"):
         futures[1].result(30)
@@ -401,10 +402,8 @@ def test_a_loader_that_stops_early_is_an_error() -> None:
 def test_an_absent_member_costs_the_deadline_and_the_rest_form_a_new_group() -> None:
     fleet = Fleet(dense(), 2)
     spec = fleet.spec(timeout_s=2.0)
-    began = time.monotonic()
     futures = start_all(lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, 2.0))
     errors = [future.exception(30) for future in futures]
-    assert time.monotonic() - began < 8
     for error in errors:
         assert isinstance(error, DeadlineError | PeerLostError), error
     fleet.receivers.pop()
@@ -421,16 +420,14 @@ def test_an_absent_member_costs_the_deadline_and_the_rest_form_a_new_group() -> 
 
 def test_a_member_that_leaves_frees_the_others_at_once() -> None:
     fleet = Fleet(dense(), 2)
-    fleet.join(fleet.spec(timeout_s=20.0))
+    fleet.join(fleet.spec(timeout_s=LONG_S))
     leaving = threading.Timer(0.3, fleet.receivers[1].leave)
     leaving.start()
-    began = time.monotonic()
-    futures = start_all(lambda: fleet.publisher.publish(1), lambda: fleet.receivers[0].receive(1, 20.0))
-    error = futures[0].exception(30)
+    futures = start_all(lambda: fleet.publisher.publish(1), lambda: fleet.receivers[0].receive(1, LONG_S))
+    error = futures[0].exception(AT_ONCE_S)
     assert isinstance(error, PeerLostError)
     assert error.peer == RankRef(MemberKind.ROLLOUT, 1)
-    assert isinstance(futures[1].exception(30), PeerLostError)
-    assert time.monotonic() - began < 5
+    assert isinstance(futures[1].exception(AT_ONCE_S), PeerLostError)
     leaving.join()
     with pytest.raises(WeightSyncError, match="no weight group has been joined"):
         fleet.publisher.publish(2)
@@ -444,7 +441,7 @@ def test_a_learner_that_stalls_is_named_when_time_is_up() -> None:
         DeadlineError, match=r"receiving weights of version 4: no answer from learner rank 0 within 1 s"
     ):
         fleet.receivers[0].receive(4, 1.0)
-    assert 0.9 < time.monotonic() - began < 5
+    assert 0.9 < time.monotonic() - began < AT_ONCE_S
 
 
 def test_a_spec_of_another_model_is_refused_before_anything_connects() -> None:
@@ -527,17 +524,15 @@ def test_a_rollout_rank_elsewhere_takes_part_beside_those_that_share_memory(
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_leaves_a_shared_group_frees_the_others_at_once(lost: int) -> None:
     fleet = Fleet(dense(), 1, engines=2)
-    fleet.join(fleet.spec(shared=True, timeout_s=20.0))
+    fleet.join(fleet.spec(shared=True, timeout_s=LONG_S))
     leaving = threading.Timer(0.3, fleet.receivers[lost].leave)
     leaving.start()
-    began = time.monotonic()
     other = fleet.receivers[1 - lost]
-    sending, waiting = start_all(lambda: fleet.publisher.publish(1), lambda: other.receive(1, 20.0))
-    error = sending.exception(30)
+    sending, waiting = start_all(lambda: fleet.publisher.publish(1), lambda: other.receive(1, LONG_S))
+    error = sending.exception(AT_ONCE_S)
     assert isinstance(error, PeerLostError), error
     assert error.peer == RankRef(MemberKind.ROLLOUT, lost)
-    assert isinstance(waiting.exception(30), PeerLostError)
-    assert time.monotonic() - began < 5
+    assert isinstance(waiting.exception(AT_ONCE_S), PeerLostError)
     leaving.join()
     fleet.join(fleet.spec(shared=True))
     sent, received = fleet.push(2)
@@ -558,7 +553,7 @@ def test_memory_that_cannot_be_opened_fails_the_join_for_all_and_says_what_to_se
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = Fleet(dense(), 1)
-    spec = fleet.spec(shared=True, timeout_s=20.0)
+    spec = fleet.spec(shared=True, timeout_s=LONG_S)
     announce = SharedGroup.announce
 
     def close_first(group: SharedGroup, store: Any) -> None:
@@ -567,16 +562,14 @@ def test_memory_that_cannot_be_opened_fails_the_join_for_all_and_says_what_to_se
             behind.staging.close()
 
     monkeypatch.setattr(SharedGroup, "announce", close_first)
-    began = time.monotonic()
     sending, opening = start_all(
-        lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, 20.0)
+        lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, LONG_S)
     )
     with pytest.raises(WeightSyncError, match=r"cannot be opened .* same container.*weights.backend: gloo"):
-        opening.result(30)
-    error = sending.exception(30)
+        opening.result(AT_ONCE_S)
+    error = sending.exception(AT_ONCE_S)
     assert isinstance(error, PeerLostError), error
     assert error.peer == RankRef(MemberKind.ROLLOUT, 0)
-    assert time.monotonic() - began < 10
 
 
 def test_shared_memory_is_gone_when_the_group_is_left() -> None:

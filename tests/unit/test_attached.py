@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from paceline.service.credentials import Credentials, TlsFiles
 from paceline.service.gateway import Gateway, GatewayOptions
 from paceline.service.grpc_server import start_server
 from paceline.wire.attachment import gateway_message_from_proto, scorer_message_to_proto
+from support.clocks import ManualClock
 
 
 def items(*responses: str, data_source: str = "") -> list[ScoreItem]:
@@ -73,8 +75,8 @@ class Run:
 @asynccontextmanager
 async def run(
     *,
-    timeout_s: float = 5.0,
-    wait_for_s: float = 5.0,
+    timeout_s: float = 30.0,
+    wait_for_s: float = 30.0,
     weight: float = 1.0,
     token: str = "",
     port: int = 0,
@@ -241,33 +243,51 @@ async def test_items_of_a_client_that_vanishes_go_to_one_that_comes_later() -> N
         await ended(client)
 
 
-async def test_an_item_that_is_answered_late_goes_to_another_and_counts_once() -> None:
-    async with run(timeout_s=0.3) as service:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
+    """The gateway's, by which answers are late: only the test moves it."""
+    clock = ManualClock()
+    monkeypatch.setattr("paceline.service.gateway.time", clock)
+    return clock
+
+
+async def test_an_item_that_is_answered_late_goes_to_another_and_counts_once(clock: ManualClock) -> None:
+    async with run() as service, asyncio.timeout(30):
         slow = RawClient(service.address)
         await slow.hello(window=1)
         scoring = asyncio.create_task(service.scorer.score(items("abc")))
         ((ticket, item),) = await slow.work()
         client = service.attach()
+        await service.clients(2)
+        clock.advance(30.0)
         (score,) = await scoring
         assert score.reward == 3.0
         slow.say(Answers((answer(ticket, item),)))  # late: it has no effect, and is forgiven
-        (score,) = await service.scorer.score(items("ab"))
+        # Whom the next item goes to depends on which of the two messages the gateway reads first.
+        scoring, work = (
+            asyncio.create_task(service.scorer.score(items("ab"))),
+            asyncio.create_task(slow.work()),
+        )
+        await asyncio.wait({scoring, work}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        clock.advance(30.0)
+        (score,) = await scoring
         assert score.reward == 2.0
-        await ended(client)
+        await ended(client, work)
         await slow.close()
 
 
-async def test_a_client_that_never_answers_costs_its_items_their_time_alone() -> None:
-    async with run(timeout_s=0.2) as service:
+async def test_a_client_that_never_answers_costs_its_items_their_time_alone(clock: ManualClock) -> None:
+    async with run() as service, asyncio.timeout(30):
         silent = RawClient(service.address)
         await silent.hello(window=4)
         client = service.attach()
         await service.clients(2)
-        scores = await service.scorer.score(items(*["a"] * 32))
-        assert {score.reward for score in scores} == {1.0}
-        started = time.monotonic()
+        scoring = asyncio.create_task(service.scorer.score(items(*["a"] * 32)))
+        assert len(await silent.work()) == 4
+        clock.advance(30.0)
+        assert {score.reward for score in await scoring} == {1.0}
+        # No time passes: an item that the silent client were given would never be answered.
         assert {score.reward for score in await service.scorer.score(items(*["a"] * 32))} == {1.0}
-        assert time.monotonic() - started < 0.2, "the silent client was given more"
         await ended(client)
         await silent.close()
 
@@ -401,8 +421,11 @@ async def test_who_may_attach() -> None:
 
 
 async def test_a_client_that_is_stopped_answers_what_it_has() -> None:
+    began, may_end = threading.Semaphore(0), threading.Event()
+
     def slow(response: str, ground_truth: str) -> float:
-        time.sleep(0.3)
+        began.release()
+        may_end.wait(30)
         return 5.0
 
     async with run() as service:
@@ -410,9 +433,11 @@ async def test_a_client_that_is_stopped_answers_what_it_has() -> None:
         client = asyncio.create_task(attachment.run())
         await service.clients(1)
         scoring = asyncio.create_task(service.scorer.score(items("a", "b")))
-        await asyncio.sleep(0.1)
+        for _ in range(2):
+            assert await asyncio.to_thread(began.acquire, timeout=20)
         attachment.stop()
-        async with asyncio.timeout(5):
+        may_end.set()
+        async with asyncio.timeout(20):
             await client
         assert [score.reward for score in await scoring] == [5.0, 5.0]
 
@@ -427,7 +452,7 @@ async def test_the_end_of_the_run_ends_the_client_and_that_of_a_service_does_not
     async with run(port=port) as service:
         assert [score.reward for score in await service.scorer.score(items("abc"))] == [3.0]
         await service.scorer.gateway.close(Leave(reason="the run is over", for_good=True))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await client
 
 
@@ -455,12 +480,12 @@ async def test_a_client_whose_calls_all_hang_leaves_and_its_items_go_to_others()
         released.wait(30)
         return 1.0
 
-    async with run(timeout_s=10.0) as service:
+    async with run() as service:
         stuck = service.attach(hangs, max_concurrent=2, timeout_s=0.2)
         await service.clients(1)
         scoring = asyncio.create_task(service.scorer.score(items("a", "a", "a", "a")))
         with pytest.raises(RewardError, match="calls of hangs hang"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 await stuck
         client = service.attach()
         scores = await scoring
@@ -471,8 +496,10 @@ async def test_a_client_whose_calls_all_hang_leaves_and_its_items_go_to_others()
     released.set()
 
 
-async def test_a_stream_is_opened_again_without_loss_until_its_token_expires() -> None:
-    async with run(token="secret", wait_for_s=0.5) as service:
+async def test_a_stream_is_opened_again_without_loss_until_its_token_expires(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with run(token="secret") as service, asyncio.timeout(40):
         gateway = service.scorer.gateway
         gateway._options = replace(gateway._options, stream_age_s=0.2)
         names: list[str] = []
@@ -483,17 +510,18 @@ async def test_a_stream_is_opened_again_without_loss_until_its_token_expires() -
             return serve(hello, messages)
 
         gateway.serve = counted  # type: ignore[method-assign]
-        # Expiry is in whole seconds.
-        token = tokens.mint("secret", tokens.Scope.ATTACH, expires_at=time.time() + 3)
+        now = ManualClock(time.time())
+        monkeypatch.setattr(tokens, "time", SimpleNamespace(time=now.wall))
+        token = tokens.mint("secret", tokens.Scope.ATTACH, expires_at=now.wall() + 60)
         client = service.attach(token=token)
-        until = time.monotonic() + 1.0
-        while time.monotonic() < until:
+        while len(names) < 3:
             scores = await service.scorer.score(items(*["abc"] * 20))
             assert {score.reward for score in scores} == {3.0}
-        assert len(names) >= 2
+        assert not client.done()
+        now.advance(61)
         with pytest.raises(ConfigError, match="refused the token"):
-            async with asyncio.timeout(10):
-                await client
+            await client
+        gateway._options = replace(gateway._options, wait_for_s=0.1)
         (score,) = await service.scorer.score(items("a"))
         assert score.error_kind is RewardErrorKind.UNAVAILABLE
 
@@ -534,7 +562,7 @@ async def test_a_client_that_has_left_when_it_is_asked_to_leave_ends_its_stream_
     stream = gateway.serve(Hello(name="judge", client="quick", window=1), messages())
     assert isinstance(await anext(stream), Welcome)
     closing = asyncio.create_task(gateway.close(Leave(reason="over", for_good=True)))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert isinstance(await anext(stream), Leave)
         gone.set()
         await closing

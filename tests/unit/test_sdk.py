@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import grpc
@@ -82,20 +81,39 @@ async def test_a_missing_column_is_named() -> None:
 
 
 async def test_plain_and_async_functions_work_side_by_side() -> None:
+    together, together_async, running, most = threading.Barrier(8, timeout=20), asyncio.Barrier(8), 0, 0
+
+    def enter() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+
+    def leave() -> None:
+        nonlocal running
+        with lock:
+            running -= 1
+
+    lock = threading.Lock()
+
     def sleeps(response: str, ground_truth: str) -> float:
-        time.sleep(0.2)
+        enter()
+        together.wait()  # breaks where fewer than eight run at once
+        leave()
         return 1.0
 
     async def waits(response: str, ground_truth: str) -> float:
-        await asyncio.sleep(0.2)
+        enter()
+        async with asyncio.timeout(20):
+            await together_async.wait()
+        leave()
         return 2.0
 
     for function, reward in ((sleeps, 1.0), (waits, 2.0)):
         async with RewardServer(function, max_concurrent=8) as server, RewardClient(server.address) as client:
-            started = time.monotonic()
             results = await client.score(items(*["a"] * 16))
             assert [result.reward for result in results] == [reward] * 16
-            assert 0.4 <= time.monotonic() - started < 2.0  # two rounds of eight, not sixteen of one
+            assert most == 8  # two rounds of eight, not one of sixteen
 
 
 async def test_batches_go_to_the_function_whole() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,12 +70,12 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 async def test_a_lost_learner_is_waited_for_until_its_weights_are_loaded(bench: Bench) -> None:
     old = await bench.join("learner-0", LearnerState.READY)
-    assert await bench.supervisor.learner_ready(1) is old
+    assert await bench.supervisor.learner_ready(20) is old
     assert bench.notices == ["learner-0 is registered", "learner-0 is ready"]
     await bench.fail(old, "out of memory", is_final=False)
-    waiting = asyncio.create_task(bench.supervisor.learner_ready(5))
+    waiting = asyncio.create_task(bench.supervisor.learner_ready(20))
     await asyncio.sleep(0.02)
-    assert bench.notices[-1] == "waiting up to 5 s for the learner (learner-0: out of memory)"
+    assert bench.notices[-1] == "waiting up to 20 s for the learner (learner-0: out of memory)"
     new = await bench.join("learner-0", LearnerState.LOADING, "b")
     await asyncio.sleep(0.02)
     assert not waiting.done()
@@ -105,9 +104,9 @@ async def test_a_failure_that_a_restart_cannot_mend_ends_the_wait_at_once(bench:
     await asyncio.sleep(0.02)
     await bench.fail(learner, "no tokenizer in m", is_final=True)
     with pytest.raises(PeerLostError, match="learner-0: no tokenizer in m"):
-        await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(waiting, 20)
     await bench.join("learner-0", LearnerState.READY, "b")
-    await bench.supervisor.learner_ready(1)
+    await bench.supervisor.learner_ready(20)
 
 
 async def test_a_final_failure_of_a_server_that_is_not_needed_ends_nothing(bench: Bench) -> None:
@@ -126,7 +125,7 @@ async def test_a_call_ends_when_another_incarnation_takes_the_members_place(benc
     with pytest.raises(
         PeerLostError, match="learner-0 is gone: another incarnation took its place"
     ) as caught:
-        await asyncio.wait_for(calling, 1)
+        await asyncio.wait_for(calling, 20)
     assert caught.value.peer == "learner-0"
 
 
@@ -147,10 +146,9 @@ async def test_three_failed_pushes_in_a_row_keep_a_server_out_of_the_group(bench
     await asyncio.sleep(0.02)
     assert bench.supervisor.rollouts == [good]
     bench.clock.advance(30)
-    began = time.monotonic()
-    while bad not in bench.supervisor.rollouts:
-        assert time.monotonic() - began < 3
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(20):
+        while bad not in bench.supervisor.rollouts:  # noqa: ASYNC110 - the supervisor has no event for it
+            await asyncio.sleep(0.02)
     assert bench.notices[-1] == "rollout-0 is out of quarantine: the next push tries it again"
     supervising.cancel()
     await asyncio.wait([supervising])
