@@ -255,6 +255,33 @@ async def test_a_member_that_hears_of_the_end_does_not_begin_to_finish(
     assert not unfinished.began
 
 
+async def test_a_member_that_takes_long_to_end_is_heard_until_it_leaves(
+    controller: tuple[FakeController, str],
+) -> None:
+    fake, address = controller
+    heard = 0
+
+    async def work(session: MemberSession) -> None:
+        await join(session)
+        fake.run_over = True
+        session.poke()
+        await session.context.stopping.wait()
+        first = len(fake.heartbeats)
+
+        async def shut_down_slowly() -> None:
+            nonlocal heard
+            while heard < 3:
+                await fake.heard.wait()
+                fake.heard.clear()
+                heard = len(fake.heartbeats) - first
+
+        session.context.defer("engine", shut_down_slowly, budget_s=10)
+
+    await run(address, work)
+    assert heard >= 3
+    assert fake.calls[-1] == "leave stopped"
+
+
 async def test_a_member_that_is_told_to_stop_does_not_wait_for_a_controller() -> None:
     async def work(session: MemberSession) -> None:
         asyncio.get_running_loop().call_later(0.1, session.context.stop, "SIGTERM")

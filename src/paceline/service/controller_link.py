@@ -10,6 +10,7 @@ what it holds, and the answer says whether that is still the committed policy.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import secrets
@@ -219,6 +220,17 @@ class ControllerLink:
                 await self._pause(heartbeat_s)
             elif not await self._register_again(report()) and on_reregistered is not None:
                 on_reregistered()
+
+    async def linger(self, report: Callable[[], MemberReport]) -> None:
+        """Heartbeats after `run`, so that a member that takes its time to end is not taken for dead.
+
+        Until it is cancelled, or the controller is gone.
+        """
+        heartbeat_s = self._require().heartbeat_s
+        with contextlib.suppress(PeerLostError, DeadlineError):
+            while True:
+                await asyncio.sleep(heartbeat_s)
+                await self._heartbeat(report(), timeout_s=max(2.0, heartbeat_s))
 
     async def fail(self, message: str, *, is_final: bool) -> None:
         """Tells the controller why this process is about to end; best effort, within 3 s.

@@ -261,6 +261,7 @@ class MemberSession:
         await link.run(report, on_reregistered=on_reregistered, on_drain=self._draining.set)
         self.run_over.set()
         self.context.stop("the run is over")
+        await link.linger(report)
 
     async def _register(self, link: ControllerLink, report: MemberReport) -> Registration:
         registering = asyncio.create_task(link.register(_REGISTER_S, report), name="register")
