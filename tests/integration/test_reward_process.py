@@ -201,10 +201,8 @@ async def client(address: str, scored: Path) -> AsyncIterator[asyncio.subprocess
             await process.wait()
 
 
-async def written(path: Path) -> None:
-    async with asyncio.timeout(60):
-        while not path.exists() or path.stat().st_size < 3:  # noqa: ASYNC110, ASYNC240  a test's own look
-            await asyncio.sleep(0.01)
+def is_written(path: Path) -> bool:
+    return path.exists() and path.stat().st_size >= 3
 
 
 @pytest.mark.redis
@@ -212,21 +210,29 @@ async def written(path: Path) -> None:
 async def test_clients_attach_one_is_killed_one_comes_and_every_item_has_the_score_of_the_function(
     tmp_path: Path, model: Path, redis_server: RedisServer, broker: Broker
 ) -> None:
-    reward: dict[str, object] = {"attached": [{"name": "letters", "timeout_s": 10.0}]}
-    samples = ["so #### 18 <|end|>", "#### 19", "so so", "18 so 19"] * 60
+    reward: dict[str, object] = {"attached": [{"name": "letters", "timeout_s": 60.0}]}
+    texts = ["so #### 18 <|end|>", "#### 19", "so so", "18 so 19"] * 4
+    samples: list[str] = []
     async with service(tmp_path, model, redis_server.url, reward) as (controller, process):
         await controller.reported("serving")
         address = controller.registrations[0].address
         lives, killed, late = (tmp_path / name for name in ("lives", "killed", "late"))
+
+        async def feed_until_it_scores(path: Path) -> None:
+            """There is always something to score, however long the client takes to come."""
+            async with asyncio.timeout(90):
+                while not is_written(path):
+                    more = enumerate(texts, len(samples))
+                    await broker.append([finished_sample(RUN, index, tokens(text)) for index, text in more])
+                    samples.extend(texts)
+                    await asyncio.sleep(0.1)
+
         async with client(address, lives) as first, client(address, killed) as second:
-            await broker.append(
-                [finished_sample(RUN, index, tokens(text)) for index, text in enumerate(samples)]
-            )
-            await written(killed)
+            await feed_until_it_scores(killed)
             second.kill()
             async with client(address, late) as third:
+                await feed_until_it_scores(late)
                 headers = await scored(broker, len(samples))
-                await written(late)
                 controller.run_over = True
                 async with asyncio.timeout(30):
                     assert [await first.wait(), await third.wait(), await process.wait()] == [0, 0, 0]

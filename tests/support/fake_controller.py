@@ -4,6 +4,7 @@ As a program it takes the real controller's arguments; FAKE_SCRIPT names what it
 `steps` (default) ends well after two steps, `wait` runs until StopRun, `fail` ends with an error, `train` is
 in the first step of several until it is told to stop after it.
 FAKE_MEMBERS names a file of lines "MEMBER STATE", which GetStatus reports; FILE.told holds what it read last.
+FAKE_CALLS names a file that gets a line for each StopRun.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.end_after_stop = True
         self.deaf = self.stops_well = False
         self.members_file: Path | None = None
+        self.calls_file: Path | None = None
         self._dead_since: dict[str, float] = {}
 
     async def reported(self, state: str) -> pb.HeartbeatRequest:
@@ -120,6 +122,8 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
 
     async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
         self.calls.append(f"stop {'after the step: ' if request.after_step else ''}{request.reason}")
+        if self.calls_file is not None:
+            self.calls_file.write_text("".join(f"{call}\n" for call in self.calls))
         if request.after_step and self.deaf:
             return pb.StopRunResponse()
         if not self.stopped.done():
@@ -164,6 +168,8 @@ async def _main(context: ServiceContext) -> None:
     controller = FakeController()
     if "FAKE_MEMBERS" in os.environ:
         controller.members_file = Path(os.environ["FAKE_MEMBERS"])
+    if "FAKE_CALLS" in os.environ:
+        controller.calls_file = Path(os.environ["FAKE_CALLS"])
     steps = [step_event(step, **{"critic/score/mean": step / 2}) for step in (1, 2)]
     match os.environ.get("FAKE_SCRIPT", "steps"):
         case "steps":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from paceline.cli.launch.machine import free_port
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, TrainOrder
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
@@ -61,9 +61,7 @@ async def running(
     controller.broker_url, controller.run_dir = broker_url, str(folder)
     controller.checkpoints = [str(folder) for folder in checkpoints]
     server = await serve(controller, token=TOKEN)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = []
     for rank in range(2):
         env = os.environ | {

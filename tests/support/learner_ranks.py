@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from paceline.cli.launch.machine import free_port
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -33,9 +34,7 @@ def alone() -> Iterator[Any]:
 
 def run_ranks(function: str, world_size: int, *arguments: str, timeout_s: float = 150) -> list[Any]:
     """Runs MODULE:FUNCTION(ranks, *arguments) in every rank's process; returns their results, by rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     started = []
     for rank in range(world_size):
         env = os.environ | {

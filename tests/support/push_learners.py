@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+from paceline.cli.launch.machine import free_port
 from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
@@ -25,8 +25,7 @@ class LearnerGroup:
 
     def __init__(self, config: dict[str, Any], size: int, device: str = "cpu") -> None:
         context = get_context("spawn")
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -13,6 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# Kubernetes publishes services on the ports from 30000 on.
+_FIRST_PORT, _LAST_PORT, _PORT_TRIES = 15_000, 29_999, 50
+# Of its own: a seed set somewhere must not give two processes the same ports.
+_RANDOM = random.SystemRandom()
+_GIVEN: set[int] = set()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +79,30 @@ def num_cores() -> int:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on at this moment."""
+    """A port that nobody uses at this moment, and that this process has not been given before.
+
+    It is none of those that the system gives to connections, and to servers that take any port: whoever the
+    port is meant for may take seconds to bind it.
+    """
+    below = _first_ephemeral_port()
+    candidates = range(_FIRST_PORT, min(below, _LAST_PORT + 1))
+    for port in _RANDOM.sample(candidates, min(_PORT_TRIES, len(candidates))):
+        if port in _GIVEN:
+            continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            _GIVEN.add(port)
+            return port
     with socket.socket() as probe:
         probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(_EPHEMERAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):  # not Linux, or /proc is hidden
+        return 0
 
 
 def _gpu_indices() -> list[int]:
