@@ -68,6 +68,46 @@ def test_a_profile_is_complete(profile: str, services: dict[str, dict[str, Any]]
     assert {"certs", "redis", "collector", "prometheus"} < set(own)
 
 
+def host_of(port: Any) -> str:
+    """Where a port is published: docker-compose prints a port as a string, Docker's plugin as a mapping."""
+    if isinstance(port, dict):
+        return str(port.get("host_ip", ""))
+    return str(port).rpartition(":")[0].rpartition(":")[0]
+
+
+def test_every_container_is_closed_and_the_ports_are_the_nodes_own(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    published = []
+    for name, service in services.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not {"cap_add", "privileged"} & set(service), name
+        published += [(name, host_of(port)) for port in service.get("ports", ())]
+    assert {"controller", "controller-gpu", "controller-colocated"} <= {name for name, _ in published}
+    assert [each for each in published if each[1] != "127.0.0.1"] == []
+
+
+def test_every_service_of_a_run_is_asked_for_its_health(services: dict[str, dict[str, Any]]) -> None:
+    """In its own role: compose waits for the controller's answer, `docker ps` shows the others'."""
+    asked = {
+        name: service["healthcheck"]["test"][1:]
+        for name, service in services.items()
+        if name.partition("-")[0] in ("controller", "learner", "rollout", "reward")
+        and not name.startswith("reward-model")  # which has no port
+    }
+    assert len(asked) == 4 + (3 + 4) + (3 + 8)
+    for name, command in asked.items():
+        role = name.partition("-")[0]
+        assert command == ["paceline", "health", "127.0.0.1:7000", "--role", role], name
+    for name, service in services.items():
+        waits = service.get("depends_on", {})
+        for other in set(waits) & set(asked):
+            if other.startswith("controller"):
+                assert waits[other]["condition"] == "service_healthy", name
+
+
 def configured(controller: dict[str, Any]) -> RunConfig:
     """What a controller's command gives the run."""
     command = controller["command"]
