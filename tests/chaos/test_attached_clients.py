@@ -16,7 +16,7 @@ import pytest
 
 from support.training_run import TRANSPORT, assert_same_metrics, assert_sound, only, training
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 NUM_STEPS = 5
 

@@ -12,7 +12,7 @@ import pytest
 
 from support.training_run import PACELINE, Row, prepare_inputs, tiny_config, training
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 # The launcher kills a controller that is silent for twice as long as a member may be. The run must outlast
 # two commands, each a new process, so that there is still a controller to kill.

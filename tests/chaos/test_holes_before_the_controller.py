@@ -19,7 +19,7 @@ from paceline.service.controller_link import ControllerLink, MemberReport
 from paceline.service.credentials import Credentials
 from support.fake_controller import FakeController, serve, step_event
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(900)
 
 CONFIG = {
     "data": {"train_files": ["x.parquet"]},

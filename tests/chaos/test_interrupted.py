@@ -13,7 +13,7 @@ import pytest
 from paceline.api import load_run, train
 from support.training_run import TRANSPORT, Row, assert_same_metrics, assert_sound, only, read_jsonl, training
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def test_a_run_goes_on_where_ctrl_c_has_stopped_it(

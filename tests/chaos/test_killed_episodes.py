@@ -248,7 +248,7 @@ async def play(folder: Path, *, seed: int, num_deaths: int, mode: str) -> tuple[
     return rows, batch, killed
 
 
-@pytest.mark.timeout(900 if "PACELINE_TEST_KILLS" in os.environ else 120)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["step", "drive", "attach"])
 async def test_no_episode_is_trained_twice_or_lost(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ import pytest
 from support.learner_fakes import write_model
 from support.learner_processes import running
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 NOBODY = "redis://127.0.0.1:1"
 

@@ -10,7 +10,7 @@ from support.learner_fakes import write_model
 from support.learner_ranks import run_ranks
 from support.memory_faults import PLACES
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 
 def test_both_ranks_take_the_step_again_wherever_one_ran_out(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from support.training_run import (
     training,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def lose_step(run: TrainingRun, wanted: Callable[[Row], bool]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from support import source
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 
 def test_the_healthy_side_notices_every_fault_and_pushes_again() -> None:

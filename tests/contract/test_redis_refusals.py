@@ -33,7 +33,7 @@ async def test_a_full_server_makes_writers_wait_until_something_drains(server: R
                 await broker.append([Outgoing(stream="s", payload=b"", blobs={f"b{number}": blob})])
 
         writing = asyncio.create_task(write())
-        await asyncio.sleep(3.0)
+        await notices.wait_for(1)
         assert len(notices) == 1
         assert "is full: it has used its maxmemory, takes no more messages" in notices[0]
         # Readers are served meanwhile, and see no message without its blob.
@@ -46,7 +46,7 @@ async def test_a_full_server_makes_writers_wait_until_something_drains(server: R
         last = (await broker.read_log("s", after="0-0", max_entries=13, block_s=0))[-1]
         assert await broker.read_log("s", after=last.entry_id, max_entries=1, block_s=5) != []
         admin.config_set("maxmemory", 0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await writing
     assert await broker.length("s") == 13
     assert "is back" in notices[1]
@@ -60,7 +60,7 @@ async def test_a_full_server_that_never_drains_ends_in_an_error(server: RedisSer
     watch = Stopwatch()
     with pytest.raises(BrokerError, match=r"is full.*nothing drains, for .* raise its maxmemory"):
         await broker.append(messages("s", ["0"]))
-    assert 0.4 < watch.seconds < 2
+    assert 0.4 < watch.seconds < 30
     await broker.close()
 
 
@@ -78,7 +78,7 @@ async def test_a_replica_is_waited_for_until_it_is_promoted(server: RedisServer,
         await asyncio.sleep(0.5)
         assert not commands.done()
         admin.replicaof("NO", "ONE")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await commands
         await broker.close()
 
@@ -97,7 +97,7 @@ async def test_after_a_failover_the_address_is_looked_up_again(server: RedisServ
         assert not appending.done()
         link.unlink()
         link.symlink_to(second)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await appending
         with redis.Redis(unix_socket_path=str(second)) as admin:
             assert admin.xlen("s") == 1
@@ -208,5 +208,5 @@ async def test_a_blob_client_stores_what_it_is_given_and_waits_for_no_full_serve
         began = time.monotonic()
         with pytest.raises(BrokerError, match="did not store blobs.*maxmemory"):
             client.put({"c": b"x"})
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 40
     await broker.close()

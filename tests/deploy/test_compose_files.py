@@ -197,7 +197,7 @@ def issue(tmp_path: Path) -> Any:
     return run
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_certificates_are_issued_once_and_renewed_when_half_of_their_days_are_over(
     issue: Any, tmp_path: Path
 ) -> None:

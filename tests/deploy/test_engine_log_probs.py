@@ -14,7 +14,7 @@ from support.cli_configs import config
 from support.vllm_families import family_config
 
 pytestmark = [
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: pip install -r requirements/cpu.txt"),
 ]
 

@@ -24,7 +24,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import EXIT_FAILED, EXIT_FINAL, EXIT_GIVEN
 from support import source
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(900)
 
 FOLDER = source.ROOT / "deploy" / "helm"
 # The oldest that the chart allows, and the newest that is known.

@@ -17,7 +17,7 @@ import pytest
 from support.byte_tokenizer import save_tokenizer
 from support.hosts import OWN, Host, Network, network
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
 
 TESTS = Path(__file__).parents[1]
 RANKS_PORT, WEIGHTS_PORT, CONTROLLER_PORT = 7001, 7002, 7003

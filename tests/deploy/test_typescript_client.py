@@ -51,7 +51,7 @@ def items(*pairs: tuple[str, str]) -> list[ScoreItem]:
     ]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_it_scores_and_ends_with_the_run(client: Path) -> None:
     scorer = AttachedScorer(AttachedConfig(name="judge", timeout_s=20), timeout_s=20, run_id="run-1")
     servicer = GatewayServicer()

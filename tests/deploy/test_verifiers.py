@@ -77,7 +77,7 @@ async def play(address: str, row: dict[str, Any], engine: Script, **changes: Any
         await desk.close()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 async def test_an_environment_of_the_package_grades_what_was_sampled() -> None:
     async with serving("arithmetic") as (address, rows):
         assert [len(rows["train"]), len(rows["val"])] == [3, 2]
@@ -94,7 +94,7 @@ async def test_an_environment_of_the_package_grades_what_was_sampled() -> None:
             assert drawn.episode.components["check_answer_reward_func"] == drawn.episode.reward
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 async def test_tools_of_the_package_and_a_limit_of_the_run() -> None:
     async with serving("sums") as (address, rows):
         [row] = rows["train"]

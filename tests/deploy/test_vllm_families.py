@@ -14,7 +14,7 @@ from support.architectures import documented_pushes
 from support.source import ROOT
 
 pytestmark = [
-    pytest.mark.timeout(420),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: pip install -r requirements/cpu.txt"),
 ]
 

@@ -16,7 +16,7 @@ import torch
 
 from paceline.cli.launch.machine import free_port
 
-pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.timeout(900)]
 
 TESTS = Path(__file__).parents[1]
 FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}

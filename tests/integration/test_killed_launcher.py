@@ -10,7 +10,7 @@ import pytest
 
 from support.training_run import tiny_config, training
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

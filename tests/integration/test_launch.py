@@ -17,7 +17,7 @@ import pytest
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.service import process_ends
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(900)
 
 SUPPORT = Path(__file__).parents[1] / "support"
 HANG_S = 60.0

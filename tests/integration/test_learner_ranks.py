@@ -12,7 +12,7 @@ from support import learner_scenarios as scenarios
 from support.learner_fakes import write_model
 from support.learner_ranks import alone, run_ranks
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

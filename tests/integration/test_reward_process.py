@@ -111,13 +111,13 @@ def tokens(text: str) -> list[int]:
 
 
 @pytest.mark.redis
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 async def test_the_process_scores_survives_its_functions_and_leaves_in_order(
     tmp_path: Path, model: Path, redis_server: RedisServer, broker: Broker
 ) -> None:
     reward: dict[str, object] = {
         "functions": [{"name": "gsm8k"}, {"name": "support.reward_functions:obedient", "weight": 0.5}],
-        "timeout_s": 1.0,
+        "timeout_s": 4.0,
         "max_deliveries": 2,
     }
     samples = ["so #### 18 <|end|>", "#### 19", "hang", "exit", "18"]
@@ -161,7 +161,7 @@ async def test_the_process_scores_survives_its_functions_and_leaves_in_order(
 
 
 @pytest.mark.redis
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 async def test_the_end_of_the_run_ends_the_process(
     tmp_path: Path, model: Path, redis_server: RedisServer, broker: Broker
 ) -> None:
@@ -174,7 +174,7 @@ async def test_the_end_of_the_run_ends_the_process(
 
 
 @pytest.mark.redis
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 async def test_a_function_that_is_not_there_is_told_to_the_controller(
     tmp_path: Path, model: Path, redis_server: RedisServer, broker: Broker
 ) -> None:
@@ -206,7 +206,7 @@ def is_written(path: Path) -> bool:
 
 
 @pytest.mark.redis
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(900)
 async def test_clients_attach_one_is_killed_one_comes_and_every_item_has_the_score_of_the_function(
     tmp_path: Path, model: Path, redis_server: RedisServer, broker: Broker
 ) -> None:

@@ -27,7 +27,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.torch,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),  # vLLM and its imports warn about themselves
 ]

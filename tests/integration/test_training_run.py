@@ -227,7 +227,7 @@ def test_the_same_command_goes_on_after_the_launcher_was_killed(
         run.wait_for_phase("learn", 4)
         run.look()
         run.process.kill()
-        run.process.wait(10)
+        run.process.wait(30)
         run.wait_until_nothing_is_left(timeout_s=40)
     with training(config, tmp_path / "run") as run:
         assert run.finish() == 0, run.output

@@ -10,7 +10,7 @@ from support.learner_fakes import write_model
 from support.learner_ranks import run_ranks
 from support.update_forms import FORMS
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

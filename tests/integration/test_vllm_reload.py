@@ -12,7 +12,7 @@ from torch import nn
 from paceline.core.errors import PeerLostError
 from paceline.rollout.engines.vllm.reload import Reloader, Tensors
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 NAMES = [f"layers.{layer}.{kind}" for layer in range(2) for kind in ("weight", "bias")]
 

@@ -15,7 +15,7 @@ from support.push_learners import LearnerGroup
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),  # vLLM's and its dependencies'
 ]
 

@@ -20,7 +20,7 @@ from support.push_models import save_config, seeded_model, tiny_config, tiny_moe
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.vllm,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),
 ]
 

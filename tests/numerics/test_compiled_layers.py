@@ -29,7 +29,7 @@ from support.learner_scenarios import numbers, take_step
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.usefixtures("ranks"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(900),
     # torch's own, while it traces.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]

@@ -27,7 +27,7 @@ from support.learner_scenarios import NanGradient
 from support.learner_services import LearnerServices
 from support.sequencer_run import SequencerRun, run_of
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180), pytest.mark.usefixtures("ranks")]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900), pytest.mark.usefixtures("ranks")]
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:

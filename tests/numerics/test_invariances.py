@@ -250,9 +250,9 @@ class Ranks:
 
     def _exchange(self, rank: int, x: Tensor) -> list[Tensor]:
         self._slots[rank] = x
-        self._barrier.wait(timeout=10)
+        self._barrier.wait(timeout=30)
         everything = list(self._slots)
-        self._barrier.wait(timeout=10)
+        self._barrier.wait(timeout=30)
         return everything
 
     def all_reduce(self, rank: int) -> Callable[[Tensor], Tensor]:

@@ -20,7 +20,7 @@ from support.learner_ranks import alone, run_ranks
 from support.learner_scenarios import take_step
 from support.learner_variants import VARIANTS, one_step
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 Metrics = dict[str, float]
 

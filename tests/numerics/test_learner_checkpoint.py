@@ -174,13 +174,13 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
     take_step(learner, 1)
     saved, disk, writer = tensors(learner), SlowDisk(monkeypatch), CheckpointWriter(learner)
     written = writer.save(tmp_path / "c", step=1, controller_state=b"{}")
-    assert disk.entered.wait(10)
+    assert disk.entered.wait(30)
     uninterrupted = train(learner, 2, 3)
     assert not same(tensors(learner), saved)
     assert not written.done()
     assert not (tmp_path / "c" / MANIFEST).exists()  # not complete: nobody resumes from it
     disk.release.set()
-    assert written.result(timeout=20) > 0
+    assert written.result(timeout=120) > 0
     resumed = Learner.build(run_config(model), ranks)
     load(resumed, tmp_path / "c")
     assert same(tensors(resumed), saved)
@@ -200,10 +200,10 @@ def test_the_next_checkpoint_waits_for_the_one_before(
 
     thread = threading.Thread(target=save_next)
     thread.start()
-    assert disk.entered.wait(10)
+    assert disk.entered.wait(30)
     assert not later.done()
     disk.release.set()
-    thread.join(timeout=20)
+    thread.join(timeout=120)
     assert first.done()
     assert later.result() > 0
     assert [Manifest.read(tmp_path / name).step for name in "01"] == [0, 1]
@@ -226,11 +226,11 @@ def test_a_checkpoint_that_cannot_be_written_does_not_count_and_the_next_one_doe
         patch.setattr(write, "save_shards", full)
         failed = writer.save(tmp_path / "0", step=0, controller_state=b"{}")
         with pytest.raises(CheckpointError, match=r"writing .*0 failed: .*No space left.*is the disk full"):
-            failed.result(timeout=20)
+            failed.result(timeout=120)
     with pytest.raises(CheckpointError, match="is no complete checkpoint"):
         Manifest.read(tmp_path / "0")
     assert take_step(learner, 1).step == 1
-    writer.save(tmp_path / "1", step=1, controller_state=b"{}").result(timeout=20)
+    writer.save(tmp_path / "1", step=1, controller_state=b"{}").result(timeout=120)
     load(Learner.build(run_config(model), ranks), tmp_path / "1")
 
 
@@ -244,7 +244,7 @@ def test_a_checkpoint_of_another_step_is_refused_and_one_saved_again_stays(
     folder.mkdir()
     (folder / "left over").write_text("of an attempt that was broken off")
     first = writer.save(folder, step=0, controller_state=b'{"a": 1}')
-    first.result(timeout=20)
+    first.result(timeout=120)
     assert not (folder / "left over").exists()
     assert Manifest.read(folder).controller_state == {"a": 1}
     # Saved again by the same learner it is the same checkpoint.
@@ -300,7 +300,7 @@ def test_a_store_that_refuses_the_shards_costs_the_checkpoint_and_not_the_learne
         patch.setattr(s3, "refuse", ".distcp")
         failed = writer.save(place, step=0, controller_state=b"{}")
         with pytest.raises(CheckpointError, match=r"writing s3://bucket/r-2/step_000000 failed"):
-            failed.result(timeout=20)
+            failed.result(timeout=120)
     assert take_step(learner, 1).step == 1
     with pytest.raises(CheckpointError, match="is no complete checkpoint"):
         Manifest.read(place)

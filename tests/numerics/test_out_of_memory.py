@@ -19,7 +19,7 @@ from support.learner_scenarios import numbers, take_step
 from support.learner_shapes import rows_with_holes
 from support.memory_faults import PLACES, bits, build, one_rank_runs_out, out_of_memory
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def full_tensors(model: DenseModel) -> Arrays:
     return tensors
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 @settings(max_examples=60, deadline=None)
 @given(
     case=dense_models(),

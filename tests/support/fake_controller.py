@@ -56,7 +56,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
 
     async def reported(self, state: str) -> pb.HeartbeatRequest:
         """The first heartbeat that says `state`; waits for it."""
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(300):
             while not any(beat.state == state for beat in self.heartbeats):
                 self.heard.clear()
                 await self.heard.wait()

@@ -1,6 +1,7 @@
 """Stands for `paceline train --json CONFIG`: prints steps until SIGINT, which it heeds after its step.
 
-A second one ends it at once. `trainer.total_steps=2` ends it well, `trainer.name=bad` with an error.
+A second one ends it at once. `trainer.total_steps=2` ends it well, `trainer.name=bad` with an error. With
+`trainer.name=steady` a step takes half a second.
 
 With `trainer.name=left` it writes a run of seven steps, and a second start goes on with step 5.
 """
@@ -55,4 +56,4 @@ for step in range(begins, ends):
             time.sleep(60)
         say(event="note", text=f"stopped after step {step}")
         sys.exit(130)
-    time.sleep(0.02)
+    time.sleep(0.5 if "trainer.name=steady" in words else 0.02)

@@ -32,7 +32,7 @@ def alone() -> Iterator[Any]:
         leave_group()
 
 
-def run_ranks(function: str, world_size: int, *arguments: str, timeout_s: float = 150) -> list[Any]:
+def run_ranks(function: str, world_size: int, *arguments: str, timeout_s: float = 600) -> list[Any]:
     """Runs MODULE:FUNCTION(ranks, *arguments) in every rank's process; returns their results, by rank."""
     port = free_port()
     started = []

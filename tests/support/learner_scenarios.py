@@ -57,7 +57,7 @@ def config_of(model: str) -> RunConfig:
 
 def save(learner: Learner, folder: Path | str, *, step: int, controller_state: bytes = b"{}") -> None:
     """Writes a checkpoint and waits until it is complete."""
-    CheckpointWriter(learner).save(folder, step=step, controller_state=controller_state).result(timeout=60)
+    CheckpointWriter(learner).save(folder, step=step, controller_state=controller_state).result(timeout=120)
 
 
 def five_steps_with_a_checkpoint(ranks: Ranks, model: str, folder: str) -> list[dict[str, float]]:
@@ -67,7 +67,7 @@ def five_steps_with_a_checkpoint(ranks: Ranks, model: str, folder: str) -> list[
     writer = CheckpointWriter(learner)
     written = writer.save(Path(folder), step=2, controller_state=b'{"cursor": 3}')
     metrics += train(learner, 3, 5)
-    assert written.result(timeout=60) > 0
+    assert written.result(timeout=120) > 0
     return metrics
 
 
@@ -157,7 +157,7 @@ def one_rank_fails(ranks: Ranks) -> str:
         CommandLoop(ranks, lambda: {"fail": fail}, queue).run()
     except (PeerLostError, ZeroDivisionError) as error:
         leave_group()  # what the end of the process would do: the connections break
-        told = "" if future is None else f" / {future.exception(timeout=5)}"
+        told = "" if future is None else f" / {future.exception(timeout=120)}"
         return f"{type(error).__name__}: {error}{told}"
     return "nothing"
 

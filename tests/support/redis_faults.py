@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -17,6 +18,12 @@ from paceline.broker.redis_server import RedisServer, find_server
 
 class Notices(list[str]):
     """What a client said about its server."""
+
+    async def wait_for(self, count: int) -> None:
+        """Returns when there are so many."""
+        async with asyncio.timeout(30):
+            while len(self) < count:  # noqa: ASYNC110 - a list has no event for it
+                await asyncio.sleep(0.02)
 
     def open(self, url: str, **options: float) -> Broker:
         """A broker that tells it."""
@@ -38,7 +45,7 @@ def unix_server(folder: Path, *options: str) -> Iterator[Path]:
     command = [str(find_server()), "--port", "0", "--unixsocket", str(path), "--dir", str(folder)]
     process = subprocess.Popen([*command, "--save", "", *options], stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 40
         with socket.socket(socket.AF_UNIX) as probe:
             while probe.connect_ex(str(path)):
                 assert time.monotonic() < deadline, "the server does not listen"

@@ -40,7 +40,7 @@ def serving(command: Sequence[str], port: int) -> Iterator[None]:
     """Runs a server that listens on a port of this machine; kills it at the end, as a crash would."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 40
             while True:
                 assert process.poll() is None, f"{command[0]} ended with {process.returncode}"
                 with socket.socket() as probe:

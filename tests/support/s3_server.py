@@ -77,7 +77,7 @@ def s3_server() -> Iterator[S3Server]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(5)
+        thread.join(30)
 
 
 class _Handler(BaseHTTPRequestHandler):

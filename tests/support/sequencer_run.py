@@ -49,8 +49,8 @@ def config(**changes: Any) -> RunConfig:
         "reward": {"functions": [{"name": "exact_match"}]},
         "rollout": {"n": 2, "replicas": 2},
         "trainer": {"total_steps": 2, "save_freq": 1},
-        "barrier": {"stall_timeout_s": 1.0},
-        "service": {"startup_timeout_s": 1.0},
+        "barrier": {"stall_timeout_s": 30.0},
+        "service": {"startup_timeout_s": 30.0},
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")
@@ -155,7 +155,7 @@ class SequencerRun:
         for i in range(2):
             await self.enlist(f"rollout-{i}", MemberKind.ROLLOUT, RolloutState.STALE)
 
-    async def go(self, answer: Answer = score_all, *, timeout_s: float = 20) -> None:
+    async def go(self, answer: Answer = score_all, *, timeout_s: float = 50) -> None:
         answering = asyncio.create_task(
             answer_prompts(self.broker, RUN, self.services, answer, lambda: self.may_answer())
         )

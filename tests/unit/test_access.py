@@ -78,11 +78,11 @@ class Server:
         channel = self.channel(certificate)
         try:
             if method in METHODS and METHODS[method].client_streaming:
-                list(channel.stream_stream(method)(iter([message]), metadata=metadata, timeout=10))
+                list(channel.stream_stream(method)(iter([message]), metadata=metadata, timeout=60))
             elif method in METHODS and METHODS[method].server_streaming:
-                list(channel.unary_stream(method)(message, metadata=metadata, timeout=10))
+                list(channel.unary_stream(method)(message, metadata=metadata, timeout=60))
             else:
-                channel.unary_unary(method)(message, metadata=metadata, timeout=10)
+                channel.unary_unary(method)(message, metadata=metadata, timeout=60)
         except grpc.RpcError as error:
             return error.code()  # type: ignore[no-any-return]
         return StatusCode.OK
@@ -236,7 +236,7 @@ def test_a_flood_without_a_token_does_not_grow_the_server(server: Server) -> Non
     before = most = process.memory_info().rss
     channel = server.channel("host")
     flood = {
-        (method, number): channel.unary_unary(method).future(BIG, timeout=20)
+        (method, number): channel.unary_unary(method).future(BIG, timeout=120)
         for method in (*METHODS, HEALTH)
         for number in range(16 if method == HEALTH else 1)
     }

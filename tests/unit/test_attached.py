@@ -67,7 +67,7 @@ class Run:
         return asyncio.create_task(attachment.run())
 
     async def clients(self, number: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while self.scorer.gateway.num_clients != number:  # noqa: ASYNC110  a test's own look
                 await asyncio.sleep(0.01)
 
@@ -158,7 +158,7 @@ class RawClient:
         self._says.put_nowait(message)
 
     async def next(self) -> ToClient[ScoreItem]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             return gateway_message_from_proto(await anext(self.hears))
 
     async def hello(self, *, window: int = 16) -> None:
@@ -462,7 +462,7 @@ async def test_a_stream_that_the_run_ends_leaves_no_task_behind() -> None:
         client = it.attach(patience_s=30)
         await it.clients(1)
         await it.server.stop(grace_s=0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             # What reads the client's messages for gRPC ends by itself, and is not left to the collector.
             while any(  # noqa: ASYNC110  a test's own look
                 "consume_request_iterator" in repr(task) for task in asyncio.all_tasks() - before

@@ -42,7 +42,7 @@ async def server(
     name: str = "game", credentials: Credentials = CREDENTIALS
 ) -> AsyncIterator[tuple[AttachedEnvironment, Desk, str]]:
     """The rollout server's side, and its address."""
-    environment = AttachedEnvironment(name, run_id="r", play_s=20.0, wait_s=5.0, is_over=lambda: True)
+    environment = AttachedEnvironment(name, run_id="r", play_s=60.0, wait_s=30.0, is_over=lambda: True)
     servicer, desk = EnvironmentGatewayServicer(), Desk(host="127.0.0.1", tls=credentials.tls)
     servicer.environment = environment
     await desk.start()
@@ -60,7 +60,7 @@ async def server(
 async def client(
     make: Callable[[], Environment], address: str, name: str = "game"
 ) -> AsyncIterator[asyncio.Task[None]]:
-    attachment = EnvironmentAttachment(make, address=address, name=name, token="secret", patience_s=5.0)
+    attachment = EnvironmentAttachment(make, address=address, name=name, token="secret", patience_s=30.0)
     running = asyncio.create_task(attachment.run())
     try:
         yield running
@@ -70,7 +70,7 @@ async def client(
 
 
 async def play(make: Callable[[], Environment], engine: Any, **changes: Any) -> Draw:
-    async with asyncio.timeout(30), server() as (environment, desk, address), client(make, address):
+    async with asyncio.timeout(90), server() as (environment, desk, address), client(make, address):
         drawing = episodes(engine, environment, desk=desk, retries=0, **changes)
         [drawn] = await drawing.draw(group(), "0", Slot)
         return drawn
@@ -78,7 +78,7 @@ async def play(make: Callable[[], Environment], engine: Any, **changes: Any) -> 
 
 async def play_served(make: Callable[[], Environment], engine: Any) -> Draw:
     async with EnvironmentServer(make, token="secret") as listening:
-        options = RemoteOptions(address=listening.address, call_s=5.0, lease_s=30.0, credentials=CREDENTIALS)
+        options = RemoteOptions(address=listening.address, call_s=30.0, lease_s=60.0, credentials=CREDENTIALS)
         remote = RemoteEnvironment(options)
         await remote.start()
         try:
@@ -110,7 +110,7 @@ async def test_over_tls_an_episode_is_the_same(tmp_path: Path, monkeypatch: pyte
         Authority.load(tmp_path).issue(tmp_path / role, role, role=role, hosts=hosts, days=1.0)
     monkeypatch.setenv("PACELINE_TLS_DIR", str(tmp_path / "client"))
     credentials = Credentials(token="secret", tls=TlsFiles(tmp_path / "rollout"))
-    async with asyncio.timeout(30), server(credentials=credentials) as (environment, desk, address):
+    async with asyncio.timeout(90), server(credentials=credentials) as (environment, desk, address):
         async with client(Guess, address):
             drawing = episodes(Script(*GAME), environment, desk=desk, retries=0)
             [drawn] = await drawing.draw(group(), "0", Slot)
@@ -166,7 +166,7 @@ class Hanging(Guess):
 
 
 async def test_a_client_that_goes_away_costs_an_attempt_and_its_tokens() -> None:
-    async with asyncio.timeout(30), server() as (environment, desk, address):
+    async with asyncio.timeout(90), server() as (environment, desk, address):
         engine = Script("first", "second")
         drawing = asyncio.create_task(
             episodes(engine, environment, desk=desk, retries=2).draw(group(), "0", Slot)
@@ -194,7 +194,7 @@ async def test_nobody_attaches_in_time() -> None:
 
 
 async def test_another_name_and_no_token_are_refused_and_the_end_of_the_run_ends_clients() -> None:
-    async with asyncio.timeout(20), server() as (environment, _, address):
+    async with asyncio.timeout(90), server() as (environment, _, address):
         async with client(Guess, address, "chess") as stranger:
             with pytest.raises(ConfigError, match="rollout.environment.attached is 'game'"):
                 await stranger

@@ -214,9 +214,9 @@ async def test_calls_go_on_while_the_files_are_replaced_again_and_again(
 async def test_a_call_that_has_not_begun_keeps_its_channel(folder: Path, server: RunningServer) -> None:
     channel = channels.connect(server.address, credentials=issue(folder, "client"), role="controller")
     stub = controller_pb2_grpc.ControllerServiceStub(channel)
-    first = stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+    first = stub.GetStatus(pb.GetStatusRequest(), timeout=30)
     issue(folder, "client")
-    second = stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+    second = stub.GetStatus(pb.GetStatusRequest(), timeout=30)
     gc.collect()
     answers = await asyncio.gather(first, second)
     assert [type(answer) for answer in answers] == [pb.GetStatusResponse] * 2

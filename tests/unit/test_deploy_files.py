@@ -57,7 +57,7 @@ def test_hadolint_finds_nothing_in_the_dockerfiles() -> None:
     assert len(files) == 6
     words = [word for rule in NOT_MEANT for word in ("--ignore", rule)]
     done = subprocess.run(
-        [program, *words, *map(str, files)], capture_output=True, text=True, timeout=60, check=False
+        [program, *words, *map(str, files)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -226,7 +226,7 @@ def test_secrets_are_made_once_in_a_folder_of_their_owner(tmp_path: Path) -> Non
     folder = tmp_path / "secrets"
     texts = []
     for _ in range(2):
-        subprocess.run(["sh", script], check=True, timeout=30)
+        subprocess.run(["sh", script], check=True, timeout=120)
         texts.append([(folder / name).read_text(encoding="utf-8") for name in ("token", "redis_password")])
     assert texts[0] == texts[1]
     assert len(set(texts[0])) == 2

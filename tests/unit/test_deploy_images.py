@@ -31,7 +31,7 @@ def build(folder: Path, *images: str, **variables: str) -> dict[str, set[str]]:
     env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     env |= {"DOCKER": str(program), "CALLS": str(calls), **variables}
     command = [str(COMPOSE / "build.sh"), *images]
-    subprocess.run(command, env=env, check=True, timeout=30, capture_output=True)
+    subprocess.run(command, env=env, check=True, timeout=120, capture_output=True)
     builds = [text.splitlines() for text in calls.read_text().split("\n\n") if text]
     return {words[words.index("--tag") + 1]: set(words) for words in builds}
 

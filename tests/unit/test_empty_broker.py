@@ -33,8 +33,8 @@ CHANGES: dict[str, Any] = {
     "trainer__save_freq": 1,
     "trainer__test_freq": 2,
     "trainer__save_trajectories": False,
-    "barrier__stall_timeout_s": 10.0,
-    "service__recovery_timeout_s": 10.0,
+    "barrier__stall_timeout_s": 30.0,
+    "service__recovery_timeout_s": 30.0,
 }
 TRANSPORT = ("barrier/duplicates", "barrier/rejected", "weights/bytes", "weights/relayed_bytes")
 

@@ -54,7 +54,7 @@ def test_only_what_was_written_since_counts_and_only_a_file_can_be_read(
             stdout=subprocess.PIPE,
             stderr=log if to_file else subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=120,
             check=True,
         )
     assert done.stdout.strip() == ("ValueError: of this start" if to_file else "")

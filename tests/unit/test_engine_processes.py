@@ -34,5 +34,5 @@ def test_what_a_fork_server_started_counts_and_everything_ends(tmp_path: object)
     script = f"{tmp_path}/script.py"
     with open(script, "w", encoding="utf-8") as file:
         file.write(SCRIPT)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.splitlines() == ["True", "set()"], done.stderr

@@ -108,8 +108,8 @@ def server() -> Any:
 
 
 async def test_the_tools_of_an_mcp_server(server: Any) -> None:
-    environment = mcp_environment(server, timeout_s=5.0)()
-    async with asyncio.timeout(20):
+    environment = mcp_environment(server, timeout_s=60.0)()
+    async with asyncio.timeout(60):
         await environment.open({}, task_seed=0, episode_seed=0)
         assert environment.tools["add"][0].parameters["required"] == ["a", "b"]
         said = await environment.step(

@@ -31,7 +31,7 @@ KEY = ("r", "train:1:7:0")
 
 @asynccontextmanager
 async def served(
-    make: Any = Guess, *, call_s: float = 5.0, **options: Any
+    make: Any = Guess, *, call_s: float = 30.0, **options: Any
 ) -> AsyncIterator[tuple[RemoteEnvironment, EnvironmentServer]]:
     async with EnvironmentServer(make, token="secret", **options) as server:
         remote = RemoteEnvironment(
@@ -188,7 +188,7 @@ async def test_episodes_with_a_served_environment() -> None:
         ("raise in open", "KeyError"),
         ("unknown tool", "names the tool 'none'"),
         ("raise in step", "RuntimeError"),
-        ("hang in step", "within 0.3 s"),
+        ("hang in step", "within 3 s"),
         ("silent", "answered turn 1 with nothing"),
         ("wrong role", "role 'ghost'"),
         ("nan", "reward is nan"),
@@ -199,7 +199,7 @@ async def test_an_environment_that_breaks_the_contract_loses_the_attempt_and_hol
     fault: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Bad, "fault", fault)
-    async with served(Bad, call_s=0.3) as (remote, server):
+    async with served(Bad, call_s=3.0 if "hang" in fault else 30.0) as (remote, server):
         with pytest.raises(EnvironmentLostError, match=message):
             await episodes(Script("so"), remote, retries=0).draw(group(), "0", _Slots)
         assert server.sessions.num_open == 0
@@ -217,7 +217,7 @@ async def test_a_server_that_restarts_costs_one_attempt() -> None:
 
 
 async def test_a_server_that_is_gone() -> None:
-    async with served(call_s=1.0) as (remote, server):
+    async with served(call_s=3.0) as (remote, server):
         session = remote.session(TASK)
         await session.open()
         await server.stop()
@@ -263,8 +263,8 @@ def _Slots() -> Any:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
+    for _ in range(6000):
         if condition():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen within five seconds")
+    raise AssertionError("it did not happen within a minute")

@@ -31,7 +31,7 @@ def make(folder: Path, *variables: str, lacks: str = "") -> subprocess.Completed
     environ = {"PATH": os.environ["PATH"], "CALLS": str(folder / "calls"), "LACKS": lacks}
     command = ["make", "venv", f"VENV={folder}/venv", f"PYTHON={python}", "BUILD=cpu", *variables]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=20, env=environ, cwd=source.ROOT, check=False
+        command, capture_output=True, text=True, timeout=120, env=environ, cwd=source.ROOT, check=False
     )
 
 

@@ -31,7 +31,7 @@ _WHO = {"service_name", "service_instance_id"}
 
 
 def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         return str(answer.read().decode())
 
 

@@ -151,9 +151,9 @@ def test_a_folders_version_is_that_of_its_files(tmp_path: Path) -> None:
 HANGS = """
 import re, sys, time
 from paceline.reward.models.deadline import Bounded
-model = Bounded(lambda items: [re.match("(a+)+$", item) for item in items], 0.3)
+model = Bounded(lambda items: [re.match("(a+)+$", item) for item in items], 3.0)
 assert model(["aab", "aa"])[0] is None
-time.sleep(0.6)
+time.sleep(3.3)
 print("answered", flush=True)
 model(["a" * 60 + "b"])
 print("too late")
@@ -162,9 +162,9 @@ print("too late")
 
 def test_a_model_that_hangs_ends_its_process_and_says_where() -> None:
     command = [sys.executable, "-c", HANGS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (1, "answered\n")
-    assert "Timeout (0:00:00.300000)!" in done.stderr
+    assert "Timeout (0:00:03)!" in done.stderr
     assert "in __call__" in done.stderr
 
 

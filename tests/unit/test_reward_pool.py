@@ -51,7 +51,7 @@ def message(result: Score) -> str:
 
 
 async def test_results_come_in_order_with_their_components() -> None:
-    async with FunctionPool([LENGTH, OBEDIENT], num_processes=2, timeout_s=10) as pool:
+    async with FunctionPool([LENGTH, OBEDIENT], num_processes=2, timeout_s=30) as pool:
         texts = ["x" * (index % 7) for index in range(500)]
         results = await pool.score(items(*texts))
         assert [result.trajectory_id for result in results] == [f"t{index}" for index in range(500)]
@@ -73,7 +73,7 @@ def num_children() -> int:
 
 async def test_processes_follow_the_queue_up_to_a_bound_and_back() -> None:
     pool = FunctionPool([OBEDIENT], num_processes=1, max_processes=3, timeout_s=10, idle_s=0.3)
-    async with pool, asyncio.timeout(50):
+    async with pool, asyncio.timeout(300):
         short = await pool.score(items(*["sleep:0.01"] * 20))
         assert kinds(short) == ["1.0"] * 20
         assert num_children() == 1
@@ -94,7 +94,7 @@ async def test_processes_follow_the_queue_up_to_a_bound_and_back() -> None:
 async def test_a_process_that_is_added_and_dies_is_replaced_and_one_that_starts_ends_with_the_pool() -> None:
     async with (
         FunctionPool([OBEDIENT], num_processes=1, max_processes=2, timeout_s=10, idle_s=0.3) as pool,
-        asyncio.timeout(50),
+        asyncio.timeout(300),
     ):
         orders = [*["sleep:0.2"] * 25, *["exit", "sleep:0.2"] * 5]
         results = kinds(await pool.score(items(*orders)))
@@ -108,18 +108,18 @@ async def test_a_process_that_is_added_and_dies_is_replaced_and_one_that_starts_
 
 
 async def test_a_hanging_function_costs_only_its_item() -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.4) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=3.0) as pool:
         started = time.monotonic()
         results = await pool.score(items("a", "b", "hang", "c", "d"))
         took = time.monotonic() - started
         assert kinds(results) == ["1.0", "1.0", "timeout", "1.0", "1.0"]
-        assert message(results[2]) == "not scored within 0.4 s"
-        assert 0.4 <= results[2].seconds <= took
+        assert message(results[2]) == "not scored within 3 s"
+        assert 3.0 <= results[2].seconds <= took
         assert pool.num_replaced == 1
 
 
 async def test_crashes_are_told_apart_and_the_processes_replaced() -> None:
-    async with FunctionPool([OBEDIENT], num_processes=2, timeout_s=10) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=2, timeout_s=30) as pool:
         results = await pool.score(items("a", "exit", "b", "segfault", "c"))
         assert kinds(results) == ["1.0", "crashed", "1.0", "crashed", "1.0"]
         assert message(results[1]) == "the reward process ended: exit code 3"
@@ -129,7 +129,7 @@ async def test_crashes_are_told_apart_and_the_processes_replaced() -> None:
 
 
 async def test_running_out_of_memory_is_a_crash() -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=30) as pool:
         results = await pool.score(items("a", "memory", "b"))
         assert kinds(results) == ["1.0", "crashed", "1.0"]
         assert message(results[1]) == "the reward process ended: out of memory"
@@ -151,7 +151,7 @@ async def test_what_a_function_raises_or_returns_is_its_items_error() -> None:
             "f returned a dict that holds 'length': put its value under \"score\"",
         ),
     }
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=30) as pool:
         results = await pool.score(items(*orders, "return:dict", "numpy:float"))
         assert [(result.error[0].value, result.error[1]) for result in results if result.error] == list(
             orders.values()
@@ -170,7 +170,7 @@ async def test_odd_objects_and_texts_are_their_items_errors_and_no_more() -> Non
         "return:shy": ("wrong_type", "f returned _Shy: return a float, or a dict of floats"),
         "surrogate": ("raised", "f raised ValueError: half \\ud83d of a pair"),
     }
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=30) as pool:
         results = await pool.score(items(*orders, "recurse", "return:surrogate_key", "fork", "a"))
         told = [(score.error[0].value, score.error[1]) for score in results[:4] if score.error]
         assert told == list(orders.values())
@@ -184,7 +184,7 @@ async def test_odd_objects_and_texts_are_their_items_errors_and_no_more() -> Non
 
 @pytest.mark.parametrize("what", ["list", "key", "row"])
 async def test_junk_in_the_results_costs_a_process_and_not_the_service(what: str) -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=30) as pool:
         results = await pool.score(items("a", f"junk:{what}", *"bcdefgh"))
         assert [score.trajectory_id for score in results] == [f"t{index}" for index in range(9)]
         # However far the process was when the junk was read, the item that wrote it is the one at fault.
@@ -194,7 +194,7 @@ async def test_junk_in_the_results_costs_a_process_and_not_the_service(what: str
 
 
 async def test_prints_and_reads_do_not_touch_the_protocol(capfd: pytest.CaptureFixture[str]) -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=30) as pool:
         assert kinds(await pool.score(items("print", "read", "print", "a"))) == ["1.0", "0.0", "1.0", "1.0"]
     out, err = capfd.readouterr()
     assert out == ""
@@ -203,7 +203,7 @@ async def test_prints_and_reads_do_not_touch_the_protocol(capfd: pytest.CaptureF
 
 
 async def test_a_second_attempt_can_save_an_item(tmp_path: Path) -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.4) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=3.0) as pool:
         asked = items("a", f"hang_once:{tmp_path / 'seen'}", "hang", "b")
         assert kinds(await pool.score(asked)) == ["1.0", "timeout", "timeout", "1.0"]
         assert kinds(await pool.score(asked)) == ["1.0", "1.0", "timeout", "1.0"]
@@ -211,22 +211,22 @@ async def test_a_second_attempt_can_save_an_item(tmp_path: Path) -> None:
 
 
 async def test_the_deadline_is_the_items_not_the_batchs() -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.5) as pool:
-        results = await pool.score(items(*["sleep:0.2"] * 5))
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=4.0) as pool:
+        results = await pool.score(items(*["sleep:1.0"] * 5))
         assert kinds(results) == ["1.0"] * 5
         assert pool.num_replaced == 0
-        assert all(0.2 <= result.seconds < 0.5 for result in results)
+        assert all(1.0 <= result.seconds < 4.0 for result in results)
 
 
 async def test_a_kill_takes_the_functions_children_along(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=1.0) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=5.0) as pool:
         assert kinds(await pool.score(items("hang_with_child", pid_file=str(pid_file)))) == ["timeout"]
     assert gone(int(pid_file.read_text()))
 
 
 async def test_a_stopped_process_is_replaced() -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=0.5) as pool:
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=3.0) as pool:
         pid = (await pool.score(items("pid")))[0].reward
         assert pid is not None
         os.kill(int(pid), signal.SIGSTOP)
@@ -239,10 +239,10 @@ async def test_extra_fields_reach_the_functions_that_name_them() -> None:
     item = ScoreItem(
         trajectory_id="t", response="", ground_truth="", prompt="four", data_source="xy", extra={"other": [1]}
     )
-    async with FunctionPool([spec], num_processes=1, timeout_s=10) as pool:
+    async with FunctionPool([spec], num_processes=1, timeout_s=30) as pool:
         assert (await pool.score([item]))[0].reward == 429.0
     needs = FunctionSpec(name="f", reference="support.reward_functions:needs_field")
-    async with FunctionPool([needs], num_processes=1, timeout_s=10) as pool:
+    async with FunctionPool([needs], num_processes=1, timeout_s=30) as pool:
         assert (await pool.score(items("a", difficulty=np.float32(0.5))))[0].reward == 0.5
         assert message((await pool.score(items("a")))[0]).startswith(
             "support.reward_functions:needs_field needs difficulty, which the item does not have"
@@ -299,13 +299,12 @@ async def test_close_ends_waiting_calls_and_leaves_no_process() -> None:
 
 
 async def test_a_cancelled_call_leaves_the_pool_usable() -> None:
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=10) as pool:
-        waiting = asyncio.create_task(pool.score(items(*["sleep:0.05"] * 100)))
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=30) as pool:
+        waiting = asyncio.create_task(pool.score(items(*["sleep:0.5"] * 400)))
         await asyncio.sleep(0.1)
         waiting.cancel()
-        started = time.monotonic()
-        assert kinds(await pool.score(items("a"))) == ["1.0"]
-        assert time.monotonic() - started < 2.0  # and not the five seconds of the cancelled call
+        async with asyncio.timeout(60):  # and not the two hundred seconds of the cancelled call
+            assert kinds(await pool.score(items("a"))) == ["1.0"]
 
 
 async def test_processes_that_cannot_be_replaced_end_the_pool(
@@ -353,16 +352,16 @@ def test_processes_die_with_their_parent() -> None:
 
 
 async def test_math_verify_and_its_own_deadline_work_in_a_child_process() -> None:
-    spec = FunctionSpec(name="f", reference="math_verify", arguments={"timeout_s": 1})
+    spec = FunctionSpec(name="f", reference="math_verify", arguments={"timeout_s": 4})
     undecided = "$9^{9^{9^{9}}}$"
     tasks = [
         ScoreItem(trajectory_id=text, prompt="", response=text, ground_truth="1/2")
         for text in ("\\boxed{0.5}", undecided, "2")
     ]
-    async with FunctionPool([spec], num_processes=1, timeout_s=10) as pool:
+    async with FunctionPool([spec], num_processes=1, timeout_s=30) as pool:
         results = await pool.score(tasks)
         assert kinds(results) == ["1.0", "timeout", "0.0"]
-        assert message(results[1]) == "f raised TimeoutError: math_verify did not decide within 1 s"
+        assert message(results[1]) == "f raised TimeoutError: math_verify did not decide within 4 s"
         assert pool.num_replaced == 0
 
 
@@ -394,7 +393,7 @@ async def test_throughput_is_reported(record_property: pytest.RecordProperty) ->
         )
         for n in range(20_000)
     ]
-    async with FunctionPool([spec], num_processes=2, timeout_s=10) as pool:
+    async with FunctionPool([spec], num_processes=2, timeout_s=30) as pool:
         await pool.score(many[:500])
         started = time.monotonic()
         results = await pool.score(many)
@@ -413,8 +412,8 @@ def alive(pid: int) -> bool:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process ends within a few seconds: a signal takes effect a little after it was sent."""
-    deadline = time.monotonic() + 5
+    """Whether the process ends: a signal takes effect a little after it was sent."""
+    deadline = time.monotonic() + 60
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not alive(pid)

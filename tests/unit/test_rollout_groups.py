@@ -107,7 +107,7 @@ async def test_a_request_that_the_engine_refuses_is_its_groups_and_nobody_elses(
 
 
 async def test_an_engine_error_is_the_groups_which_is_given_up_after_so_many_deliveries() -> None:
-    async with bench(limits=replace(LIMITS, lease_s=0.05)) as b:
+    async with bench(limits=replace(LIMITS, lease_s=1.5)) as b:
         await b.push(V0)
         b.engine.errors[(5, 3)] = RuntimeError("an illegal\ninstruction \ud800")
         await b.ask(group(3), group(4))
@@ -122,7 +122,7 @@ async def test_an_engine_error_is_the_groups_which_is_given_up_after_so_many_del
 
 
 async def test_a_group_that_fails_once_gets_the_same_samples_on_its_second_delivery() -> None:
-    async with bench(limits=replace(LIMITS, lease_s=0.05)) as b:
+    async with bench(limits=replace(LIMITS, lease_s=1.5)) as b:
         await b.push(V0)
         b.engine.errors[(5, 3)] = PeerLostError("aborted", peer="engine")
         await b.ask(group(3))
@@ -136,7 +136,7 @@ async def test_a_group_that_fails_once_gets_the_same_samples_on_its_second_deliv
 
 
 async def test_a_group_that_takes_too_long_is_drawn_again_and_then_given_up() -> None:
-    async with bench(limits=replace(LIMITS, group_timeout_s=0.05, lease_s=0.05)) as b:
+    async with bench(limits=replace(LIMITS, group_timeout_s=0.05, lease_s=1.5)) as b:
         await b.push(V0)
         b.engine.stuck.add((5, 3))
         await b.ask(group(3), group(4))
@@ -157,7 +157,7 @@ async def test_an_engine_that_answers_nothing_any_more_ends_the_service() -> Non
 
 
 async def test_a_group_whose_takers_died_is_given_up_without_another_attempt() -> None:
-    async with bench(limits=replace(LIMITS, lease_s=0.05)) as b:
+    async with bench(limits=replace(LIMITS, lease_s=1.5)) as b:
         stream = names.prompts(RUN, 0)
         await b.ask(group(3), group(4))
         await b.broker.ensure_group(stream, names.ROLLOUT_GROUP)
@@ -264,7 +264,7 @@ async def test_samples_that_no_reader_accepts_are_their_groups_failure() -> None
 
 
 async def test_a_probe_that_fails_is_an_answer() -> None:
-    async with bench(limits=replace(LIMITS, group_timeout_s=0.05, lease_s=0.05)) as b:
+    async with bench(limits=replace(LIMITS, group_timeout_s=0.05, lease_s=1.5)) as b:
         await b.push(V0)
         b.engine.stuck.add((5, 3))
         b.engine.errors[(5,)] = RuntimeError("no single token")

@@ -158,7 +158,7 @@ async def test_the_client_checks_what_it_gets() -> None:
             await client.score(items("a"), timeout_s=0.2)
     async with RewardClient("127.0.0.1:1") as client:
         with pytest.raises(PeerLostError, match="cannot be reached"):
-            await client.score(items("a"), timeout_s=5)
+            await client.score(items("a"), timeout_s=30)
 
 
 async def test_the_token_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,16 +225,16 @@ async def test_a_call_that_hangs_is_given_up_and_health_says_when_no_more_can() 
 
     def hangs(response: str, ground_truth: str) -> float:
         if response == "hang":
-            released.wait(30)
+            released.wait(60)
         return 1.0
 
     async with (
-        RewardServer(hangs, max_concurrent=2, timeout_s=0.2) as server,
+        RewardServer(hangs, max_concurrent=2, timeout_s=2.5) as server,
         RewardClient(server.address) as client,
     ):
         results = await client.score(items("hang", "a", "a"))
         assert [result.reward for result in results] == [None, 1.0, 1.0]
-        assert results[0].error == "timeout: hangs raised TimeoutError: not done within 0.2 s"
+        assert results[0].error == "timeout: hangs raised TimeoutError: not done within 2.5 s"
         assert await healthy(server.address)
         await client.score(items("hang"))
         assert not await healthy(server.address)
@@ -247,7 +247,7 @@ async def test_a_call_that_hangs_is_given_up_and_health_says_when_no_more_can() 
 async def healthy(address: str) -> bool:
     async with grpc.aio.insecure_channel(address) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
-        answer = await check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = await check(health_pb2.HealthCheckRequest(), timeout=30)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
@@ -257,7 +257,7 @@ async def test_an_async_function_that_blocks_or_exits_harms_its_item_alone() -> 
     async def odd(response: str, ground_truth: str) -> float:
         match response:
             case "block":
-                released.wait(30)
+                released.wait(60)
             case "exit":
                 sys.exit(4)
             case "slow":
@@ -265,7 +265,7 @@ async def test_an_async_function_that_blocks_or_exits_harms_its_item_alone() -> 
         return 1.0
 
     async with (
-        RewardServer(odd, max_concurrent=4, timeout_s=0.2) as server,
+        RewardServer(odd, max_concurrent=4, timeout_s=2.5) as server,
         RewardClient(server.address) as client,
     ):
         results = await client.score(items("exit", "slow", "a"))
@@ -279,7 +279,7 @@ async def test_an_async_function_that_blocks_or_exits_harms_its_item_alone() -> 
         ((result,),) = await asyncio.gather(blocked)
         assert result.error is not None
         assert result.error.startswith(
-            "timeout: odd raised TimeoutError: not done within 0.2 s, and it blocks"
+            "timeout: odd raised TimeoutError: not done within 2.5 s, and it blocks"
         )
         assert [result.reward for result in await client.score(items("a", "a"))] == [1.0, 1.0]
     released.set()
@@ -332,4 +332,4 @@ def test_a_server_whose_function_hangs_ends_soon_after_sigterm(tmp_path: Path) -
 
         asyncio.run(ask())
         process.terminate()
-        assert process.wait(timeout=8) == 0
+        assert process.wait(timeout=30) == 0

@@ -463,4 +463,4 @@ async def test_a_member_that_cannot_start_ends_the_start_at_once(tmp_path: Path)
         )
         await it.supervisor.apply(changes)
         with pytest.raises(PeerLostError, match="learner: no such folder"):
-            await asyncio.wait_for(starting, 2)
+            await asyncio.wait_for(starting, 30)

@@ -75,7 +75,7 @@ async def test_a_server_answers_at_the_address_that_it_tells(host: str) -> None:
     assert addresses.split(server.address)[0] == ("::1" if ":" in host else "127.0.0.1")
     async with connect(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     with pytest.raises(EnvironmentLackError, match=r"port \d+ on .* is taken"):
         await start_server(lambda servicer, server: None, None, host=host, port=server.port)

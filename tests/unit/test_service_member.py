@@ -190,15 +190,16 @@ async def test_a_signal_makes_a_member_unhealthy_at_once_and_leaves_it_its_grace
     unfinished = Work()
 
     async def work(session: MemberSession) -> None:
-        leaving = asyncio.create_task(until_left(session, unfinished, grace_s=0.6))
+        leaving = asyncio.create_task(until_left(session, unfinished, grace_s=4.0))
         await fake.heard.wait()
         assert await _is_serving(session)
         began = time.monotonic()
         session.context.stop("SIGTERM")
         while await _is_serving(session):
-            assert time.monotonic() - began < 0.5
+            assert not leaving.done()
+        assert not leaving.done()
         await leaving
-        assert 0.5 < time.monotonic() - began < 2
+        assert 3.9 < time.monotonic() - began < 40
 
     await run(address, work)
     assert (unfinished.finished, unfinished.cut) == (False, True)
@@ -216,8 +217,10 @@ async def test_a_drained_member_finishes_however_long_it_takes_and_leaves(
         await fake.heard.wait()
         fake.drain = True
         session.poke()
-        await asyncio.sleep(0.4)
-        assert not await _is_serving(session)
+        async with asyncio.timeout(40):
+            while await _is_serving(session):  # noqa: ASYNC110  a test's own look
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)  # twice the grace that a signal would have left it
         assert not leaving.done()
         unfinished.done.set()
         await leaving
@@ -239,7 +242,7 @@ async def test_when_the_run_is_over_nothing_is_finished(controller: tuple[FakeCo
         assert not leaving.done()
         fake.run_over = True
         session.poke()
-        await asyncio.wait_for(leaving, 2)
+        await asyncio.wait_for(leaving, 30)
 
     await run(address, work)
     assert (unfinished.finished, unfinished.cut) == (False, True)
@@ -287,7 +290,7 @@ async def test_a_member_that_is_told_to_stop_does_not_wait_for_a_controller() ->
         asyncio.get_running_loop().call_later(0.1, session.context.stop, "SIGTERM")
         await join(session)
 
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         await run("127.0.0.1:1", work)
 
 

@@ -52,7 +52,7 @@ def read_line(process: subprocess.Popen[str]) -> str:
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
-    out, err = process.communicate(timeout=40)
+    out, err = process.communicate(timeout=120)
     return process.returncode, out.splitlines(), err
 
 
@@ -62,7 +62,7 @@ async def test_tasks_that_have_ended_are_let_go_of() -> None:
         context = ServiceContext("demo-0", tasks)
         ended = [context.spawn("returns", asyncio.sleep(0)), context.spawn("cancelled", asyncio.sleep(60))]
         ended[1].cancel()
-        await asyncio.wait(ended, timeout=20)
+        await asyncio.wait(ended, timeout=120)
         kept = [weakref.ref(task) for task in ended]
         ended.clear()
         gc.collect()

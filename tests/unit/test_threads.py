@@ -34,13 +34,13 @@ async def test_a_cancelled_caller_ends_after_its_thread_however_often_it_is_canc
 
     def work() -> None:
         began.set()
-        goes_on.wait(10)
+        goes_on.wait(60)
         ended.set()
         if error:
             fail(error)
 
     caller = asyncio.create_task(in_thread(work))
-    assert await asyncio.to_thread(began.wait, 10)
+    assert await asyncio.to_thread(began.wait, 60)
     for _ in range(3):
         caller.cancel()
         await asyncio.sleep(0.01)
@@ -56,13 +56,13 @@ async def test_what_may_take_long_is_told_to_stop() -> None:
 
     def work(stopped: Callable[[], bool]) -> None:
         began.set()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not stopped() and time.monotonic() < deadline:
             time.sleep(0.01)
         told.append(stopped())
 
     caller = asyncio.create_task(in_stoppable_thread(work))
-    assert await asyncio.to_thread(began.wait, 10)
+    assert await asyncio.to_thread(began.wait, 60)
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller

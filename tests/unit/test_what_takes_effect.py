@@ -171,7 +171,7 @@ async def test_junk_is_no_progress_of_a_collection(tmp_path: Path) -> None:
     async with run(tmp_path, **CALM, barrier__stall_timeout_s=0.4, barrier__collect_timeout_s=30.0) as it:
         await it.enlist_all()
         it.may_answer = lambda: False
-        running = asyncio.create_task(it.go(timeout_s=5))
+        running = asyncio.create_task(it.go())
         await collecting(it)
         junk = replace(own_header(it, 0), policy=PolicyTag(version=0, digest="f" * 16))
         pouring = asyncio.create_task(pour(it, junk, every_s=0.05))
@@ -183,10 +183,10 @@ async def test_junk_is_no_progress_of_a_collection(tmp_path: Path) -> None:
 
 
 async def test_a_collection_ends_at_its_deadline(tmp_path: Path) -> None:
-    async with run(tmp_path, **CALM, barrier__stall_timeout_s=20.0, barrier__collect_timeout_s=0.5) as it:
+    async with run(tmp_path, **CALM, barrier__stall_timeout_s=60.0, barrier__collect_timeout_s=0.5) as it:
         await it.enlist_all()
         it.may_answer = lambda: False
-        running = asyncio.create_task(it.go(timeout_s=5))
+        running = asyncio.create_task(it.go())
         await collecting(it)
         with pytest.raises(DeadlineError, match="barrier.collect_timeout_s"):
             await running
@@ -194,7 +194,7 @@ async def test_a_collection_ends_at_its_deadline(tmp_path: Path) -> None:
 
 async def test_the_time_in_which_services_are_waited_for_does_not_count(tmp_path: Path) -> None:
     """The servers are gone for longer than a collection may be without progress."""
-    async with run(tmp_path, **CALM, barrier__stall_timeout_s=0.6, trainer__total_steps=1) as it:
+    async with run(tmp_path, **CALM, barrier__stall_timeout_s=4.0, trainer__total_steps=1) as it:
         await it.enlist_all()
         answers: list[bool] = []
         it.may_answer = lambda: bool(answers)
@@ -202,7 +202,7 @@ async def test_the_time_in_which_services_are_waited_for_does_not_count(tmp_path
 
         async def absent() -> None:
             if not answers:
-                await asyncio.sleep(1.5)
+                await asyncio.sleep(6.0)
                 answers.append(True)
             await wait()
 
@@ -213,7 +213,7 @@ async def test_the_time_in_which_services_are_waited_for_does_not_count(tmp_path
 
 @pytest.mark.parametrize("change", [{"step": 2}, {"policy": PolicyTag(version=0, digest="f" * 16)}])
 async def test_a_refusal_counts_only_for_its_own_step_and_policy(change: Any, tmp_path: Path) -> None:
-    async with run(tmp_path, **CALM, trainer__total_steps=1) as it:
+    async with run(tmp_path, **CALM, barrier__stall_timeout_s=1.0, trainer__total_steps=1) as it:
         await it.enlist_all()
         stray: list[GroupRefusal] = []
 
@@ -422,7 +422,7 @@ async def test_newcomers_get_no_weights_but_the_committed_ones(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A learner whose weights have changed under the same version serves no newcomer."""
-    async with run(tmp_path, **CALM, trainer__total_steps=1, barrier__stall_timeout_s=3.0) as it:
+    async with run(tmp_path, **CALM, trainer__total_steps=1) as it:
         await it.enlist_all()
         it.may_answer = lambda: "was committed with digest" in caplog.text
         running = asyncio.create_task(it.go())
@@ -465,7 +465,7 @@ async def test_a_lost_learner_takes_the_guards_adjustments_back_with_it(tmp_path
     """Step 2 halves the rate; in step 3 the learner is lost, and comes back with the weights of step 1."""
     rules = {"guard__ppo_kl": {"lower_lr": 0.1}}
     changes = {**CALM, **rules, "trainer__total_steps": 3, "trainer__keep_checkpoints": 9}
-    async with run(tmp_path, **changes, service__recovery_timeout_s=5.0) as it:
+    async with run(tmp_path, **changes, service__recovery_timeout_s=30.0) as it:
         it.services.writes = True
         it.services.readings = {2: [Reading(rule="ppo_kl", network="actor", value=0.3)]}
         await it.enlist_all()

@@ -67,7 +67,7 @@ def test_a_reward_server_runs_from_the_sdks_wheel_alone(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "site")],
-        capture_output=True, text=True, timeout=40, env=environ, cwd=tmp_path, check=False,
+        capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-1500:]
     reward, modules = done.stdout.splitlines()

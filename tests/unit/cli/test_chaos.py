@@ -92,7 +92,7 @@ async def echo() -> AsyncIterator[int]:
 
 
 async def test_the_proxy_delays_swallows_and_cuts(echo: int) -> None:
-    async with asyncio.timeout(20), Proxy() as proxy:
+    async with asyncio.timeout(60), Proxy() as proxy:
         proxy.target = ("127.0.0.1", echo)
         reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
         writer.write(b"a")
@@ -122,7 +122,7 @@ async def test_the_proxy_delays_swallows_and_cuts(echo: int) -> None:
 
 
 async def test_a_connection_to_a_target_that_is_down_ends() -> None:
-    async with asyncio.timeout(20), Proxy() as proxy:
+    async with asyncio.timeout(60), Proxy() as proxy:
         reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
         assert await _end_of(reader)
         writer.close()
@@ -269,7 +269,7 @@ async def test_a_killed_member_works_again_when_its_successor_does(tmp_path: Pat
     hear(0.0)
     asking = asyncio.create_task(roster.run())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await roster.until_working(["rollout-0"])
         first.kill()
         note(second)
@@ -278,7 +278,7 @@ async def test_a_killed_member_works_again_when_its_successor_does(tmp_path: Pat
             async with asyncio.timeout(1.0):
                 await roster.until_working(["rollout-0"], service="rollout-0", unlike=first.pid)
         hear(0.0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await roster.until_working(["rollout-0"], service="rollout-0", unlike=first.pid)
     finally:
         asking.cancel()
@@ -296,7 +296,7 @@ async def test_the_next_step_is_waited_for_and_the_last_one_does_not_count() -> 
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
     clock.step(2, {})
-    await asyncio.wait_for(asyncio.gather(*waiting), 1)
+    await asyncio.wait_for(asyncio.gather(*waiting), 30)
 
 
 def test_chaos_refuses_a_redis_server_of_somebody_else(

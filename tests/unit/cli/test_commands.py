@@ -40,14 +40,15 @@ def test_reward_refuses_what_a_run_would_refuse(
         "def hangs(response, ground_truth):\n    time.sleep(3600)\n"
     )
     (project / "slow.py").write_text("import time\ntime.sleep(3600)\n")
-    monkeypatch.setattr("paceline.cli.commands.reward._IMPORT_S", 1.0)
     for reference, words in (
         ("mine.py:nan", "not_finite: nan returned nan"),
         ("mine.py:flag", "wrong_type: flag returned bool: return a float"),
         ("mine.py:hangs", "timeout: not scored within 0.5 s"),
         ("slow.py:f", "no answer from a reward process that imports slow.py:f within 1 s"),
     ):
-        assert main(["reward", "--timeout", "0.5", reference, "x", "y"]) == 1
+        monkeypatch.setattr("paceline.cli.commands.reward._IMPORT_S", 1.0 if "slow" in reference else 60.0)
+        timeout_s = "0.5" if "hangs" in reference else "60"
+        assert main(["reward", "--timeout", timeout_s, reference, "x", "y"]) == 1
         captured = capsys.readouterr()
         assert captured.out == ""
         assert words in captured.err

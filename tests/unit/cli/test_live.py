@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import time
 
 import pytest
 from rich.console import Console
@@ -19,6 +18,7 @@ from paceline.core.errors import PeerLostError
 from paceline.core.run_events import EndEvent
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.service.credentials import Credentials
+from support.clocks import ManualClock
 from support.fake_controller import FakeController, end_event, serve, step_event
 
 METRICS = {
@@ -52,19 +52,22 @@ def test_the_kl_column_prefers_the_reference() -> None:
     assert step_line(1, 9, {"actor/ppo_kl": 0.5}) == "step 1/9  KL 0.5000"
 
 
-def test_plain_lines_break_a_long_silence() -> None:
-    out = io.StringIO()
-    view = PlainView(9, out=out, quiet_s=0.05)
+def test_plain_lines_break_a_long_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, out = ManualClock(), io.StringIO()
+    monkeypatch.setattr("paceline.cli.live.view.time", clock)
+    view = PlainView(9, out=out, quiet_s=5.0)
     view.pulse()
     view.phase(step=0, phase="waiting for the learner", admitted=0, wanted=0)
-    time.sleep(0.06)
+    clock.advance(4.9)
+    view.pulse()
+    clock.advance(0.2)
     view.pulse()
     view.step(0, {"weights/pause_ms": 3.0})
     view.phase(step=1, phase="collect", admitted=3, wanted=64)
     view.notice("rollout-1 is gone")
     view.pulse()
     assert out.getvalue().splitlines() == [
-        "step 0/9: waiting for the learner, 0 s so far",
+        "step 0/9: waiting for the learner, 5 s so far",
         "note: rollout-1 is gone",
     ]
 
@@ -261,8 +264,8 @@ async def test_following_survives_a_restart_of_the_stream() -> None:
     fake.script, fake.end_after_stop = [phase, step_event(1)], False
     server = await serve(fake, token="t")
     view = Recorder()
-    following = asyncio.create_task(follow(server.address, Credentials(token="t"), view, patience_s=15))
-    await asyncio.wait_for(view.news.wait(), 10)
+    following = asyncio.create_task(follow(server.address, Credentials(token="t"), view, patience_s=60))
+    await asyncio.wait_for(view.news.wait(), 30)
     # The stream was cut after step 1; the next one begins where it ended.
     fake.script = [
         step_event(2),
@@ -280,11 +283,12 @@ async def test_following_a_controller_that_was_started_again() -> None:
     first.script = [step_event(0), step_event(1), step_event(2)]
     server = await serve(first, token="t")
     port, view = int(server.address.rpartition(":")[2]), Recorder()
-    following = asyncio.create_task(follow(server.address, Credentials(token="t"), view, patience_s=15))
-    await asyncio.wait_for(view.news.wait(), 10)
-    await asyncio.sleep(0.1)
+    following = asyncio.create_task(follow(server.address, Credentials(token="t"), view, patience_s=60))
+    async with asyncio.timeout(30):
+        while len(view.told) < 3:  # noqa: ASYNC110  a test's own look
+            await asyncio.sleep(0.01)
     await server.stop(0)
-    await asyncio.wait_for(view.away.wait(), 10)
+    await asyncio.wait_for(view.away.wait(), 30)
     second = FakeController()
     second.script = [step_event(2), step_event(3), end_event(ok=True, message="3 steps done")]
     server = await serve(second, token="t", port=port)

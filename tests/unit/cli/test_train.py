@@ -130,10 +130,10 @@ def test_the_run_is_served_to_browsers_while_it_trains(
     async def launch(made: RunConfig, run_dir: Path, *_: object, **__: object) -> Outcome:
         address = re.findall(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", capsys.readouterr().out)
         seen.extend(address)
-        with await asyncio.to_thread(urllib.request.urlopen, f"{address[0]}data/runs", timeout=20) as reply:
+        with await asyncio.to_thread(urllib.request.urlopen, f"{address[0]}data/runs", timeout=120) as reply:
             seen.append([run["name"] for run in json.load(reply)])
         with await asyncio.to_thread(
-            urllib.request.urlopen, f"{address[0]}data/run/now", timeout=20
+            urllib.request.urlopen, f"{address[0]}data/run/now", timeout=120
         ) as reply:
             seen.append(json.load(reply))
         return Outcome(ok=False, message="the end", exit_code=2, began=False)
@@ -144,7 +144,7 @@ def test_the_run_is_served_to_browsers_while_it_trains(
     address, names, now = seen
     assert (names, now) == (["run"], {})
     with pytest.raises(urllib.error.URLError, match="refused"):
-        urllib.request.urlopen(address, timeout=5)
+        urllib.request.urlopen(address, timeout=120)
 
 
 def test_a_page_for_other_machines_wants_tls_before_anything_is_made(

@@ -46,7 +46,7 @@ class Reply:
 
 async def ask(port: int, path: str, method: str = "GET") -> Reply:
     def send() -> Reply:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         connection.request(method, path)
         answer = connection.getresponse()
         reply = Reply(answer.status, dict(answer.getheaders()), answer.read().decode())

