@@ -21,7 +21,9 @@ from cryptography import x509
 from paceline.cli.launch import container
 from paceline.config.load import load
 from paceline.config.run import RunConfig
-from paceline.core.errors import EXIT_FAILED, EXIT_FINAL, EXIT_GIVEN
+from paceline.core.errors import EXIT_FAILED, EXIT_FINAL, EXIT_GIVEN, ConfigError
+from paceline.reward.models import __main__ as reward_models
+from paceline.reward.models.model import ModelOptions
 from support import source
 
 pytestmark = pytest.mark.timeout(900)
@@ -47,7 +49,26 @@ MANY: dict[str, Any] = {
     "reward": {"replicas": 2, "callers": [{"namespaceSelector": {"matchLabels": {"team": "evals"}}}]},
     "metrics": {"port": 0},
 }
-VALUES = {"small": {"config": CONFIG}, "many": MANY, "example": FOLDER / "example.yaml"}
+MODELS: dict[str, Any] = {
+    "config": CONFIG.replace(
+        "[{name: gsm8k}]",
+        "[{name: gsm8k}], models: ["
+        "{name: rm, path: models/rm, device: 'cuda:3', replicas: 2, wait_for_s: 900.0}, "
+        "{name: steps, path: models/steps, kind: process, threads: 4}]",
+    ),
+    "rewardModels": {
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "named": {"rm": {"resources": {"limits": {"memory": "64Gi"}}, "nodeSelector": {"gpu": "h100"}}},
+    },
+    "envFromSecrets": ["object-store"],
+    "metrics": {"scrapers": [{"namespaceSelector": {}}]},
+}
+VALUES = {
+    "small": {"config": CONFIG},
+    "many": MANY,
+    "models": MODELS,
+    "example": FOLDER / "example.yaml",
+}
 
 Manifest = dict[str, Any]
 
@@ -94,6 +115,11 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Mani
     return render(write(MANY, tmp_path_factory.mktemp("many")))
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Manifest]:
+    return render(write(MODELS, tmp_path_factory.mktemp("models")))
+
+
 def pods(manifests: dict[tuple[str, str], Manifest]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Component and specification of each pod."""
     for (kind, component), manifest in manifests.items():
@@ -123,12 +149,15 @@ def test_kubernetes_schemas_allow_every_manifest(
 
 def test_what_the_chart_is_made_of(manifests: dict[tuple[str, str], Manifest]) -> None:
     workloads = {(kind, name) for kind, name in manifests if kind in ("Job", "Deployment", "StatefulSet")}
+    config = yaml.safe_load(manifests["ConfigMap", "controller"]["data"]["run.yaml"])
+    named = [model["name"] for model in config["reward"].get("models", ())]
     assert workloads == {
         ("Job", "controller"),
         ("Job", "learner"),
         ("Deployment", "rollout"),
         ("Deployment", "reward"),
         ("StatefulSet", "redis"),
+        *(("Deployment", f"reward-model-{name}") for name in named),
     }
     assert {kind for kind, _ in manifests} >= {"NetworkPolicy", "ConfigMap", "Service"}
     assert "Secret" not in {kind for kind, _ in manifests}
@@ -305,6 +334,112 @@ def test_services_reach_whom_they_must_and_nobody_else(many: dict[tuple[str, str
         assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "run"
 
 
+def test_each_reward_model_has_its_replicas_and_what_it_needs(
+    models: dict[tuple[str, str], Manifest],
+    secrets: dict[str, dict[str, bytes]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "run.yaml").write_text(models["ConfigMap", "controller"]["data"]["run.yaml"])
+    loaded: list[ModelOptions] = []
+
+    def load_model(options: ModelOptions) -> None:
+        loaded.append(options)
+        raise ConfigError("a test has no model")
+
+    for kind in ("sequence_classification", "process"):
+        monkeypatch.setitem(reward_models._KINDS, kind, load_model)  # type: ignore[misc]
+    replicas, selectors, pods_of = {}, [], {}
+    for name in ("rm", "steps"):
+        spec = models["Deployment", f"reward-model-{name}"]["spec"]
+        replicas[name], pod = spec["replicas"], spec["template"]["spec"]
+        selectors.append(spec["selector"]["matchLabels"])
+        assert selectors[-1] == spec["template"]["metadata"]["labels"]
+        pods_of[name], container_ = pod, pod["containers"][0]
+        arguments: list[str] = container_["args"]
+        assert arguments[arguments.index("--attach") + 1] == "run-reward:7000"
+        ready = tmp_path / "ready"
+        words = [
+            {"/etc/paceline/run.yaml": str(tmp_path / "run.yaml"), "/tmp/attached": str(ready)}.get(
+                word, word
+            )
+            for word in arguments
+        ]
+        ready.touch()  # of a process that was killed
+        assert reward_models.main(words) == EXIT_GIVEN
+        assert not ready.exists()
+        mounts = {mount["name"]: mount["mountPath"] for mount in container_["volumeMounts"]}
+        folders = {environment(pod)["PACELINE_TLS_DIR"]: "tls", "/etc/paceline": "config"}
+        assert folders.items() <= {path: name for name, path in mounts.items()}.items()
+        for volume in pod["volumes"]:
+            if "secret" in volume:
+                made = secrets[volume["secret"]["secretName"]]
+                assert {item["key"] for item in volume["secret"].get("items", ())} <= made.keys()
+    assert [options.path for options in loaded] == ["models/rm", "models/steps"]
+    assert replicas == {"rm": 2, "steps": 1}
+    assert selectors[0] != selectors[1]
+    rm, steps = (pods_of[name]["containers"][0]["resources"] for name in ("rm", "steps"))
+    assert rm["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 1}
+    assert steps["limits"] == {"memory": "8Gi"}
+    assert [pods_of[name].get("nodeSelector") for name in ("rm", "steps")] == [{"gpu": "h100"}, None]
+    assert all(pod["tolerations"] for pod in pods_of.values())
+    assert environment(pods_of["steps"])["OMP_NUM_THREADS"] == "4"
+    probe = pods_of["rm"]["containers"][0]["startupProbe"]
+    # It may load for wait_for_s, and wait five minutes for the reward service.
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 900 + 300
+
+
+def test_a_reward_models_probes_look_at_the_file_that_it_writes(
+    models: dict[tuple[str, str], Manifest], tmp_path: Path
+) -> None:
+    container_ = models["Deployment", "reward-model-rm"]["spec"]["template"]["spec"]["containers"][0]
+    file = tmp_path / "attached"
+    path = container_["args"][container_["args"].index("--ready-file") + 1]
+
+    def passes() -> dict[str, bool]:
+        said = {}
+        for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+            command = [word.replace(path, str(file)) for word in container_[name]["exec"]["command"]]
+            assert str(file) in " ".join(command)
+            said[name] = subprocess.run(command, timeout=30, check=False).returncode == 0
+        return said
+
+    assert passes() == {"startupProbe": False, "readinessProbe": False, "livenessProbe": True}
+    file.touch()
+    assert passes() == {"startupProbe": True, "readinessProbe": True, "livenessProbe": True}
+    os.utime(file, (0, 0))  # a process that is stuck
+    assert passes()["livenessProbe"] is False
+
+
+def test_reward_models_reach_the_reward_service_alone(models: dict[tuple[str, str], Manifest]) -> None:
+    peers = {pair: ports for pair, ports in ways(models).items() if "reward-model" in pair}
+    assert peers == {("reward-model", "reward"): {7000}}
+    policy = models["NetworkPolicy", "reward-model"]["spec"]
+    assert policy["ingress"] == []
+    labels = models["Deployment", "reward-model-rm"]["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"reward": {"replicas": 2}}, "reward models attach to one reward service: set reward.replicas=1"),
+        ({"config": MODELS["config"].replace("name: rm", "name: my_rm")}, "lower-case letters, digits and"),
+        ({"overrides": ["reward.models=[]"]}, "name reward models in config, not in overrides"),
+        (
+            {"rewardModels": {"named": {"mr": {}}}},
+            "rewardModels.named has mr, which reward.models of config does not name",
+        ),
+        ({"config": "reward: [}"}, "config is no YAML"),
+    ],
+)
+def test_reward_models_that_the_chart_cannot_run_are_refused(
+    change: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    said = helm("template", "run", FOLDER / "paceline", "--values", write(MODELS | change, tmp_path), code=1)
+    assert sentence in said
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -313,6 +448,7 @@ def test_services_reach_whom_they_must_and_nobody_else(many: dict[tuple[str, str
         "learner.node=2",
         "rollout.replicas=0",
         "images.redis=",
+        "rewardModels.replicas=2",
     ],
 )
 def test_values_that_the_chart_cannot_use_are_refused(wrong: str, tmp_path: Path) -> None:

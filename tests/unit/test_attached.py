@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -185,6 +186,50 @@ async def test_a_client_scores_what_the_run_sends() -> None:
         assert [score.reward for score in scores] == [0.5, 1.0, 0.0]
         assert [score.components for score in scores] == [{"judge": 1.0}, {"judge": 2.0}, {"judge": 0.0}]
         await ended(client)
+
+
+async def test_a_ready_file_is_there_while_its_client_is_attached(tmp_path: Path) -> None:
+    file, program = tmp_path / "attached", tmp_path / "client.py"
+    program.write_text(
+        "import sys\n"
+        "from paceline.sdk import attach_reward\n"
+        "def f(response, ground_truth): return 1.0\n"
+        "attach_reward(f, address=sys.argv[1], name='judge', ready_file=sys.argv[2])\n"
+    )
+
+    async def until(is_there: bool) -> None:
+        async with asyncio.timeout(60):
+            while file.exists() is not is_there:  # noqa: ASYNC110  a test's own look
+                await asyncio.sleep(0.02)
+
+    async with run() as service:
+        command = (sys.executable, str(program), service.address)
+        port = int(service.address.rpartition(":")[2])
+        client = await asyncio.create_subprocess_exec(*command, str(file))
+        await until(True)
+        assert service.scorer.gateway.num_clients == 1
+        file.unlink()
+        await until(True)  # written again and again
+    try:
+        await until(False)
+        async with run(port=port):
+            await until(True)
+            client.terminate()
+            async with asyncio.timeout(60):
+                assert await client.wait() == 0
+            assert not file.exists()
+            nowhere = str(tmp_path / "none" / "attached")
+            unwritable = await asyncio.create_subprocess_exec(
+                *command, nowhere, stderr=asyncio.subprocess.PIPE
+            )
+            async with asyncio.timeout(60):
+                _, said = await unwritable.communicate()
+        assert unwritable.returncode == 2
+        assert b"attached cannot be written: No such file or directory" in said
+    finally:
+        if client.returncode is None:
+            client.kill()
+            await client.wait()
 
 
 async def test_async_and_batch_functions_work_and_the_window_bounds_what_is_sent() -> None:

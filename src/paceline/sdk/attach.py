@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from paceline.core.attachment import FromClient, ToClient
@@ -132,14 +133,23 @@ class _Batches:
 
 
 def attach_reward(
-    function: Callable[..., Any], *, address: str | Sequence[str], name: str, **options: Any
+    function: Callable[..., Any],
+    *,
+    address: str | Sequence[str],
+    name: str,
+    ready_file: str | Path | None = None,
+    **options: Any,
 ) -> None:
     """Scores what a run sends until it is over, or a signal comes; arguments as of `RewardAttachment`.
+
+    `ready_file` is a file that is there, and written every two seconds, while this client is attached.
 
     Raises:
         ConfigError: the function cannot be called as a reward function.
         SystemExit: the run cannot be reached, or refuses this client; the reason is in the log.
     """
     attach_until_signal(
-        lambda: RewardAttachment(function, address=address, name=name, **options), "attached-reward"
+        lambda: RewardAttachment(function, address=address, name=name, **options),
+        "attached-reward",
+        ready_file=ready_file,
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from paceline.core.attachment import FromClient, Hello, ToClient
+from paceline.core.errors import ConfigError
 from paceline.service import channels
 from paceline.service.attaching import AttachedClient, ClientOptions
 from paceline.service.credentials import Credentials
@@ -16,6 +19,8 @@ from paceline.service.runtime import ServiceContext, run_service
 
 TaskT = TypeVar("TaskT")
 AnswerT = TypeVar("AnswerT")
+
+_READY_FILE_EVERY_S: Final = 2.0
 
 
 class Attachment(Generic[TaskT, AnswerT]):
@@ -77,6 +82,11 @@ class Attachment(Generic[TaskT, AnswerT]):
         finally:
             self._end()
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether it has an open stream to each server."""
+        return len(self._clients) == len(self._addresses) and all(c.is_attached for c in self._clients)
+
     def stop(self) -> None:
         """Answers what is under way, then leaves."""
         for client in self._clients:
@@ -112,12 +122,21 @@ class Attachment(Generic[TaskT, AnswerT]):
 
 
 class _Runnable(Protocol):
+    @property
+    def is_attached(self) -> bool: ...
     async def run(self) -> None: ...
     def stop(self) -> None: ...
 
 
-def attach_until_signal(make: Callable[[], _Runnable], name: str) -> None:
+def attach_until_signal(
+    make: Callable[[], _Runnable], name: str, *, ready_file: str | Path | None = None
+) -> None:
     """Answers what a run sends until it is over, or a signal comes.
+
+    Args:
+        make: makes the client.
+        name: of the process, in its log.
+        ready_file: see `keep_ready_file`.
 
     Raises:
         SystemExit: the run cannot be reached, or refuses this client; the reason is in the log.
@@ -125,6 +144,8 @@ def attach_until_signal(make: Callable[[], _Runnable], name: str) -> None:
     attachment = make()
 
     async def serve(context: ServiceContext) -> None:
+        if ready_file is not None:
+            context.spawn("ready file", keep_ready_file(Path(ready_file), attachment))
         running = asyncio.create_task(attachment.run(), name="attachment")
         await context.stopping_or(running)
         attachment.stop()
@@ -133,3 +154,29 @@ def attach_until_signal(make: Callable[[], _Runnable], name: str) -> None:
     code = run_service(serve, name=name)
     if code:
         raise SystemExit(code)
+
+
+async def keep_ready_file(file: Path, attachment: _Runnable) -> None:
+    """Writes `file` anew every two seconds while the client is attached, and removes it while it is not.
+
+    For what watches a process without a port: a container's probes look for the file, and how old it is.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        while True:
+            _mark(file, is_there=attachment.is_attached)
+            await asyncio.sleep(_READY_FILE_EVERY_S)
+    except OSError as error:
+        raise ConfigError(f"the ready file {file} cannot be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            _mark(file, is_there=False)
+
+
+def _mark(file: Path, *, is_there: bool) -> None:
+    if is_there:
+        file.touch()
+    else:
+        file.unlink(missing_ok=True)

@@ -62,6 +62,12 @@ class AttachedClient(Generic[TaskT, AnswerT]):
     ) -> None:
         self._options, self._open_stream, self._handle = options, open_stream, handle
         self._stopping = asyncio.Event()
+        self._stream: _Stream[TaskT, AnswerT] | None = None
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the gateway has welcomed it, on a stream that is still open."""
+        return self._stream is not None and self._stream.is_welcome and not self._stream.is_over
 
     def stop(self) -> None:
         """Makes `run` return when what is under way is answered."""
@@ -78,7 +84,7 @@ class AttachedClient(Generic[TaskT, AnswerT]):
         """
         pause_s, last = _FIRST_PAUSE_S, time.monotonic()
         while not self._stopping.is_set():
-            stream = _Stream(self._options, self._handle, self._stopping)
+            stream = self._stream = _Stream(self._options, self._handle, self._stopping)
             try:
                 leave = await stream.run(self._open_stream)
             except (PeerLostError, DeadlineError, EnvironmentLackError) as error:
@@ -110,7 +116,7 @@ class _Stream(Generic[TaskT, AnswerT]):
         self._under_way: set[asyncio.Task[None]] = set()
         self._leave: Leave | None = None
         self._error: BaseException | None = None
-        self._is_over = False
+        self.is_over = False
         self.is_welcome = False
 
     async def run(
@@ -138,7 +144,7 @@ class _Stream(Generic[TaskT, AnswerT]):
             for running in (stopping, *self._under_way):
                 running.cancel()
             # When the other side has ended the call, gRPC still waits for this client's next message.
-            self._is_over = True
+            self.is_over = True
             self._changed.set()
         self._check_end()
         return self._leave
@@ -156,7 +162,7 @@ class _Stream(Generic[TaskT, AnswerT]):
         """What this client says; ends with the stream, or when one side has left and all is answered."""
         yield self._options.hello
         has_left = False
-        while self._error is None and not self._is_over:
+        while self._error is None and not self.is_over:
             if self._outbox:
                 answers = tuple(self._outbox[:_MAX_ANSWERS_PER_MESSAGE])
                 del self._outbox[: len(answers)]

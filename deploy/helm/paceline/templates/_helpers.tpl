@@ -30,18 +30,19 @@ imagePullSecrets:
   - name: {{ . }}
   {{- end }}
 {{- end }}
-{{- with (index .root.Values .component).nodeSelector }}
+{{- $values := .values | default (index .root.Values .component) }}
+{{- with $values.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with (index .root.Values .component).tolerations }}
+{{- with $values.tolerations }}
 tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
 {{- define "paceline.container" -}}
-image: {{ index .root.Values.images .component | quote }}
+image: {{ index .root.Values.images (.image | default .component) | quote }}
 imagePullPolicy: {{ .root.Values.images.pullPolicy }}
 securityContext:
   allowPrivilegeEscalation: false
@@ -49,14 +50,20 @@ securityContext:
   capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* Environment of a service: who it is, where it is, what it serves. */}}
-{{- define "paceline.env" -}}
+{{- define "paceline.envFrom" -}}
 {{- if .root.Values.envFromSecrets }}
 envFrom:
   {{- range .root.Values.envFromSecrets }}
   - secretRef: {name: {{ . }}}
   {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* Environment of a service: who it is, where it is, what it serves. */}}
+{{- define "paceline.env" -}}
+{{- with include "paceline.envFrom" . }}
+{{- . }}
+{{ end -}}
 env:
   - {name: PACELINE_TOKEN_FILE, value: /run/paceline/token}
   - {name: PACELINE_TLS_DIR, value: /run/tls}
@@ -88,7 +95,7 @@ env:
 {{/* Secrets are whole folders: the kubelet writes a new certificate into them, and the services read it. */}}
 {{- define "paceline.volumes" -}}
 - name: tls
-  secret: {secretName: {{ .root.Values.secrets }}-tls-{{ .component }}, defaultMode: 0440}
+  secret: {secretName: {{ .root.Values.secrets }}-tls-{{ .certificate | default .component }}, defaultMode: 0440}
 - name: token
   secret:
     secretName: {{ .root.Values.secrets }}
@@ -154,4 +161,28 @@ accessModes: [ReadWriteOncePod]
 storageClassName: {{ . }}
 {{- end }}
 resources: {requests: {storage: {{ .size }}}}
+{{- end }}
+
+{{/* The entries of reward.models of the run's configuration, as JSON; fails where the chart cannot run one. */}}
+{{- define "paceline.rewardModels" -}}
+{{- $config := fromYaml .Values.config }}
+{{- with $config.Error }}{{ fail (printf "config is no YAML: %s" .) }}{{ end }}
+{{- $models := (($config.reward | default dict).models) | default list }}
+{{- $names := list }}
+{{- range $models }}
+{{- if not (regexMatch "^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$" (.name | toString)) }}
+{{- fail (printf "reward.models of config names %q: in Kubernetes a model's name has at most 32 lower-case letters, digits and hyphens, with a letter or digit at both ends" (.name | toString)) }}
+{{- end }}
+{{- $names = append $names .name }}
+{{- end }}
+{{- range .Values.overrides }}
+{{- if hasPrefix "reward.models" . }}{{ fail "name reward models in config, not in overrides: the chart starts those of config" }}{{ end }}
+{{- end }}
+{{- range $name, $_ := .Values.rewardModels.named }}
+{{- if not (has $name $names) }}{{ fail (printf "rewardModels.named has %s, which reward.models of config does not name" $name) }}{{ end }}
+{{- end }}
+{{- if and $models (gt (int .Values.reward.replicas) 1) }}
+{{- fail "reward models attach to one reward service: set reward.replicas=1, and replicas of the models in config" }}
+{{- end }}
+{{- $models | toJson }}
 {{- end }}

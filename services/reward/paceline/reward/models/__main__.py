@@ -60,9 +60,19 @@ def main(arguments: list[str] | None = None) -> int:
         default=600.0,
         help="s that loading may take, else likewise (%(default)s)",
     )
+    parser.add_argument(
+        "--ready-file",
+        type=Path,
+        metavar="FILE",
+        help="--attach: there, and written every two seconds, while the model is loaded and attached",
+    )
     args = parser.parse_args(arguments)
     if (args.path is None) is (args.config is None):
         parser.error("give either the path of a model or --config")
+    if args.ready_file is not None:
+        if not args.attach:
+            parser.error("--ready-file goes with --attach; what listens has a health check: paceline health")
+        args.ready_file.unlink(missing_ok=True)  # of a predecessor that was killed
     die_with_parent()
     try:
         if args.config is not None:
@@ -79,7 +89,14 @@ def main(arguments: list[str] | None = None) -> int:
             )
         model, version = Bounded(loaded, args.timeout), folder_version(Path(args.path))
         if args.attach:
-            attach_reward(model, address=args.attach, name=args.name, batch=True, version=version)
+            attach_reward(
+                model,
+                address=args.attach,
+                name=args.name,
+                batch=True,
+                version=version,
+                ready_file=args.ready_file,
+            )
         else:
             serve_reward(model, host=args.host, port=args.port, batch=True, version=version)
     except PacelineError as error:
