@@ -14,7 +14,7 @@ import pytest
 
 from paceline.config.load import dump_yaml
 from paceline.config.reward import RewardConfig, RewardFunctionConfig, RewardServiceConfig
-from paceline.core.errors import ConfigError, RewardErrorKind
+from paceline.core.errors import ConfigError, PacelineError, RewardErrorKind
 from paceline.core.reward_function import check_extra_keys
 from paceline.core.scoring import ScoreItem
 from paceline.reward.cached import Cached
@@ -209,6 +209,60 @@ async def test_a_service_says_again_what_it_is_after_the_connection_was_lost() -
     assert second.calls == []
     assert score.error is not None
     assert "speaks version 3" in score.error[1]
+
+
+class Described(OddServer):
+    """Says what it is when it is told to, or has an error."""
+
+    def __init__(self) -> None:
+        super().__init__(description=reward_pb2.RewardDescription(contract=2))
+        self.may_answer, self.is_broken = asyncio.Event(), False
+        self.may_answer.set()
+
+    async def Describe(self, request: Any, context: object) -> reward_pb2.RewardDescription:
+        description = await super().Describe(request, context)
+        await self.may_answer.wait()
+        if self.is_broken:
+            raise PacelineError("no description")
+        return description
+
+    async def asked(self, times: int) -> None:
+        """Returns when it was asked so often."""
+        async with asyncio.timeout(30):
+            while self.num_described < times:  # noqa: ASYNC110  a test's own look
+                await asyncio.sleep(0.01)
+
+
+async def test_calls_that_begin_at_once_ask_once_what_the_service_is() -> None:
+    server = Described()
+    async with serving(server) as address, scorer(address, timeout_s=60.0, max_items_per_call=1) as remote:
+        assert server.num_described == 1
+        server.may_answer.clear()
+        remote._handshake.forget()  # as after a lost connection
+        scorings = [asyncio.create_task(remote.score(items("a", "b"))) for _ in range(8)]
+        await server.asked(2)
+        await asyncio.sleep(0.2)  # in which another call would ask, too
+        scorings[0].cancel()  # it began the question; the others get their answer all the same
+        server.may_answer.set()
+        for scoring in scorings[1:]:
+            assert kinds(await scoring) == ["1.0", "1.0"]
+        assert server.num_described == 2
+
+
+async def test_calls_that_wait_for_the_same_answer_share_its_error_and_the_next_one_asks_again() -> None:
+    server = Described()
+    async with serving(server) as address, scorer(address, timeout_s=60.0) as remote:
+        server.may_answer.clear()
+        server.is_broken = True
+        remote._handshake.forget()
+        scorings = [asyncio.create_task(remote.score(items("a"))) for _ in range(4)]
+        await server.asked(2)
+        server.may_answer.set()
+        assert [kinds(await scoring) for scoring in scorings] == [["raised"]] * 4
+        assert (server.num_described, server.calls) == (2, [])
+        server.is_broken = False
+        assert kinds(await remote.score(items("a"))) == ["1.0"]
+        assert server.num_described == 3
 
 
 async def test_scores_of_another_version_of_a_service_are_not_remembered() -> None:

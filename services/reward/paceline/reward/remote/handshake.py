@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ _LONGEST_S = 5.0
 class Handshake:
     """Asks a service what it is: before the first call on a connection, and again when one was lost.
 
+    Calls that begin at the same time share one question and its answer, or its error.
+
     Args:
         peer: the service, in messages.
         shape: what the configuration asks of it.
@@ -29,6 +32,8 @@ class Handshake:
     def __init__(self, peer: str, shape: Shape, *, timeout_s: float) -> None:
         self._peer, self._shape, self._timeout_s = peer, shape, min(timeout_s, _LONGEST_S)
         self._described: RewardDescription | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def shake(self, channel: grpc.aio.Channel) -> None:
         """Asks the service what it is, if it has not said so on this connection.
@@ -38,11 +43,31 @@ class Handshake:
             PacelineError: it did not answer, or what it answered cannot be read.
         """
         if self._described is None or channel.get_state() is not grpc.ChannelConnectivity.READY:
-            described = await call_describe(channel, timeout_s=self._timeout_s, peer=self._peer)
-            self._note(described)
-            self._described = described
+            if self._asking is None:
+                self._asking = asyncio.create_task(self._ask(channel), name=f"describe {self._peer}")
+                self._tasks.add(self._asking)
+                self._asking.add_done_callback(self._on_asked)
+            await asyncio.shield(self._asking)  # others may wait for it, too
         if (problem := self.problem) is not None:
             raise ConfigError(problem)
+
+    async def close(self) -> None:
+        """Asks no longer; who waits for an answer gets a cancellation."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _ask(self, channel: grpc.aio.Channel) -> None:
+        described = await call_describe(channel, timeout_s=self._timeout_s, peer=self._peer)
+        self._note(described)
+        self._described = described
+
+    def _on_asked(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._asking is task:
+            self._asking = None
+        if not task.cancelled():
+            task.exception()  # whoever waits has it; nobody may
 
     @property
     def problem(self) -> str | None:
@@ -58,7 +83,7 @@ class Handshake:
 
     def forget(self) -> None:
         """The connection was lost: whoever answers next may be another version."""
-        self._described = None
+        self._described = self._asking = None
 
     def refused(self, items: Sequence[ScoreItem]) -> dict[str, RewardError]:
         """By trajectory id, why items are not sent: they are of data sources that it does not score."""

@@ -156,6 +156,7 @@ class RemoteScorer:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
+            await self._handshake.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
         """One score per item, in the order of the items, with the weight applied.
