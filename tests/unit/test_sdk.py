@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.core.errors import ConfigError, DeadlineError, PacelineError, PeerLostError, RewardError
 from paceline.sdk import RewardClient, RewardServer, ScoreItem, serve_reward
+from paceline.sdk.function import version_of
 from support.reward_servers import OddServer, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -296,6 +298,46 @@ async def test_an_async_function_keeps_its_loop_between_calls() -> None:
         for _ in range(3):
             await client.score(items("a", "b"))
     assert len(loops) == 1
+
+
+def test_a_functions_version_is_that_of_its_own_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/add-a-reward.md says what has to be given a version by hand."""
+    (tmp_path / "versioned_helper.py").write_text(
+        "import functools\n"
+        "def logged(f):\n"
+        "    @functools.wraps(f)\n"
+        "    def call(*given):\n"
+        "        return f(*given)\n"
+        "    return call\n"
+    )
+    (tmp_path / "versioned_reward.py").write_text(
+        "import functools, versioned_helper\n"
+        "def f(response, truth): return 1.0\n"
+        "class Scorer:\n"
+        "    def __call__(self, response, truth): return 1.0\n"
+        "decorated = versioned_helper.logged(f)\n"
+        "partial = functools.partial(f)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("versioned_reward")
+    forms = {
+        "f": module.f,
+        "object": module.Scorer(),
+        "decorated": module.decorated,
+        "partial": module.partial,
+    }
+
+    def changed(file: str) -> set[str]:
+        before = {name: version_of(form) for name, form in forms.items()}
+        assert all(before.values())
+        with (tmp_path / file).open("a") as text:
+            text.write("# changed\n")
+        return {name for name, form in forms.items() if version_of(form) != before[name]}
+
+    assert changed("versioned_reward.py") == {"f", "object"}
+    assert changed("versioned_helper.py") == {"decorated"}
 
 
 async def test_arrays_are_values() -> None:

@@ -29,7 +29,8 @@ class RewardServer(Served):
             `max_concurrent` calls hang, health says NOT_SERVING.
         data_sources: what the function can score, told to the run; none: everything.
         version: of what it computes: a run that remembers scores asks again after a change. None: a digest of
-            the file that the function is written in.
+            the one file that the function is written in; a change of what that file imports, or of what the
+            function reads, is not noticed.
         group: call `f(items)` once for each prompt, with all of its samples. The run's configuration says
             `group: true`, too.
 
