@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,37 @@ class Result:
     done: bool = False
 
 
+class Client:
+    """A client of OpenEnv 0.10: awaitables for a loop, but in a thread it starts another one that stays."""
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    def reset(self, **kwargs: Any) -> Any:
+        return self._dispatch(Result(f"seed {kwargs['seed']}"))
+
+    def step(self, action: dict[str, str]) -> Any:
+        return self._dispatch(Result(action["message"], 1.5, action["message"] == "stop"))
+
+    def close(self) -> Any:
+        return self._dispatch(None)
+
+    def _dispatch(self, result: Any) -> Any:
+        asyncio.get_running_loop()  # raises in a thread
+        return Answer(result)
+
+
+class Answer:
+    """An awaitable that is no coroutine."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def __await__(self) -> Generator[None, None, Any]:
+        yield
+        return self.result
+
+
 class Echo:
     """OpenEnv's interface, async."""
 
@@ -79,6 +110,13 @@ async def test_results_with_attributes() -> None:
     texts, done, outcome = await play(gym_environment(Echo), "y", "x ")
     assert texts == ["say x", "you said y", "you said x"]
     assert (done, outcome.reward) == (["", "terminated"], 1.0)
+
+
+async def test_a_client_that_is_plain_in_threads_and_async_in_a_loop() -> None:
+    make = gym_environment(Client, to_action=lambda text: {"message": text})
+    texts, done, outcome = await play(make, "go", "stop")
+    assert texts == ["seed 4", "go", "stop"]
+    assert (done, outcome.reward) == (["", "terminated"], 3.0)
 
 
 def calls(*made: tuple[str, dict[str, object]]) -> Message:

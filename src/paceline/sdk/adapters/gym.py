@@ -21,8 +21,8 @@ def gym_environment(
 
     `reset(seed=...)` returns (observation, info), an observation, or a result with the attribute
     `observation`. `step(action)` returns (observation, reward, terminated, truncated, info), or a result with
-    `observation`, `reward`, `done`. Both may be async. The episode's reward is the sum over its steps; an
-    action that `to_action` cannot read ends it with the stop reason `no_action`.
+    `observation`, `reward`, `done`. Both may be async; plain ones run in threads. The episode's reward is the
+    sum over its steps; an action that `to_action` cannot read ends it with the stop reason `no_action`.
 
     Args:
         make: makes one environment, for one episode.
@@ -49,7 +49,7 @@ class _Gym(Environment):
         self._inner = await asyncio.to_thread(self._make)
         takes = inspect.signature(self._inner.reset).parameters
         options = {"seed": task_seed} if "seed" in takes or "kwargs" in takes else {}
-        result = await _called(self._inner.reset, **options)
+        result = await self._called("reset", **options)
         if hasattr(result, "observation"):
             first = result.observation
         else:
@@ -61,7 +61,7 @@ class _Gym(Environment):
             taken = self._to_action(action.content)
         except ValueError:
             return Observation(done="no_action")
-        result = await _called(self._inner.step, taken)
+        result = await self._called("step", taken)
         if isinstance(result, tuple):
             observation, reward, terminated, truncated, _ = result
             done = "terminated" if terminated else "truncated" if truncated else ""
@@ -77,10 +77,13 @@ class _Gym(Environment):
 
     async def release(self) -> None:
         if hasattr(self._inner, "close"):
-            await _called(self._inner.close)
+            await self._called("close")
 
-
-async def _called(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    if inspect.iscoroutinefunction(method):
-        return await method(*arguments, **options)
-    return await asyncio.to_thread(method, *arguments, **options)
+    async def _called(self, name: str, *arguments: Any, **options: Any) -> Any:
+        method = getattr(self._inner, name)
+        # A client of OpenEnv answers a loop with an awaitable; called from a thread it starts one of its own,
+        # which nothing ends.
+        if inspect.iscoroutinefunction(method) or hasattr(type(self._inner), "__aenter__"):
+            result = method(*arguments, **options)
+            return await result if inspect.isawaitable(result) else result
+        return await asyncio.to_thread(method, *arguments, **options)
