@@ -83,6 +83,11 @@ SERVICES = Dashboard(
                     expressions=(("paceline_mailbox_entries", "{{mailbox}}"),),
                 ),
                 Panel(
+                    title="Reward queue",
+                    answers="Which scorer has how many items to score yet?",
+                    expressions=(("sum by (scorer) (paceline_reward_queue_items)", "{{scorer}}"),),
+                ),
+                Panel(
                     title="Deliveries",
                     answers="How much work is taken, and how much of it again?",
                     expressions=(

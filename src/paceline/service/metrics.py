@@ -132,6 +132,13 @@ LEASES_LOST = Metric(
     labels=("mailbox",),
     services=("rollout", "reward"),
 )
+REWARD_QUEUE = Metric(
+    name="paceline_reward_queue_items",
+    help="Items that this service has asked a scorer about and has no score for yet, waiting or under way; "
+    "functions count together.",
+    labels=("scorer",),
+    services=("reward",),
+)
 
 # --- the run
 

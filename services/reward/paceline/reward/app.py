@@ -28,6 +28,7 @@ from paceline.reward.scorer import ScorerSettings
 from paceline.reward.servicer import RewardServicer
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2_grpc
+from paceline.service import metrics, telemetry
 from paceline.service.controller_link import MemberReport, Registration
 from paceline.service.credentials import REWARD_TOKEN, Credentials
 from paceline.service.member import MemberSession
@@ -93,6 +94,7 @@ class RewardApp:
             )
         )
         self._session.context.defer("scorers", scorer.close)
+        telemetry.observe(metrics.REWARD_QUEUE, scorer.queues)
         # Importing the tokenizer library takes seconds, in which heartbeats must go on; so does a download.
         loading = asyncio.ensure_future(in_stoppable_thread(functools.partial(_tokenizer, config.model)))
         try:

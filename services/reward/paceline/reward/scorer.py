@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline.config.reward import RewardConfig
 from paceline.core.scoring import ScoreItem
@@ -70,4 +70,19 @@ class Scorer(Protocol):
 
     async def close(self) -> None:
         """Stops its processes and closes its connections. Harmless when it was not started."""
+        ...
+
+
+@runtime_checkable
+class Queued(Protocol):
+    """A scorer that says how far behind it is."""
+
+    @property
+    def queue_name(self) -> str:
+        """What its queue is called in metrics."""
+        ...
+
+    @property
+    def num_unscored(self) -> int:
+        """How many items it was asked about and has no score for yet. Any thread may ask."""
         ...

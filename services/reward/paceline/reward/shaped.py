@@ -13,16 +13,25 @@ from paceline.reward.shape import Shape
 
 
 class Shaped:
-    """A `Scorer` that gives another one its items only, and counts an error as 0 where it is not required."""
+    """A `Scorer` that gives another one its items only, and counts an error as 0 where it is not required.
+
+    `num_unscored` is how many items it has been asked about and has no score for yet.
+    """
 
     def __init__(self, scorer: Scorer, shape: Shape) -> None:
         self.inner, self._shape = scorer, shape
+        self.num_unscored = 0
         self.scorer = Cached(scorer, shape.cache_size) if shape.cache_size else scorer
 
     @property
     def names(self) -> Sequence[str]:
         """Those of the scorer."""
         return self.scorer.names
+
+    @property
+    def queue_name(self) -> str:
+        """What its queue is called."""
+        return self.names[0]
 
     async def start(self) -> None:
         """Starts the scorer."""
@@ -39,7 +48,11 @@ class Shaped:
             RewardError: UNAVAILABLE, as the scorer.
         """
         own = [self._asked(item) for item in items if self._shape.takes(item)]
-        scores = iter(await self.scorer.score(own, run_id=run_id, step=step) if own else [])
+        self.num_unscored += len(own)
+        try:
+            scores = iter(await self.scorer.score(own, run_id=run_id, step=step) if own else [])
+        finally:
+            self.num_unscored -= len(own)
         return [
             self._judged(next(scores))
             if self._shape.takes(item)

@@ -17,10 +17,11 @@ from paceline.reward.environment import EnvironmentReward
 from paceline.reward.functions.pool import FunctionPool, function_specs
 from paceline.reward.judge.scorer import JudgeScorer
 from paceline.reward.remote.scorer import RemoteScorer
-from paceline.reward.scorer import Scorer, ScorerSettings
+from paceline.reward.scorer import Queued, Scorer, ScorerSettings
 from paceline.reward.scores import TOTALS, Score, failed
 from paceline.reward.shape import Shape
 from paceline.reward.shaped import Shaped
+from paceline.service.metrics import Observation
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +89,14 @@ class WeightedSum:
     def names(self) -> Sequence[str]:
         """The names of all scorers."""
         return [name for scorer in self._scorers for name in scorer.names]
+
+    def queues(self) -> list[Observation]:
+        """The items that each scorer was asked about and has no score for yet; any thread may ask."""
+        queues: Counter[str] = Counter()
+        for scorer in self._scorers:
+            if isinstance(scorer, Queued):
+                queues[scorer.queue_name] += scorer.num_unscored
+        return [(number, {"scorer": name}) for name, number in queues.items()]
 
     async def start(self) -> None:
         """Starts all scorers; a remote service may come up later.

@@ -93,7 +93,7 @@ class FunctionPool:
         self._numbers = itertools.count(1)
         self._queue: deque[Job] = deque()
         self._queued = asyncio.Condition()
-        self._requests: set[asyncio.Future[None]] = set()
+        self._requests: dict[asyncio.Future[None], Request] = {}
         self._children: dict[int, ChildProcess] = {}
         self._slots = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -125,6 +125,16 @@ class FunctionPool:
     def names(self) -> Sequence[str]:
         """The names of the functions' components."""
         return [spec.name for spec in self._functions]
+
+    @property
+    def queue_name(self) -> str:
+        """What its queue is called: that of functions, or of functions that score groups."""
+        return "group functions" if self._scores_groups else "functions"
+
+    @property
+    def num_unscored(self) -> int:
+        """How many items wait for a process or are in one. Any thread may ask."""
+        return sum(request.num_open for request in tuple(self._requests.values()))
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -185,7 +195,7 @@ class FunctionPool:
             return []
         done = asyncio.get_running_loop().create_future()
         request = Request(scores=[None] * len(items), num_open=len(items), done=done)
-        self._requests.add(done)
+        self._requests[done] = request
         try:
             async with self._queued:
                 self._queue.extend(self._jobs(request, items))
@@ -193,7 +203,7 @@ class FunctionPool:
             self._grow_if_behind()
             await done
         finally:
-            self._requests.discard(done)
+            del self._requests[done]
         return [score for score in request.scores if score is not None]
 
     def _jobs(self, request: Request, items: Sequence[ScoreItem]) -> Iterable[Job]:
