@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from paceline.config.reward import RewardConfig, RewardFunctionConfig
 from paceline.core.errors import (
     ConfigError,
     DeadlineError,
@@ -24,11 +26,14 @@ from paceline.core.errors import (
     RewardErrorKind,
 )
 from paceline.core.scoring import ScoreItem
+from paceline.reward.app import scorer_settings
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scores import Score
 from paceline.reward.shape import Shape
 from paceline.service.children.process import ChildLimits
+from paceline.service.controller_link import Registration
+from support import cli_configs
 
 OBEDIENT = FunctionSpec(name="f", reference="support.reward_functions:obedient")
 LENGTH = FunctionSpec(name="length", reference="support.reward_functions:length", shape=Shape(weight=0.5))
@@ -48,6 +53,72 @@ def kinds(results: list[Score]) -> list[str]:
 def message(result: Score) -> str:
     assert result.error is not None
     return result.error[1]
+
+
+DRAWING = """\
+import os, random
+import numpy as np
+
+first = random.random()
+
+def draw(response, truth):
+    if response == "exit":
+        os._exit(3)
+    if response == "fork":
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    return {"score": random.random(), "numpy": float(np.random.random()), "first": first}
+
+def draw_for_group(items):
+    return [draw(item.response, "") for item in items]
+"""
+
+
+async def drawn(file: Path, seed: str | None, *, group: bool = False) -> list[float]:
+    """What a pool's processes draw one after the other: the second is the replacement of the first."""
+    spec = FunctionSpec(
+        name="draw",
+        reference=f"{file}:{'draw_for_group' if group else 'draw'}",
+        shape=Shape(group=group),
+    )
+    numbers: list[float] = []
+    async with FunctionPool([spec], num_processes=1, timeout_s=60, seed=seed) as pool:
+        for response in ("a", "fork", "b", "exit", "a"):
+            (score,) = await pool.score(items(response))
+            assert (score.error is not None) is (response == "exit")
+            numbers += score.components.values()
+    return numbers
+
+
+async def test_random_numbers_follow_from_the_seed_and_differ_between_processes(tmp_path: Path) -> None:
+    file = tmp_path / "drawing.py"
+    file.write_text(DRAWING)
+    numbers = await drawn(file, "7/reward-0")
+    assert numbers == await drawn(file, "7/reward-0")
+    # Three calls of a process and one of the next: only the draws of their imports come again.
+    assert len(numbers) == 12
+    assert len(set(numbers)) == (1 + 3 * 2) + (1 + 2)
+    others = [
+        await drawn(file, "8/reward-0"),
+        await drawn(file, "7/reward-1"),
+        await drawn(file, "7/reward-0", group=True),
+        await drawn(file, None),
+    ]
+    assert all(set(numbers).isdisjoint(other) for other in others)
+
+
+def test_the_seed_is_the_runs_and_the_members() -> None:
+    registration = Registration(
+        run_id="r", run_dir=Path(), broker_url="", heartbeat_s=1.0, term=1, policy=None, checkpoints=(),
+        config=cli_configs.config(trainer={"total_steps": 2, "seed": 5}),
+    )  # fmt: skip
+    settings = scorer_settings(registration, "reward-3")
+    assert settings.seed == "5/reward-3"
+    config = RewardConfig(functions=(RewardFunctionConfig(name="gsm8k"),))
+    (pool,) = FunctionPool.configured(replace(settings, config=config))
+    assert pool._seed == "5/reward-3"
 
 
 async def test_results_come_in_order_with_their_components() -> None:

@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -84,15 +84,8 @@ class RewardApp:
     async def _work(self, registration: Registration, servicers: _Servicers) -> None:
         config = registration.config
         check_extra_keys(config.data.extra_keys)
-        scorer = WeightedSum.configured(
-            ScorerSettings(
-                config=config.reward,
-                credentials=Credentials.from_env(REWARD_TOKEN),
-                max_message_bytes=config.service.max_message_mib * 2**20,
-                run_id=registration.run_id,
-                notify=self._session.notify,
-            )
-        )
+        settings = scorer_settings(registration, self._session.options.member_id)
+        scorer = WeightedSum.configured(replace(settings, notify=self._session.notify))
         self._session.context.defer("scorers", scorer.close)
         telemetry.observe(metrics.REWARD_QUEUE, scorer.queues)
         # Importing the tokenizer library takes seconds, in which heartbeats must go on; so does a download.
@@ -142,6 +135,19 @@ class RewardApp:
     def _report(self) -> MemberReport:
         in_flight = self._consumer.num_in_flight if self._consumer else 0
         return MemberReport(state=self._state, in_flight=in_flight)
+
+
+def scorer_settings(registration: Registration, member_id: str) -> ScorerSettings:
+    """What the scorers of a member of the run are built from."""
+    config = registration.config
+    return ScorerSettings(
+        config=config.reward,
+        credentials=Credentials.from_env(REWARD_TOKEN),
+        max_message_bytes=config.service.max_message_mib * 2**20,
+        run_id=registration.run_id,
+        # Services of a run do not draw the same numbers.
+        seed=f"{config.trainer.seed}/{member_id}",
+    )
 
 
 def _tokenizer(model: ModelConfig, stopped: Callable[[], bool]) -> Tokenizer:

@@ -27,6 +27,7 @@ class ScorerSettings:
         max_message_bytes: largest gRPC message.
         run_id: told to attached clients.
         notify: sends a message to all who follow the run.
+        seed: what the random numbers of functions follow from; None: nothing.
     """
 
     config: RewardConfig
@@ -34,6 +35,7 @@ class ScorerSettings:
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     run_id: str = ""
     notify: Callable[[str], None] = to_nobody
+    seed: str | None = None
 
 
 class Scorer(Protocol):

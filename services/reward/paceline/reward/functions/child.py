@@ -1,6 +1,6 @@
 """A reward process, `python -m paceline.reward.functions.child`: a function pool starts it and feeds it.
 
-In:  the functions, then batches of jobs: an item each, or the items of a group.
+In:  the functions and a seed, then batches of jobs: an item each, or the items of a group.
 Out: "ready" or "refused" once, then a row of results for each job, in their order.
 
 Before it calls a function it notes the job's number and the time in `Progress`, so that the pool knows which
@@ -10,6 +10,8 @@ item the process hung or died on.
 from __future__ import annotations
 
 import os
+import random
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO
@@ -129,20 +131,35 @@ class Functions:
 
 def serve(requests: BinaryIO, results: BinaryIO, progress: Progress) -> None:
     """Answers the pool until the requests end."""
-    specs = frames.read(requests)
-    if specs is None:
+    setup = frames.read(requests)
+    if setup is None:
         return
+    seed: int | None = setup["seed"]
+    _seed_generators(seed)
     try:
-        functions = Functions(FunctionSpec(**{**spec, "shape": Shape(**spec["shape"])}) for spec in specs)
+        functions = Functions(
+            FunctionSpec(**{**spec, "shape": Shape(**spec["shape"])}) for spec in setup["functions"]
+        )
     except ConfigError as error:
         pipes.write(results, ["refused", str(error)])
         return
+    # Whatever was drawn in an import; with other numbers than there, and numpy's, if one has imported it.
+    _seed_generators(None if seed is None else seed + 1)
     pipes.write(results, ["ready", ""])
     while (batch := frames.read(requests)) is not None:
         try:
             _score_batch(functions, batch, results, progress)
         except MemoryError:
             os._exit(frames.OUT_OF_MEMORY_EXIT)  # the rest of the process cannot be relied on
+
+
+def _seed_generators(seed: int | None) -> None:
+    """Seeds `random`, and numpy's own generator where something has imported it."""
+    if seed is None:
+        return
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)  # it takes no more
 
 
 def _score_batch(functions: Functions, batch: list[list[Any]], results: BinaryIO, progress: Progress) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import hashlib
 import itertools
 import logging
 import math
@@ -64,6 +65,7 @@ class FunctionPool:
         timeout_s: how long all functions together may take for one item, or one group.
         idle_s: time without work after which a further process ends.
         limits: what a process may use.
+        seed: the processes' random numbers follow from it, in each other ones; None: they draw as they like.
 
     Raises:
         ConfigError: there is no function, or a number is out of its range.
@@ -78,6 +80,7 @@ class FunctionPool:
         timeout_s: float,
         idle_s: float = 60.0,
         limits: ChildLimits = ChildLimits(),  # noqa: B008  it is frozen
+        seed: str | None = None,
     ) -> None:
         if not functions:
             raise ConfigError("reward.functions is empty: name at least one function, say exact_match")
@@ -95,7 +98,8 @@ class FunctionPool:
         self._queued = asyncio.Condition()
         self._requests: dict[asyncio.Future[None], Request] = {}
         self._children: dict[int, ChildProcess] = {}
-        self._slots = itertools.count()
+        self._slots, self._starts = itertools.count(), itertools.count()
+        self._seed = seed
         self._tasks: set[asyncio.Task[None]] = set()
         self._growing: asyncio.Task[None] | None = None
         self._broken: BaseException | None = None
@@ -116,6 +120,7 @@ class FunctionPool:
                 limits=ChildLimits(
                     memory_bytes=config.memory_mib and config.memory_mib << 20, pass_env=config.pass_env
                 ),
+                seed=settings.seed,
             )
             for form in forms
             if form
@@ -172,7 +177,9 @@ class FunctionPool:
         self._tasks.add(task)
 
     async def _start_child(self) -> ChildProcess:
-        setup = [{**asdict(spec), "arguments": dict(spec.arguments)} for spec in self._functions]
+        seed = None if self._seed is None else _process_seed(self._seed, self.queue_name, next(self._starts))
+        functions = [{**asdict(spec), "arguments": dict(spec.arguments)} for spec in self._functions]
+        setup = {"functions": functions, "seed": seed}
         names = ", ".join(spec.reference for spec in self._functions)
         return await ChildProcess.start(
             CHILD_MODULE, setup, role="reward", imports=names, limits=self._limits
@@ -421,6 +428,12 @@ def function_specs(config: RewardConfig) -> list[FunctionSpec]:
             )
         )
     return specs
+
+
+def _process_seed(seed: str, form: str, number: int) -> int:
+    """That of the process that a pool starts as its `number`-th: 63 bits."""
+    text = f"{seed}/{form}/{number}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 async def _send_and_receive(child: ChildProcess, frame: bytes) -> Any:
