@@ -13,9 +13,8 @@ import functools
 import json
 import os
 import signal
-import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.cli.launch.machine import free_port
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.barrier import Verdict
@@ -197,14 +197,6 @@ async def reward(broker: MortalBroker, name: str) -> None:
     await killed_fleet.reward(broker, name, EnvironmentReward(1.0))
 
 
-def free_ports(names: Sequence[str]) -> dict[str, int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in names]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return {name: int(probe.getsockname()[1]) for name, probe in zip(names, probes, strict=True)}
-
-
 @contextlib.asynccontextmanager
 async def environment(
     rng: np.random.Generator, num_deaths: int, mode: str, ports: Mapping[str, int]
@@ -232,7 +224,7 @@ def run_config() -> RunConfig:
 
 async def play(folder: Path, *, seed: int, num_deaths: int, mode: str) -> tuple[list[Any], Any, int]:
     """The rows of a step, its batch, and how many were killed."""
-    ports = free_ports(("environment", "rollout-0", "rollout-1"))
+    ports = {name: free_port() for name in ("environment", "rollout-0", "rollout-1")}
     async with environment(np.random.default_rng(seed), num_deaths, mode, ports) as process:
         works = functools.partial(roll_out, mode=mode, ports=ports), reward
         batch, broker, fleet = await collect(
@@ -254,6 +246,8 @@ async def test_no_episode_is_trained_twice_or_lost(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(killed_fleet, "LEASE_S", 0.5)
+    # An environment that takes long to come back is no fault of the groups that wait for it.
+    monkeypatch.setattr(killed_fleet, "LIMITS", replace(killed_fleet.LIMITS, group_timeout_s=60.0))
     messages = ({"role": "user", "content": "Go."},)
     for prompt in PROMPTS.values():
         monkeypatch.setitem(PROMPTS, prompt.prompt_id, replace(prompt, messages=messages))

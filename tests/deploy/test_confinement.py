@@ -166,9 +166,10 @@ def left(word: str) -> list[int]:
 )
 async def test_a_program_ends_with_all_that_it_started(program: str, ending: Ending, code: int) -> None:
     started = time.monotonic()
-    outcome = await run(program, seconds=3.0)
+    # What ends by itself has as long as it takes, interpreter and namespaces included.
+    outcome = await run(program, seconds=3.0 if ending is Ending.TIMED_OUT else 40.0)
     assert (outcome.ending, outcome.code) == (ending, code), outcome
-    assert time.monotonic() - started < 12
+    assert time.monotonic() - started < 30
     if program is BOMB:
         assert int(outcome.stdout) <= 8
     await asyncio.sleep(0.1)

@@ -23,6 +23,6 @@ def test_all_processes_end_if_the_launcher_is_killed_during_the_start(
             run.wait_for_member(name)
         run.look()
         os.kill(run.pid_of("launcher"), number)
-        code = run.process.wait(40)
-        run.wait_until_nothing_is_left(timeout_s=40)
+        code = run.process.wait(120)
+        run.wait_until_nothing_is_left(timeout_s=120)
         assert code == (143 if number == signal.SIGTERM else -number)

@@ -85,7 +85,7 @@ async def after_a_controller_restart(
     """The new controller knows nobody. The learner says which version it holds, and repeats its result."""
     controller = learner.controller
     controller.known, num_before = False, len(controller.registrations)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(controller.registrations) == num_before:
             controller.heard.clear()
             await controller.heard.wait()
@@ -114,7 +114,7 @@ async def saving_beside_a_step(
 async def told_to_restart(learner: Learner) -> None:
     """It answers, and then all ranks end in order; rank 0's exit code says that a new start can help."""
     await learner.call(learner.stub.Restart, learner_pb2.RestartRequest(reason="the data of step 5 is gone"))
-    codes = await asyncio.wait_for(asyncio.gather(*(rank.wait() for rank in learner.ranks)), 20)
+    codes = await asyncio.wait_for(asyncio.gather(*(rank.wait() for rank in learner.ranks)), 60)
     assert codes == [1, 0]
     assert learner.failure == ("starting again: the data of step 5 is gone", False)
 

@@ -98,7 +98,7 @@ async def service(
 async def scored(broker: Broker, count: int) -> list[ScoredHeader]:
     headers: list[ScoredHeader] = []
     async with Mailbox(broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(headers) < count:
                 entries = await box.take()
                 headers += [decode_scored(entry.payload) for entry in entries]
@@ -147,7 +147,7 @@ async def test_the_process_scores_survives_its_functions_and_leaves_in_order(
             item = ScoreItem(trajectory_id="t", prompt="", response="#### 18", ground_truth="18")
             assert [result.reward for result in await client.score([item])] == [1.5]
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await process.wait() == 0
         assert controller.calls[-1] == "leave stopped"
     spans = [json.loads(line) for line in (tmp_path / "spans.jsonl").read_text().splitlines()]
@@ -169,7 +169,7 @@ async def test_the_end_of_the_run_ends_the_process(
     async with service(tmp_path, model, redis_server.url, reward) as (controller, process):
         await controller.reported("serving")
         controller.run_over = True
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await process.wait() == 0
 
 
@@ -234,7 +234,7 @@ async def test_clients_attach_one_is_killed_one_comes_and_every_item_has_the_sco
                 await feed_until_it_scores(late)
                 headers = await scored(broker, len(samples))
                 controller.run_over = True
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     assert [await first.wait(), await third.wait(), await process.wait()] == [0, 0, 0]
         expected = [letters(text.replace(" <|end|>", ""), "") for text in samples]
         assert [header.reward for header in headers] == [values["score"] for values in expected]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,11 +49,8 @@ def join_and_leave(run: TrainingRun, folder: Path) -> None:
         run.wait_for_member("reward-1")
         drain = [str(PACELINE), "rollout", "drain", "rollout-1", str(run.run_dir), "--timeout", "60"]
         subprocess.run(drain, check=True, timeout=90, capture_output=True)
-        assert rollout.wait(30) == 0
+        assert rollout.wait(120) == 0
         reward.terminate()
-        assert reward.wait(30) == 0
+        assert reward.wait(120) == 0
         assert run.process.poll() is None, "the run goes on without them"
-    deadline = time.monotonic() + 60
-    while "reward-1 has left" not in run.output and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert "reward-1 has left" in run.output
+    run.wait_for_output("reward-1 has left")

@@ -196,7 +196,7 @@ def config() -> RunConfig:
             "actor": {"ppo_mini_batch_size": len(PROMPTS)},
             "reward": {"functions": [{"name": "exact_match"}]},
             "trainer": {"total_steps": 9},
-            "barrier": {"stall_timeout_s": 5.0, "collect_timeout_s": 10.0},
+            "barrier": {"stall_timeout_s": 50.0, "collect_timeout_s": 55.0},
         },
     )
 

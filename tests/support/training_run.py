@@ -152,6 +152,51 @@ class TrainingRun:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
 
+    @contextlib.contextmanager
+    def paused(self, name: str) -> Iterator[None]:
+        """Stops a service's process, so that it does nothing until the block ends; it may be killed there."""
+        process = psutil.Process(self.pid_of(name))
+        process.suspend()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    @contextlib.contextmanager
+    def paused_in(self, *phases: str) -> Iterator[int]:
+        """Stops the controller while its step is in one of these phases; yields the step.
+
+        A phase that is over before its controller stands still does not count; the next step's may.
+        """
+        while True:
+            with self.paused("controller"):
+                phase = only(self.events, "phase")[-1]
+                if phase["to"] in phases:
+                    yield int(phase["step"])
+                    return
+            assert self.process.poll() is None, f"ended early:\n{self.output}"
+            time.sleep(0.01)
+
+    def interrupt(self) -> int:
+        """Sends SIGINT as a terminal does, to the whole group; returns the step in progress.
+
+        The controller stands still until the launcher has noticed. It finishes this step, or the next one if
+        it hears of it when this one's end is decided.
+        """
+        with self.paused("controller"):
+            step = max(event["step"] for event in only(self.events, "phase"))
+            os.killpg(self.process.pid, signal.SIGINT)
+            self.wait_for_output("the run ends after this step")
+        return int(step)
+
+    def wait_for_output(self, words: str, *, timeout_s: float = 200) -> None:
+        """Waits until the command has printed these words."""
+        deadline = time.monotonic() + timeout_s
+        while words not in self.output:
+            assert time.monotonic() < deadline, f"not said within {timeout_s} s: {words}\n{self.output}"
+            time.sleep(0.02)
+
     def look(self) -> None:
         """Remembers every process that is now below the launcher."""
         with contextlib.suppress(psutil.NoSuchProcess):
