@@ -25,23 +25,26 @@ from paceline.service.credentials import Credentials
 from support.episodes import END, Script, call, episodes, group, ids, text
 
 ROOT = Path(__file__).parents[2]
+PYTHON = os.environ.get("PACELINE_TEST_VERIFIERS", sys.executable)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+
+def need(imports: str, packages: str) -> None:
+    """Skips the test if the library, or this release of it, is not there."""
+    if subprocess.run([PYTHON, "-c", imports], check=False, capture_output=True, timeout=240).returncode:
+        pytest.skip(
+            f"needs a Python with `pip install paceline-sdk 'verifiers>=0.1.14{packages}`; "
+            "PACELINE_TEST_VERIFIERS names its interpreter"
+        )
 
 
 @contextlib.asynccontextmanager
 async def serving(name: str) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """The address of an environment of the package, and its rows by split."""
-    python = os.environ.get("PACELINE_TEST_VERIFIERS", sys.executable)
-    command = [python, "-c", "import verifiers, reasoning_gym"]
-    has_it = await asyncio.to_thread(subprocess.run, command, check=False, capture_output=True)
-    if has_it.returncode:
-        pytest.skip(
-            "needs a Python with `pip install paceline-sdk 'verifiers>=0.1.14,<0.2' reasoning-gym`; "
-            "PACELINE_TEST_VERIFIERS names its interpreter"
-        )
+    await asyncio.to_thread(need, "import verifiers.clients, reasoning_gym", "<0.4' reasoning-gym")
     script = str(ROOT / "tests/support/verifiers_server.py")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     process = await asyncio.create_subprocess_exec(
-        python, script, name, env=environment, stdout=asyncio.subprocess.PIPE
+        PYTHON, script, name, env=ENVIRONMENT, stdout=asyncio.subprocess.PIPE
     )
     try:
         assert process.stdout is not None
@@ -111,3 +114,16 @@ async def test_tools_of_the_package_and_a_limit_of_the_run() -> None:
         cut = await play(address, row, Script(made), max_turns=2)
         assert cut.episode is not None
         assert (cut.episode.stop_reason, cut.episode.reward, cut.episode.num_turns) == ("max_turns", 0.0, 2)
+
+
+@pytest.mark.timeout(600)
+def test_environments_of_v1_are_refused_with_the_releases_that_are_taken() -> None:
+    need("from verifiers.v1 import SingleAgentEnvConfig", ",>=0.3'")
+    command = [PYTHON, str(ROOT / "tests/support/verifiers_v1.py")]
+    said = subprocess.run(
+        command, env=ENVIRONMENT, check=True, capture_output=True, text=True, timeout=240
+    ).stdout
+    assert said.startswith(
+        "SingleAgentEnv has no run_rollout: the adapter takes the classic environments of "
+    )
+    assert "verifiers 0.1 to 0.3, not those of verifiers.v1, which are all that 0.4 has" in said

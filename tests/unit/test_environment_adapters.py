@@ -242,5 +242,7 @@ def test_environments_of_verifiers_that_cannot_be_taken() -> None:
     compared.requires_group_rollouts = True
     with pytest.raises(ConfigError, match="grades the samples of a prompt together"):
         verifiers_environment(compared)
-    with pytest.raises(ConfigError, match=r"object has no run_rollout: .* verifiers 0\.1\.x"):
+    with pytest.raises(
+        ConfigError, match=r"object has no run_rollout: .* verifiers 0\.1 to 0\.3, .* 0\.4 has"
+    ):
         verifiers_environment(object())

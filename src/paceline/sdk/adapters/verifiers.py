@@ -1,7 +1,7 @@
 """Environments of the library `verifiers` as they are: they lead their episodes and ask for answers.
 
-For the releases 0.1.x, whose environments have `run_rollout`. The library runs in the process of the user,
-which may be an installation of its own with `paceline-sdk`.
+For the classic environments, which have `run_rollout`: those of the releases 0.1 to 0.3. The library runs in
+the process of the user, which may be an installation of its own with `paceline-sdk`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def verifiers_environment(environment: Any, *, timeout_s: float = 600.0) -> Call
     """
     if not callable(getattr(environment, "run_rollout", None)):
         raise ConfigError(
-            f"{type(environment).__name__} has no run_rollout: the adapter takes environments of verifiers "
-            "0.1.x"
+            f"{type(environment).__name__} has no run_rollout: the adapter takes the classic environments of "
+            "verifiers 0.1 to 0.3, not those of verifiers.v1, which are all that 0.4 has; install "
+            "'verifiers>=0.1.14,<0.4', or write an agent that plays this environment"
         )
     if getattr(environment, "requires_group_rollouts", False):
         raise ConfigError(
