@@ -48,7 +48,7 @@ async def serving(name: str) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     )
     try:
         assert process.stdout is not None
-        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 45))
+        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 240))
         yield ready["address"], ready["rows"]
     finally:
         process.terminate()
@@ -116,7 +116,7 @@ async def test_tools_of_the_package_and_a_limit_of_the_run() -> None:
         assert (cut.episode.stop_reason, cut.episode.reward, cut.episode.num_turns) == ("max_turns", 0.0, 2)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_environments_of_v1_are_refused_with_the_releases_that_are_taken() -> None:
     need("from verifiers.v1 import SingleAgentEnvConfig", ",>=0.3'")
     command = [PYTHON, str(ROOT / "tests/support/verifiers_v1.py")]
