@@ -14,9 +14,8 @@ from support.training_run import PACELINE, Row, prepare_inputs, tiny_config, tra
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-# The launcher kills a controller that is silent for twice as long as a member may be. The run must outlast
-# two commands, each a new process, so that there is still a controller to kill.
-NUM_STEPS, DEAD_AFTER_S, PAUSE_S = 16, 5.0, 7.0
+# The launcher kills a controller that is silent for twice as long as a member may be.
+DEAD_AFTER_S, PAUSE_S = 10.0, 12.0
 
 
 def members(events: list[Row], what: str) -> list[tuple[str, str]]:
@@ -24,13 +23,13 @@ def members(events: list[Row], what: str) -> list[tuple[str, str]]:
 
 
 def test_a_paused_controller_takes_nobody_for_dead_and_servers_leave_in_order(tmp_path: Path) -> None:
-    inputs = prepare_inputs(tmp_path, num_train=NUM_STEPS * 16, num_val=8)
+    inputs = prepare_inputs(tmp_path, num_train=64, num_val=8)
     config = tiny_config(
         inputs,
         rollout={"replicas": 2},
-        trainer={"total_steps": NUM_STEPS},
+        trainer={"total_steps": 1000},
         learner={"world_size": 1},
-        service={"suspect_after_s": 2.0, "dead_after_s": DEAD_AFTER_S},
+        service={"suspect_after_s": 4.0, "dead_after_s": DEAD_AFTER_S},
     )
     with training(config, tmp_path / "run") as run:
         run.wait_for_phase("collect", 1)
@@ -55,11 +54,12 @@ def test_a_paused_controller_takes_nobody_for_dead_and_servers_leave_in_order(tm
         assert last.returncode == 2
         assert "rollout-0 is the last rollout member" in last.stderr
 
-        killed_in = 1 + max(e["step"] for e in run.events if e["event"] == "phase")
-        run.wait_for(lambda e: e["event"] == "trajectory" and e["id"].startswith(f"train:{killed_in}:"))
-        run.kill_group("controller")
+        with run.paused_in("collect") as killed_in:
+            run.kill_group("controller")
 
-        assert run.finish() == 0, run.output
+        run.wait_for(lambda e: e["event"] == "step" and e["step"] == killed_in + 1)
+        run.interrupt()
+        assert run.finish() == 130, run.output
         events = run.events
         assert members(events, "dead") == []
         assert ("rollout-1", "drained") in members(events, "left")
@@ -72,8 +72,9 @@ def test_a_paused_controller_takes_nobody_for_dead_and_servers_leave_in_order(tm
         assert (starts.count("rollout-0"), len(incarnations)) == (2, 1)
         assert sum(e["event"] == "commit" and e["version"] == killed_in - 1 for e in events) == 1
         assert not any(e["event"] == "newcomers" for e in events)
-        assert [row["step"] for row in run.metrics] == list(range(NUM_STEPS + 1))
-        last_step = f"train:{NUM_STEPS}:"
+        last = run.metrics[-1]["step"]
+        assert [row["step"] for row in run.metrics] == list(range(last + 1))
+        last_step = f"train:{last}:"
         servers = {
             e["server"] for e in events if e["event"] == "trajectory" and e["id"].startswith(last_step)
         }
