@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the images for compose.yaml on this machine; needs Docker with BuildKit (20.10 or newer), no registry.
+# Builds the images for compose.yaml on this machine; needs Docker with BuildKit (20.10; newer ones have it in the
+# plugin buildx), no registry.
 #
 #   deploy/compose/build.sh [IMAGE ...]      default: controller reward learner rollout redis
 #   deploy/compose/build.sh prometheus       where the image of profile observability cannot be pulled

@@ -5,6 +5,7 @@ Needs a Docker daemon and the images of deploy/compose/build.sh. Each test takes
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 from support import compose_scan, escapes
 from support.compose_stack import FOLDER, Stack
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(4500)]
 
-SHORT = ("trainer.total_steps=8", "trainer.test_freq=8", "trainer.save_freq=2")
+# Servers that load where others have the cores: the run waits for them, too.
+PATIENCE = "service.startup_timeout_s=1200"
+SHORT = ("trainer.total_steps=8", "trainer.test_freq=8", "trainer.save_freq=2", PATIENCE)
 # Small steps: a run that is long enough for its containers to come and go.
 _SMALL = (
     "trainer.test_freq=0",
@@ -23,9 +26,11 @@ _SMALL = (
     "data.val_files=[]",
     "data.train_batch_size=32",
     "rollout.n=4",
+    PATIENCE,
 )
 LONG = ("trainer.total_steps=50", *_SMALL)
-END_S = 500.0
+# Deadlines only catch what hangs: containers start slowly where other work has the cores.
+END_S = 1500.0
 
 Events = list[dict[str, Any]]
 
@@ -47,7 +52,7 @@ def test_the_demo_trains_and_every_container_ends(stack: Stack) -> None:
         print(trained.stdout[-3000:])
         assert trained.returncode == 0, trained.stdout + trained.stderr + stack.logs()
         for service in ("controller", "learner", "rollout", "reward"):
-            assert stack.exit_code(service, 60.0) == 0, stack.logs()
+            assert stack.exit_code(service, 300.0) == 0, stack.logs()
             assert stack.starts(service) == 0
         rewards = {
             line["step"]: line["val/reward/mean"]
@@ -69,12 +74,12 @@ def test_what_a_start_cannot_mend_is_not_started_again(stack: Stack) -> None:
         with stack.settings(run, *overrides):
             trained = stack.train(END_S)
             assert trained.returncode == 1, trained.stdout + trained.stderr + stack.logs()
-            assert stack.exit_code("controller", 30.0) == 0
+            assert stack.exit_code("controller", 300.0) == 0
             assert stack.starts("controller") == 0
             said = stack.logs()
             assert "paceline.controller ended with exit code" in said
             if run == "guarded":
-                assert {stack.exit_code(name, 30.0) for name in ("learner", "rollout", "reward")} == {0}
+                assert {stack.exit_code(name, 300.0) for name in ("learner", "rollout", "reward")} == {0}
                 ends = [event for event in stack.lines("events.jsonl") if event["event"] == "end"]
                 print(ends)
                 assert [event["ok"] for event in ends] == [False]
@@ -160,9 +165,11 @@ def look_from_outside(stack: Stack) -> None:
     assert [host for host, _ in published] == ["127.0.0.1"]
     # Who is on the run's network reaches every port, who is on another network of this machine none.
     places = {place for container in running for place in container.places}
-    inside = compose_scan.answering(places, f"{stack.project}_run")
-    for container in running:
-        assert not container.listens or inside & container.places, container.service
+    silent, inside, end = services, set[str](), time.monotonic() + 300
+    while silent:
+        assert time.monotonic() < end, silent
+        inside |= compose_scan.answering(places, f"{stack.project}_run")
+        silent = {each.service for each in running if each.listens and not inside & each.places}
     assert all(compose_scan.answers_here(host, port) for host, port in published)
     here = {f"{compose_scan.gateway('bridge')}:{port}" for _, port in published}
     assert compose_scan.answering(places | here, "bridge") == set()
@@ -171,18 +178,20 @@ def look_from_outside(stack: Stack) -> None:
 
 def test_each_container_killed_once(stack: Stack) -> None:
     with stack.up("killed", *LONG, scale={"rollout": 2}):
-        stack.wait_for("the first step", lambda events: finished(events) >= 1, 400.0)
+        stack.wait_for("the first step", lambda events: finished(events) >= 1, 1200.0)
         look_from_outside(stack)
         for number, service in enumerate(("rollout", "reward", "learner", "redis", "controller")):
             step = finished(stack.lines("events.jsonl"))
             stack.wait_for(
-                f"a step before {service} is killed", lambda events, step=step: finished(events) > step, 400.0
+                f"a step before {service} is killed",
+                lambda events, step=step: finished(events) > step,
+                1200.0,
             )
             before = stack.starts(service)
             stack.kill(service)
             print(f"{number}: killed {service} after step {finished(stack.lines('events.jsonl'))}")
             stack.wait_for(
-                f"{service} starts again", lambda _, s=service, n=before: stack.starts(s) > n, 120.0
+                f"{service} starts again", lambda _, s=service, n=before: stack.starts(s) > n, 600.0
             )
         assert stack.exit_code("follow", END_S) == 0, stack.logs()
         verify(stack)

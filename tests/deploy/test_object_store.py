@@ -55,7 +55,7 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 def _make_bucket(url: str) -> None:
@@ -83,7 +83,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint_in_the_object_store(
     sections = small_run | {"trainer": small_run["trainer"] | {"checkpoint_url": "s3://bucket/checkpoints"}}
     config = tiny_config(small_inputs, **sections)
     with training(config, tmp_path / "run") as run:
-        run.wait_for(lambda e: (e["event"], e.get("to"), e.get("step")) == LEARN, timeout_s=400)
+        run.wait_for(lambda e: (e["event"], e.get("to"), e.get("step")) == LEARN, timeout_s=800)
         run.look()
         run.process.kill()
         run.process.wait(10)
@@ -91,7 +91,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint_in_the_object_store(
     (folder,) = store.ls("bucket/checkpoints")
     assert store.exists(f"{folder}/step_000002/manifest.json")
     with training(config, tmp_path / "run") as run:
-        assert run.finish(timeout_s=400) == 0
+        assert run.finish(timeout_s=800) == 0
         first, second = only(run.events, "run")
         assert first["run_id"] == second["run_id"]
         assert_sound(run)

@@ -17,7 +17,7 @@ from support.otlp_collector import Collector, ReceivedSpan, collector
 from support.prometheus_server import PrometheusServer, program, prometheus_server
 from support.training_run import ROOT, TrainingRun, prepare_inputs, tiny_config, training
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2700)]
 
 EXPORTED = ROOT / "deploy" / "observability" / "exported-metrics.txt"
 PROCESSES = ["controller", "rollout-0", "learner-0", "learner-1", "reward"]
@@ -60,11 +60,11 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
         overrides = f"telemetry.prometheus_port={free_port()}", f"telemetry.otlp_endpoint={kept.endpoint}"
         with training(tiny_config(inputs, **SECTIONS), folder / "run", *overrides) as run:
             run.wait_for(
-                lambda e: e["event"] == "phase" and (e["to"], e["step"]) == ("collect", 2), timeout_s=400
+                lambda e: e["event"] == "phase" and (e["to"], e["step"]) == ("collect", 2), timeout_s=1200
             )
             server.wait_for(lambda: _up(server) == set(PROCESSES), "all targets are up")
             run.kill_group("reward")
-            assert run.finish(timeout_s=300) == 0, run.output
+            assert run.finish(timeout_s=1200) == 0, run.output
             yield Observed(run=run, server=server, collector=kept)
 
 

@@ -95,7 +95,7 @@ def test_one_command_runs_two_hosts_and_goes_on_after_a_stop(
     assert "paceline.rollout" in " ".join(up.left())
     assert not (two["b"].folder / "run").exists()
     first.terminate()
-    assert first.wait(60) == 128 + signal.SIGTERM, run.logs()
+    assert first.wait(300) == 128 + signal.SIGTERM, run.logs()
     assert up.left() == []
     second = up.start("controller")
     assert second.wait(500) == 0, run.logs()

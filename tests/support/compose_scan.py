@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 import socket
@@ -69,8 +70,9 @@ def answering(places: set[str], network: str) -> set[str]:
 def gateway(network: str) -> str:
     """This machine's address on a network."""
     (described,) = json.loads(_run([DOCKER, "network", "inspect", network]))
-    address: str = described["IPAM"]["Config"][0]["Gateway"]
-    return address
+    (ways,) = described["IPAM"]["Config"]
+    # Docker 20.10 does not say it of a bridge that the engine's start made: then it is the first address.
+    return str(ways.get("Gateway") or ipaddress.ip_network(ways["Subnet"])[1])
 
 
 def answers_here(host: str, port: int) -> bool:
@@ -111,6 +113,6 @@ def _listening(table: str) -> set[int]:
 
 
 def _run(words: list[str]) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{words}\n{done.stderr[-2000:]}"
     return done.stdout

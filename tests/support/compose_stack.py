@@ -50,7 +50,7 @@ def command() -> list[str]:
 
 
 def _run(
-    words: Iterable[str], *, check: bool = True, timeout_s: float = 120.0, env: dict[str, str] | None = None
+    words: Iterable[str], *, check: bool = True, timeout_s: float = 600.0, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     answer = subprocess.run(
         list(words), capture_output=True, text=True, timeout=timeout_s, env=env, check=False, cwd=FOLDER
@@ -70,13 +70,13 @@ class Stack:
             *command(), "--project-name", self.project, "--file", str(FOLDER / "compose.yaml"),
             "--profile", "cpu",
         ]  # fmt: skip
-        subprocess.run([str(FOLDER / "secrets.sh")], check=True, timeout=30)
+        subprocess.run([str(FOLDER / "secrets.sh")], check=True, timeout=120)
 
     def down(self, *words: str) -> None:
         """Ends and removes the containers, those that only observe included."""
         self.compose("--profile", "observability", "down", *words, check=False)
 
-    def compose(self, *words: str, check: bool = True, timeout_s: float = 120.0) -> str:
+    def compose(self, *words: str, check: bool = True, timeout_s: float = 600.0) -> str:
         """Runs a compose command; returns what it printed."""
         return _run([*self._words, *words], check=check, timeout_s=timeout_s, env=self._env).stdout
 
@@ -113,13 +113,13 @@ class Stack:
 
     def prepare(self, *words: str) -> None:
         """Makes data and model in the volumes."""
-        self.compose("run", "--rm", "prepare", *words, timeout_s=500.0)
+        self.compose("run", "--rm", "prepare", *words, timeout_s=1500.0)
 
     def scale(self, **numbers: int) -> None:
         """Has so many containers of each service, also in the middle of a run."""
         words = [word for name, number in numbers.items() for word in ("--scale", f"{name}={number}")]
         command = [*self._words, "up", "--detach", "--no-recreate", *words]
-        answer = _run(command, check=False, timeout_s=300.0, env=self._env)
+        answer = _run(command, check=False, timeout_s=1200.0, env=self._env)
         assert answer.returncode == 0, f"{answer.stderr[-2000:]}\n{self.logs()}"
 
     def gateway(self) -> str:
@@ -180,7 +180,7 @@ class Stack:
         if not controllers:
             return []
         path = f"{controllers[0]}:/paceline/runs/{self.run}/{name}"
-        copy = subprocess.run([DOCKER, "cp", path, "-"], capture_output=True, timeout=60)
+        copy = subprocess.run([DOCKER, "cp", path, "-"], capture_output=True, timeout=300)
         if copy.returncode != 0:
             return []
         with tarfile.open(fileobj=io.BytesIO(copy.stdout)) as archive:

@@ -148,7 +148,7 @@ class HostsRun:
         """`paceline verify` on the first host has nothing to say against the run."""
         command = [str(PACELINE), "verify", str(OWN / "run")]
         verify = self.first.start("verify", command, self.env)
-        assert verify.wait(120) == 0, self.log_of("verify")
+        assert verify.wait(600) == 0, self.log_of("verify")
 
     def finish(self, seconds: float) -> None:
         """Waits for the end of the run, and of every process that belongs to it."""
@@ -159,7 +159,7 @@ class HostsRun:
         assert code == 0, self.logs()
         for host in self.net.hosts.values():
             for name in host.processes.keys() - {"redis", "s3"}:
-                assert host.processes[name].wait(60) == 0, self.logs()
+                assert host.processes[name].wait(300) == 0, self.logs()
 
 
 class Up:

@@ -36,7 +36,8 @@ class PrometheusServer:
     def ask(self, path: str, **parameters: str) -> Any:
         """The data of an answer of its HTTP API."""
         query = urllib.parse.urlencode(parameters)
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/{path}?{query}", timeout=5) as page:
+        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{query}"
+        with urllib.request.urlopen(url, timeout=60) as page:
             return json.load(page)["data"]
 
     def values(self, expression: str) -> list[tuple[dict[str, str], float]]:
@@ -48,7 +49,7 @@ class PrometheusServer:
         """Every metric that was ever scraped."""
         return {name for name in self.ask("label/__name__/values") if name.startswith("paceline_")}
 
-    def wait_for(self, condition: Callable[[], bool], what: str, *, timeout_s: float = 60) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, *, timeout_s: float = 300) -> None:
         """Waits until something is true."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -65,7 +66,7 @@ def prometheus_server(config: Path, data: Path) -> Iterator[PrometheusServer]:
     with (data.parent / "prometheus.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        server, deadline = PrometheusServer(port), time.monotonic() + 20
+        server, deadline = PrometheusServer(port), time.monotonic() + 120
         while True:
             with contextlib.suppress(OSError):
                 server.ask("status/buildinfo")
@@ -76,4 +77,4 @@ def prometheus_server(config: Path, data: Path) -> Iterator[PrometheusServer]:
         yield server
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
