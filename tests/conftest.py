@@ -1,4 +1,4 @@
-"""What every test finds as it was before the test that ran before it in the same process."""
+"""What holds for every test: examples take the time that they need, and logging is as it was before."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Examples have no deadline and may be slow to draw: a busy machine is no failure. pytest bounds each test.
+settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("paceline")
 
 LOGGERS = (None, "paceline", "opentelemetry")
 

@@ -207,7 +207,7 @@ async def test_an_engine_that_hangs_is_noticed_by_two_deadlines_that_say_so(subj
             match="the engine hangs: prompt 7 was not drawn within 1 s, and a single token not within 0.5 s",
         ):
             await asyncio.wait_for(sessions[0], 30)
-        assert 1.5 <= time.monotonic() - began < 5
+        assert 1.5 <= time.monotonic() - began < 25
     finally:
         subject.freeze(False)
         await sampler.close()
@@ -392,7 +392,7 @@ async def test_a_dead_engine_is_noticed_and_shutdown_leaves_no_process(
     subject.kill()
     with pytest.raises(PeerLostError, match="has died"):
         await asyncio.wait_for(task, 30)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
     with pytest.raises(PeerLostError):
         await engine.check_health()
     with pytest.raises(PeerLostError):

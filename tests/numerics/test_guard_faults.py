@@ -274,7 +274,7 @@ async def test_a_run_that_is_started_again_goes_on_with_adjustments_medians_and_
     def stop_in_4(step: int) -> None:
         if step == 4:
             saved = tmp_path / "half" / "checkpoints" / "step_000003" / "manifest.json"
-            for _ in range(1000):  # it is being written in the background
+            for _ in range(6000):  # it is being written in the background
                 if saved.is_file():
                     break
                 time.sleep(0.01)

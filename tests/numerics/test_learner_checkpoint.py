@@ -161,7 +161,7 @@ class SlowDisk:
 
         def slow(*arguments: Any, **keywords: Any) -> Any:
             self.entered.set()
-            assert self.release.wait(20)
+            assert self.release.wait(60)
             return honest(*arguments, **keywords)
 
         monkeypatch.setattr(write, "save_shards", slow)

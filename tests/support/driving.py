@@ -40,11 +40,11 @@ async def play(
     """Episodes of an agent over the wire, from the rollout server's side."""
     desk = Desk(host="127.0.0.1", tls=None)
     await desk.start()
-    async with EnvironmentServer(agent(function), token="secret") as server, asyncio.timeout(30):
+    async with EnvironmentServer(agent(function), token="secret") as server, asyncio.timeout(120):
         remote = RemoteEnvironment(
             RemoteOptions(
                 address=server.address,
-                call_s=5.0,
+                call_s=30.0,
                 lease_s=30.0,
                 credentials=Credentials(token="secret"),
                 run_s=run_s,
@@ -63,7 +63,7 @@ async def play(
 
 
 def client(base_url: str, token: str, **options: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=base_url, api_key=token, max_retries=0, timeout=10.0, **options)
+    return openai.AsyncOpenAI(base_url=base_url, api_key=token, max_retries=0, timeout=60.0, **options)
 
 
 async def calculate(task: Any, *, base_url: str, token: str, model: str) -> Outcome:

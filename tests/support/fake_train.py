@@ -53,7 +53,7 @@ for step in range(begins, ends):
     say(event="step", step=step, metrics={"critic/score/mean": step / 2, "odd": None}, padding="x" * 5000)
     if asked:
         if "trainer.name=slow" in words:
-            time.sleep(60)
+            time.sleep(600)
         say(event="note", text=f"stopped after step {step}")
         sys.exit(130)
     time.sleep(0.5 if "trainer.name=steady" in words else 0.02)

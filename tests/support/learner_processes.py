@@ -49,7 +49,7 @@ class Learner:
         return reply
 
     async def call(self, method: Any, request: Any) -> Any:
-        return await call(method, request, timeout_s=60, phase="TEST", peer="learner-0")
+        return await call(method, request, timeout_s=300, phase="TEST", peer="learner-0")
 
 
 @asynccontextmanager

@@ -170,7 +170,7 @@ def test_ctrl_c_is_passed_on_and_a_second_one_too(monkeypatch: pytest.MonkeyPatc
                 pressing.start()
     pressing.join()
     assert said[-1] == "stopping at once"
-    assert time.monotonic() - began < 50  # and not the minute of its step
+    assert time.monotonic() - began < 200  # and not the ten minutes of its step
     assert not children()
 
 

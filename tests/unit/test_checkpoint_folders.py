@@ -181,7 +181,7 @@ async def test_a_checkpoint_that_is_being_removed_is_waited_for(
     async with run_of(config(**CHANGES | {"trainer__keep_checkpoints": 1}), tmp_path, services) as it:
         await it.enlist_all()
         running = asyncio.create_task(it.go())
-        assert await asyncio.to_thread(began.wait, 10)
+        assert await asyncio.to_thread(began.wait, 60)
         running.cancel()
         asyncio.get_running_loop().call_later(0.2, goes_on.set)
         with pytest.raises(asyncio.CancelledError):

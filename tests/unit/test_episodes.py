@@ -49,7 +49,7 @@ class Slots:
 async def draw(
     engine: Any, environment: Any, *, samples: int = 1, slots: Any = None, **changes: Any
 ) -> list[Draw]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         return await episodes(engine, environment, **changes).draw(
             group(samples=samples), "0", slots or Slots()
         )
@@ -277,7 +277,7 @@ async def test_an_abandoned_call_leaves_a_process_for_the_next() -> None:
         await asyncio.sleep(0.2)
         hanging.cancel()
         await asyncio.wait([hanging])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             assert await said(pool, wanted("add", a=1)) == "1"
 
 

@@ -374,7 +374,7 @@ async def test_a_consumer_that_is_stopped_ends_after_the_thread_that_decodes(ben
     bench.tokenizer.decode = slow  # type: ignore[method-assign]
     await bench.broker.append([finished_sample(RUN, 1, tokens("ab"))])
     async with bench.working() as work:
-        assert await asyncio.to_thread(began.wait, 10)
+        assert await asyncio.to_thread(began.wait, 60)
         asyncio.get_running_loop().call_later(0.1, goes_on.set)
         work.cancel()
         await asyncio.wait([work])

@@ -53,7 +53,7 @@ async def run(
 ) -> None:
     """What `run_member` runs, without the process around it."""
     options = MemberOptions(controller=address, member_id="reward-0", host=host, port=0, advertise=advertise)
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         context = ServiceContext("reward-0", tasks)
         session = MemberSession(context, options, kind=MemberKind.REWARD)
         try:

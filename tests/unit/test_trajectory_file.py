@@ -80,7 +80,7 @@ async def test_a_writer_is_not_closed_while_a_thread_writes(
     monkeypatch.setattr(pyarrow.parquet, "ParquetWriter", Writer)
     file = TrajectoryFile(tmp_path / "step_000001.parquet", step=1, prompts=prompts(1).prompts)
     writing = asyncio.create_task(file.write([scored(0)], Store()))
-    assert await asyncio.to_thread(began.wait, 10)
+    assert await asyncio.to_thread(began.wait, 60)
     writing.cancel()
     asyncio.get_running_loop().call_later(0.2, goes_on.set)
     with pytest.raises(asyncio.CancelledError):

@@ -32,6 +32,6 @@ async def test_a_kill_is_put_down_to_memory_where_the_kernel_killed_for_it(
     spec = ProcessSpec(name="learner-0", role=Role.LEARNER, command=(sys.executable, "-c", code))
     process = await processes.start(spec, tmp_path / "log", {})
     counter.write_text(f"oom_kill {3 + kills_since}\n")
-    await asyncio.wait_for(process.exited, 20)
+    await asyncio.wait_for(process.exited, 120)
     outcome = "killed by SIGKILL" if code == KILLS_ITSELF else "exit code 9"
     assert process.describe_end("ended") == f"learner-0 ended ({outcome}){reason} [log: {tmp_path / 'log'}]"
