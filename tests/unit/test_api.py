@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def children() -> list[psutil.Process]:
-    """The runs of this process: other tests' servers may be its children too."""
-    return [child for child in psutil.Process().children() if str(FAKE) in child.cmdline()]
+    """The runs of this process: other tests' servers may be its children too, and end at any time."""
+    runs = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            runs += [child] if str(FAKE) in child.cmdline() else []
+    return runs
 
 
 @pytest.fixture
