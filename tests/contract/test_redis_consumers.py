@@ -24,7 +24,7 @@ CONSUMER = """
 import asyncio, os, sys
 from paceline.broker import Mailbox, open_broker
 async def main():
-    async with Mailbox(open_broker(os.environ["URL"]), "s", "group", "victim", lease_s=3.0) as box:
+    async with Mailbox(open_broker(os.environ["URL"]), "s", "group", "victim", lease_s=3.6) as box:
         entries = await box.take(5, block_s=30)
         print(len(entries), flush=True)
         await asyncio.sleep(60)
@@ -42,10 +42,10 @@ async def test_a_killed_process_keeps_its_entries_while_it_lives_and_no_longer(s
         assert victim.stdout is not None
         async with asyncio.timeout(40):
             assert await victim.stdout.readline() == b"5\n"
-        async with Mailbox(broker, "s", G, "survivor", lease_s=3.0) as box:
+        async with Mailbox(broker, "s", G, "survivor", lease_s=3.6) as box:
             rest = await box.take()
             assert payloads(rest) == ["5", "6", "7"]
-            assert await box.take(block_s=6.0) == []  # two leases: the victim lives and renews
+            assert await box.take(block_s=7.2) == []  # two leases: the victim lives and renews
             victim.kill()
             await victim.wait()
             recovered = await box.take(block_s=30)
@@ -65,14 +65,14 @@ async def test_living_consumers_keep_their_entries_when_an_outage_outlasts_the_l
     broker, other = open_broker(server.url), open_broker(server.url)
     await broker.append(messages("s", ["0", "1"]))
     async with (
-        Mailbox(broker, "s", G, "a", lease_s=3.0, block_s=0.1) as working,
-        Mailbox(other, "s", G, "b", lease_s=3.0) as idle,
+        Mailbox(broker, "s", G, "a", lease_s=3.6, block_s=0.1) as working,
+        Mailbox(other, "s", G, "b", lease_s=3.6) as idle,
     ):
         entries = await working.take()
-        taking = asyncio.create_task(idle.take(block_s=9.0))
+        taking = asyncio.create_task(idle.take(block_s=10.8))
         await asyncio.sleep(0.2)
         kill(server)
-        await asyncio.sleep(4.0)
+        await asyncio.sleep(4.6)
         await asyncio.to_thread(server.restart)
         assert await taking == []
         await working.done(entries)
