@@ -136,12 +136,12 @@ async def test_results_come_in_order_with_their_components() -> None:
 
 def num_children() -> int:
     """How many reward processes there are; one may end between the list and the look at it."""
-    found = 0
+    num_found = 0
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             is_ours = "paceline.reward.functions.child" in child.cmdline()
-            found += is_ours and child.status() != psutil.STATUS_ZOMBIE
-    return found
+            num_found += is_ours and child.status() != psutil.STATUS_ZOMBIE
+    return num_found
 
 
 async def test_processes_follow_the_queue_up_to_a_bound_and_back() -> None:
