@@ -53,6 +53,7 @@ for step in range(begins, ends):
     say(event="step", step=step, metrics={"critic/score/mean": step / 2, "odd": None}, padding="x" * 5000)
     if asked:
         if "trainer.name=slow" in words:
+            say(event="note", text="a long step")
             time.sleep(600)
         say(event="note", text=f"stopped after step {step}")
         sys.exit(130)
