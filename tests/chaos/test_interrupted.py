@@ -4,8 +4,6 @@ nothing disturbed.
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -22,11 +20,12 @@ def test_a_run_goes_on_where_ctrl_c_has_stopped_it(
     for step, phase in ((3, "collect"), (8, "learn")):
         with training(config, tmp_path / "run", "trainer.save_freq=0") as run:
             run.wait_for_phase(phase, step)
-            os.killpg(run.process.pid, signal.SIGINT)
+            in_progress = run.interrupt()
             assert run.finish() == 130, run.output
-            assert f"stopped after step {step} of 16: SIGINT" in run.output
-            assert only(run.events, "checkpoint")[-1]["step"] == step
-            assert run.metrics[-1]["step"] == step
+            last = run.metrics[-1]["step"]
+            assert last in (in_progress, in_progress + 1)
+            assert f"stopped after step {last} of 16: SIGINT" in run.output
+            assert only(run.events, "checkpoint")[-1]["step"] == last
     with training(config, tmp_path / "run", "trainer.save_freq=0") as run:
         assert run.finish() == 0, run.output
         assert not only(run.events, "rewind"), "no step was done twice"
@@ -43,7 +42,10 @@ def test_a_loop_that_is_left_and_begun_again_is_one_run(
             assert len(step.samples) == 8
             break
     last = load_run(tmp_path / "run").metrics["step"][-1].as_py()
-    assert last in (5, 6), notes
+    assert last > 4
+    # The run does not wait for the loop: how many steps it was ahead is the machine's affair.
+    end = only(read_jsonl(tmp_path / "run/events.jsonl"), "end")[-1]
+    assert end["message"] == f"stopped after step {last} of 16: SIGINT", notes
     assert [step.number for step in train(config, *overrides, say=notes.append)] == [*range(last + 1, 17)]
     run = load_run(tmp_path / "run")
     assert len(run.samples(3)) == 8

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -29,14 +28,19 @@ from support.training_run import (
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
-def lose_step(run: TrainingRun, wanted: Callable[[Row], bool]) -> None:
-    """Empties Redis and kills the controller as soon as it has recorded an event, before it goes on.
+def lose_step(run: TrainingRun, kind: str, first: int) -> int:
+    """Empties Redis and kills the controller when it has recorded an event of a step that it did not finish.
 
-    It runs in slices of a few milliseconds until then.
+    Until then it runs in slices of a few milliseconds. If a slice was long enough for the rest of the step,
+    the next step is lost. Returns which one was.
+
+    Args:
+        kind: of the event, "trained" or "commit".
+        first: the first step that may be lost.
     """
     controller = psutil.Process(run.pid_of("controller"))
     controller.suspend()
-    while not any(map(wanted, run.events)):
+    while (step := unfinished(run.events, kind)) < first:
         controller.resume()
         time.sleep(0.005)
         controller.suspend()
@@ -44,33 +48,44 @@ def lose_step(run: TrainingRun, wanted: Callable[[Row], bool]) -> None:
     with redis.Redis.from_url(controller.environ()[BROKER_URL]) as server:
         server.flushall()
     os.kill(controller.pid, signal.SIGKILL)
+    return step
 
 
-def is_trained(step: int) -> Callable[[Row], bool]:
-    return lambda e: e["event"] == "trained" and e["step"] == step
+def unfinished(events: list[Row], kind: str) -> int:
+    """The step of the last such event if it is not finished; else -1."""
+    last = next((e for e in reversed(events) if e["event"] in (kind, "step")), {"event": "step"})
+    return -1 if last["event"] == "step" else int(last.get("step", last.get("version", -1)))
+
+
+def newest_checkpoint(events: list[Row], event: Row) -> int:
+    """The step of the last checkpoint before an event; 0, the start, if there is none."""
+    return max((e["step"] for e in only(events, "checkpoint") if e["n"] < event["n"]), default=0)
 
 
 def test_a_learner_that_trained_what_cannot_be_finished_is_sent_back(
     config: dict[str, object], undisturbed: list[Row], tmp_path: Path
 ) -> None:
     with training(config, tmp_path / "run", "trainer.save_freq=3") as run:
-        run.wait_for(is_trained(2))
-        lose_step(run, is_trained(2))
-        run.wait_for(is_trained(5))
-        lose_step(run, lambda e: e["event"] == "commit" and e["version"] == 5)
+        run.wait_for_phase("learn", 2)
+        first = lose_step(run, "trained", 2)
+        run.wait_for_phase("learn", 5)
+        second = lose_step(run, "commit", 5)
         assert run.finish() == 0, run.output
         events = run.events
-        assert [event["step"] for event in only(events, "lost")] == [2, 5]
-        assert [event["to_step"] for event in only(events, "rewind")] == [0, 3]
-        commits = [event["digest"] for event in only(events, "commit") if event["version"] == 5]
+        assert [event["step"] for event in only(events, "lost")] == [first, second]
+        to_steps = [newest_checkpoint(events, rewind) for rewind in only(events, "rewind")]
+        assert [event["to_step"] for event in only(events, "rewind")] == to_steps
+        assert 0 <= to_steps[0] < first <= 5
+        assert 3 <= to_steps[1] < second
+        commits = [event["digest"] for event in only(events, "commit") if event["version"] == second]
         assert (len(commits), len(set(commits))) == (2, 1), "the version that was void is trained again"
         assert_same_metrics(run.metrics, undisturbed, without=TRANSPORT)
         assert_sound(run)
         ends = list(process_ends.read(run.run_dir))
         killed, sent_back = ("controller", "killed by SIGKILL"), ("learner-0", "exit code 1")
         assert [(end.name, end.outcome) for end in ends] == [killed, sent_back] * 2
-        assert [end.step for end in ends if end.name == "controller"] == [2, 5]
-        for step in (2, 5):
+        assert [end.step for end in ends if end.name == "controller"] == [first, second]
+        for step in (first, second):
             assert f"step {step} is trained but not finished, and the broker has lost" in run.output, (
                 run.output
             )
