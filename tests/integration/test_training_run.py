@@ -1,7 +1,10 @@
-"""`paceline train` without fakes: whole runs, undisturbed, with processes that die, and stopped early."""
+"""`paceline train` without fakes: whole runs, undisturbed, with processes that die, and stopped early, and
+one whose rows come from an environment of one turn.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 
 from paceline.core.step_metrics import meaning
 from paceline.service.metrics import training as exported
+from support import owned_rows
 from support.training_run import (
     ROOT,
     TRANSPORT,
@@ -18,7 +22,9 @@ from support.training_run import (
     TrainingRun,
     assert_same_metrics,
     assert_sound,
+    is_time,
     only,
+    read_jsonl,
     tiny_config,
     training,
 )
@@ -237,3 +243,51 @@ def test_the_same_command_goes_on_after_the_launcher_was_killed(
         assert_same_metrics(
             run.metrics, undisturbed.metrics, without=("barrier/duplicates", "barrier/rejected")
         )
+
+
+def test_an_environment_of_one_turn_that_owns_the_rows_gives_the_metrics_of_the_plain_path(
+    inputs: Path, undisturbed: TrainingRun, tmp_path: Path
+) -> None:
+    """Two steps without a data file: its rows are those of the other run's files, with a number each."""
+    files = {split: inputs / f"data/{split}.parquet" for split in ("train", "val")}
+    token, log = tmp_path / "token", tmp_path / "environment.log"
+    token.write_text("secret")
+    with owned_rows.serving(files, log) as address:
+        environment = {"address": address, "token_file": str(token)}
+        config = tiny_config(
+            inputs,
+            data={"train_files": [], "val_files": [], "extra_keys": ["number"]},
+            rollout={"environment": environment, "episode": {"show_tools": False}},
+            trainer={"total_steps": 2, "save_freq": 0},
+        )
+        with training(config, tmp_path / "run") as run:
+            assert run.finish() == 0, run.output
+    assert_sound(run)
+    # Each split was asked for once, and is kept in the run's folder.
+    assert sorted(line for line in log.read_text().splitlines() if line.startswith("asked for")) == [
+        "asked for train",
+        "asked for val",
+    ]
+    rows = {split: owned_rows.owned(str(file)) for split, file in files.items()}
+    assert {split: read_jsonl(run.run_dir / f"tasks_{split}.jsonl") for split in files} == rows
+    # Each sample belongs to the row that its prompt shows, and the environment graded it.
+    steps = sorted((run.run_dir / "trajectories").glob("step_*.parquet"))
+    samples = [row for path in steps for row in pyarrow.parquet.read_table(path).to_pylist()]
+    assert len(samples) == 2 * NUM_PROMPTS * NUM_SAMPLES
+    for sample in samples:
+        row = rows["train"][int(json.loads(sample["components"])["environment/row"])]
+        assert (sample["prompt"], sample["ground_truth"]) == (
+            row["prompt"][0]["content"],
+            row["ground_truth"],
+        )
+    assert len({json.loads(sample["components"])["environment/row"] for sample in samples}) == 2 * NUM_PROMPTS
+    # To the bit, but for times and what the engine's batches round; the plain run validates in step 5 only.
+    plain = undisturbed.metrics[:3]
+    further = {name for row in run.metrics for name in row} - {name for row in plain for name in row}
+    compared = [{name: row[name] for name in row if name not in further} for row in run.metrics]
+    last = {name for name in compared[-1] if name.startswith("val/")}
+    compared[-1] = {name: compared[-1][name] for name in compared[-1] if name not in last}
+    assert_same_metrics(compared, plain)
+    kinds = ("episode/", "val/episode/", "reward/environment", "val/environment")
+    assert [name for name in sorted(further) if not is_time(name) and not name.startswith(kinds)] == []
+    assert {row["episode/turns/mean"] for row in run.metrics[1:]} == {1.0}
