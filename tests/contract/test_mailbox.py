@@ -15,7 +15,7 @@ from support.streams import Stopwatch, messages, payloads, reclaim_all, soon
 
 G = "group"
 # A consumer that a busy machine does not run for this long loses what it has, rightly.
-LEASE_S = 3.6
+LEASE_S = 2.0
 
 
 def mailbox(broker: Broker, stream: str, consumer: str, **options: float) -> Mailbox:
