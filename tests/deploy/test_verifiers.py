@@ -33,7 +33,7 @@ def need(imports: str, packages: str) -> None:
     """Skips the test if the library, or this release of it, is not there."""
     if subprocess.run([PYTHON, "-c", imports], check=False, capture_output=True, timeout=240).returncode:
         pytest.skip(
-            f"needs a Python with `pip install paceline-sdk 'verifiers>=0.1.14{packages}`; "
+            f"needs a Python with `pip install paceline-sdk {packages}`; "
             "PACELINE_TEST_VERIFIERS names its interpreter"
         )
 
@@ -41,7 +41,9 @@ def need(imports: str, packages: str) -> None:
 @contextlib.asynccontextmanager
 async def serving(name: str) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """The address of an environment of the package, and its rows by split."""
-    await asyncio.to_thread(need, "import verifiers.clients, reasoning_gym", "<0.4' reasoning-gym")
+    await asyncio.to_thread(
+        need, "import verifiers.clients, reasoning_gym", "'verifiers>=0.1.14,<0.4' reasoning-gym"
+    )
     script = str(ROOT / "tests/support/verifiers_server.py")
     process = await asyncio.create_subprocess_exec(
         PYTHON, script, name, env=ENVIRONMENT, stdout=asyncio.subprocess.PIPE
@@ -118,7 +120,7 @@ async def test_tools_of_the_package_and_a_limit_of_the_run() -> None:
 
 @pytest.mark.timeout(900)
 def test_environments_of_v1_are_refused_with_the_releases_that_are_taken() -> None:
-    need("from verifiers.v1 import SingleAgentEnvConfig", ",>=0.3'")
+    need("from verifiers.v1 import SingleAgentEnvConfig", "'verifiers>=0.3'")
     command = [PYTHON, str(ROOT / "tests/support/verifiers_v1.py")]
     said = subprocess.run(
         command, env=ENVIRONMENT, check=True, capture_output=True, text=True, timeout=240
