@@ -16,7 +16,7 @@ SEED ?= 0
 # one of them; then the others, one after the other, since a run keeps two cores busy by itself. To debug, or with one
 # core: make test TEST_PROCESSES=0
 TESTS := tests --ignore=tests/chaos --ignore=tests/deploy
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 4
 
 .PHONY: help venv venv-cuda venv-cpu docs demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
 
