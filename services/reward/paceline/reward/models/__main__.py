@@ -28,6 +28,43 @@ _KINDS: Mapping[str, type[SequenceModel] | type[ProcessModel]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Serves a reward model, or attaches it to a run; returns the exit code."""
+    args = _parse(arguments)
+    if args.ready_file is not None:
+        args.ready_file.unlink(missing_ok=True)  # of a predecessor that was killed
+    die_with_parent()
+    try:
+        if args.config is not None:
+            _take_from(args.config, args)
+        with or_end(args.load_timeout):
+            loaded: Callable[[list[ScoreItem]], list[Any]] = _KINDS[args.kind](
+                ModelOptions(
+                    path=args.path,
+                    device=args.device,
+                    dtype=args.dtype,
+                    max_batch_tokens=args.max_batch_tokens,
+                    step_separator=args.step_separator,
+                )
+            )
+        model, version = Bounded(loaded, args.timeout), folder_version(Path(args.path))
+        if args.attach:
+            attach_reward(
+                model,
+                address=args.attach,
+                name=args.name,
+                batch=True,
+                version=version,
+                ready_file=args.ready_file,
+            )
+        else:
+            serve_reward(model, host=args.host, port=args.port, batch=True, version=version)
+    except PacelineError as error:
+        print(f"fatal: {error}", file=sys.stderr)
+        return exit_code(error)
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line; what does not go together ends the process with a sentence."""
     parser = argparse.ArgumentParser(prog="python -m paceline.reward.models", description=__doc__)
     parser.add_argument("path", nargs="?", help="folder with a model with one label")
     parser.add_argument(
@@ -69,40 +106,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if (args.path is None) is (args.config is None):
         parser.error("give either the path of a model or --config")
-    if args.ready_file is not None:
-        if not args.attach:
-            parser.error("--ready-file goes with --attach; what listens has a health check: paceline health")
-        args.ready_file.unlink(missing_ok=True)  # of a predecessor that was killed
-    die_with_parent()
-    try:
-        if args.config is not None:
-            _take_from(args.config, args)
-        with or_end(args.load_timeout):
-            loaded: Callable[[list[ScoreItem]], list[Any]] = _KINDS[args.kind](
-                ModelOptions(
-                    path=args.path,
-                    device=args.device,
-                    dtype=args.dtype,
-                    max_batch_tokens=args.max_batch_tokens,
-                    step_separator=args.step_separator,
-                )
-            )
-        model, version = Bounded(loaded, args.timeout), folder_version(Path(args.path))
-        if args.attach:
-            attach_reward(
-                model,
-                address=args.attach,
-                name=args.name,
-                batch=True,
-                version=version,
-                ready_file=args.ready_file,
-            )
-        else:
-            serve_reward(model, host=args.host, port=args.port, batch=True, version=version)
-    except PacelineError as error:
-        print(f"fatal: {error}", file=sys.stderr)
-        return exit_code(error)
-    return 0
+    if args.ready_file is not None and not args.attach:
+        parser.error("--ready-file goes with --attach; what listens has a health check: paceline health")
+    return args
 
 
 def _take_from(file: str, args: argparse.Namespace) -> None:
