@@ -51,15 +51,29 @@ async def run(
     host: str = "127.0.0.1",
     advertise: str = "",
 ) -> None:
-    """What `run_member` runs, without the process around it."""
+    """What `run_member` runs, without the process around it.
+
+    A member that stops only logs the errors of its work; a failed assertion in it is the test's all the same.
+    """
+    failed: list[AssertionError] = []
+
+    async def checked(session: MemberSession) -> None:
+        try:
+            await work(session)
+        except AssertionError as error:
+            failed.append(error)
+            raise
+
     options = MemberOptions(controller=address, member_id="reward-0", host=host, port=0, advertise=advertise)
     async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         context = ServiceContext("reward-0", tasks)
         session = MemberSession(context, options, kind=MemberKind.REWARD)
         try:
-            await session.reporting(work(session))
+            await session.reporting(checked(session))
         finally:
             await context._finish()
+    if failed:
+        raise failed[0]
 
 
 async def _is_serving(session: MemberSession) -> bool:
