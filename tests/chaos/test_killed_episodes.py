@@ -79,16 +79,16 @@ class EnvironmentProcess:
         while True:
             command = (sys.executable, "-m", "support.rounds", *self.arguments)
             path = os.pathsep.join(entry for entry in sys.path if entry)
-            process = await asyncio.create_subprocess_exec(
-                *command, env={**os.environ, "PYTHONPATH": path}, stderr=asyncio.subprocess.DEVNULL
-            )
+            process = await asyncio.create_subprocess_exec(*command, env={**os.environ, "PYTHONPATH": path})
             try:
                 if self.is_served:
                     await self._until_up()
-                if self.num_killed >= self.num_deaths:
-                    await process.wait()
-                    raise AssertionError("the environment ended by itself")
-                await asyncio.sleep(float(self.rng.uniform(0.02, 0.3)) + (0.0 if self.is_served else 1.0))
+                alive_s = None
+                if self.num_killed < self.num_deaths:
+                    alive_s = float(self.rng.uniform(0.02, 0.3)) + (0.0 if self.is_served else 1.0)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), alive_s)
+                assert process.returncode is None, f"the environment ended by itself: {process.returncode}"
                 process.send_signal(signal.SIGKILL)
                 self.num_killed += 1
                 await process.wait()

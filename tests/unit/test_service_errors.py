@@ -40,12 +40,15 @@ class Raiser(controller_pb2_grpc.ControllerServiceServicer):
     """Raises what it is told to."""
 
     error: BaseException | None = None
+    status: tuple[grpc.StatusCode, str] | None = None
     seconds: float = 0.0
     num_calls = 0
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
         self.num_calls += 1
         await asyncio.sleep(self.seconds)
+        if self.status is not None:
+            await context.abort(*self.status)
         if self.error is not None:
             raise self.error
         return pb.LeaveResponse()
@@ -129,6 +132,24 @@ def test_the_table_names_every_class_and_nothing_retryable() -> None:
         pass
 
     assert status_code(Special("x")) is grpc.StatusCode.ABORTED
+
+
+@pytest.mark.parametrize(
+    ("details", "kind"),
+    [
+        ("Internal error from Core", PeerLostError),
+        ("Received RST_STREAM with error code 2", PeerLostError),
+        ("the servicer is broken", PacelineError),
+    ],
+)
+async def test_a_stream_that_breaks_off_is_a_lost_peer(
+    raiser: tuple[Raiser, RunningServer], details: str, kind: type[PacelineError]
+) -> None:
+    servicer, server = raiser
+    servicer.status = (grpc.StatusCode.INTERNAL, details)
+    with pytest.raises(PacelineError, match=details) as caught:
+        await ask(server)
+    assert type(caught.value) is kind
 
 
 async def test_a_very_long_message_is_cut_but_keeps_its_class(raiser: tuple[Raiser, RunningServer]) -> None:

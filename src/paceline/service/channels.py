@@ -167,7 +167,7 @@ def _translate(error: grpc.aio.AioRpcError, *, timeout_s: float, phase: str, pee
     code, details = error.code(), one_line(error.details() or "")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(phase=phase, peer=peer, seconds=timeout_s)
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or _is_broken_stream(code, details):
         return PeerLostError(f"{phase}: {peer} cannot be reached or went away ({details})", peer=peer)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return ConfigError(
@@ -189,6 +189,17 @@ def _translate(error: grpc.aio.AioRpcError, *, timeout_s: float, phase: str, pee
             f"{phase}: {peer} does not serve this method ({details}); is it another service or version?"
         )
     return PacelineError(f"{phase}: {peer} answered {code.name}: {details}")
+
+
+def _is_broken_stream(code: grpc.StatusCode, details: str) -> bool:
+    """Whether the stream broke off under the call, which gRPC reports as an internal error.
+
+    grpc.aio says so of a call that was about to send when its peer went away
+    (https://github.com/grpc/grpc/issues/36066), HTTP/2 of a stream that was reset.
+    """
+    return code is grpc.StatusCode.INTERNAL and details.startswith(
+        ("Internal error from Core", "Received RST_STREAM")
+    )
 
 
 class _Headers:
