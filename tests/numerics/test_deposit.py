@@ -33,12 +33,16 @@ class FullServer:
         raise BrokerError("OOM command not allowed")
 
 
+@pytest.mark.parametrize("use_kl_loss", [False, True], ids=["no reference", "KL in the loss"])
 @pytest.mark.parametrize("step", [1, 2], ids=["all scored before the update", "some by the update itself"])
-def test_the_deposited_log_probs_are_those_before_the_update(model: Path, ranks: Ranks, step: int) -> None:
+def test_the_deposited_log_probs_are_those_before_the_update(
+    model: Path, ranks: Ranks, step: int, use_kl_loss: bool
+) -> None:
     from transformers import AutoModelForCausalLM
 
     algorithm = {"adv_estimator": "grpo", "use_kl_in_reward": False}
-    config = run_config(model, rollout={"n": 4, "temperature": 0.7}, algorithm=algorithm)
+    actor = {"use_kl_loss": use_kl_loss}
+    config = run_config(model, rollout={"n": 4, "temperature": 0.7}, algorithm=algorithm, actor=actor)
     assert not config.needs_all_old_log_probs
     learner = Learner.build(config, ranks)
     rows, blobs = make_batch(step=step)

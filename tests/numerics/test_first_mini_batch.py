@@ -49,12 +49,14 @@ def bits(learner: Learner) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in learner.actor.network.parameters()]
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("mini_batch_size", [4, 8])
+@pytest.mark.parametrize(
+    ("epochs", "mini_batch_size", "use_kl_loss"),
+    [(1, 4, False), (1, 8, False), (2, 4, False), (2, 8, False), (1, 4, True), (2, 8, True)],
+)
 def test_every_number_and_weight_is_that_of_a_batch_scored_before(
-    model: Path, ranks: Ranks, epochs: int, mini_batch_size: int
+    model: Path, ranks: Ranks, epochs: int, mini_batch_size: int, use_kl_loss: bool
 ) -> None:
-    actor = {"ppo_epochs": epochs, "ppo_mini_batch_size": mini_batch_size}
+    actor = {"ppo_epochs": epochs, "ppo_mini_batch_size": mini_batch_size, "use_kl_loss": use_kl_loss}
     always, rarely = build(model, ranks, 1, actor), build(model, ranks, 100, actor)
     expected = train(always, 1, 3)
     metrics = [numbers(take_step(rarely, 1))]
@@ -64,6 +66,7 @@ def test_every_number_and_weight_is_that_of_a_batch_scored_before(
     assert metrics[0] == expected[0]
     for own, other in zip(metrics[1:], expected[1:], strict=True):
         assert other["rollout/mismatch_kl"] > 0
+        assert (other["algorithm/reference_kl"] != 0) == use_kl_loss
         assert own == {name: value for name, value in other.items() if name not in MEASURED}
     assert all(torch.equal(a, b) for a, b in zip(bits(rarely), bits(always), strict=True))
 
@@ -96,10 +99,23 @@ def test_a_batch_that_the_guard_refuses_is_scored_all_the_same(model: Path, rank
     assert result.metrics["rollout/mismatch_kl"] == expected.metrics["rollout/mismatch_kl"] > 0
 
 
+def test_the_guard_judges_the_kl_to_the_reference_after_the_update_too(model: Path, ranks: Ranks) -> None:
+    actor, guard = {"use_kl_loss": True}, {"reference_kl": {"warn": 1e-9}}
+    always, rarely = (build(model, ranks, freq, actor, guard=guard) for freq in (1, 100))
+    for learner in (always, rarely):
+        take_step(learner, 1)
+    expected, own = (
+        next(r for r in take_step(learner, 2).readings if r.rule == "reference_kl")
+        for learner in (always, rarely)
+    )
+    assert own == expected
+    assert own.value > 1e-9
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"actor": {"use_kl_loss": True}},
+        {"actor": {"use_kl_loss": True}, "guard": {"reference_kl": {"skip": 9.0}}},
         {"algorithm": {"use_kl_in_reward": True}},
         {"algorithm": {"rollout_correction": {"method": "tis"}}},
         {"algorithm": {"resample": {"method": "pow"}}},
@@ -109,7 +125,7 @@ def test_a_batch_that_the_guard_refuses_is_scored_all_the_same(model: Path, rank
 def test_what_reads_them_before_the_update_gets_them_all(
     model: Path, ranks: Ranks, changes: dict[str, dict[str, Any]]
 ) -> None:
-    learner = build(model, ranks, 100, changes.get("actor"), algorithm=changes.get("algorithm", {}))
+    learner = build(model, ranks, 100, **changes)
     take_step(learner, 1)
     with scored_rows(learner) as rows:
         take_step(learner, 2)

@@ -60,6 +60,26 @@ def test_the_kl_coefficient_stays_where_the_guard_refuses_the_update(model: Path
     assert learner.kl_controller.value == before
 
 
+def test_the_guard_refuses_a_batch_by_its_reference_kl_with_the_kl_in_the_loss(
+    model: Path, ranks: Ranks
+) -> None:
+    learner = Learner.build(
+        run_config(
+            model,
+            algorithm=WITHOUT_CRITIC | {"adv_estimator": "grpo"},
+            actor={"ppo_mini_batch_size": 4, "use_kl_loss": True},
+            guard={"reference_kl": {"skip": 1e-5}},
+        ),
+        ranks,
+    )
+    train(learner, 1, 1)
+    before = weights(learner)
+    (metrics,) = train(learner, 2, 2)
+    assert abs(metrics["algorithm/reference_kl"]) > 1e-4
+    assert metrics["actor/skipped_updates"] == 2
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(learner).items())
+
+
 def test_scoring_by_the_reference_leaves_nothing_behind(model: Path, ranks: Ranks) -> None:
     """FSDP notes every forward pass for a backward pass; a reference model has none."""
     learner = Learner.build(run_config(model), ranks)

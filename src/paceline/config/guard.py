@@ -172,6 +172,12 @@ class GuardConfig(Section):
         rules = {name: getattr(self, name) for name in RULES} if self.enabled else {}
         return {name: rule.limits for name, rule in rules.items() if rule.enabled}
 
+    @property
+    def refuses_by_reference_kl(self) -> bool:
+        """Whether the KL to the reference may keep a batch from being trained on."""
+        limits = self.limits.get("reference_kl")
+        return limits is not None and Action.SKIP in limits.bounds
+
     def uses(self, action: Action) -> bool:
         """Whether any rule in force may take the action."""
         return any(action in limits.bounds for limits in self.limits.values())

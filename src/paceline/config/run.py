@@ -82,7 +82,8 @@ class RunConfig(Section):
         """Whether anything reads the old log-probs of every row before the first update."""
         algorithm = self.algorithm
         return (
-            self.needs_reference
+            algorithm.use_kl_in_reward
+            or (self.needs_reference and self.guard.refuses_by_reference_kl)
             or algorithm.rollout_correction.method != "none"
             or algorithm.resample.method != "none"
             or isinstance(self.actor.policy_loss, CovarianceLoss)

@@ -31,15 +31,6 @@ class Advantages:
     returns: Tensor | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdvantageSummary:
-    """Numbers of the whole batch; `reference_kl` is the mean over sequences, None without a reference."""
-
-    reference_kl: float | None
-    num_sequences: int
-    metrics: dict[str, float]
-
-
 def compute_advantages(
     config: RunConfig,
     scored: Sequence[ScoredBatch],
@@ -51,7 +42,7 @@ def compute_advantages(
     kl_coef: float,
     critic_alone: bool = False,
     ranks: Ranks,
-) -> tuple[list[Advantages], AdvantageSummary]:
+) -> tuple[list[Advantages], dict[str, float]]:
     """Makes token rewards with the KL penalty, then advantages.
 
     Args:
@@ -66,14 +57,13 @@ def compute_advantages(
         ranks: over which the batch's statistics are taken.
 
     Returns:
-        The advantages by micro-batch, and the numbers of the whole batch.
+        The advantages by micro-batch, and the metrics of the whole batch.
 
     Raises:
         NumericsError: too few tokens to whiten, or a group is too small.
     """
     own = _OwnRows.of(scored, scores, ranks.device)
-    penalty = own.penalty(scored, config.algorithm.kl_penalty)
-    in_reward = penalty if config.algorithm.use_kl_in_reward else None
+    in_reward = _penalty(scored, config.algorithm.kl_penalty) if config.algorithm.use_kl_in_reward else None
     token_rewards = kl.token_rewards(own.scores, own.mask, in_reward, kl_coef, own.placed(placed))
     greedy = _if_all_present(greedy_scores, len(scores), ranks.device)
     estimator = registry.ADV_ESTIMATORS[config.algorithm.adv_estimator]
@@ -86,11 +76,26 @@ def compute_advantages(
         shard=_shard(own.index, len(scores), ranks),
     )
     advantages, returns = estimator(inputs, _estimator_options(config, critic_alone=critic_alone))
-    return _split(scored, own.scores, advantages, returns), AdvantageSummary(
-        reference_kl=None if penalty is None else _mean_over_sequences(penalty, own.mask, len(scores), ranks),
-        num_sequences=len(scores),
-        metrics=_metrics(scores, token_rewards, advantages, returns, own.values, own.mask, ranks),
-    )
+    metrics = _metrics(scores, token_rewards, advantages, returns, own.values, own.mask, ranks)
+    return _split(scored, own.scores, advantages, returns), metrics
+
+
+def mean_reference_kl(
+    config: RunConfig, scored: Sequence[ScoredBatch], num_sequences: int, ranks: Ranks
+) -> float | None:
+    """The KL to the reference by the weights from before the update, in nats per token; None without one.
+
+    Args:
+        config: of the run.
+        scored: this rank's micro-batches, whose old log-probs are known, with its fillers.
+        num_sequences: of the step, on all ranks.
+        ranks: over whose sequences the mean of each one's mean is taken.
+    """
+    penalty = _penalty(scored, config.algorithm.kl_penalty)
+    if penalty is None:
+        return None
+    mask = _stack([part.batch.mask for part in scored], scored)
+    return _mean_over_sequences(penalty, mask, num_sequences, ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -123,12 +128,13 @@ class _OwnRows:
                 table[row, position] += part
         return table.to(self.mask.device)
 
-    def penalty(self, scored: Sequence[ScoredBatch], kind: KLKind) -> Tensor | None:
-        """Each token's KL to the reference, None without one."""
-        ref = _stack_present([part.ref_log_probs for part in scored], scored)
-        if ref is None:
-            return None
-        return kl.kl_estimate(_stack([part.old_log_probs.table for part in scored], scored), ref, kind)
+
+def _penalty(scored: Sequence[ScoredBatch], kind: KLKind) -> Tensor | None:
+    """Each token's KL to the reference, (B, R); None without one."""
+    ref = _stack_present([part.ref_log_probs for part in scored], scored)
+    if ref is None:
+        return None
+    return kl.kl_estimate(_stack([part.old_log_probs.table for part in scored], scored), ref, kind)
 
 
 def _shard(index: Tensor, num_rows: int, ranks: Ranks) -> RowShard:

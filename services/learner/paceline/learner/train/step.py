@@ -21,7 +21,7 @@ from paceline.learner.batch.plan import BatchPlan, effective_budget, plan_batch
 from paceline.learner.batch.types import MicroBatch, PackedRow, ScoredBatch, TrainingBatch
 from paceline.learner.model.flops import arithmetic_of, peak_flops
 from paceline.learner.train import shaping
-from paceline.learner.train.advantages import AdvantageSummary, compute_advantages
+from paceline.learner.train.advantages import compute_advantages, mean_reference_kl
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.score import score, score_rest
 from paceline.learner.train.stopwatch import Stopwatch
@@ -59,15 +59,20 @@ def train_step(
         prepared = _prepare(learner, order, scored)
     mini_batches = cut_mini_batches(config, plan, prepared.batches, ranks)
     guard = UpdateGuard(config.guard, learner.histories, ranks, order.adjustments)
-    guard.judge_batch(rewards=[row.reward for row in order.rows], reference_kl=prepared.summary.reference_kl)
+    guard.judge_batch([row.reward for row in order.rows])
+    judges_first = config.needs_all_old_log_probs
+    reference_kl = _judged_reference_kl(learner, order, scored, guard) if judges_first else None
     if guard.refusal:
         score_rest(learner, scored)
     reports = _update(learner, order.step, mini_batches, stopwatch, guard)
+    if not judges_first:
+        reference_kl = _judged_reference_kl(learner, order, scored, guard)
     if deposit is not None:
         deposit(scored)  # the metrics are gathered after it
-    _steer_kl(learner, order, prepared.summary, reports)
+    _steer_kl(learner, order, reference_kl, reports)
     learner.version = order.step
     metrics = {
+        "algorithm/reference_kl": reference_kl or 0.0,
         **_report_metrics(reports, is_audited=not num_unscored),
         **prepared.metrics,
         **shaping.mismatch_metrics(scored, prepared.weights, config.algorithm.rollout_correction, ranks),
@@ -159,7 +164,6 @@ class _Prepared:
 
     batches: list[TrainingBatch]
     weights: list[Tensor | None]
-    summary: AdvantageSummary
     metrics: dict[str, float]
 
 
@@ -169,7 +173,7 @@ def _prepare(learner: Learner, order: TrainOrder, scored: Sequence[ScoredBatch])
     scores, overlong = shaping.overlong_scores(config, order.rows)
     group_ids = [row.trajectory_id.prompt_id for row in order.rows]
     kl_coef = order.adjustments.kl_coef(learner.kl_controller.value)
-    advantages, summary = compute_advantages(
+    advantages, metrics = compute_advantages(
         config,
         scored,
         scores=scores,
@@ -188,14 +192,7 @@ def _prepare(learner: Learner, order: TrainOrder, scored: Sequence[ScoredBatch])
             for part, part_advantages, part_weights in zip(scored, advantages, weights, strict=True)
         ],
         weights=weights,
-        summary=summary,
-        metrics={
-            **summary.metrics,
-            **overlong,
-            **resampling,
-            "algorithm/kl_coef": kl_coef,
-            "algorithm/reference_kl": summary.reference_kl or 0.0,
-        },
+        metrics={**metrics, **overlong, **resampling, "algorithm/kl_coef": kl_coef},
     )
 
 
@@ -237,15 +234,25 @@ def _update(
     return reports
 
 
+def _judged_reference_kl(
+    learner: Learner, order: TrainOrder, scored: Sequence[ScoredBatch], guard: UpdateGuard
+) -> float | None:
+    """The step's KL to the reference, None without one; the guard has judged it."""
+    value = mean_reference_kl(learner.config, scored, len(order.rows), learner.ranks)
+    if value is not None:
+        guard.judge_reference_kl(value)
+    return value
+
+
 def _steer_kl(
-    learner: Learner, order: TrainOrder, summary: AdvantageSummary, reports: dict[str, UpdateReport]
+    learner: Learner, order: TrainOrder, reference_kl: float | None, reports: dict[str, UpdateReport]
 ) -> None:
     """Adapts the KL coefficient to the step's KL, unless the guard fixed it or the policy was not updated."""
     actor = reports.get("actor")
     if order.adjustments.fixed_kl_coef is not None or actor is None or not actor.metrics:
         return
-    if summary.reference_kl is not None and math.isfinite(summary.reference_kl):
-        learner.kl_controller.update(summary.reference_kl, summary.num_sequences)
+    if reference_kl is not None and math.isfinite(reference_kl):
+        learner.kl_controller.update(reference_kl, len(order.rows))
 
 
 def _report_metrics(reports: dict[str, UpdateReport], *, is_audited: bool) -> dict[str, float]:

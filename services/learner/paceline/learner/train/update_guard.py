@@ -1,6 +1,6 @@
 """The guard on the learner: whether an optimizer step may be taken. Every rank judges the same numbers alike.
 
-rewards, reference KL -> judge_batch: may any step on this batch be taken?
+rewards, reference KL -> judge_batch, judge_reference_kl: may any step on this batch be taken?
 metrics of a mini-batch, gradient norm -> judge_update: may this step be taken?
 """
 
@@ -59,17 +59,16 @@ class UpdateGuard:
         kls = [reading.value for reading in self._readings if reading.rule == "ppo_kl"]
         return {"actor/ppo_kl_max": max(kls)} if kls else {}
 
-    def judge_batch(self, *, rewards: Sequence[float], reference_kl: float | None) -> None:
-        """Judges what is known before any update; sets `refusal`.
-
-        Args:
-            rewards: of all rows of the step, on every rank.
-            reference_kl: the mean over all sequences; None without a reference.
-        """
-        values = {} if reference_kl is None else {"reference_kl": reference_kl}
+    def judge_batch(self, rewards: Sequence[float]) -> None:
+        """Judges the rewards of all rows of the step, before any update; may set `refusal`."""
         if len(rewards) > 1:
-            values |= dict.fromkeys(("reward_constant", "reward_jump"), spread(rewards))
-        self.refusal = self._judge("", values)
+            values = dict.fromkeys(("reward_constant", "reward_jump"), spread(rewards))
+            self.refusal = self._judge("", values)
+
+    def judge_reference_kl(self, value: float) -> None:
+        """Judges the mean KL to the reference over all sequences; before an update it may set `refusal`."""
+        reason = self._judge("", {"reference_kl": value})
+        self.refusal = "; ".join(filter(None, (self.refusal, reason)))
 
     def judge_update(
         self, network: str, names: Sequence[str], sums: Tensor, grad_norm: float, grad_clip: float
