@@ -194,8 +194,8 @@ def _translate(error: grpc.aio.AioRpcError, *, timeout_s: float, phase: str, pee
 def _is_broken_stream(code: grpc.StatusCode, details: str) -> bool:
     """Whether the stream broke off under the call, which gRPC reports as an internal error.
 
-    grpc.aio says so of a call that was about to send when its peer went away
-    (https://github.com/grpc/grpc/issues/36066), HTTP/2 of a stream that was reset.
+    Two cases: a call of grpc.aio was about to send when its peer went away
+    (https://github.com/grpc/grpc/issues/36066), or the HTTP/2 stream was reset.
     """
     return code is grpc.StatusCode.INTERNAL and details.startswith(
         ("Internal error from Core", "Received RST_STREAM")
