@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from paceline.config.reward import RewardConfig
-from paceline.core.errors import ConfigError
+from paceline.cli.launch.plan import reward_model
+from paceline.config.reward import RewardConfig, RewardModelConfig
+from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.reward.models import __main__ as reward_models
+from paceline.reward.models.generative import GenerativeModel
 from paceline.reward.models.model import ModelOptions
 from paceline.reward.models.process import ProcessModel, step_ends
 from paceline.reward.models.sequence import SequenceModel
@@ -20,6 +26,7 @@ from paceline.reward.models.version import folder_version
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.sdk import RewardClient, RewardServer
+from support.cli_configs import config
 
 pytestmark = pytest.mark.torch
 
@@ -130,6 +137,128 @@ async def test_a_process_models_parts_come_to_the_caller(tmp_path: Path) -> None
         (result,) = await client.score(items("a\nb"))
     assert [end for end, _ in result.placed] == [2, 3]
     assert result.reward == pytest.approx(sum(part for _, part in result.placed))
+
+
+def save_judge(folder: Path, **config: object) -> ModelOptions:
+    """A language model that writes letters, with generation settings of its own that would have it sample."""
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    save(folder)
+    torch.manual_seed(5)
+    shape = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.5, eos_token_id=33,
+        tie_word_embeddings=False, bos_token_id=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(shape)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=5.0, eos_token_id=33)
+    model.save_pretrained(folder)
+    (folder / "judge.txt").write_text("Is {response} right for {prompt}?")
+    return ModelOptions(path=str(folder), prompt_file=str(folder / "judge.txt"), max_tokens=6)
+
+
+def answer_of(options: ModelOptions, response: str) -> str:
+    """What the model writes, a token at a time, by transformers' forward alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(options.path)
+    tokenizer = AutoTokenizer.from_pretrained(options.path)
+    text = f"<user>Is {response} right for 2 + 2??</s>"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    start = len(ids)
+    while len(ids) - start < options.max_tokens and ids[-1] != 33:
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return str(tokenizer.decode(ids[start:], skip_special_tokens=True))
+
+
+def test_a_judge_from_a_folder_decodes_greedily_in_any_batch(tmp_path: Path) -> None:
+    options = save_judge(tmp_path)
+    responses = [*RESPONSES, "x" * 300]
+    answers = [answer_of(options, response) for response in RESPONSES]
+    assert len(set(answers)) > 2, answers
+    texts = [answer.lower().strip() for answer in answers]
+    words = {text: float(number) for number, text in enumerate(dict.fromkeys(texts[:-1]))}
+    for max_batch_tokens in (1, 150, 10_000):
+        judge = GenerativeModel(
+            replace(options, pattern=r"(?s)\A(.*)\Z", words=words, max_batch_tokens=max_batch_tokens)
+        )
+        *grades, long = judge(items(*responses))
+        expected = [words.get(text) for text in texts]
+        assert [None if isinstance(grade, RewardError) else grade for grade in grades] == expected
+        assert isinstance(long, RewardError)
+        assert str(long) == "the judge's question has 331 tokens: the model reads 250 beside max_tokens=6"
+
+
+async def test_an_answer_without_a_grade_costs_its_item_alone(tmp_path: Path) -> None:
+    options = save_judge(tmp_path)
+    graded, other = answer_of(options, "4"), answer_of(options, "it is four")
+    assert graded != other
+    judge = GenerativeModel(replace(options, pattern=f"({re.escape(graded)})", words={graded.strip(): 0.5}))
+    async with RewardServer(judge, batch=True) as server, RewardClient(server.address) as client:
+        good, bad = await client.score(items("4", "it is four"))
+    assert (good.reward, bad.reward) == (0.5, None)
+    assert bad.error.startswith(f"{RewardErrorKind.WRONG_TYPE.value}: the judge's answer has no grade")
+
+
+def test_the_version_of_a_judge_is_also_that_of_its_prompt(tmp_path: Path) -> None:
+    options = save_judge(tmp_path / "model")
+    (tmp_path / "other.txt").write_text("Grade {response}.")
+    changes: list[dict[str, Any]] = [
+        {}, {"prompt_file": str(tmp_path / "other.txt")}, {"pattern": "(a)"}, {"words": {"a": 1.0}},
+        {"max_tokens": 7}, {"dtype": "bfloat16"}, {"max_batch_tokens": 9},
+    ]  # fmt: skip
+    versions = [reward_models._version(replace(options, **change)) for change in changes]
+    assert len(set(versions[:6])) == 6
+    assert versions[6] == versions[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "generative"}, "is a judge .kind: generative.: set prompt_file"),
+        ({"prompt_file": "p", "max_tokens": 3}, "where prompt_file, max_tokens would have no effect"),
+    ],
+)
+def test_a_judge_has_a_prompt_and_nothing_else_has_one(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RewardModelConfig.model_validate({"name": "rm", "path": "m"} | changes)
+    judge = RewardModelConfig(name="rm", path="m", kind="generative", prompt_file="p")
+    for model in (judge, RewardModelConfig(name="rm", path="m")):
+        assert RewardModelConfig.model_validate(model.model_dump(mode="json")) == model
+
+
+def test_the_command_line_of_a_judge_says_what_its_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = RewardModelConfig(
+        name="j", path="m", kind="generative", prompt_file="p.txt", pattern="-(yes|no)", words={"yes": 1},
+        max_tokens=9,
+    )  # fmt: skip
+    file = tmp_path / "run.yaml"
+    tree = {
+        "data": {"train_files": "t.jsonl"},
+        "model": {"path": "m"},
+        "reward": {"models": [model.model_dump(mode="json")]},
+        "trainer": {"total_steps": 1},
+    }
+    file.write_text(yaml.safe_dump(tree))
+    options: list[ModelOptions] = []
+
+    def load(given: ModelOptions) -> None:
+        options.append(given)
+        raise ConfigError("enough")
+
+    monkeypatch.setitem(reward_models._KINDS, "generative", load)  # type: ignore[misc]
+    spec = reward_model(config(), model, 0, addresses=["h:1"], env={})
+    told = spec.command[spec.command.index("paceline.reward.models") + 1 :]
+    assert reward_models.main(list(told)) == 2
+    assert reward_models.main(["--config", str(file), "--name", "j", "--port", "0"]) == 2
+    wanted = ModelOptions(
+        path="m", prompt_file="p.txt", pattern="-(yes|no)", words={"yes": 1.0}, max_tokens=9
+    )
+    assert options == [wanted, wanted]
+    with pytest.raises(SystemExit):
+        reward_models.main(["m", "--kind", "generative", "--port", "0"])
 
 
 def test_a_folders_version_is_that_of_its_files(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from paceline.config.base import Section
 
+NUMBER = r"(-?\d+(?:\.\d+)?)"
+"""Finds a judge's grade where it is a number."""
+
 
 class ShapedConfig(Section):
     """What all scorers have in common: how their value enters the sum."""
@@ -123,14 +126,29 @@ class RewardModelConfig(OutsideConfig):
 
     name: str = Field(pattern=r"^[\w.-]+$", description="What its component is called in metrics.")
     path: str = Field(description="Folder with the model and its tokenizer.")
-    kind: Literal["sequence_classification", "process"] = Field(
+    kind: Literal["sequence_classification", "process", "generative"] = Field(
         "sequence_classification",
         description="sequence_classification: a model with one label, whose value at the end of the "
         "conversation is the score. process: a model for token classification with one label, whose value "
         "at the end of each step of the response is that step's; the score is their mean, and each step's "
-        "share of it is the reward of the step's last token.",
+        "share of it is the reward of the step's last token. generative: a judge, a language model that is "
+        "asked for a grade.",
     )
     step_separator: str = Field("\n", min_length=1, description="process: what ends a step of a response.")
+    prompt_file: str | None = Field(
+        None,
+        description="generative: a text with {prompt}, {response}, {ground_truth}, {data_source} or a column "
+        "of data.extra_keys, which are filled in; on the hosts of the model.",
+    )
+    pattern: str = Field(
+        NUMBER,
+        description="generative: regular expression whose last match in the answer has the grade as its "
+        "first group.",
+    )
+    words: dict[str, float] = Field(
+        {}, description="generative: grades of words that the group may match: {yes: 1, no: 0}, in any case."
+    )
+    max_tokens: int = Field(256, gt=0, description="generative: longest answer.")
     device: str = Field(
         "cpu",
         pattern=r"^(cpu|cuda:\d+)$",
@@ -154,6 +172,23 @@ class RewardModelConfig(OutsideConfig):
         description="How long a response waits for a replica, which may have to load the model, and how long "
         "that may take.",
     )
+
+    @model_validator(mode="after")
+    def _asks_what_it_is_told(self) -> Self:
+        if self.kind == "generative" and self.prompt_file is None:
+            raise ValueError(
+                f"the reward model {self.name!r} is a judge (kind: generative): set prompt_file, the text "
+                "with {response} that it is asked"
+            )
+        fields = type(self).model_fields
+        keys = ("prompt_file", "pattern", "words", "max_tokens")
+        given = [key for key in keys if getattr(self, key) != fields[key].default]
+        if self.kind != "generative" and given:
+            raise ValueError(
+                f"the reward model {self.name!r} has kind: {self.kind}, where {', '.join(given)} would have "
+                "no effect: set kind: generative for a judge, or remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _places_what_it_scores(self) -> Self:
@@ -192,7 +227,7 @@ class JudgeConfig(OutsideConfig):
         "data.extra_keys, which are filled in; on the hosts of the run's reward service."
     )
     pattern: str = Field(
-        r"(-?\d+(?:\.\d+)?)",
+        NUMBER,
         description="Regular expression whose last match in the answer has the grade as its first group.",
     )
     words: dict[str, float] = Field(

@@ -114,6 +114,8 @@ class CalledFunction:
         results = []
         for item, value in zip(items, returned, strict=True):
             try:
+                if isinstance(value, RewardError):  # of this item alone
+                    raise value
                 results.append(self._result(item, value))
             except RewardError as error:
                 results.append(_failed(item, error.kind, str(error)))

@@ -252,3 +252,18 @@ def test_a_check_that_prints_nothing_and_one_that_prints_more_than_its_line() ->
     killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     with pytest.raises(ModelError, match="the check of the model ended with exit code -9 and said nothing"):
         printed_by(killed, "the model", ModelError)
+
+
+def test_a_judges_prompt_is_looked_at_before_the_start(project: Path) -> None:
+    (project / "no_response.txt").write_text("Grade it.")
+    (project / "judge.txt").write_text("Grade {response}.")
+    (project / "judge").mkdir()
+    (project / "judge" / "config.json").write_text("{}")
+    model = {"name": "j", "path": "judge", "kind": "generative", "prompt_file": "gone.txt"}
+    judge = {"name": "j", "address": "http://h/v1", "model": "m", "prompt_file": "no_response.txt"}
+    with pytest.raises(ConfigError, match=r"prompt_file=gone\.txt of a judge cannot be read"):
+        preflight._reward_models(config(reward={"models": [model]}))
+    with pytest.raises(ConfigError, match=r"has no \{response\}"):
+        preflight._reward_services(config(reward={"judges": [judge]}))
+    good = config(reward={"models": [model | {"prompt_file": "judge.txt"}]})
+    assert preflight._reward_models(good) == "j in judge"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -261,6 +262,13 @@ def reward_model(
         "--timeout", str(model.timeout_s),
         "--load-timeout", str(model.wait_for_s),
     ]  # fmt: skip
+    if model.prompt_file is not None:
+        command += [
+            "--prompt-file", model.prompt_file,
+            f"--pattern={model.pattern}",
+            "--words", json.dumps(model.words),
+            "--max-tokens", str(model.max_tokens),
+        ]  # fmt: skip
     return ProcessSpec(
         name=f"reward-model-{model.name}-{number}",
         role=Role.REWARD_MODEL,

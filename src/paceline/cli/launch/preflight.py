@@ -253,7 +253,17 @@ def _reward_models(config: RunConfig) -> str:
             raise ModelError(
                 f"reward.models.{number}.path={model.path} is not a model folder (no config.json); correct it"
             )
+        if model.prompt_file is not None:
+            _check_question(model.prompt_file, model.pattern)
     return ", ".join(f"{model.name} in {model.path}" for model in config.reward.models) or "none"
+
+
+def _check_question(prompt_file: str, pattern: str) -> None:
+    """Whether a judge's prompt file shows the response, and its pattern has a group."""
+    from paceline.reward.judge.question import Grade, Question, read_prompt_file
+
+    Question(read_prompt_file(prompt_file))
+    Grade(pattern, {})
 
 
 def _policy_loss(config: RunConfig) -> str:
@@ -271,7 +281,9 @@ def _episodes(config: RunConfig) -> str:
 
 
 def _reward_services(config: RunConfig) -> str:
-    """Whether somebody listens where the remote scorers are said to be."""
+    """Whether somebody listens where the remote scorers are said to be; what judges are asked."""
+    for judge in config.reward.judges:
+        _check_question(judge.prompt_file, judge.pattern)
     for number, service in enumerate(config.reward.services):
         key = f"reward.services.{number}.address"
         try:

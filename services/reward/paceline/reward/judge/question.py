@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
@@ -80,6 +81,21 @@ class Grade:
                 one_line(f"the judge's answer has no grade: {answer[-_SHOWN_CHARS:]!r}"),
                 kind=RewardErrorKind.WRONG_TYPE,
             ) from None
+
+
+def read_prompt_file(path: str) -> str:
+    """The text of a judge's prompt file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"prompt_file={path} of a judge cannot be read ({error}); it must be on the host of the process "
+            "that asks: the run's reward service, or the model's own"
+        ) from error
 
 
 def _text(value: object) -> str:

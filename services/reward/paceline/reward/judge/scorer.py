@@ -6,13 +6,12 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from paceline.config.reward import JudgeConfig
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.judge.client import JudgeClient, JudgeOptions
-from paceline.reward.judge.question import Grade, Question
+from paceline.reward.judge.question import Grade, Question, read_prompt_file
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import RETRIED_KINDS, Score, score_of
 from paceline.reward.shape import Shape
@@ -33,7 +32,7 @@ class JudgeScorer:
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config, self._shape = config, Shape.configured(config)
-        self._question = Question(_read(config))
+        self._question = Question(read_prompt_file(config.prompt_file))
         self._grade = Grade(config.pattern, dict(config.words))
         self._slots = asyncio.Semaphore(config.concurrency)
         self._interval_s = 60.0 / config.per_minute if config.per_minute else 0.0
@@ -114,16 +113,6 @@ class JudgeScorer:
         self._next_at += self._interval_s
         if at > now:
             await self._wait(at - now)
-
-
-def _read(config: JudgeConfig) -> str:
-    try:
-        return Path(config.prompt_file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"prompt_file={config.prompt_file} of the judge {config.name!r} cannot be read ({error}); it "
-            "must be on the host of the run's reward service"
-        ) from error
 
 
 def _key(config: JudgeConfig) -> str:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.config.load import load
+from paceline.config.reward import NUMBER
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, PacelineError, exit_code
 from paceline.core.scoring import ScoreItem
+from paceline.reward.judge.question import read_prompt_file
 from paceline.reward.models.deadline import Bounded, or_end
+from paceline.reward.models.generative import GenerativeModel
 from paceline.reward.models.model import ModelOptions
 from paceline.reward.models.process import ProcessModel
 from paceline.reward.models.sequence import SequenceModel
@@ -20,9 +25,10 @@ from paceline.reward.models.version import folder_version
 from paceline.sdk import attach_reward, serve_reward
 from paceline.service.process import die_with_parent
 
-_KINDS: Mapping[str, type[SequenceModel] | type[ProcessModel]] = {
+_KINDS: Mapping[str, type[SequenceModel] | type[ProcessModel] | type[GenerativeModel]] = {
     "sequence_classification": SequenceModel,
     "process": ProcessModel,
+    "generative": GenerativeModel,
 }
 
 
@@ -35,17 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.config is not None:
             _take_from(args.config, args)
+        options = _options(args)
         with or_end(args.load_timeout):
-            loaded: Callable[[list[ScoreItem]], list[Any]] = _KINDS[args.kind](
-                ModelOptions(
-                    path=args.path,
-                    device=args.device,
-                    dtype=args.dtype,
-                    max_batch_tokens=args.max_batch_tokens,
-                    step_separator=args.step_separator,
-                )
-            )
-        model, version = Bounded(loaded, args.timeout), folder_version(Path(args.path))
+            loaded: Callable[[list[ScoreItem]], list[Any]] = _KINDS[args.kind](options)
+        model, version = Bounded(loaded, args.timeout), _version(options)
         if args.attach:
             attach_reward(
                 model,
@@ -63,6 +62,35 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _options(args: argparse.Namespace) -> ModelOptions:
+    return ModelOptions(
+        path=args.path,
+        device=args.device,
+        dtype=args.dtype,
+        max_batch_tokens=args.max_batch_tokens,
+        step_separator=args.step_separator,
+        prompt_file=args.prompt_file or "",
+        pattern=args.pattern,
+        words=args.words,
+        max_tokens=args.max_tokens,
+    )
+
+
+def _version(options: ModelOptions) -> str:
+    """A digest of the folder; a judge's also of what it is asked and how it is read."""
+    version = folder_version(Path(options.path))
+    if not options.prompt_file:
+        return version
+    question = read_prompt_file(options.prompt_file)
+    asked = [question, options.pattern, dict(options.words), options.max_tokens, options.dtype]
+    return hashlib.blake2b(json.dumps([version, *asked]).encode(), digest_size=8).hexdigest()
+
+
+def _words(text: str) -> dict[str, float]:
+    """Raises ValueError for what is no JSON object of numbers."""
+    return {str(word): float(value) for word, value in json.loads(text).items()}
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; what does not go together ends the process with a sentence."""
     parser = argparse.ArgumentParser(prog="python -m paceline.reward.models", description=__doc__)
@@ -77,6 +105,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--kind", default="sequence_classification", choices=_KINDS, help="default: %(default)s"
     )
     parser.add_argument("--step-separator", default="\n", help="process: what ends a step (default: newline)")
+    parser.add_argument("--prompt-file", metavar="FILE", help="generative: what it is asked, with {response}")
+    parser.add_argument(
+        "--pattern", default=NUMBER, help="generative: finds the grade (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--words", type=_words, default={}, metavar="JSON", help='generative: grades of words, {"yes": 1}'
+    )
+    parser.add_argument("--max-tokens", type=int, default=256, help="generative: longest answer")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--port", type=int, help="serve for an entry of reward.services; 0: any free port")
     where.add_argument("--attach", metavar="HOST:PORT", nargs="+", help="attach to a run's reward services")
@@ -106,6 +142,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if (args.path is None) is (args.config is None):
         parser.error("give either the path of a model or --config")
+    if args.config is None and (args.kind == "generative") is (args.prompt_file is None):
+        parser.error("--kind generative and --prompt-file go together")
     if args.ready_file is not None and not args.attach:
         parser.error("--ready-file goes with --attach; what listens has a health check: paceline health")
     return args
@@ -123,6 +161,12 @@ def _take_from(file: str, args: argparse.Namespace) -> None:
         names = ", ".join(model.name for model in models) or "none"
         raise ConfigError(f"{file} has no model {args.name!r} under reward.models, which names {names}")
     args.path, args.kind, args.step_separator = model.path, model.kind, model.step_separator
+    args.prompt_file, args.pattern, args.words, args.max_tokens = (
+        model.prompt_file,
+        model.pattern,
+        model.words,
+        model.max_tokens,
+    )
     args.device, args.dtype = "cuda:0" if model.devices else "cpu", model.dtype
     args.max_batch_tokens, args.timeout, args.load_timeout = (
         model.max_batch_tokens,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from paceline.config.reward import NUMBER
 from paceline.core.errors import ConfigError
 from paceline.core.scoring import ScoreItem
 
@@ -30,6 +31,8 @@ class ModelOptions:
         dtype: of the weights; the score itself is computed in float32.
         max_batch_tokens: most tokens at a time, padding counted.
         step_separator: what ends a step of a response.
+        prompt_file, pattern, words, max_tokens: of a judge: what it is asked, how its grade is read, and its
+            longest answer.
     """
 
     path: str
@@ -37,6 +40,10 @@ class ModelOptions:
     dtype: str = "float32"
     max_batch_tokens: int = 16384
     step_separator: str = "\n"
+    prompt_file: str = ""
+    pattern: str = NUMBER
+    words: Mapping[str, float] = field(default_factory=dict)
+    max_tokens: int = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +84,7 @@ class RewardModel(abc.ABC, Generic[RowT, ValueT]):
         rows = [self._row(item) for item in items]
         values: dict[int, ValueT] = {}
         lengths = [min(len(row.token_ids), self._limit) for row in rows]
-        for batch in _batches(lengths, self._options.max_batch_tokens):
+        for batch in batches(lengths, self._options.max_batch_tokens):
             chosen = [rows[index] for index in batch]
             values.update(zip(batch, self._values(chosen, self._hidden(chosen)), strict=True))
         return [values[index] for index in range(len(items))]
@@ -116,7 +123,7 @@ def _score_in_float32(model: Any) -> None:
     model.score.register_forward_pre_hook(lambda _, arguments: (arguments[0].float(),))
 
 
-def _batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+def batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
     """Indices of rows by length, as many as fit with padding; a row alone if it is longer."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
