@@ -41,11 +41,12 @@ Five lines are enough: `placement: auto`, the default, takes all visible GPUs, a
 learner, and chooses what to recompute. Where that is not enough:
 
 - **One GPU**: learner and engine share it. `placement: colocated` has them take turns; the engine gives up
-  its memory where both do not fit. What the learner of the leanest form takes must fit the GPU: nothing is
-  offloaded to the CPU.
+  its memory where both do not fit.
 - **Out of memory in the plan**: the sentence names the setting. In this order they cost least:
   `actor.memory.recompute: full`, a lower `actor.ppo_max_token_len_per_gpu` (not below one sequence),
-  `actor.memory.accumulate: false`, more learner ranks.
+  `actor.memory.accumulate: false`, more learner ranks. `actor.memory.offload_reference: true` keeps the
+  reference model in host memory except while it scores; `actor.memory.offload: true` keeps AdamW's averages
+  there, which the plan chooses by itself where nothing else fits.
 - **PPO** (`gae`) has a critic as large as the model, with its optimizer: take nearly twice the
   numbers above.
 - **An engine that does not fit**: `rollout.tensor_model_parallel_size: 2` halves its weights per GPU.

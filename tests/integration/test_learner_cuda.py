@@ -22,6 +22,7 @@ def test_a_gpu_computes_what_the_cpu_does(tmp_path: Path) -> None:
         for name in ("actor/pg_loss", "critic/vf_loss", "actor/entropy", "algorithm/reference_kl"):
             assert device[name] == pytest.approx(host[name], abs=1e-4), name
     assert results["again"] == results["cuda"]
+    assert results["offloaded"] == results["cuda"]
     for host, rough in zip(results["cpu"], results["half"], strict=True):
         assert rough["actor/entropy"] == pytest.approx(host["actor/entropy"], abs=2e-2)
         assert rough["critic/vf_loss"] == pytest.approx(host["critic/vf_loss"], rel=5e-2)

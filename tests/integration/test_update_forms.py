@@ -41,6 +41,13 @@ def test_reducing_in_bfloat16_rounds(two_ranks: list[Any]) -> None:
         assert abs(metrics["actor/grad_norm"] - exact) > 1e-6 * exact
 
 
+def test_a_reference_in_host_memory_changes_no_bit(two_ranks: list[Any]) -> None:
+    plain, offloaded = two_ranks[3]
+    assert plain["actor/grad_norm"] > 0.1
+    assert "actor/kl_loss" in plain
+    assert offloaded == plain
+
+
 def test_a_rank_that_runs_out_of_memory_catches_up_where_weights_stay_gathered(two_ranks: list[Any]) -> None:
     *tries, (_, _, expected, expected_bits, expected_after) = two_ranks[2]
     for _, _, metrics, bits, after in tries:

@@ -42,6 +42,12 @@ def sharing(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"actor": config.actor.model_copy(update={"shared_prompts": "on"})})
 
 
+def offloading(config: RunConfig) -> RunConfig:
+    """The run with averages and reference model in host memory."""
+    memory = config.actor.memory.model_copy(update={"offload": True, "offload_reference": True})
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"memory": memory})})
+
+
 def findings(folder: Path) -> dict[str, Any]:
     """Losses on both devices and in both precisions, those of a repeat, and a resumed run."""
     # Heads of 8: what the variable-length kernels take.
@@ -53,6 +59,7 @@ def findings(folder: Path) -> dict[str, Any]:
         "cpu": steps_on("cpu", exact),
         "cuda": steps_on("cuda", exact),
         "again": steps_on("cuda", exact),
+        "offloaded": steps_on("cuda", offloading(exact)),
         "half": steps_on("cuda", half),
         "shared": steps_on("cuda", sharing(exact)),
         "half_shared": steps_on("cuda", sharing(half)),

@@ -38,6 +38,14 @@ def rounded_reduction(ranks: Ranks, model: str) -> list[Any]:
     ]
 
 
+def offloaded_reference(ranks: Ranks, model: str) -> list[Any]:
+    """With the KL to a reference in the loss, which is on the device or in host memory."""
+    return [
+        _step(ranks, model, use_kl_loss=True, memory={"offload_reference": offload})
+        for offload in (False, True)
+    ]
+
+
 def _step(ranks: Ranks, model: str, **actor: Any) -> dict[str, float]:
     settings = {"ppo_max_token_len_per_gpu": 96, "ratio_audit_freq": 1, **actor}
     learner = Learner.build(run_config(Path(model), algorithm=GROUPS, actor=settings), ranks)
@@ -52,4 +60,5 @@ def everything(ranks: Ranks, model: str) -> list[Any]:
         every_form(ranks, model),
         rounded_reduction(ranks, model),
         one_rank_runs_out_with_gathered_weights(ranks, model),
+        offloaded_reference(ranks, model),
     ]

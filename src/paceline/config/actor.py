@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from paceline.config.algorithm import KL_KINDS, KLKind
 from paceline.config.base import Section
-from paceline.config.memory import Memory, MemoryConfig
+from paceline.config.memory import ActorMemory, ActorMemoryConfig
 from paceline.config.policy_losses import Clip, PolicyLossConfig, PPOClip
 
 # YAML 1.1 reads a bare on and off as booleans.
@@ -59,8 +59,8 @@ class ActorConfig(Section):
         "the first such batch is computed both ways, and if they differ nothing is shared. on: in every "
         "step; a difference ends the run.",
     )
-    memory: Memory = Field(
-        MemoryConfig(),
+    memory: ActorMemory = Field(
+        ActorMemoryConfig(),
         description="What the update keeps in memory, of policy and critic; auto leaves all of it to the "
         "memory plan.",
     )

@@ -76,5 +76,23 @@ class MemoryConfig(Section):
         return self.model_copy(update=chosen)
 
 
-Memory = Annotated[MemoryConfig, BeforeValidator(lambda given: {} if given == "auto" else given)]
+class ActorMemoryConfig(MemoryConfig):
+    """What an update keeps, and where the reference model waits."""
+
+    offload_reference: bool = Field(
+        False,
+        description="Keep the reference model in pinned host memory, each rank its shards; it is copied to "
+        "the GPU for the phase in which it scores, once per step. Not with model.lora, whose reference takes "
+        "no memory.",
+    )
+
+
+def _or_open(given: object) -> object:
+    return {} if given == "auto" else given
+
+
+Memory = Annotated[MemoryConfig, BeforeValidator(_or_open)]
 """The section; `auto` in its place leaves everything open."""
+
+ActorMemory = Annotated[ActorMemoryConfig, BeforeValidator(_or_open)]
+"""The same of a run."""

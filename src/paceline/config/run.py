@@ -185,6 +185,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_reference_that_is_offloaded_exists(self) -> RunConfig:
+        has_one = self.needs_reference and self.model.lora is None
+        if self.actor.memory.offload_reference and not has_one:
+            raise ValueError(
+                "actor.memory.offload_reference: this run has no reference model of its own (no KL is in "
+                "use, or with model.lora the reference is the policy without adapters); leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _adapters_are_not_compiled(self) -> RunConfig:
         if self.model.lora is not None and self.actor.compile:
             raise ValueError("model.lora has no compiled form; set actor.compile: false or leave it out")

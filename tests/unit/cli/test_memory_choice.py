@@ -11,6 +11,7 @@ from paceline.cli.launch.memory_plan import GIB, LearnerMemory
 from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
 
 SEVEN = {
     "model_type": "qwen2",
@@ -119,3 +120,27 @@ def test_averages_go_to_host_memory_where_nothing_else_makes_the_update_fit() ->
         config = run_of(memory=memory.model_dump())
         assert LearnerMemory.of(config, shape).most <= gib * GIB
     assert offloads == {192: False, 141: True}
+
+
+def test_where_the_reference_waits_is_kept_as_given() -> None:
+    for offload in (True, False):
+        memory = choose_memory(
+            run_of(use_kl_loss=True, memory={"offload_reference": offload}),
+            ModelShape.of(SEVEN),
+            learner_gpus=(0, 1, 2, 3),
+            engine_gpus=(4, 5, 6, 7),
+            totals=dict.fromkeys(range(8), 141 * GIB),
+        )
+        assert not memory.is_open
+        assert memory.model_dump()["offload_reference"] is offload
+
+
+def test_a_reference_that_does_not_exist_cannot_be_offloaded() -> None:
+    memory = {"offload_reference": True}
+    with pytest.raises(ConfigError, match=r"actor\.memory\.offload_reference: this run has no reference"):
+        run_of(memory=memory)
+    config = run_of(memory=memory, use_kl_loss=True, compile=False)
+    tree = config.model_dump(mode="json")
+    tree["model"]["lora"] = {"rank": 4}
+    with pytest.raises(ConfigError, match=r"actor\.memory\.offload_reference: this run has no reference"):
+        parse(RunConfig, tree)

@@ -127,6 +127,20 @@ def test_0_5b_by_hand_with_critic_and_reference() -> None:
     assert memory.scoring["activations"] == 12288 * 2 * (4 * 4864 + 13 * 896) + GIB
 
 
+def test_an_offloaded_reference_is_on_the_gpu_while_it_scores() -> None:
+    def of(**memory: Any) -> LearnerMemory:
+        actor = {"use_kl_loss": True, "memory": {"recompute": "full", **memory}}
+        return LearnerMemory.of(run_of(actor=actor), shape_of(SEVEN))
+
+    stays, waits = of(), of(offload_reference=True)
+    share = 2 * 7_615_616_512 // 4
+    for phase in ("resident", "update", "push"):
+        assert sum(getattr(stays, phase).values()) - sum(getattr(waits, phase).values()) == share
+    assert waits.scoring["reference"] == share
+    assert sum(waits.scoring.values()) == sum(stays.scoring.values())
+    assert stays.most - waits.most == share
+
+
 def test_adapters_by_hand() -> None:
     lora = {"rank": 16, "targets": ["q_proj", "down_proj"]}
     config = run_of(model={"lora": lora}, actor={"use_kl_loss": True, "memory": {"recompute": "full"}})
@@ -203,6 +217,16 @@ def test_the_plan_has_a_line_for_every_phase() -> None:
             "set learner.world_size to 2, actor.memory to {recompute: full, ",
         ),
         ({}, 50, "set actor.memory to {recompute: full, accumulate: false} and actor.ppo_max"),
+        (
+            {"actor": {"use_kl_loss": True}},
+            42,
+            "set actor.memory to {recompute: full, accumulate: false, offload_reference: true} and",
+        ),
+        (
+            {"actor": {"use_kl_loss": True}},
+            35,
+            "accumulate: false, offload: true, offload_reference: true} and actor.ppo_max",
+        ),
         ({}, 10, "do not fit on 32 such GPUs either"),
     ],
 )

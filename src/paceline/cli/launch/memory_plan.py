@@ -47,6 +47,7 @@ class LearnerMemory:
         offloads: whether AdamW's averages are in host memory.
         has_critic: whether a critic trains, too.
         has_reference: whether a reference model scores.
+        offloads_reference: whether it is in host memory except while it scores.
         num_adapters: numbers of the policy's adapters, which alone train; 0: all its weights do.
         num_adapted: numbers of the matrices that have adapters.
     """
@@ -63,6 +64,7 @@ class LearnerMemory:
     offloads: bool
     has_critic: bool
     has_reference: bool
+    offloads_reference: bool = False
     num_adapters: int = 0
     num_adapted: int = 0
 
@@ -86,6 +88,7 @@ class LearnerMemory:
             offloads=actor.memory.offloads,
             has_critic=config.needs_critic,
             has_reference=config.needs_reference,
+            offloads_reference=actor.memory.offload_reference,
             num_adapters=0 if lora is None else shape.num_adapters(lora.targets, lora.rank),
             num_adapted=0 if lora is None else shape.num_adapted(lora.targets),
         )
@@ -98,10 +101,11 @@ class LearnerMemory:
         """
         shard, trained = self._share(self.shape.num_parameters), self._share(self._num_trained)
         critic = shard if self.has_critic else 0
-        frozen = shard if self.num_adapters or self.has_reference else 0
+        reference = 0 if self.offloads_reference else self._reference
+        frozen = self.bytes_per_number * shard if self.num_adapters else reference
         return {
             "context": CONTEXT,
-            "weights": 4 * (trained + critic) + self.bytes_per_number * frozen,
+            "weights": 4 * (trained + critic) + frozen,
             "optimizer": OFFLOADED if self.offloads else 8 * (trained + critic),
         }
 
@@ -109,7 +113,13 @@ class LearnerMemory:
     def scoring(self) -> Parts:
         """Old log-probs, reference and values: a layer at a time; compiled, with the update's graph."""
         activations = self._activations if self.compiled else self._layer
-        return {**self.resident, "gathered": self._gathered, "activations": activations + LOGITS}
+        visiting = {"reference": self._reference} if self.offloads_reference else {}
+        return {
+            **self.resident,
+            **visiting,
+            "gathered": self._gathered,
+            "activations": activations + LOGITS,
+        }
 
     @property
     def update(self) -> Parts:
@@ -135,6 +145,12 @@ class LearnerMemory:
     def most(self) -> int:
         """Bytes of the phase that needs the most."""
         return max(sum(self.scoring.values()), sum(self.update.values()))
+
+    @property
+    def _reference(self) -> int:
+        """This rank's share of a reference model of its own."""
+        has_own = self.has_reference and not self.num_adapters
+        return self.bytes_per_number * self._share(self.shape.num_parameters) if has_own else 0
 
     @property
     def _num_trained(self) -> int:
@@ -389,12 +405,18 @@ class MemoryPlan:
         least = f"actor.ppo_max_token_len_per_gpu: {longest}"
         if leanest.most <= total:
             return f"set actor.memory to {{recompute: full, accumulate: false}} and {least}"
+        offloads = "offload: true"
+        if leanest.has_reference and not leanest.num_adapters:
+            leanest, offloads = leanest.changed(offloads_reference=True), "offload_reference: true"
+            if leanest.most <= total:
+                return f"set actor.memory to {{recompute: full, accumulate: false, {offloads}}} and {least}"
+            offloads = f"offload: true, {offloads}"
         leanest = leanest.changed(offloads=True)
         for world_size in (learner.world_size, *(learner.world_size << doubled for doubled in (1, 2, 3))):
             if leanest.changed(world_size=world_size).most <= total:
                 ranks = "" if world_size == learner.world_size else f"learner.world_size to {world_size}, "
                 return (
-                    f"set {ranks}actor.memory to {{recompute: full, accumulate: false, offload: true}} and "
+                    f"set {ranks}actor.memory to {{recompute: full, accumulate: false, {offloads}}} and "
                     f"{least}"
                 )
         return (

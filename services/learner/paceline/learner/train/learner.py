@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from paceline.learner.model.compiling import CompileClock
 from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, load_critic, load_policy
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
+from paceline.learner.train.host_reference import HostReference
 from paceline.learner.train.losses import loss_function
 from paceline.learner.train.memory import MemoryRoom
 from paceline.learner.train.optimizer import N, Optimizer, Schedule, Trainable
@@ -35,7 +37,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Learner:
     """One rank's part of everything that trains; `version` counts training steps.
 
-    With adapters, `reference` is the policy's own network, which computes it without them.
+    With adapters, `reference` is the policy's own network, which computes it without them. With
+    `host_reference` its shards are in host memory except within `reference_present`.
     """
 
     config: RunConfig
@@ -48,12 +51,22 @@ class Learner:
     shared_prompts: SharedPrompts
     memory: MemoryRoom
     compile_clock: CompileClock | None = None
+    host_reference: HostReference | None = None
     version: int = 0
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids that the policy knows."""
         return int(self.actor.network.lm.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+
+    @contextmanager
+    def reference_present(self) -> Iterator[None]:
+        """Within the block the reference model can compute."""
+        if self.host_reference is None:
+            yield
+        else:
+            with self.host_reference.present():
+                yield
 
     @classmethod
     def build(cls, config: RunConfig, ranks: Ranks, notify: Callable[[str], None] = log.warning) -> Learner:
@@ -80,7 +93,7 @@ class Learner:
             lora=model.lora,
             adapter_seed=seed,
         )
-        critic = reference = None
+        critic = reference = host_reference = None
         if config.needs_critic:
             critic = load_critic(
                 config.critic.path or model.path,
@@ -101,7 +114,11 @@ class Learner:
                 random_seed=seed if random_weights else None,
             )
             reference.requires_grad_(False)
-        return cls.around(config, ranks, policy, critic=critic, reference=reference, notify=notify)
+            if config.actor.memory.offload_reference:
+                host_reference = HostReference(reference)
+        learner = cls.around(config, ranks, policy, critic=critic, reference=reference, notify=notify)
+        learner.host_reference = host_reference
+        return learner
 
     @classmethod
     def around(

@@ -34,7 +34,7 @@ def score(
         scored = _old_log_probs(learner, batches[num_unscored:])
     old = [OldLogProbs() for _ in batches[:num_unscored]] + [OldLogProbs(table) for table in scored]
     if reference is not None:
-        with stopwatch.phase("ref"), base_alone(reference):
+        with stopwatch.phase("ref"), learner.reference_present(), base_alone(reference):
             ref = [*_score_all(reference, batches, lambda b: b.table(reference(b, temperature)[0]))]
     if critic is not None:
         with stopwatch.phase("values"):

@@ -48,7 +48,7 @@ def warm_up(learner: Learner) -> None:
             _pass(values, lambda: values(batch))
     if reference is not None:
         frozen = reference
-        with torch.no_grad(), first_layers(body_of(frozen.lm)):
+        with torch.no_grad(), learner.reference_present(), first_layers(body_of(frozen.lm)):
             _pass(frozen, lambda: frozen(batch)[0])
     log.info("before the first step, %s", learner.compile_clock.take())
 

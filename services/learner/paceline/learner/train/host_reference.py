@@ -1,0 +1,54 @@
+"""The reference model in host memory (`actor.memory.offload_reference`): on its GPU only while it scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from paceline.learner.distributed.host_memory import local_part, pinned_memory
+
+
+class HostReference:
+    """This rank's shards of a network that never trains: in host memory, and on its device within `present`.
+
+    The storages on the device are emptied and filled again. The tensors themselves stay, and so does what
+    FSDP knows of them.
+
+    Args:
+        network: sharded and loaded.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        storages = [local_part(parameter).untyped_storage() for parameter in network.parameters()]
+        self._storages = [storage for storage in storages if storage.nbytes()]
+        sizes = [storage.nbytes() for storage in self._storages]
+        self._on_gpu = any(storage.device.type == "cuda" for storage in self._storages)
+        buffer = pinned_memory(sum(sizes)) if self._on_gpu else torch.empty(sum(sizes), dtype=torch.uint8)
+        self._hosts = torch.split(buffer, sizes)
+        for storage, host in zip(self._storages, self._hosts, strict=True):
+            host.copy_(_bytes_of(storage))
+        self._empty()
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Within the block the network can compute."""
+        try:
+            for storage, host in zip(self._storages, self._hosts, strict=True):
+                storage.resize_(host.nbytes)
+                _bytes_of(storage).copy_(host, non_blocking=True)
+            yield
+        finally:
+            if self._on_gpu:
+                torch.cuda.synchronize(self._storages[0].device)  # another stream may still gather them
+            self._empty()
+
+    def _empty(self) -> None:
+        for storage in self._storages:
+            storage.resize_(0)
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
