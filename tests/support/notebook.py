@@ -20,16 +20,20 @@ class CellOutput:
 
 
 def run_notebook(path: Path, parameters: dict[str, Any]) -> list[CellOutput]:
-    """The outputs of the code cells; that with the tag `parameters` sets these variables instead."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    """The outputs of all code cells. These variables are set after the cell with the tag `parameters`."""
     names: dict[str, Any] = {"__name__": "__main__"}
     outputs = []
-    for number, cell in enumerate(cell for cell in cells if cell["cell_type"] == "code"):
+    for number, cell in enumerate(code_cells(path), start=1):
+        outputs.append(_run("".join(cell["source"]), names, f"cell {number}"))
         if "parameters" in cell["metadata"].get("tags", ()):
             names |= parameters
-            continue
-        outputs.append(_run("".join(cell["source"]), names, f"cell {number}"))
     return outputs
+
+
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    """The notebook's code cells as they are stored, with their outputs."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
 def _run(source: str, names: dict[str, Any], title: str) -> CellOutput:

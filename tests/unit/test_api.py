@@ -24,7 +24,7 @@ from paceline.cli.launch import run_dir as run_dirs
 from paceline.core.errors import ConfigError, DataError, PacelineError
 from support import source
 from support.fake_controller import FakeController, serve
-from support.notebook import run_notebook
+from support.notebook import code_cells, run_notebook
 
 FAKE = Path(__file__).parents[1] / "support" / "fake_train.py"
 CONFIG: dict[str, Any] = {
@@ -210,10 +210,13 @@ def test_a_run_as_tables(tmp_path: Path) -> None:
         run.samples(1)
 
 
-def test_the_notebook_of_the_first_run(tmp_path: Path) -> None:
+def test_the_notebook_of_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["trainer.name=left", f"trainer.run_dir={tmp_path / 'run'}"]
     notebook = source.ROOT / "docs" / "first-run.ipynb"
-    left, went_on, last, curve, samples = run_notebook(notebook, {"config": CONFIG, "overrides": overrides})
+    monkeypatch.chdir(notebook.parent)
+    parameters = {"config": CONFIG, "overrides": overrides}
+    _, left, went_on, last, curve, samples = run_notebook(notebook, parameters)
+    assert Path.cwd() == source.ROOT
     assert "step 3: reward 1.500\nstep 4: reward 2.000\n" in left.text
     assert "stopped after step" in left.text
     assert went_on.text.split() == ["5", "6", "7"]
@@ -222,3 +225,14 @@ def test_the_notebook_of_the_first_run(tmp_path: Path) -> None:
     assert "in step 1, " in curve.value.title
     assert samples.text.count("  learner [-0.1, -0.25, -3.0, -0.1]") == 3
     assert samples.value == pytest.approx(0.05)
+
+
+def test_the_notebook_is_stored_as_executed_from_the_first_cell_to_the_last() -> None:
+    cells = code_cells(source.ROOT / "docs" / "first-run.ipynb")
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    kinds = [{output["output_type"] for output in cell["outputs"]} for cell in cells]
+    assert "error" not in set().union(*kinds)
+    for cell, stored in zip(cells, kinds, strict=True):
+        *_, last = "".join(cell["source"]).splitlines()
+        assert ("stream" in stored) == ("print(" in "".join(cell["source"])), cell["source"]
+        assert ("execute_result" in stored) == (last.startswith(("run.", "Curve(", "max("))), cell["source"]
