@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from paceline.core.trajectory import (
     SCHEMA_VERSION,
     GroupRefusal,
     PromptGroup,
+    RewardContext,
     ScoredHeader,
     Trajectory,
     TrajectoryHeader,
@@ -147,7 +149,9 @@ def test_every_field_is_needed(message: Message, data: st.DataObject) -> None:
 
 
 @given(
-    ANY_MESSAGE, st.integers(-5, 50).filter(lambda version: version != 4) | st.sampled_from(["4", 4.0, True])
+    ANY_MESSAGE,
+    st.integers(-5, 50).filter(lambda version: version != SCHEMA_VERSION)
+    | st.sampled_from([str(SCHEMA_VERSION), float(SCHEMA_VERSION), True]),
 )
 @settings(max_examples=40)
 def test_other_schema_versions_are_rejected(message: Message, version: object) -> None:
@@ -322,6 +326,44 @@ def test_rejections_of_trajectory_ids(header: TrajectoryHeader, trajectory_id: o
 @settings(max_examples=3)
 def test_rejections_of_scored_headers(header: ScoredHeader, fields: dict[str, Any], reason: str) -> None:
     assert rejected(header, **fields) == reason
+
+
+def row(value: bytes, count: int = 1000) -> bytes:
+    return b"\xdc" + count.to_bytes(2, "big") + value * count
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "reason"),
+    [
+        (row(b"\x80"), 4000, "too_large"),
+        (row(b"\x90"), 4000, "too_large"),
+        (row(b"\xa2ab"), 4000, "too_large"),
+        (b"\x80", 4_000_000, "not_msgpack"),  # the list's length alone is too much
+    ],
+    ids=["maps", "lists", "texts", "a list"],
+)
+def test_a_small_message_does_not_take_much_memory(value: bytes, count: int, reason: str) -> None:
+    """An empty mapping is a byte on the wire and 64 in memory: these took up to 340 MiB each."""
+    opened = b"\x83\xa6schema" + msgpack.packb(SCHEMA_VERSION) + b"\xa4kind" + msgpack.packb("scored_header")
+    message = opened + b"\xa1x\xdd" + count.to_bytes(4, "big") + value * count
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidMessageError) as caught:
+            wire.decode_scored(message)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.reason == reason
+    assert peak < 128 * 2**20
+
+
+@given(domain.trajectory_headers)
+@settings(max_examples=1, deadline=None)
+def test_a_row_with_many_values_is_read(header: TrajectoryHeader) -> None:
+    """The limit is far above what a row holds: here 300,000 values in lists of lists."""
+    extra = {"tests": [[number, number + 1] for number in range(100_000)]}
+    header = dataclasses.replace(header, context=RewardContext(ground_truth="", extra=extra))
+    assert wire.decode_trajectory_header(wire.encode_trajectory_header(header)).context.extra == extra
 
 
 @given(domain.trajectory_headers, st.sampled_from(["nested", "nan", "bytes"]))

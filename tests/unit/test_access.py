@@ -249,6 +249,25 @@ def test_a_flood_without_a_token_does_not_grow_the_server(server: Server) -> Non
     assert server.ask(HEALTH, certificate="client", token="") is StatusCode.OK
 
 
+@pytest.mark.parametrize("certificate", ["none", "learner"])
+def test_messages_that_are_refused_once_they_are_read_are_not_kept(
+    server: Server, reward_server: Server, certificate: str
+) -> None:
+    """With a token; they are no messages, or the role is wrong. The server kept 25 of them at a time."""
+    there = reward_server if certificate == "none" else server
+    method, code = (
+        (REWARD[1], StatusCode.INVALID_ARGUMENT)
+        if certificate == "none"
+        else ("/paceline.rpc.v1.LearnerService/TrainStep", StatusCode.PERMISSION_DENIED)
+    )
+    process = psutil.Process(there.pid)
+    before = most = process.memory_info().rss
+    for _ in range(48):
+        assert there.ask(method, certificate=certificate, token=SECRET, message=BIG) is code
+        most = max(most, process.memory_info().rss)
+    assert (most - before) / 2**20 < GROWTH_MIB
+
+
 def _rows(heading: str) -> dict[str, str]:
     section = DOCS.read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
     cells = (re.split(r"\s*\|\s*", line.strip("| ")) for line in section.splitlines() if line.startswith("|"))

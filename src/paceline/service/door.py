@@ -80,6 +80,26 @@ def _open(handler: Any, reads: asyncio.Semaphore) -> Any:
     )
 
 
+class _WrongRoleError(Exception):
+    """A caller's certificate does not open the method."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Refusal:
+    """How a call ends. Not an exception: gRPC keeps what aborts a call in a cycle, with the frames it passed.
+
+    Until the garbage collector ran, hundreds of calls that were refused would keep their messages.
+    """
+
+    code: grpc.StatusCode
+    message: str
+    metadata: tuple[tuple[str, str | bytes], ...] = ()
+
+    async def end(self, context: Any) -> None:
+        """Ends the call. Called outside of `except`, where the error's frames would be kept too."""
+        await context.abort(self.code, self.message, trailing_metadata=self.metadata)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Guard:
     method: str
@@ -92,20 +112,22 @@ class _Guard:
         """The method without its package's slash."""
         return self.method.removeprefix("/")
 
-    async def admit(self, raw: bytes, context: Any) -> Any:
+    def admit(self, raw: bytes, context: Any) -> Any:
         """The request, parsed only for a caller whose certificate opens the method, where that counts."""
-        await self.check(context)
+        self.check(context)
         return self.read(raw)
 
-    async def check(self, context: Any) -> None:
-        """Ends the call of a caller whose certificate does not open the method, or whose term is over."""
+    def check(self, context: Any) -> None:
+        """Refuses a caller whose certificate does not open the method, or whose term is over.
+
+        Raises:
+            _WrongRoleError, ProtocolError: as said.
+        """
         if self.checks_role and not certificate_admits(
             self.method, context.auth_context().get(_CERTIFICATE_NAMES, ())
         ):
             roles = ", ".join(sorted(callers(self.method) or ()))
-            await context.abort(
-                grpc.StatusCode.PERMISSION_DENIED, f"{self.name} needs a certificate of role {roles}"
-            )
+            raise _WrongRoleError(f"{self.name} needs a certificate of role {roles}")
         self.terms.check(context.invocation_metadata())
 
     def read(self, raw: bytes) -> Any:
@@ -121,16 +143,19 @@ class _Guard:
                 f"{self.name}: request cannot be parsed", reason="unparsable"
             ) from error
 
-    async def refuse(self, context: Any, error: Exception) -> None:
+    def refusal(self, error: Exception) -> _Refusal:
+        """How a call ends that raised an error, which is logged."""
+        if isinstance(error, _WrongRoleError):
+            return _Refusal(code=grpc.StatusCode.PERMISSION_DENIED, message=str(error))
         if isinstance(error, NotImplementedError):
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{self.name} is not served here")
+            return _Refusal(code=grpc.StatusCode.UNIMPLEMENTED, message=f"{self.name} is not served here")
         if isinstance(error, PacelineError):
             log.info("%s answered %s: %s", self.name, type(error).__name__, one_line(str(error)))
         else:
             log.error("%s failed", self.name, exc_info=error)
             error = PacelineError(f"{self.name} failed: {type(error).__name__}: {error}")
         code, message = errors.status_code(error), errors.clip(str(error))
-        await context.abort(code, message, trailing_metadata=errors.to_metadata(error))
+        return _Refusal(code=code, message=message, metadata=errors.to_metadata(error))
 
 
 def _wrap(handler: Any, guard: _Guard) -> Any:
@@ -148,18 +173,23 @@ def _wrap(handler: Any, guard: _Guard) -> Any:
 
 
 def _guard_unary(inner: Any, guard: _Guard) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def method(raw: bytes, context: Any) -> Any:
+    async def answer(request: Any, context: Any) -> Any:
         parent = _traceparent(context)
+        if not parent:
+            return await inner(request, context)
+        with telemetry.span(guard.name, traceparent=parent, attributes={"rpc.system": "grpc"}):
+            return await inner(request, context)
+
+    async def method(raw: bytes, context: Any) -> Any:
         try:
-            request = await guard.admit(raw, context)
-            if not parent:
-                return await inner(request, context)
-            with telemetry.span(guard.name, traceparent=parent, attributes={"rpc.system": "grpc"}):
-                return await inner(request, context)
+            return await answer(guard.admit(raw, context), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary: every error is answered, or logged too
-            await guard.refuse(context, error)
+            refusal = guard.refusal(error)
+        del raw
+        await refusal.end(context)
+        return None
 
     return method
 
@@ -167,13 +197,15 @@ def _guard_unary(inner: Any, guard: _Guard) -> Callable[[Any, Any], Awaitable[An
 def _guard_stream(inner: Any, guard: _Guard) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def method(raw: bytes, context: Any) -> AsyncIterator[Any]:
         try:
-            answers = inner(await guard.admit(raw, context), context)
-            async for answer in _checked(answers, guard):
+            async for answer in _checked(inner(guard.admit(raw, context), context), guard):
                 yield answer
+            return
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - as above
-            await guard.refuse(context, error)
+            refusal = guard.refusal(error)
+        del raw
+        await refusal.end(context)
 
     return method
 
@@ -181,14 +213,16 @@ def _guard_stream(inner: Any, guard: _Guard) -> Callable[[Any, Any], AsyncIterat
 def _guard_duplex(inner: Any, guard: _Guard) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def method(raw_requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
         try:
-            await guard.check(context)
+            guard.check(context)
             requests = (guard.read(raw) async for raw in raw_requests)
             async for answer in _checked(inner(requests, context), guard):
                 yield answer
+            return
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - as above
-            await guard.refuse(context, error)
+            refusal = guard.refusal(error)
+        await refusal.end(context)
 
     return method
 

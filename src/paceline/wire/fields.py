@@ -30,6 +30,8 @@ class Limits:
         max_samples: of a prompt group.
         max_items: of any other list or mapping: stop tokens, reward components.
         max_depth: of nesting in a reward context's `extra`.
+        max_values: in all lists and mappings of a message, which count too: an empty mapping is a byte on the
+            wire and 64 in memory.
     """
 
     max_bytes: int = 64 * 2**20
@@ -38,6 +40,7 @@ class Limits:
     max_samples: int = 4096
     max_items: int = 1024
     max_depth: int = 8
+    max_values: int = 2**20
 
 
 DEFAULT_LIMITS = Limits()
@@ -73,8 +76,19 @@ def unpack(kinds: str | tuple[str, ...], data: bytes, limits: Limits) -> Fields:
     kind = allowed[0]
     if len(data) > limits.max_bytes:
         reject(kind, "too_large", f"{len(data)} bytes, at most {limits.max_bytes} are accepted")
+    count = _Count(limits.max_values)
     try:
-        content = msgpack.unpackb(data, raw=False)
+        content = msgpack.unpackb(
+            data,
+            raw=False,
+            object_hook=count.mapping,
+            list_hook=count.items,
+            # Memory for a list is taken when its length is read, before its items.
+            max_array_len=limits.max_values,
+            max_map_len=limits.max_values,
+        )
+    except _TooManyError:
+        reject(kind, "too_large", f"over {limits.max_values} values in its lists and mappings")
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         reject(kind, "not_msgpack", f"{len(data)} bytes that are not one msgpack value ({error})")
     if not isinstance(content, dict):
@@ -85,6 +99,32 @@ def unpack(kinds: str | tuple[str, ...], data: bytes, limits: Limits) -> Fields:
     if content.get("kind") not in allowed:
         reject(kind, "wrong_kind", f"the message says that it is {content.get('kind')!r}")
     return Fields(content["kind"], content, limits)
+
+
+class _TooManyError(Exception):
+    """A message holds more values than are accepted."""
+
+
+class _Count:
+    """Ends the decoding of a message that holds too many values."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self, max_values: int) -> None:
+        self._left = max_values
+
+    def mapping(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        self._use(1 + len(value))
+        return value
+
+    def items(self, value: list[Any]) -> list[Any]:
+        self._use(1 + len(value))
+        return value
+
+    def _use(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise _TooManyError
 
 
 def reject(kind: str, reason: str, detail: str) -> NoReturn:
