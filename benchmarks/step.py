@@ -52,6 +52,7 @@ def even_words(response: str, ground_truth: str, **extra: object) -> float:
     words = response.split()
     return sum(word.endswith(tuple("02468")) for word in words) / max(1, len(words))
 '''
+MEMORY = "perf/memory_gib/"
 PHASES = (
     ("generation", "timing_s/gen"),
     ("reward, beyond generation", "timing_s/reward"),
@@ -276,7 +277,8 @@ def report(
     """Prints the tables."""
     console = Console(width=130)
     console.print(phases(args, metrics, num_steps))
-    for name, words in (throughput(args, metrics) | utilisation(metrics, rates) | weights(metrics)).items():
+    lines = throughput(args, metrics) | utilisation(metrics, rates) | weights(metrics) | memory(metrics)
+    for name, words in lines.items():
         console.print(f"{name}: {words}")
     console.print(f"{os.cpu_count()} cores")
 
@@ -353,7 +355,19 @@ def weights(metrics: Mapping[str, float]) -> dict[str, str]:
         "weights/transfer_ms",
         "weights/digest_ms",
     )
-    return {name: f"{metrics[name]:.3g}" for name in names if name in metrics}
+    words = {name: f"{metrics[name]:.3g}" for name in names if name in metrics}
+    if "weights/bytes" in metrics:
+        words["weights/bytes"] = f"{metrics['weights/bytes']:,.0f}"
+    return words
+
+
+def memory(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The most memory that tensors of a learner rank took, by phase; nothing on a CPU."""
+    peaks = {
+        name.removeprefix(MEMORY): f"{gib:.1f}" for name, gib in metrics.items() if name.startswith(MEMORY)
+    }
+    phases = ", ".join(f"{name} {peak}" for name, peak in peaks.items())
+    return {"most memory of a learner rank, GiB": phases} if peaks else {}
 
 
 if __name__ == "__main__":
