@@ -20,9 +20,11 @@ pytestmark = [
 
 
 def test_the_engines_log_probs_are_the_learners_and_others_are_a_fault(tmp_path: Path) -> None:
-    """A Gemma 2: its softcaps and windows would show."""
+    """A Gemma 2, whose softcaps and windows would show, with few positions: the engine may take no more."""
     model, kept = tmp_path / "model", tmp_path / "kept"
-    family_config("gemma2").save_pretrained(model)
+    gemma = family_config("gemma2")
+    gemma.max_position_embeddings = 64
+    gemma.save_pretrained(model)
     kept.mkdir()
     run = config(model={"path": str(model), "load_format": "random"})
     assert "packed log-probs are those of each sequence alone" in service_checks.self_test(run, kept)

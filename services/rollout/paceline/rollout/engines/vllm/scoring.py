@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from paceline.core.errors import EnvironmentLackError, ModelError
+from paceline.core.text import one_line
 from paceline.rollout.engines.vllm import environment
 
 TOLERANCE = 1e-3
@@ -73,11 +77,28 @@ def _engine(folder: Path) -> Any:
             dtype="float32",
             enforce_eager=True,
             generation_config="vllm",
-            max_model_len=_MAX_LENGTH,
+            max_model_len=_max_length(folder),
             max_num_seqs=8,
             kv_cache_memory_bytes=_KV_CACHE_BYTES,
             enable_prefix_caching=False,
             disable_log_stats=True,
         )
     except (ValueError, RuntimeError, OSError, TypeError, AssertionError, NotImplementedError) as error:
-        raise ModelError(f"vLLM does not run this model ({type(error).__name__}: {error})") from error
+        raise ModelError(
+            f"vLLM does not run this model ({type(error).__name__}: {_reason(error)})"
+        ) from error
+
+
+def _max_length(folder: Path) -> int:
+    """The engine's longest row: vLLM refuses more positions than the model has."""
+    tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    sections = (tree, tree.get("text_config") or {})
+    limits = [section.get("max_position_embeddings") for section in sections]
+    return min(_MAX_LENGTH, *(limit for limit in limits if isinstance(limit, int)))
+
+
+def _reason(error: Exception) -> str:
+    """What the error says, on one line; of pydantic's, the faults without their inputs and addresses."""
+    if isinstance(error, ValidationError):
+        return one_line("; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors()))
+    return one_line(str(error))
