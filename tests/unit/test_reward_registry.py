@@ -51,6 +51,7 @@ def test_file_function_sees_its_neighbours_and_its_dataclasses(tmp_path: Path) -
             "gsm9k",
             "no built-in reward function 'gsm9k': write exact_match, gsm8k, math_verify, or module:function",
         ),
+        ("length.py", "'length.py' names a file, but no function in it: write length.py:FUNCTION"),
         ("no_such_module:f", "no module 'no_such_module' on the Python path"),
         ("support.no_such:f", "no module 'support.no_such' on the Python path"),
         ("no/such.py:f", "no file no/such.py"),

@@ -49,7 +49,11 @@ MINIMAL = {
         ("actor.optim.lr=fast", "actor.optim.lr='fast': Input should be a valid number"),
         ("trainer.total_steps=0", "trainer.total_steps=0: Input should be greater than 0"),
         ("rollout.top_p=0.9", "top_p=0.9, top_k=0: truncated sampling"),
-        ("actor.ppo_mini_batch_size=24", "actor.ppo_mini_batch_size=24 must divide data.train_batch_size=64"),
+        (
+            "actor.ppo_mini_batch_size=24",
+            "actor.ppo_mini_batch_size=24 must divide data.train_batch_size=64, as 8 does",
+        ),
+        ("trainer.loggers=wandb", "trainer.loggers='wandb': must be a list, say [wandb]"),
         ("reward.functions=[]", "no scorer: name at least one"),
         ("actor.ppo_max_token_len_per_gpu=100", "cannot hold one sequence"),
         ("actor.clip_ratio_c=1.1", "must exceed 1 + the upper clip range"),

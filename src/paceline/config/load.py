@@ -174,6 +174,8 @@ def _explain(kind: type[BaseModel], fault: dict[str, Any]) -> str:
     if fault["type"] == "union_tag_invalid":
         return f"{where}: {fault['ctx']['tag']!r} is not known; choose one of {', '.join(_types(kind, path))}"
     message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "tuple_type":
+        message = f"must be a list, say [{fault.get('input')}]"
     if where == "(whole)":
         return message
     # A rule over a whole section names its keys itself; the section's other values are no help.

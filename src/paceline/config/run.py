@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -204,7 +205,10 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         batch, mini = self.data.train_batch_size, self.actor.ppo_mini_batch_size
         if batch % mini:
-            raise ValueError(f"actor.ppo_mini_batch_size={mini} must divide data.train_batch_size={batch}")
+            raise ValueError(
+                f"actor.ppo_mini_batch_size={mini} must divide data.train_batch_size={batch}, as "
+                f"{math.gcd(batch, mini)} does"
+            )
         if self.critic.ppo_mini_batch_size is not None and batch % self.critic.ppo_mini_batch_size:
             raise ValueError(
                 f"critic.ppo_mini_batch_size={self.critic.ppo_mini_batch_size} must divide "

@@ -149,7 +149,7 @@ def test_the_first_row_is_scored_with_its_ground_truth_as_the_response(
     said = preflight._rewards(config(data=DATA, reward={"functions": functions}))
     assert said == (
         "mine.py:marked, exact_match\n      the first row's ground truth as a response: marked 0, "
-        "marked/bare 1, exact_match 1; 0 means that more is wanted than the answer alone"
+        "marked/bare 1, exact_match 1; 0 is right only if the function wants more than the bare answer"
     )
     said = preflight._rewards(config(data=DATA, reward={"functions": [{"name": "mine.py:fails"}]}))
     assert "as a response: raised: " in said

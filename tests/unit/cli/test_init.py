@@ -37,6 +37,7 @@ def test_columns_and_the_chat_template_are_looked_for(project: Path) -> None:
     assert (config.data.prompt_key, config.data.ground_truth_key) == ("question", "reward_model.ground_truth")
     assert config.data.prompt_format == "chat"
     assert config.reward.functions[0].name == "gsm8k"
+    assert config.reward.functions[0].kwargs == {"method": "flexible"}
 
 
 @pytest.mark.parametrize(

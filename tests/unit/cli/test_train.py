@@ -33,7 +33,15 @@ from support.cli_configs import config
         (["run.yaml", "trainer.total_steps=many"], "trainer.total_steps='many'"),
         (["run.yaml", "trainer.total_steps"], "must look like dotted.key=value"),
         (["run.yaml", "data.train_files=gone.parquet"], "data file gone.parquet does not exist"),
-        (["run.yaml", "model.path=gone"], "model folder gone does not exist"),
+        (["run.yaml", "model.path=gone"], "model folder gone does not exist; set model.path"),
+        (
+            ["run.yaml", "model.path=examples/arithmetic/start"],
+            "model folder examples/arithmetic/start does not exist; `make demo-start` makes it",
+        ),
+        (
+            ["run.yaml", "data.val_files=examples/arithmetic/data/val.parquet"],
+            "data file examples/arithmetic/data/val.parquet does not exist; `make demo-start` makes it",
+        ),
         (["run.yaml", "data.max_prompt_length=60"], "exceed the model's max_position_embeddings=64"),
         (
             ["run.yaml", "reward.services=[{name: far, address: '127.0.0.1:1'}]"],
@@ -50,6 +58,17 @@ def test_train_refuses_in_one_sentence(
     assert sentence in err
     assert "\n" not in err
     assert not (project / "runs").exists(), "nothing is made for a run that cannot start"
+
+
+@pytest.mark.parametrize(
+    ("command", "lacking"), [("train", "CONFIG.yaml"), ("reward", "RESPONSE, GROUND_TRUTH")]
+)
+def test_what_may_be_left_out_is_not_called_required(
+    capsys: pytest.CaptureFixture[str], command: str, lacking: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, *(["gsm8k"] if command == "reward" else [])])
+    assert capsys.readouterr().err.endswith(f"the following arguments are required: {lacking}\n")
 
 
 @pytest.mark.parametrize("command", ["train", "check"])

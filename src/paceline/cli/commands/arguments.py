@@ -26,7 +26,7 @@ def add_config(parser: argparse.ArgumentParser, *, description: str) -> None:
     """Adds CONFIG.yaml as `config` and the dotted overrides as `overrides`."""
     parser.add_argument("config", metavar="CONFIG.yaml", help=description)
     parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="override a value of the file"
+        "overrides", nargs="*", default=[], metavar="dotted.key=value", help="override a value of the file"
     )
     parser.add_argument(
         "--offline",

@@ -185,13 +185,19 @@ model:
 rollout:
   n: 8                         # samples per prompt
 reward:
-  functions: [{{name: {_word(answers["reward"])}}}]
+  functions: [{_reward(answers["reward"])}
 trainer:
   name: {_name(answers["file"])}
   total_steps: {int(answers["steps"])}
   test_freq: 10                # with val_files: validate every so many steps
   save_freq: 50                # checkpoint every so many steps; Ctrl-C saves one, too
 """
+
+
+def _reward(name: str) -> str:
+    if name == "gsm8k":  # most prompts do not ask for the data set's own form
+        return "{name: gsm8k, kwargs: {method: flexible}}]  # the last number; strict: the one after ####"
+    return f"{{name: {_word(name)}}}]"
 
 
 def _has_chat_template(model: str) -> bool:

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("response", metavar="RESPONSE", help="the model's answer")
     parser.add_argument("ground_truth", metavar="GROUND_TRUTH", help="the expected answer")
-    parser.add_argument("extra", nargs="*", metavar="key=value", help="further arguments of the function")
+    parser.add_argument(
+        "extra", nargs="*", default=[], metavar="key=value", help="further arguments of the function"
+    )
     parser.add_argument(
         "--group",
         action="store_true",

@@ -23,7 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument("hosts", metavar="HOSTS.yaml", help="the hosts, and what runs on each")
     parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="override a value of the run's configuration"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="dotted.key=value",
+        help="override a value of the run's configuration",
     )
     arguments.add_form(parser)
 

@@ -60,4 +60,5 @@ async def _score(functions: Sequence[FunctionSpec], item: ScoreItem, timeout_s: 
         return f"{score.error[0].value}: {score.error[1]}"
     values = ", ".join(f"{name} {value:g}" for name, value in score.components.items())
     wants_more = any(score.components.get(function.name) == 0 for function in functions)
-    return f"{values}; 0 means that more is wanted than the answer alone" if wants_more else values
+    doubt = "; 0 is right only if the function wants more than the bare answer"
+    return values + doubt if wants_more else values

@@ -127,7 +127,14 @@ def _data_files(config: RunConfig) -> None:
     data = config.data
     for file in (*local_files(data.train_files, "train"), *local_files(data.val_files, "val")):
         if not file.is_file():
-            raise DataError(f"data file {file} does not exist; correct data.train_files or data.val_files")
+            remedy = _how_to_make(file) or "correct data.train_files or data.val_files"
+            raise DataError(f"data file {file} does not exist; {remedy}")
+
+
+def _how_to_make(path: Path) -> str:
+    """The command that makes an input of the demo, which the recipes use too; "" for any other path."""
+    made = (Path("examples/arithmetic") / name for name in ("data", "model", "start"))
+    return "`make demo-start` makes it" if any(path.is_relative_to(folder) for folder in made) else ""
 
 
 def _engine(config: RunConfig) -> str:
@@ -145,9 +152,8 @@ def _model_config(config: RunConfig) -> dict[str, Any]:
     """
     folder = Path(local_model(config.model, "controller").path)
     if not folder.is_dir():
-        raise ModelError(
-            f"model folder {folder} does not exist; set model.path to a folder in the Hugging Face layout"
-        )
+        remedy = _how_to_make(folder) or "set model.path to a folder in the Hugging Face layout"
+        raise ModelError(f"model folder {folder} does not exist; {remedy}")
     try:
         tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -220,8 +226,8 @@ def _prompts(config: RunConfig, split: str) -> str:
     kept, batch = len(prompts.prompts), data.train_batch_size
     if split == "train" and kept < batch:
         raise DataError(
-            f"{kept} training prompts do not fill one batch of data.train_batch_size={batch}; lower it or "
-            "add prompts"
+            f"{kept} training prompts do not fill one batch of data.train_batch_size={batch}; lower it, and "
+            "actor.ppo_mini_batch_size with it, or add prompts"
         )
     longest = max(len(prompt.token_ids) for prompt in prompts.prompts.values())
     facts = f"{kept} kept, {prompts.num_filtered} left out as too long, the longest has {longest} tokens"

@@ -61,6 +61,8 @@ def load(reference: str, arguments: Mapping[str, object], *, group: bool = False
 
 def _import_target(reference: str) -> object:
     place, _, name = reference.rpartition(":")
+    if reference.endswith(".py"):
+        raise ConfigError(f"{reference!r} names a file, but no function in it: write {reference}:FUNCTION")
     if not place or not name:
         raise ConfigError(
             f"there is no built-in reward function {reference!r}: write {', '.join(BUILTIN_NAMES)}, or "
