@@ -130,6 +130,9 @@ NEEDLESS: dict[str, str] = {
         "the caller's deadline cancels it; so does a higher attempt"
     ),
     "paceline.service.children.frames:receive: stream.readexactly": "the callers wait for it with a deadline",
+    "paceline.reward.remote.merging:Merger.ask: await waiting.answer": (
+        "its turn comes when a call ends, each of which has a deadline; close() ends the wait"
+    ),
     "paceline.reward.remote.client:call_score: reward_pb2_grpc.RewardServiceStub(channel).Score": (
         "named here and called in the next line, with a deadline"
     ),

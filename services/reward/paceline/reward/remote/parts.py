@@ -13,10 +13,16 @@ Placed = tuple[int, ScoreItem]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """The items of one call; cut from those of a larger call, or not."""
+    """The items of one call.
+
+    Attributes:
+        is_cut: from a larger call that failed.
+        is_alone: makes a call by itself: a merged call with it failed.
+    """
 
     items: Sequence[Placed]
     is_cut: bool = False
+    is_alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

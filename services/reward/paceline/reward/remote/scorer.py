@@ -26,6 +26,7 @@ from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.remote.breaker import Breaker
 from paceline.reward.remote.client import call_score
 from paceline.reward.remote.handshake import Handshake
+from paceline.reward.remote.merging import Merger, Request, Results
 from paceline.reward.remote.parts import Cutter, Part
 from paceline.reward.scorer import ScorerSettings, to_nobody
 from paceline.reward.scores import Score, failed, score_of
@@ -89,6 +90,7 @@ class _Outcome:
 
     scores: Sequence[tuple[int, Score]]
     fault: _Fault | None = None
+    was_merged: bool = False
 
 
 class RemoteScorer:
@@ -98,9 +100,14 @@ class RemoteScorer:
         self.options = options
         self._peer = f"reward service {options.name} at {options.address}"
         self._channel: grpc.aio.Channel | None = None
-        self._calls = asyncio.Semaphore(options.concurrency)
-        self._cutter = Cutter(
-            room=int(options.max_message_bytes * _MESSAGE_SHARE), by_group=options.shape.group
+        room = int(options.max_message_bytes * _MESSAGE_SHARE)
+        self._cutter = Cutter(room=room, by_group=options.shape.group)
+        self._merger = Merger(
+            self._ask,
+            concurrency=options.concurrency,
+            # What a bad item did to the others of its call can only be mended by further calls.
+            max_items=options.max_items_per_call if options.retry_for_s else 0,
+            room=room,
         )
         self._breaker = Breaker(self._peer, notify)
         self._handshake = Handshake(self._peer, options.shape, timeout_s=options.timeout_s)
@@ -155,6 +162,7 @@ class RemoteScorer:
         """Closes the connection."""
         channel, self._channel = self._channel, None
         if channel is not None:
+            await self._merger.close()
             await channel.close()
             await self._handshake.close()
 
@@ -163,7 +171,8 @@ class RemoteScorer:
 
         Calls that ran out of time, and calls that the service refused, are made again with fewer and fewer
         items, so that a slow or a bad item does not make the others fail. Calls that did not reach the
-        service, or came when it had too much to do, are made again as they were.
+        service, or came when it had too much to do, are made again as they were. Items of several calls of
+        this method go to the service together when its `concurrency` is used up.
 
         Raises:
             RewardError: UNAVAILABLE, when the connection is closed or was not opened.
@@ -193,6 +202,8 @@ class RemoteScorer:
             match outcome.fault:
                 case _Fault.UNREACHABLE:
                     again.append(part)
+                case _Fault.SLOW | _Fault.REFUSED if outcome.was_merged:
+                    again.append(replace(part, is_alone=True))
                 case _Fault.SLOW | _Fault.REFUSED if len(self._cutter.units(part.items)) > 1:
                     if not (refuses_all and part.is_cut):
                         again += self._cutter.cut(part.items, max(1, len(part.items) // _SPLIT), is_cut=True)
@@ -217,32 +228,28 @@ class RemoteScorer:
         if self._channel is None:
             raise RewardError(f"{self._peer}: the connection is not open", kind=RewardErrorKind.UNAVAILABLE)
         options = self.options
-        items = [item for _, item in part.items]
-        results: Sequence[ScoreResult | PacelineError]
-        started, fault = time.monotonic(), None
-        async with self._calls:
-            try:
-                results = await self._ask(self._channel, items, run_id, step, until)
-            except PacelineError as error:
-                results = [self._explained(error)] * len(items)
-                fault = _fault_of(error)
-        seconds = time.monotonic() - started
+        answer = await self._merger.ask(Request(part=part, run_id=run_id, step=step, until=until))
+        results, fault = answer.results, None
+        if isinstance(results, PacelineError):
+            fault = _fault_of(results)
+            results = [self._explained(results)] * len(part.items)
         scores = [
-            (index, score_of(item, result, name=options.name, shape=options.shape, seconds=seconds))
+            (index, score_of(item, result, name=options.name, shape=options.shape, seconds=answer.seconds))
             for (index, item), result in zip(part.items, results, strict=True)
         ]
-        return _Outcome(scores=scores, fault=fault)
+        return _Outcome(scores=scores, fault=fault, was_merged=answer.was_merged)
 
-    async def _ask(
-        self, channel: grpc.aio.Channel, items: Sequence[ScoreItem], run_id: str, step: int, until: float
-    ) -> Sequence[ScoreResult | RewardError]:
-        if not await self._breaker.admit(until):
+    async def _ask(self, items: Sequence[ScoreItem], request: Request) -> Results:
+        channel = self._channel
+        if channel is None:
+            raise RewardError(f"{self._peer}: the connection is not open", kind=RewardErrorKind.UNAVAILABLE)
+        if not await self._breaker.admit(request.until):
             raise PeerLostError(self._breaker.explanation, peer=self._peer)
         try:
             await self._handshake.shake(channel)
             refused = self._handshake.refused(items)
             asked = [item for item in items if item.trajectory_id not in refused]
-            answers = iter(await self._score(channel, asked, run_id, step) if asked else [])
+            answers = iter(await self._score(channel, asked, request) if asked else [])
             results = [refused.get(item.trajectory_id) or next(answers) for item in items]
         except (DeadlineError, PeerLostError) as error:
             self._breaker.failed(str(error))
@@ -258,10 +265,15 @@ class RemoteScorer:
         return results
 
     async def _score(
-        self, channel: grpc.aio.Channel, items: Sequence[ScoreItem], run_id: str, step: int
+        self, channel: grpc.aio.Channel, items: Sequence[ScoreItem], request: Request
     ) -> Sequence[ScoreResult | RewardError]:
         return await call_score(
-            channel, items, run_id=run_id, step=step, timeout_s=self.options.timeout_s, peer=self._peer
+            channel,
+            items,
+            run_id=request.run_id,
+            step=request.step,
+            timeout_s=self.options.timeout_s,
+            peer=self._peer,
         )
 
     async def check(self) -> None:
