@@ -27,7 +27,7 @@ from paceline.learner.model.lora import LoraLinear, adapter_names, base_alone, i
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.learner import Learner
 from support.learner_fakes import run_config
-from support.learner_scenarios import save, train
+from support.learner_scenarios import save, take_step, train
 from support.learner_shapes import rows_with_holes
 
 ADAPTERS = {"lora": {"rank": 4, "alpha": 8.0}}
@@ -118,6 +118,19 @@ def test_merged_weights_compute_what_adapters_do(trained: Learner) -> None:
     assert torch.allclose(merged, adapted, atol=1e-4)
     assert (base - adapted).abs().max() > 1e-2
     assert torch.equal(_log_probs(network), adapted)
+
+
+def test_rows_with_adapters_can_share_their_prompt(model: Path, ranks: Ranks) -> None:
+    """The check of the first shared batch looks at gradients, and what is frozen has none."""
+    plain = _config(model)
+    shared = plain.model_copy(update={"actor": plain.actor.model_copy(update={"shared_prompts": "on"})})
+    learner = Learner.build(shared, ranks)
+    metrics = take_step(learner, 1).metrics
+    assert metrics["timing_s/shared_prompts"] > 0
+    assert metrics["perf/computed_share"] < 1
+    expected = take_step(Learner.build(plain, ranks), 1).metrics
+    for name in ("actor/grad_norm", "actor/entropy", "actor/pg_loss"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=2e-6), name
 
 
 def test_a_checkpoint_holds_the_adapters_and_a_run_goes_on_from_it(

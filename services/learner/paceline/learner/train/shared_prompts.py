@@ -120,7 +120,8 @@ def compare(network: PolicyNetwork, rows: Sequence[PackedRow], ranks: Ranks) -> 
         masked = batch.table(log_probs).where(batch.mask, 0.0)
         torch.autograd.backward(masked.sum())
         tables.append(masked.detach().double())
-        gradients.append([_local(parameter.grad) for parameter in network.parameters()])
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        gradients.append([_local(parameter.grad) for parameter in trained])
         network.zero_grad(set_to_none=True)
     count = batch.mask.sum().double()
     shared, plain = gradients
