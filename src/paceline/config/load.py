@@ -163,7 +163,7 @@ def _number(text: str) -> object:
 
 
 def _explain(kind: type[BaseModel], fault: dict[str, Any]) -> str:
-    path, _ = _place(kind, fault["loc"])
+    path, section = _place(kind, fault["loc"])
     where = ".".join(path) or "(whole)"
     if fault["type"] == "extra_forbidden":
         return f"unknown key {where}; {_hint(kind, fault['loc'])}"
@@ -176,6 +176,8 @@ def _explain(kind: type[BaseModel], fault: dict[str, Any]) -> str:
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "tuple_type":
         message = f"must be a list, say [{fault.get('input')}]"
+    if fault["type"] == "model_type" and section is not None:
+        message = f"must be a section, say {_section_for(section, fault.get('input'))}"
     if where == "(whole)":
         return message
     # A rule over a whole section names its keys itself; the section's other values are no help.
@@ -184,6 +186,14 @@ def _explain(kind: type[BaseModel], fault: dict[str, Any]) -> str:
         if isinstance(fault.get("input"), Mapping)
         else f"{where}={fault.get('input')!r}: {message}"
     )
+
+
+def _section_for(section: type[BaseModel], given: object) -> str:
+    """The section that a plain value in its place was probably meant to be, as YAML."""
+    key = next((key for key in ("name", "path") if key in section.model_fields), None)
+    if key is None or not isinstance(given, str):
+        return f"{{{key or next(iter(section.model_fields))}: ...}}"
+    return f"{{{key}: {given}}}"
 
 
 def _hint(kind: type[BaseModel], loc: Sequence[str | int]) -> str:

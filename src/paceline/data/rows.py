@@ -49,9 +49,7 @@ def first_row(file: str | Path) -> Row:
         DataError: the file is unreadable.
     """
     path = Path(file)
-    if not path.is_file():
-        raise DataError(f"data file {path} does not exist; correct the path, or make the file first")
-    if path.suffix != ".parquet":
+    if not _is_parquet(path):
         with path.open("rb") as lines:
             return next((_object(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()), {})
     import pyarrow
@@ -68,13 +66,18 @@ def first_row(file: str | Path) -> Row:
 
 
 def _read_file(path: Path, required: tuple[str, ...]) -> list[Row]:
+    return _read_parquet(path, required) if _is_parquet(path) else _read_jsonl(path, required)
+
+
+def _is_parquet(path: Path) -> bool:
+    """Whether a file is parquet rather than JSONL, by its suffix."""
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; correct the path, or make the file first")
-    if path.suffix == ".parquet":
-        return _read_parquet(path, required)
-    if path.suffix in (".jsonl", ".ndjson"):
-        return _read_jsonl(path, required)
-    raise DataError(f"data file {path}: cannot tell the format from {path.suffix!r}; use .parquet or .jsonl")
+    if path.suffix not in (".parquet", ".jsonl", ".ndjson"):
+        raise DataError(
+            f"data file {path}: cannot tell the format from {path.suffix!r}; use .parquet or .jsonl"
+        )
+    return path.suffix == ".parquet"
 
 
 def _read_parquet(path: Path, required: tuple[str, ...]) -> list[Row]:

@@ -123,7 +123,8 @@ def test_ctrl_d_ends_the_questions(
         (["run.yaml"], "run.yaml exists"),
         (["a.yaml"], "model (a folder, or a name on the hub) is missing: give --model"),
         (["a.yaml", "--model", "model", "--data", "gone.jsonl"], "gone.jsonl does not exist; correct --data"),
-        (["a.yaml", "--model", "model", "--data", "odd.jsonl"], "prompt is missing: give --prompt-key"),
+        (["a.yaml", "--model", "model", "--data", "odd.jsonl"], "is missing: give --prompt-key, one of text"),
+        (["a.yaml", "--model", "model", "--data", "a.csv"], "a.csv: cannot tell the format from '.csv'"),
         (
             ["a.yaml", "--model", "model", "--data", "train.parquet", "--steps", "0"],
             "0' is not a whole number from 1; correct --steps",
@@ -134,6 +135,7 @@ def test_what_it_cannot_know_it_says(
     project: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     (project / "odd.jsonl").write_text('{"text": "x"}\n')
+    (project / "a.csv").write_text("question,answer\n")
     assert main(["init", *words]) == 2
     assert said in capsys.readouterr().err
     assert not (project / "a.yaml").exists()

@@ -86,6 +86,7 @@ class _Question:
     name: str
     words: str
     default: str = ""
+    choices: Sequence[str] = ()
     fault: Callable[[str], str] = lambda answer: ""
 
     @property
@@ -132,8 +133,18 @@ def run(args: argparse.Namespace) -> int:
         _answer(question, answers, ask)
     row = first_row(local_files([answers["data"]], "train")[0])
     for question in (
-        _Question(name="prompt_key", words="Column with the prompt", default=_known(row, _PROMPTS)),
-        _Question(name="ground_truth_key", words="Column with the answer", default=_known(row, _TRUTHS)),
+        _Question(
+            name="prompt_key",
+            words="Column with the prompt",
+            default=_known(row, _PROMPTS),
+            choices=list(row),
+        ),
+        _Question(
+            name="ground_truth_key",
+            words="Column with the answer",
+            default=_known(row, _TRUTHS),
+            choices=list(row),
+        ),
         _Question(name="reward", words="Reward function", default="exact_match", fault=_no_function),
         _Question(
             name="algorithm",
@@ -229,7 +240,8 @@ def _answer(question: _Question, answers: dict[str, str], ask: Callable[[_Questi
 
 def _default(question: _Question) -> str:
     if not question.default:
-        raise ConfigError(f"{question.words.lower()} is missing: give {question.flag}")
+        choices = f", one of {', '.join(question.choices)}" if question.choices else ""
+        raise ConfigError(f"{question.words.lower()} is missing: give {question.flag}{choices}")
     return question.default
 
 
