@@ -18,6 +18,7 @@ import pytest
 
 from paceline.core.trajectory import RewardContext, sampled_spans
 from paceline.rollout.episodes.desk import Desk
+from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
@@ -25,6 +26,7 @@ from paceline.service.credentials import Credentials
 from support.episodes import END, Script, call, episodes, group, ids, text
 
 ROOT = Path(__file__).parents[2]
+V1 = "from verifiers.v1 import SingleAgentEnvConfig"
 PYTHON = os.environ.get("PACELINE_TEST_VERIFIERS", sys.executable)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
@@ -39,22 +41,42 @@ def need(imports: str, packages: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(name: str) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """The address of an environment of the package, and its rows by split."""
-    await asyncio.to_thread(
-        need, "import verifiers.clients, reasoning_gym", "'verifiers>=0.1.14,<0.4' reasoning-gym"
-    )
-    script = str(ROOT / "tests/support/verifiers_server.py")
+async def serving(
+    script: str, *arguments: str, imports: str, packages: str
+) -> AsyncIterator[tuple[str, dict[str, Any], asyncio.subprocess.Process]]:
+    """The address of an environment of the package, its rows by split, and its process."""
+    await asyncio.to_thread(need, imports, packages)
     process = await asyncio.create_subprocess_exec(
-        PYTHON, script, name, env=ENVIRONMENT, stdout=asyncio.subprocess.PIPE
+        PYTHON,
+        str(ROOT / "tests/support" / script),
+        *arguments,
+        env=ENVIRONMENT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
     try:
         assert process.stdout is not None
         ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 240))
-        yield ready["address"], ready["rows"]
+        yield ready["address"], ready["rows"], process
     finally:
-        process.terminate()
+        if process.returncode is None:
+            process.terminate()
         await process.wait()
+
+
+def classic(name: str) -> contextlib.AbstractAsyncContextManager[Any]:
+    """A classic environment, served."""
+    return serving(
+        "verifiers_server.py",
+        name,
+        imports="import verifiers.clients, reasoning_gym",
+        packages="'verifiers>=0.1.14,<0.4' reasoning-gym",
+    )
+
+
+def v1(*arguments: str) -> contextlib.AbstractAsyncContextManager[Any]:
+    """An environment of `verifiers.v1`, served."""
+    return serving("verifiers_v1.py", *arguments, imports=V1, packages="'verifiers>=0.3'")
 
 
 async def play(address: str, row: dict[str, Any], engine: Script, **changes: Any) -> Draw:
@@ -70,7 +92,7 @@ async def play(address: str, row: dict[str, Any], engine: Script, **changes: Any
     context = RewardContext(
         ground_truth=row["ground_truth"],
         data_source=row["data_source"],
-        extra={"example_id": row["example_id"], "info": row["info"]},
+        extra={name: row[name] for name in ("example_id", "info", "task") if name in row},
     )
     try:
         drawing = episodes(engine, remote, retries=0, desk=desk, **changes)
@@ -84,7 +106,7 @@ async def play(address: str, row: dict[str, Any], engine: Script, **changes: Any
 
 @pytest.mark.timeout(900)
 async def test_an_environment_of_the_package_grades_what_was_sampled() -> None:
-    async with serving("arithmetic") as (address, rows):
+    async with classic("arithmetic") as (address, rows, _):
         assert [len(rows["train"]), len(rows["val"])] == [3, 2]
         row = rows["train"][0]
         question = row["prompt"][-1]["content"]
@@ -101,7 +123,7 @@ async def test_an_environment_of_the_package_grades_what_was_sampled() -> None:
 
 @pytest.mark.timeout(900)
 async def test_tools_of_the_package_and_a_limit_of_the_run() -> None:
-    async with serving("sums") as (address, rows):
+    async with classic("sums") as (address, rows, _):
         [row] = rows["train"]
         made, said = call("add", '{"a": 1, "b": 2}'), "It is 3"
         drawn = await play(address, row, Script(made, said))
@@ -119,13 +141,50 @@ async def test_tools_of_the_package_and_a_limit_of_the_run() -> None:
 
 
 @pytest.mark.timeout(900)
-def test_environments_of_v1_are_refused_with_the_releases_that_are_taken() -> None:
-    need("from verifiers.v1 import SingleAgentEnvConfig", "'verifiers>=0.3'")
-    command = [PYTHON, str(ROOT / "tests/support/verifiers_v1.py")]
+async def test_an_environment_of_v1_is_played_by_its_harness_and_graded_by_its_task() -> None:
+    async with v1() as (address, rows, process):
+        assert [len(rows["train"]), rows["val"]] == [2, []]
+        row = rows["train"][0]
+        assert [message["content"] for message in row["prompt"]] == ["Add.", "1+2?"]
+        made = call("add", "{}")
+        for said, reward in (("It is 3", 2.0), ("It is 4", 0.0)):
+            drawn = await play(address, row, Script(made, said), max_prompt_tokens=1000)
+            spans = [drawn.token_ids[a:b].tolist() for a, b in sampled_spans(drawn.mask)]
+            assert spans == [[*ids(made), END], [*ids(said), END]]
+            assert drawn.segment_starts == ()
+            assert "1+2?" in text(drawn.prompt_token_ids.tolist())
+            assert drawn.episode is not None
+            assert (drawn.episode.stop_reason, drawn.episode.reward) == ("finished", reward)
+            assert drawn.episode.components == {"right": reward, "answers": 2.0}
+        other = await play(address, rows["train"][1], Script("It is 7"), max_prompt_tokens=1000)
+        assert other.episode is not None
+        assert other.episode.reward == 2.0
+
+        process.stdin.close()
+        left = json.loads(await asyncio.wait_for(process.stdout.readline(), 240))
+        assert left == {"variables": [], "clients": 0}
+
+
+@pytest.mark.timeout(900)
+async def test_an_episode_of_v1_that_a_limit_ends_is_kept_and_one_that_breaks_is_lost() -> None:
+    async with v1() as (address, rows, _):
+        row = rows["train"][0]
+        cut = await play(address, row, Script(call("add", "{}")), max_prompt_tokens=1000, max_turns=2)
+        assert cut.episode is not None
+        assert (cut.episode.stop_reason, cut.episode.reward, cut.episode.num_turns) == ("max_turns", 0.0, 2)
+        with pytest.raises(EnvironmentLostError, match="the harness broke"):
+            await play(address, row, Script("Break."), max_prompt_tokens=1000)
+
+
+@pytest.mark.timeout(900)
+def test_environments_of_v1_that_one_reward_does_not_fit_are_refused() -> None:
+    need(V1, "'verifiers>=0.3'")
+    command = [PYTHON, str(ROOT / "tests/support/verifiers_v1.py"), "refusals"]
     said = subprocess.run(
         command, env=ENVIRONMENT, check=True, capture_output=True, text=True, timeout=240
     ).stdout
-    assert said.startswith(
-        "SingleAgentEnv has no run_rollout: the adapter takes the classic environments of "
-    )
-    assert "verifiers 0.1 to 0.3, not those of verifiers.v1, which are all that 0.4 has" in said
+    nobody, again, stranger, endless = json.loads(said)
+    assert nobody.startswith("SingleAgentEnv has 0 agents that ask the policy")
+    assert again.startswith("agent.retries.max_retries is 2: ")
+    assert stranger.startswith("object has neither run_rollout")
+    assert endless.startswith("Sums has no end; set environment.taskset to a part of it")

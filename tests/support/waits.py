@@ -71,6 +71,9 @@ NEEDLESS: dict[str, str] = {
     "paceline.sdk.attachment:attach_until_signal.serve: await running": _TOLD,
     "paceline.sdk.attach:_Batches.score: await done": _OTHERS_END_IT,
     "paceline.sdk.adapters.gym:_Gym._called: await result": "the episode has a lease",
+    "paceline.sdk.adapters.verifiers_v1:_Shared._hold: asyncio.Event().wait": (
+        "holds what episodes share until the event loop ends, which cancels it"
+    ),
     "paceline.sdk.adapters.mcp:_Mcp._connect: self._done.wait": "ends with its episode, which has a lease",
     "paceline.sdk.attach:_streamed: reward_pb2_grpc.RewardGatewayStub(channel).Attach": (
         "lasts as long as the run, at most ten minutes a stream; the keep-alive ends it 15 s after a loss"

@@ -1,7 +1,8 @@
 """Environments of the library `verifiers` as they are: they lead their episodes and ask for answers.
 
-For the classic environments, which have `run_rollout`: those of the releases 0.1 to 0.3. The library runs in
-the process of the user, which may be an installation of its own with `paceline-sdk`.
+The classic environments of the releases 0.1 to 0.3, which have `run_rollout`; those of `verifiers.v1` are
+taken to `verifiers_v1`. The library runs in the process of the user, which may be an installation of its own
+with `paceline-sdk`.
 """
 
 from __future__ import annotations
@@ -13,28 +14,32 @@ from typing import Any
 from paceline.core.episode import OVER_MESSAGE
 from paceline.core.errors import ConfigError
 from paceline.core.text import one_line
+from paceline.sdk.adapters.verifiers_v1 import is_v1, v1_environment, v1_rows
 from paceline.sdk.agent import agent
 from paceline.sdk.environment import Environment, Outcome
 
 
 def verifiers_environment(environment: Any, *, timeout_s: float = 600.0) -> Callable[[], Environment]:
-    """What `serve_environment` takes, from what `verifiers.load_environment` returns.
+    """What `serve_environment` takes, from what `load_environment` of the library returns.
 
     The run's configuration sets `environment.drives`, and trains on the rows of `verifiers_rows`. The reward
-    is the rubric's; its metrics become components.
+    is the library's; its metrics become components.
 
     Args:
-        environment: of the library, any number of episodes at a time.
-        timeout_s: of each answer of the policy.
+        environment: of `verifiers` or of `verifiers.v1`, any number of episodes at a time.
+        timeout_s: of each answer of the policy; those of `verifiers.v1` have their own.
 
     Raises:
-        ConfigError: it has no `run_rollout`, or its rubric compares the samples of a prompt.
+        ConfigError: it is no environment of the library, its rubric compares the samples of a prompt, or
+            several of its agents ask the policy.
     """
+    if is_v1(environment):
+        return v1_environment(environment)
     if not callable(getattr(environment, "run_rollout", None)):
         raise ConfigError(
-            f"{type(environment).__name__} has no run_rollout: the adapter takes the classic environments of "
-            "verifiers 0.1 to 0.3, not those of verifiers.v1, which are all that 0.4 has; install "
-            "'verifiers>=0.1.14,<0.4', or write an agent that plays this environment"
+            f"{type(environment).__name__} has neither run_rollout, as classic environments of verifiers, "
+            "nor run_episode and a taskset, as those of verifiers.v1; pass what load_environment returns, or "
+            "write an agent that plays this environment"
         )
     if getattr(environment, "requires_group_rollouts", False):
         raise ConfigError(
@@ -57,12 +62,21 @@ def verifiers_environment(environment: Any, *, timeout_s: float = 600.0) -> Call
 
 
 def verifiers_rows(environment: Any, split: str = "train") -> Iterator[dict[str, Any]]:
-    """The rows of its data set, as `data.train_files` has them, with `data.extra_keys: [example_id, info]`.
+    """Its rows as `data.train_files` has them.
+
+    With `data.extra_keys: [example_id, info]`, or `[task]` for an environment of `verifiers.v1`.
 
     Args:
         environment: as of `verifiers_environment`.
-        split: "train", or "val" for what the library calls the evaluation's; without one there are no rows.
+        split: "train", or "val" for what the library calls the evaluation's; without one there are no rows,
+            as in `verifiers.v1`.
+
+    Raises:
+        ConfigError: a taskset of `verifiers.v1` has no end, or its tasks cannot be written down.
     """
+    if is_v1(environment):
+        yield from v1_rows(environment, split)
+        return
     rows = environment.build_dataset() if split == "train" else environment.build_eval_dataset()
     for row in rows or ():
         yield {

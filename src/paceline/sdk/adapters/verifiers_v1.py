@@ -1,0 +1,173 @@
+"""Environments of `verifiers.v1` as they are: a harness of the library leads each episode.
+
+Of the releases 0.3 and 0.4. The harness asks a local server of the library, which records the conversation
+for its grades and passes each request on to the episode's address. `verifiers_environment` comes here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from paceline.core.episode import OVER_MESSAGE
+from paceline.core.errors import ConfigError
+from paceline.core.text import one_line
+from paceline.sdk.agent import agent
+from paceline.sdk.environment import Environment, Outcome
+
+
+def is_v1(environment: object) -> bool:
+    """Whether it is what `verifiers.v1.load_environment` returns."""
+    return callable(getattr(environment, "run_episode", None)) and hasattr(environment, "taskset")
+
+
+def v1_environment(environment: Any) -> Callable[[], Environment]:
+    """What `serve_environment` takes; see `verifiers_environment`.
+
+    Raises:
+        ConfigError: several agents of it ask the policy, or the one that does begins again by itself.
+    """
+    role = _role_of_policy(environment)
+    shared = _Shared(environment)
+
+    async def play(task: Mapping[str, Any], *, base_url: str, token: str, model: str) -> Outcome:
+        from verifiers.v1.clients import EvalClientConfig, ModelContext
+
+        await shared.ready()
+        # The library reads keys from variables; it gives none that has API_KEY in its name to harnesses.
+        variable = f"PACELINE_API_KEY_{uuid.uuid4().hex}"
+        os.environ[variable] = token
+        try:
+            client = EvalClientConfig(base_url=base_url, api_key_var=variable)
+            context = ModelContext(model=model, client=client)
+            episode = await environment.run_episode(_task(environment, task), context)
+        finally:
+            del os.environ[variable]
+        return _outcome(episode, role)
+
+    play.__name__ = environment.config.env_id
+    return agent(play)
+
+
+def v1_rows(environment: Any, split: str) -> Iterator[dict[str, Any]]:
+    """The rows of its taskset; see `verifiers_rows`.
+
+    Raises:
+        ConfigError: the taskset has no end, or its tasks are more than what can be written down.
+    """
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.types import SystemMessage, UserMessage
+
+    taskset = environment.taskset
+    if not getattr(taskset, "bounded", not taskset.INFINITE):
+        raise ConfigError(
+            f"{type(taskset).__name__} has no end; set environment.taskset to a part of it: "
+            "environment.taskset.head(1000), or take(1000) from verifiers 0.4 on"
+        )
+    for task in taskset if split == "train" else ():
+        data = task.data
+        excluded = [name for name, field in type(data).model_fields.items() if field.exclude]
+        if excluded:
+            raise ConfigError(
+                f"{type(data).__name__} leaves {', '.join(excluded)} out of what it writes, so that its "
+                "tasks cannot become rows; drop exclude=True"
+            )
+        messages = [UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt or []
+        if data.system_prompt is not None:
+            messages = [SystemMessage(content=data.system_prompt), *messages]
+        yield {
+            "prompt": [message_to_wire(message) for message in messages] or [{"role": "user", "content": ""}],
+            "ground_truth": "",
+            "data_source": environment.config.env_id,
+            "task": data.model_dump_json(),
+        }
+
+
+class _Shared:
+    """What the episodes of an environment share: there from the first one until the event loop ends."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._entered: asyncio.Future[None] | None = None
+        self._holding: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        """Returns when it is there.
+
+        Raises:
+            Exception: whatever the library raises while it starts.
+        """
+        if self._entered is None or self._holding is None or self._holding.done():
+            self._entered = asyncio.get_running_loop().create_future()
+            self._holding = asyncio.create_task(self._hold(self._entered), name="verifiers")
+        await asyncio.shield(self._entered)
+
+    async def _hold(self, entered: asyncio.Future[None]) -> None:
+        try:
+            async with self._environment.serving():
+                # The servers for all episodes keep a client for each key they have seen; without them each
+                # episode gets a server of its own.
+                self._environment._interception = None
+                entered.set_result(None)
+                await asyncio.Event().wait()
+        except Exception as error:
+            if entered.done():
+                raise
+            entered.set_exception(error)
+        finally:
+            entered.cancel()
+
+
+def _role_of_policy(environment: Any) -> str:
+    """The one agent that asks the policy."""
+    config = environment.config
+    roles: list[str] = [name for name in config.agent_harnesses() if getattr(config, name).client is None]
+    if len(roles) != 1:
+        raise ConfigError(
+            f"{type(environment).__name__} has {len(roles)} agents that ask the policy ({', '.join(roles)}), "
+            "and an episode has one reward; give all but one a client of their own in its configuration"
+        )
+    [role] = roles
+    retries = getattr(config, role).retries.max_retries
+    if retries:
+        raise ConfigError(
+            f"{role}.retries.max_retries is {retries}: what an agent sampled before it begins again would be "
+            "trained on; set it to 0, and the run begins the episode again"
+        )
+    return role
+
+
+def _task(environment: Any, row: Mapping[str, Any]) -> Any:
+    """The task of a row of `v1_rows`.
+
+    Raises:
+        ValueError: the row has none.
+    """
+    if "task" not in row:
+        raise ValueError("the row has no column task: the run's configuration needs data.extra_keys: [task]")
+    make = type(environment.taskset).task_type()
+    return make(make.data_type().model_validate_json(row["task"]), environment.config.taskset.task)
+
+
+def _outcome(episode: Any, role: str) -> Outcome:
+    """What an episode was worth.
+
+    Raises:
+        RuntimeError: it has failed, other than by a limit of the run, or was not of one run of the agent.
+    """
+    errors = [error for part in (*episode.traces, episode) for error in part.errors]
+    if not episode.ok and not any(OVER_MESSAGE in error.message for error in errors):
+        said = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        raise RuntimeError(one_line(f"the episode failed: {said}"))
+    traces = [trace for trace in episode.traces if trace.agent.name == role]
+    if len(traces) != 1:
+        raise RuntimeError(
+            f"{role} ran {len(traces)} times in one episode, each time with a reward; an episode has one"
+        )
+    [trace] = traces
+    rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+    return Outcome(reward=trace.reward, components={**metrics, **rewards})
