@@ -97,6 +97,46 @@ async def run(
         await server.stop(grace_s=0)
 
 
+async def test_one_client_scores_for_several_reward_services() -> None:
+    """As a reward model does: it is loaded once, and its batches hold items of whoever has some."""
+    asked, started = [0], threading.Event()
+    batches: list[list[str]] = []
+
+    async def score(rows: list[ScoreItem]) -> list[float]:
+        asked[0] += 1
+        if asked[0] == 1:
+            await asyncio.to_thread(started.wait, 60)
+        batches.append([row.response for row in rows])
+        return [float(len(row.response)) for row in rows]
+
+    async with run() as first_run, run() as second_run:
+        attachment = RewardAttachment(
+            score, address=[first_run.address, second_run.address], name="judge", batch=True
+        )
+        running = asyncio.create_task(attachment.run())
+        await first_run.clients(1)
+        await second_run.clients(1)
+        first = asyncio.create_task(first_run.scorer.score(items("a")))
+        async with asyncio.timeout(30):
+            while not asked[0]:  # noqa: ASYNC110  the function runs in another thread
+                await asyncio.sleep(0.01)
+        rest = [
+            asyncio.create_task(first_run.scorer.score(items("bb", "ccc"))),
+            asyncio.create_task(second_run.scorer.score(items("dddd"))),
+        ]
+        async with asyncio.timeout(30):
+            while len(attachment._batches._waiting) < 3:  # type: ignore[union-attr]  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        started.set()
+        scores = [[score.reward for score in await each] for each in (first, *rest)]
+        attachment.stop()
+        await running
+    assert scores == [[1.0], [2.0, 3.0], [4.0]]
+    assert batches[0] == ["a"]
+    assert sorted(batches[1]) == ["bb", "ccc", "dddd"]
+    assert len(batches) == 2
+
+
 async def test_scores_of_another_version_of_the_clients_are_not_remembered() -> None:
     asked: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -95,6 +96,32 @@ async def test_it_is_served_as_any_batch_function(tmp_path: Path) -> None:
     async with RewardServer(model, batch=True) as server, RewardClient(server.address) as client:
         results = await client.score(items(*RESPONSES))
     assert [result.reward for result in results] == pytest.approx(model(items(*RESPONSES)))
+
+
+async def test_two_reward_services_share_the_process_of_a_model(tmp_path: Path) -> None:
+    """`python -m paceline.reward.models PATH --port`: neither of them loads a model."""
+    path = save(tmp_path)
+    command = [sys.executable, "-m", "paceline.reward.models", path, "--port", "0"]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(240):
+            async for line in process.stderr:
+                if address := re.search(r"reward server on (\S+)", line.decode()):
+                    break
+        assert address is not None
+        service = {"name": "rm", "address": address[1], "concurrency": 1, "timeout_s": 120.0}
+        reward = RewardConfig.model_validate({"services": [service]})
+        totals = [WeightedSum.configured(ScorerSettings(config=reward)) for _ in range(2)]
+        await asyncio.gather(*(total.start() for total in totals))
+        rows = [items(*RESPONSES[:3]), items(*RESPONSES[3:])]
+        scored = await asyncio.gather(*(total.score(row) for total, row in zip(totals, rows, strict=True)))
+        await asyncio.gather(*(total.close() for total in totals))
+    finally:
+        process.terminate()
+        await process.communicate()
+    given = [score.reward for scores in scored for score in scores]
+    assert given == pytest.approx(SequenceModel(ModelOptions(path=path))(items(*RESPONSES)), abs=1e-5)
 
 
 def save_process(folder: Path) -> str:
