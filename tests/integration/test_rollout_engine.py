@@ -80,7 +80,6 @@ async def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Asyn
     # A machine without a C++ compiler, and no kernels left from another day.
     os.environ["CXX"] = "/nonexistent/c++"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # as `rollout.sampler: batched` needs it
     started = await VllmEngine.start(config(folder, sampler="engine"), load_format="auto")
     yield started
     await started.shutdown()

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from paceline.core.errors import NumericsError
+from paceline.learner.batch.types import PackedSequences
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import compiling
 from paceline.learner.model.networks import body_of, decoder_layers
@@ -110,6 +111,20 @@ def test_lengths_compile_once_and_numbers_are_those_of_eager_layers(
     caplog.clear()
     assert take_step(compiled, 4).metrics["perf/compilations"] > 0
     assert re.search(r"step 4: [1-9].* compilations of layers took .*%", caplog.text), caplog.text
+
+
+def test_no_graph_is_bound_to_where_sequences_begin() -> None:
+    """With torch 2.11 the tests of this file show it by their numbers of graphs."""
+    assert not PackedSequences.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def test_graphs_for_gpus_do_not_probe_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    for device, users, expected in (("cuda", None, False), ("cuda", True, True), ("cpu", None, None)):
+        monkeypatch.setattr(config.cpp, "vec_isa_ok", users)
+        compiling.compile_layers(torch.nn.ModuleList(), 1.0, torch.device(device))
+        assert config.cpp.vec_isa_ok is expected
 
 
 def test_nothing_is_left_to_compile_for_the_first_step_and_its_numbers_stay(

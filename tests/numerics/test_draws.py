@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from paceline.core.errors import WeightSyncError
-from paceline.rollout.engines.vllm.batched_sampler import Places
 from paceline.rollout.engines.vllm.draw import SLICE, draw, uniforms
 from paceline.rollout.engines.vllm.log_probs import LogProbs
+from paceline.rollout.engines.vllm.places import Places
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1
@@ -113,6 +113,21 @@ def test_what_has_ended_waits_on_the_host_however_late_it_is_fetched() -> None:
     assert set(places.rows_of({f"next {number}": number for number in range(4)}).tolist()) == {0, 1, 2, 3}
 
 
+def test_a_request_that_gave_way_to_others_goes_on_with_its_values() -> None:
+    running = {"a", "b"}
+    places = Places(2, 6, CPU, running.__contains__)
+    places.log_probs[places.rows_of({"a": 1, "b": 2})[0], torch.tensor([2, 3])] = torch.tensor([-1.0, -2.0])
+    running.remove("a")
+    running.add("c")
+    places.rows_of({"b": 2, "c": 3})
+    running.remove("b")
+    running.add("a")
+    rows = places.rows_of({"a": 1, "c": 3})
+    assert torch.equal(places.numbers[rows[0]], uniforms(torch.tensor([1]), 6)[0])
+    places.log_probs[rows[0], 4] = -3.0
+    assert places.take(["a"], [2], [3]).tolist() == [-1.0, -2.0, -3.0]
+
+
 def test_values_that_are_not_numbers_stay_so_on_the_host() -> None:
     running = {"a", "b"}
     places = Places(2, 6, CPU, running.__contains__)
@@ -193,7 +208,7 @@ def test_log_probs_are_those_of_vllms_own_sampler_row_by_row() -> None:
     from vllm import SamplingParams
     from vllm.v1.sample.sampler import Sampler
 
-    from paceline.rollout.engines.vllm.batched_sampler import BatchedSampler
+    from paceline.rollout.engines.vllm.batched_sampler import replace_sampler
     from paceline.rollout.engines.vllm.samples import SEED
 
     temperatures, prompt = [0.0, 1.0, 0.7, 1.0], 3
@@ -213,7 +228,8 @@ def test_log_probs_are_those_of_vllms_own_sampler_row_by_row() -> None:
         max_model_len=16,
         device=CPU,
     )
-    subject = BatchedSampler(runner)
+    subject: Any = replace_sampler(runner)
+    assert runner.sampler is subject
     generator = torch.Generator().manual_seed(2)
     drawn: dict[str, list[int]] = {name: [] for name in ids}
     expected: dict[str, list[float]] = {name: [] for name in ids}
@@ -235,12 +251,64 @@ def test_log_probs_are_those_of_vllms_own_sampler_row_by_row() -> None:
     assert len({tuple(tokens) for tokens in drawn.values()}) == 4
 
 
+class OfSecondRunner:
+    """Stands in for the sampler of vLLM's second model runner, whose kernels need a GPU."""
+
+    def __init__(self, req_states: Any) -> None:
+        self.req_states = req_states
+        self.added: list[int] = []
+
+    def add_request(self, req_idx: int, prompt_len: int, sampling_params: Any) -> None:
+        self.added.append(req_idx)
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any) -> str:
+        return "the engine's own"
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+def test_the_second_model_runner_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm import SamplingParams
+    from vllm.v1.worker.gpu import input_batch as second
+
+    from paceline.rollout.engines.vllm import batched_sampler
+    from paceline.rollout.engines.vllm.samples import SEED
+
+    monkeypatch.setattr(batched_sampler, "_is_second", lambda sampler: isinstance(sampler, OfSecondRunner))
+    monkeypatch.setattr(second, "get_num_sampled_and_rejected", lambda sampled, *_: (sampled, 0 * sampled))
+    places = {"a": 5, "b": 2, "foreign": 0}
+    states = SimpleNamespace(req_id_to_index=dict(places), prefill_len=SimpleNamespace(gpu=None))
+    runner = SimpleNamespace(
+        sampler=OfSecondRunner(states), req_states=states, max_num_reqs=4, max_model_len=16, device=CPU
+    )
+    engines, subject = runner.sampler, cast(Any, batched_sampler.replace_sampler(runner))
+    for number, name in enumerate("ab"):
+        params = SamplingParams(temperature=1.0, extra_args={SEED: number}, detokenize=False)
+        subject.add_request(places[name], 3, params)
+    subject.add_request(places["foreign"], 3, SamplingParams())
+    assert engines.added == [5, 2, 0]  # vLLM's own state is kept
+
+    def batch(ids: list[str], seq_len: int) -> Any:
+        lengths = torch.full((len(ids),), seq_len, dtype=torch.int32)
+        return SimpleNamespace(req_ids=ids, seq_lens=lengths, cu_num_logits=None, idx_mapping=None)
+
+    logits = 4 * torch.randn(2, 700, generator=torch.Generator().manual_seed(3))
+    expected = draw(logits.log_softmax(-1), uniforms(torch.tensor([1, 0]), 4)[:, 3])
+    output = subject(logits, batch(["b", "a"], 3))
+    assert output.sampled_token_ids.tolist() == expected.unsqueeze(-1).tolist()
+    assert output.num_sampled.tolist() == [1, 1]
+    taken = subject.take(["b", "a"], [3, 3], [1, 1])
+    torch.testing.assert_close(taken, logits.log_softmax(-1).gather(-1, expected.unsqueeze(-1)).squeeze(-1))
+    assert subject(logits, batch(["a", "foreign"], 3)) == "the engine's own"
+
+
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 def test_a_sampler_of_another_kind_is_refused() -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from paceline.core.errors import ModelError
-    from paceline.rollout.engines.vllm.batched_sampler import BatchedSampler
+    from paceline.rollout.engines.vllm.batched_sampler import replace_sampler
 
     with pytest.raises(ModelError, match="write rollout.sampler: engine"):
-        BatchedSampler(SimpleNamespace(sampler=object()))
+        replace_sampler(SimpleNamespace(sampler=object()))

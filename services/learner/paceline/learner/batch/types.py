@@ -66,9 +66,11 @@ class PrefixedKeys:
     max_length: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(
+    kw_only=True, slots=True, eq=False
+)  # of a frozen one, torch 2.11's compiler would guard all fields
 class PackedSequences:
-    """Where the sequences of a packed row begin.
+    """Where the sequences of a packed row begin. Not to be changed.
 
     A sequence may have another one as its prefix: its tokens see the prefix's, too, as if they followed it.
 

@@ -26,7 +26,7 @@ and of vector widths, and compiles anew when the answer changes.
 """
 
 
-def compile_layers(layers: nn.ModuleList, kept_share: float) -> None:
+def compile_layers(layers: nn.ModuleList, kept_share: float, device: torch.device) -> None:
     """Compiles every layer's forward pass; layers of one kind share their code, whatever the token count.
 
     Attention is left as it is: it has kernels of its own, and it reads where sequences begin, which would
@@ -36,12 +36,15 @@ def compile_layers(layers: nn.ModuleList, kept_share: float) -> None:
         layers: not sharded yet.
         kept_share: share of the activations that the compiler keeps, from what costs most to compute again.
             At 0 whole layers are recomputed instead, by whoever calls them.
+        device: on which they will run.
     """
     import torch._functorch.config as partitioner
     from torch import _dynamo
 
     attention.keep_out_of_graphs()
     _ignore_sizes()
+    if device.type == "cuda":
+        _leave_cpu_kernels_plain()
     partitioner.activation_memory_budget = kept_share or 1.0
     _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, MAX_VARIANTS)
     for layer in layers:
@@ -57,6 +60,19 @@ def _ignore_sizes() -> None:
 
     if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):
         config.triton.mix_order_reduction_non_strict_mode = True
+
+
+def _leave_cpu_kernels_plain() -> None:
+    """Has the compiler make CPU kernels without vector instructions.
+
+    Graphs for GPUs convert a constant on the CPU. For that one kernel the compiler would build and load a
+    library for every instruction set that the CPU might have, each in a process that imports torch: 34 of the
+    43 s that layers with all kernels in the cache took.
+    """
+    from torch._inductor import config
+
+    if config.cpp.vec_isa_ok is None:  # the user's TORCHINDUCTOR_VEC_ISA_OK
+        config.cpp.vec_isa_ok = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

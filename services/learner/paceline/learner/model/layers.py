@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -46,10 +47,13 @@ class LayerOptions:
         """What the tokens of a pass must be a multiple of."""
         return TOKEN_MULTIPLE if self.compiled else 1
 
-    def apply(self, lm: Any, layers: nn.ModuleList) -> None:
-        """Recomputation and compilation; before the layers are sharded, so that FSDP's hooks stay outside."""
+    def apply(self, lm: Any, layers: nn.ModuleList, device: torch.device) -> None:
+        """Recomputation and compilation for this device.
+
+        Before the layers are sharded, so that FSDP's hooks stay outside.
+        """
         if self.compiled:
-            compile_layers(layers, self.kept_share)
+            compile_layers(layers, self.kept_share, device)
         num_recomputed = math.ceil((1.0 - self.kept_share) * len(layers))
         if self.kept_share == 0.0 or (num_recomputed and not self.compiled):
             # The last layers keep their activations: they are freed before the first recomputation.

@@ -214,7 +214,7 @@ def _materialise(
 ) -> None:
     network.token_multiple = options.token_multiple
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
-    options.apply(lm, decoder_layers(body))
+    options.apply(lm, decoder_layers(body), ranks.device)
     for layer in decoder_layers(body):
         give_storage(layer, lm, ranks.device, precision.store)
         fully_shard(layer, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=not options.keep_gathered)

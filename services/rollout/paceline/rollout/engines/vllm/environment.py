@@ -59,8 +59,6 @@ def prepare(
         "OMP_NUM_THREADS": str(num_threads(config, num_cores or len(os.sched_getaffinity(0)))),
         "VLLM_LOGGING_LEVEL": {"INFO": "WARNING"}.get(config.telemetry.log_level, config.telemetry.log_level),
     }
-    if batches_draws(config):
-        variables["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # it has another sampler
     for name, value in variables.items():
         environ.setdefault(name, value)
 

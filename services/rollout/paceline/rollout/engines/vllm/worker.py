@@ -17,7 +17,7 @@ import torch
 from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.core.members import peer_to_plain
 from paceline.rollout.engines.rank_receiver import RankReceiver
-from paceline.rollout.engines.vllm.batched_sampler import BatchedSampler
+from paceline.rollout.engines.vllm.batched_sampler import replace_sampler
 from paceline.rollout.engines.vllm.checkpoint import learner_shapes
 from paceline.rollout.engines.vllm.layout import describe_model
 from paceline.rollout.engines.vllm.reload import Reloader
@@ -170,7 +170,7 @@ class PacelineWorkerExtension:
     @_answering
     def paceline_batch_draws(self) -> Reply:
         """From now on a batch's tokens are drawn at once; see `batched_sampler`."""
-        self.model_runner.sampler = BatchedSampler(self.model_runner)
+        replace_sampler(self.model_runner)
         return {}
 
     @_answering

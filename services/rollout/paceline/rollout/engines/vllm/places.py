@@ -1,0 +1,114 @@
+"""A batched sampler's tables: what tokens are drawn by, and log-probabilities until they are fetched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import WeightSyncError
+from paceline.rollout.engines.vllm.draw import uniforms
+
+
+class Places:
+    """Tables with a row per request: the numbers that its tokens are drawn by, and its log-probabilities.
+
+    When rows run out, those of requests that have ended are copied to the host until they are fetched.
+
+    Args:
+        num_rows: more than requests run at a time.
+        length: positions of a row.
+        is_running: whether the worker still knows a request.
+    """
+
+    def __init__(
+        self, num_rows: int, length: int, device: torch.device, is_running: Callable[[str], bool]
+    ) -> None:
+        self.numbers = torch.zeros(num_rows, length, dtype=torch.float64, device=device)
+        self.log_probs = torch.zeros(num_rows, length, dtype=torch.float32, device=device)
+        self._is_running = is_running
+        self._free = list(range(num_rows))
+        self._taken: dict[str, int] = {}
+        self._ended: dict[str, Tensor] = {}
+        self._forgotten: set[str] = set()
+        self._device = device
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def rows_of(self, seeds: dict[str, int]) -> Tensor:
+        """The rows of requests, by their ids and seeds; those that are new get one; (B,), int64."""
+        new = [request_id for request_id in seeds if request_id not in self._taken]
+        if len(new) > len(self._free):
+            self._free_ended()
+        for request_id in new:
+            self._taken[request_id] = self._free.pop()
+        if new:
+            rows = self._tensor([self._taken[request_id] for request_id in new])
+            length = self.numbers.shape[1]
+            self.numbers[rows] = uniforms(self._tensor([seeds[request_id] for request_id in new]), length)
+            self.log_probs[rows] = torch.nan
+            # One that gave way to others, and goes on now.
+            for request_id in self._ended.keys() & new:
+                kept = self._ended.pop(request_id)
+                self.log_probs[self._taken[request_id], : len(kept)] = to_device(kept, self._device)
+        return self._tensor([self._taken[request_id] for request_id in seeds])
+
+    def take(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """The log-probabilities of samples that have ended, one after the other; frees their rows.
+
+        A sample's last token has been copied to the host already, and its log-probability was written
+        before that. So on a GPU this waits for nothing that is running.
+        """
+        missing = [name for name in request_ids if name not in self._taken and name not in self._ended]
+        if missing:
+            raise WeightSyncError(f"the worker has no log-probabilities of request {missing[0]}")
+        spans = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+            parts = [
+                self.log_probs[self._taken[name], span]
+                for name, span in zip(request_ids, spans, strict=True)
+                if name in self._taken
+            ]
+            in_rows = torch.cat(parts).cpu() if parts else torch.empty(0)
+        values, filled, used = torch.full((sum(counts),), torch.nan), 0, 0
+        for name, span, count in zip(request_ids, spans, counts, strict=True):
+            if name in self._ended:
+                kept = self._ended.pop(name)[span]
+                values[filled : filled + len(kept)] = kept
+            else:
+                values[filled : filled + count] = in_rows[used : used + count]
+                used += count
+                self._free.append(self._taken.pop(name))
+            filled += count
+        return values
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Nobody fetches these: they were aborted. The worker may not have heard of it yet."""
+        for name in request_ids:
+            self._ended.pop(name, None)
+            if name in self._taken:
+                self._forgotten.add(name)
+
+    def _free_ended(self) -> None:
+        """Frees the rows of all requests that have ended, after a copy of those that are still fetched."""
+        ended = [name for name in self._taken if not self._is_running(name)]
+        kept = [name for name in ended if name not in self._forgotten]
+        if kept:
+            copies = self.log_probs[self._tensor([self._taken[name] for name in kept])].cpu()
+            for name, row in zip(kept, copies, strict=True):
+                drawn = row.isnan().logical_not().nonzero()
+                self._ended[name] = row[: int(drawn[-1]) + 1 if len(drawn) else 0].clone()
+        self._free += [self._taken.pop(name) for name in ended]
+        self._forgotten.difference_update(ended)
+
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self._device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, without waiting for what runs there."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
