@@ -70,7 +70,9 @@ async def scorer(config: dict[str, Any], port: int, command: Sequence[str]) -> A
     )
     try:
         if command:
-            process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.DEVNULL)
+            # One thread for a model, as `paceline train` gives it: two on busy cores wait for each other.
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.DEVNULL, env=env)
         await total.start()
         gateways.gateways = {attached.names[0]: attached.gateway for attached in total.attached}
         yield total

@@ -255,7 +255,7 @@ def test_a_judge_has_a_prompt_and_nothing_else_has_one(changes: dict[str, Any], 
 
 
 def test_the_command_line_of_a_judge_says_what_its_configuration_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = RewardModelConfig(
         name="j", path="m", kind="generative", prompt_file="p.txt", pattern="-(yes|no)", words={"yes": 1},
@@ -286,6 +286,10 @@ def test_the_command_line_of_a_judge_says_what_its_configuration_says(
     assert options == [wanted, wanted]
     with pytest.raises(SystemExit):
         reward_models.main(["m", "--kind", "generative", "--port", "0"])
+    for words in ('{"a": 1', "[1]", '{"a": "b"}'):
+        with pytest.raises(SystemExit):
+            reward_models.main(["m", "--kind", "generative", "--words", words, "--port", "0"])
+        assert "is no JSON object of numbers" in capsys.readouterr().err
 
 
 def test_a_folders_version_is_that_of_its_files(tmp_path: Path) -> None:

@@ -87,14 +87,21 @@ def _version(options: ModelOptions) -> str:
 
 
 def _words(text: str) -> dict[str, float]:
-    """Raises ValueError for what is no JSON object of numbers."""
-    return {str(word): float(value) for word, value in json.loads(text).items()}
+    """Grades by word.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no JSON object of numbers.
+    """
+    try:
+        return {str(word): float(value) for word, value in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object of numbers, {{"yes": 1}} say') from None
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; what does not go together ends the process with a sentence."""
     parser = argparse.ArgumentParser(prog="python -m paceline.reward.models", description=__doc__)
-    parser.add_argument("path", nargs="?", help="folder with a model with one label")
+    parser.add_argument("path", nargs="?", help="folder with the model: one label, or a language model")
     parser.add_argument(
         "--config",
         metavar="FILE",
