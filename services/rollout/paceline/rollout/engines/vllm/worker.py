@@ -32,6 +32,7 @@ P = ParamSpec("P")
 Reply = dict[str, Any]
 
 _BUSY_LOOP_S = 0.002
+_RECHECK_MS = 50
 
 
 def _keep_plain_cpu_linears() -> None:
@@ -58,14 +59,19 @@ def _wait_without_spinning() -> None:
 
     vLLM's workers poll a queue in shared memory and yield the core in a loop for a second after each message.
     That second is the beginning of the learner's turn, on the same cores.
+
+    A notification wakes a sleeping worker, and one can be lost. vLLM then looks at the queue after 5 s, for
+    which an engine stood still about once in 400 prompt groups.
     """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.distributed.device_communicators import shm_broadcast
 
-    SpinCondition.__init__ = functools.partialmethod(SpinCondition.__init__, busy_loop_s=_BUSY_LOOP_S)
+    spin = shm_broadcast.SpinCondition
+    spin.__init__ = functools.partialmethod(spin.__init__, busy_loop_s=_BUSY_LOOP_S)
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = _RECHECK_MS
 
 
 def _trace_loading() -> None:
