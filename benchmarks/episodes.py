@@ -6,7 +6,7 @@
 
 A seed governs data, starting model, order of the prompts and sampling. Runs that are complete in --out are
 not run again. The calculator's reward is that of validation (256 held-out sums, greedy), the guessing game's
-that of the 256 games of the first step, which the starting model plays, and of the last one.
+the mean of the first five steps, 256 games each, and of the last five.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ EXAMPLES = ROOT / "examples"
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """Its metrics that are shown, from the first value to the last."""
+    """Its metrics that are shown, from the mean of the first `width` values to that of the last."""
 
     reward: str
     success: str
     calls: str
+    width: int = 1
     has_environment: bool = False
 
 
@@ -50,6 +51,7 @@ SHOWN = {
         reward="reward/environment/mean",
         success="reward/environment/won/mean",
         calls="episode/turns/mean",
+        width=5,
         has_environment=True,
     ),
 }
@@ -197,12 +199,13 @@ def table(out: Path, wanted: Sequence[tuple[str, int]]) -> str:
 
 
 def read(path: Path, example: str) -> tuple[list[float], int]:
-    """First and last value of each metric that is shown, and the number of steps."""
+    """Beginning and end of each metric that is shown, and the number of steps."""
     metrics = json_lines(path)
     values: list[float] = []
     for name in (SHOWN[example].reward, SHOWN[example].success, SHOWN[example].calls):
         series = [line[name] for line in metrics if line.get(name) is not None] or [float("nan")]
-        values += [series[0], series[-1]]
+        width = SHOWN[example].width
+        values += [fmean(series[:width]), fmean(series[-width:])]
     return values, sum("timing_s/step" in line for line in metrics)
 
 

@@ -1,7 +1,8 @@
-"""Writes the guessing game's inputs: prompts, and a model that guesses digits at random.
+"""Writes the guessing game's inputs: prompts, and a model that guesses half at random.
 
-The warm-up plays at random: whatever it was told, the next guess is any digit. Reinforcement learning has to
-discover what "low" and "high" mean, and that the middle is a good start.
+The warm-up comes from two made-up players: one guesses any digit, whatever it was told; one heeds what it
+was told, and guesses any of the digits that are left. Half of the guesses are each player's. Reinforcement
+learning has to discover that heeding pays, and that the middle is a good start.
 """
 
 from __future__ import annotations
@@ -32,17 +33,31 @@ QUESTION = {"role": "user", "content": "?"}
 MAX_GUESSES = 4
 
 
-def to_sft(rng: np.random.Generator, num_games: int) -> pa.Table:
-    """Random games, cut off at random: each is a conversation and the next guess."""
+def to_sft(rng: np.random.Generator, num_games: int, heeding_share: float) -> pa.Table:
+    """Games, cut off at random: each is a conversation and the next guess."""
     prompts, answers = [], []
     for _ in range(num_games):
-        messages = [QUESTION]
+        messages, left, digit = [QUESTION], range(10), int(rng.integers(10))
         for _ in range(int(rng.integers(MAX_GUESSES))):
-            messages.append({"role": "assistant", "content": str(rng.integers(10))})
-            messages.append({"role": "tool", "content": str(rng.choice(["low", "high"]))})
+            guess = next_guess(rng, left, heeding_share)
+            if guess == digit:
+                break
+            messages.append({"role": "assistant", "content": str(guess)})
+            messages.append({"role": "tool", "content": "low" if guess < digit else "high"})
+            left = (
+                range(max(left.start, guess + 1), left.stop)
+                if guess < digit
+                else range(left.start, min(left.stop, guess))
+            )
         prompts.append(messages)
-        answers.append(str(rng.integers(10)))
+        answers.append(str(next_guess(rng, left, heeding_share)))
     return pa.table({"prompt": prompts, "answer": answers})
+
+
+def next_guess(rng: np.random.Generator, left: range, heeding_share: float) -> int:
+    """A guess of one of the two players."""
+    heeds = rng.random() < heeding_share
+    return int(rng.choice(left)) if heeds else int(rng.integers(10))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,10 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=HERE / "data", help="folder for the parquet files")
     parser.add_argument("--model-out", type=Path, default=HERE / "model", help="folder for the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of the rows and of the weights")
+    parser.add_argument(
+        "--heeding-share", type=float, default=0.5, help="share of warm-up guesses that heed what was said"
+    )
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng([args.seed, 0])
-    pq.write_table(to_sft(rng, 12_800), args.out / "sft.parquet")
+    pq.write_table(to_sft(rng, 12_800, args.heeding_share), args.out / "sft.parquet")
     rows = pa.table({"prompt": [[QUESTION]] * 512, "ground_truth": [""] * 512})
     pq.write_table(rows, args.out / "train.parquet")
     tokenizer = calculator.build_tokenizer()
