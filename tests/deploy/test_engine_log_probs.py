@@ -38,3 +38,14 @@ def test_the_engines_log_probs_are_the_learners_and_others_are_a_fault(tmp_path:
     (kept / "scored_rows.json").write_text(json.dumps(rows), encoding="utf-8")
     with pytest.raises(ModelError, match=r"differ from the learner's by up to 0.02 nats \(allowed 0.001\)"):
         service_checks.engine_log_probs(run, kept)
+
+
+def test_latent_attention_has_the_same_log_probs_in_the_engine(tmp_path: Path) -> None:
+    """vLLM's own rotary kernel for the CPU would give others, by 0.5 nats and more."""
+    model, kept = tmp_path / "model", tmp_path / "kept"
+    family_config("deepseek_v2").save_pretrained(model)
+    kept.mkdir()
+    run = config(model={"path": str(model), "load_format": "random"})
+    service_checks.self_test(run, kept)
+    number = service_checks.engine_log_probs(run, kept).rpartition(" ")[2]
+    assert 0 < float(number.rstrip(")")) < 1e-4

@@ -19,20 +19,35 @@ pytestmark = [
 ]
 
 
-def test_a_push_into_each_family_writes_what_its_export_holds() -> None:
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """A module of the tests, in a process of its own."""
     paths = [ROOT / "src", *(ROOT / "services").glob("*"), ROOT / "tests"]
-    done = subprocess.run(
-        [sys.executable, "-m", "support.vllm_families"],
+    return subprocess.run(
+        [sys.executable, "-m", *command],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
         capture_output=True,
         text=True,
         timeout=400,
         check=False,
     )
+
+
+def test_loads_of_full_tensors_reach_what_vllm_makes_of_latent_attention() -> None:
+    """Matrices that vLLM derives from `kv_b_proj` after a load: with old ones log-probs would be off."""
+    done = run("support.vllm_reloaded", "deepseek_v2")
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
+    empty, *loaded = json.loads(done.stdout.splitlines()[-1])
+    assert empty > 0.1
+    assert len(loaded) == 3
+    assert max(loaded) < 1e-4
+
+
+def test_a_push_into_each_family_writes_what_its_export_holds() -> None:
+    done = run("support.vllm_families")
     outcomes = {row["model_type"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
     assert {kind: row["push"] for kind, row in outcomes.items()} == documented_pushes()
     general = {kind for kind, row in outcomes.items() if row["push"] == "general"}
     # A CPU repacks experts for its kernel; everything else is pushed in place.
-    assert general == {"mixtral", "qwen2_moe", "qwen3_moe"}
+    assert general == {"deepseek_v2", "mixtral", "qwen2_moe", "qwen3_moe"}
     assert all("prepack_moe_weight" in outcomes[kind]["reason"] for kind in general)

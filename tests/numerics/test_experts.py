@@ -26,7 +26,7 @@ from support.learner_scenarios import numbers, take_step
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 CPU = torch.device("cpu")
-KINDS = ["qwen3_moe", "qwen2_moe", "mixtral"]
+KINDS = ["qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2"]
 
 
 def write_model(folder: Path, kind: str) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from paceline.config.model import LoraConfig
 from paceline.learner.batch.arithmetic import RowLength
 from paceline.learner.model.flops import arithmetic_of, peak_flops
 from paceline.learner.model.lora import add_adapters
 from paceline.learner.model.networks import PolicyNetwork
+from support.architectures import tiny_config
 
 
 def test_a_layer_a_head_and_the_pairs_that_attention_looks_at() -> None:
@@ -33,6 +34,13 @@ def test_a_layer_a_head_and_the_pairs_that_attention_looks_at() -> None:
     ]
     expected = 6 * (2 * layer) * 10 + 6 * 80 * 6 + 2 * (6 * 8 * 2 * 25)
     assert arithmetic_of(network).of_rows(rows) == expected
+
+
+def test_pairs_in_latent_attention_count_the_sizes_of_its_heads() -> None:
+    with torch.device("meta"):
+        lm = DeepseekV2ForCausalLM(tiny_config("deepseek_v2"))
+    # Four heads of 8 + 4 for queries and keys and 6 for values, in three layers; half the pairs are left out.
+    assert arithmetic_of(PolicyNetwork(lm)).per_pair == 6 * 4 * (12 + 6) * 3 // 2
 
 
 @pytest.mark.parametrize("targets", [None, ("all",), ("q_proj", "down_proj")])

@@ -143,19 +143,20 @@ def _tiny(model: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 9])
+@pytest.mark.parametrize("value_size", [8, 6])
 def test_attention_to_a_prefix_against_a_plain_softmax(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, value_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths, prefixes = [4, 3, 3, 1, 5], [None, 0, 0, 0, None]
     packed = PackedSequences.of(lengths, CPU, prefixes)
     assert [(b.num_sequences, b.prefix_length) for b in packed.blocks] == [(1, 0), (2, 4), (1, 4), (1, 0)]
     generator = torch.Generator().manual_seed(0)
 
-    def draw(heads: int) -> Tensor:
-        return torch.randn(1, heads, sum(lengths), 8, generator=generator, dtype=torch.float64)
+    def draw(heads: int, size: int = 8) -> Tensor:
+        return torch.randn(1, heads, sum(lengths), size, generator=generator, dtype=torch.float64)
 
-    inputs = [draw(4).requires_grad_(), draw(2).requires_grad_(), draw(2).requires_grad_()]
-    weights = draw(4).transpose(1, 2)
+    inputs = [draw(4).requires_grad_(), draw(2).requires_grad_(), draw(2, value_size).requires_grad_()]
+    weights = draw(4, value_size).transpose(1, 2)
     expected = plain_attention(*inputs, packed, window)
     reference = torch.autograd.grad((expected * weights).sum(), inputs)
 
@@ -221,6 +222,7 @@ def varlen_by_hand(
 ) -> Tensor:
     """What torch.nn.attention.varlen computes on CUDA."""
     assert window_size[1] == 0
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[1] == k.shape[1] or enable_gqa
     assert int(cu_q.diff().max()) == max_q
     assert int(cu_k.diff().max()) == max_k

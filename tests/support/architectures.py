@@ -55,6 +55,21 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe": {"layer_types": ["full_attention"] * 3},
     "qwen3": {"layer_types": ["full_attention"] * 3},
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 2.0,
+    },
     "exaone4": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
@@ -101,6 +116,7 @@ def features(model_type: str) -> str:
         "fused projections": any(
             name.endswith(("qkv_proj.weight", "mlp.gate_up_proj.weight")) for name, _ in lm.named_parameters()
         ),
+        "latent attention": bool(getattr(config, "kv_lora_rank", None)),
         "experts": any(name.endswith("experts.gate_up_proj") for name, _ in lm.named_parameters()),
         "dropout set to 0": any("drop" in name and value for name, value in vars(config).items()),
     }

@@ -30,6 +30,14 @@ SIZES = {
 """Heads of a size that vLLM's attention on the CPU takes, and a vocabulary that is padded."""
 
 CHANGES: dict[str, dict[str, Any]] = {
+    # The sizes of the published models: vLLM's latent attention on the CPU has no others.
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
     # vLLM runs sliding windows in all layers of a Qwen 2, or in none.
     "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 3},
 }

@@ -52,6 +52,17 @@ def test_arguments_on_a_cpu() -> None:
     }
 
 
+def test_latent_attention_on_a_cpu_has_torchs_rotary_embedding(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v2", "kv_lora_rank": 512}))
+    settings = config()
+    latent = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path)})})
+    arguments = engine_arguments(latent, on_cpu=True)
+    assert arguments["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
+    assert "custom_ops" not in engine_arguments(latent, on_cpu=False).get("compilation_config", {})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert "compilation_config" not in engine_arguments(latent, on_cpu=True)
+
+
 def test_arguments_on_a_gpu_leave_prefill_to_the_engine() -> None:
     arguments = engine_arguments(config(gpu_memory_utilization=0.5), on_cpu=False)
     assert arguments["gpu_memory_utilization"] == 0.5

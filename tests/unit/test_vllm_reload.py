@@ -15,6 +15,7 @@ from paceline.core.errors import ModelError, PeerLostError
 from paceline.core.members import LocalPart
 from paceline.rollout.engines.vllm.checkpoint import checkpoint_tensors, learner_shapes
 from paceline.rollout.engines.vllm.reload import Reloader, Tensors
+from paceline.rollout.engines.vllm.trace import traced
 from support.architectures import tiny_config
 
 pytestmark = pytest.mark.torch
@@ -127,6 +128,14 @@ def test_a_parameter_that_the_loader_does_not_name_is_an_error() -> None:
         reloader.load(tensors(1.0, names=NAMES[2:]))
 
 
+def test_a_parameter_that_vllm_makes_from_others_need_not_be_loaded() -> None:
+    model = Model()
+    with traced(model, {}, model_type=""):
+        model.derived = nn.Parameter(torch.zeros(2))
+    Reloader(model, model.reload, model.finish).load(tensors(1.0))
+    assert {float(model.get_parameter(name).detach().mean()) for name in NAMES} == {1.0}
+
+
 def test_a_loader_that_says_nothing_is_an_error() -> None:
     model = Model()
     model.says = False
@@ -141,7 +150,7 @@ def test_names_of_the_learners_tensors_come_from_the_configuration() -> None:
     assert learner_shapes(AutoConfig.for_model("clip_vision_model")) == {}
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2"])
 def test_stacked_experts_become_the_tensors_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
     """As transformers writes them: what vLLM's loader knows."""
     model = AutoModelForCausalLM.from_config(tiny_config(kind))

@@ -72,6 +72,7 @@ def test_parameters_are_those_of_the_published_models() -> None:
     moe |= {"num_experts": 8, "moe_intermediate_size": 4, "intermediate_size": 99, "vocab_size": 10}
     assert shape_of(moe).layer == 8 * 96 + 64 + 16 + 2 * 64 + 2 * 32
     assert ModelShape.of({"model_type": "gpt2", "n_embd": 8}) is None
+    assert ModelShape.of(SEVEN | {"model_type": "deepseek_v2", "kv_lora_rank": 512}) is None
 
 
 @pytest.mark.parametrize(

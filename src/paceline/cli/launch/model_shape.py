@@ -25,6 +25,8 @@ class ModelShape:
     def of(cls, tree: Mapping[str, Any]) -> ModelShape | None:
         """From config.json; None if it names its sizes otherwise."""
         tree = tree.get("text_config", tree)
+        if tree.get("kv_lora_rank"):  # latent attention has other matrices
+            return None
         try:
             hidden, heads = int(tree["hidden_size"]), int(tree["num_attention_heads"])
             head_dim = int(tree.get("head_dim") or hidden // heads)

@@ -19,6 +19,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "arcee": "Arcee",
     "cohere": "Cohere (Command R)",
     "cohere2": "Cohere 2 (Command R7B)",
+    "deepseek_v2": "DeepSeek-V2",
     "ernie4_5": "ERNIE 4.5",
     "exaone4": "EXAONE 4",
     "gemma": "Gemma",

@@ -65,7 +65,7 @@ def packed_attention(
         module: the attention layer (unused; transformers passes it).
         query: (1, H, T, D).
         key: (1, G, T, D) with G dividing H (grouped-query attention).
-        value: as key.
+        value: as key, but for D.
         attention_mask: None; `packed` replaces it.
         packed: where the sequences lie.
         scaling: of the scores; None is D ** -0.5.
@@ -76,7 +76,7 @@ def packed_attention(
         others: further arguments of the layer, which change nothing here.
 
     Returns:
-        (1, T, H, D), and None in place of attention weights.
+        (1, T, H, D) with the D of the values, and None in place of attention weights.
 
     Raises:
         ModelError: the layer asks for more than plain causal attention.
@@ -119,6 +119,9 @@ def _varlen(
             grouped["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    width = v.shape[-1]
+    if width != q.shape[-1]:  # latent attention; the kernel takes one size of heads
+        v = F.pad(v, (0, q.shape[-1] - width))
     out = varlen_attn(
         q.contiguous(),
         k.contiguous(),
@@ -132,7 +135,7 @@ def _varlen(
         **grouped,
     )
     assert isinstance(out, Tensor)
-    return out
+    return out if out.shape[-1] == width else out[..., :width]
 
 
 @lru_cache(maxsize=1)

@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from paceline.learner.batch.types import MicroBatch
 
+_IN_FLOAT32 = "DeepseekV2TopkRouter"
+"""Computes in float32 by itself, and keeps its weights so."""
+
 
 def routers(lm: nn.Module) -> list[nn.Module]:
     """The routers, one per layer with experts, in order; they return (logits, weights, indices)."""
-    return [module for module in lm.modules() if type(module).__name__.endswith("TopKRouter")]
+    return [module for module in lm.modules() if type(module).__name__.endswith(("TopKRouter", _IN_FLOAT32))]
 
 
 def use_float32_routers(lm: nn.Module) -> None:
@@ -27,6 +30,8 @@ def use_float32_routers(lm: nn.Module) -> None:
     Rounding of a router's logits changes which experts a token meets; the weights are as they are.
     """
     for router in routers(lm):
+        if type(router).__name__ == _IN_FLOAT32:
+            continue
         router.forward = partial(_forward_in_float32, router)
 
 

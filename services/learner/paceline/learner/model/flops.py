@@ -18,19 +18,21 @@ def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
     """Operations of one forward and backward pass, without activation recomputation.
 
     Six per token and parameter that it uses in the layers, six per parameter of the head and response token,
-    and twelve per layer, attention channel and pair of tokens, half of which causal attention leaves out.
+    and twelve per layer, attention channel and pair of tokens, half of which causal attention leaves out: as
+    many for keys as for values, whose heads are of another size in latent attention.
     Four per parameter that is frozen: it has no gradient of its own.
     """
     body: Any = body_of(network.lm) if isinstance(network, PolicyNetwork) else network.body
     head = output_head(network.lm).weight if isinstance(network, PolicyNetwork) else network.value_head.weight
     layers, config = decoder_layers(body), body.config.get_text_config()
     heads = int(config.num_attention_heads)
-    width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    keys, values = (int(getattr(config, name, None) or width) for name in ("qk_head_dim", "v_head_dim"))
     trained, frozen = (active_parameters(layers, config, trained=trains) for trains in (True, False))
     return Arithmetic(
         per_token=6 * trained + 4 * frozen,
         per_response_token=(6 if head.requires_grad else 4) * head.numel(),
-        per_pair=6 * width * len(layers),
+        per_pair=3 * heads * (keys + values) * len(layers),
     )
 
 

