@@ -134,7 +134,8 @@ def make_config(arguments: argparse.Namespace, folder: str) -> RunConfig:
     rollout["episode"] = {"show_tools": False, "max_turns": LONGEST, "tool_s": 600.0}
     if arguments.device == "cuda":
         engine_kwargs: dict[str, Any] = {"kv_cache_memory_bytes": int(arguments.kv_gib * 2**30)}
-        engine_kwargs["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        if not arguments.compiled:
+            engine_kwargs["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         rollout |= {"gpu_memory_utilization": 0.05, "engine_kwargs": engine_kwargs}
     return parse(
         RunConfig,
@@ -281,6 +282,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--kv-gib", type=float, default=4.0, help="GPU: KV cache")
+    parser.add_argument("--compiled", action="store_true", help="GPU: vLLM's own compilation")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         size = -(-len(load_tokenizer(str(MODEL))) // 64) * 64
