@@ -206,8 +206,9 @@ class EngineMemory:
     """The memory of one GPU of a rollout engine.
 
     Attributes:
-        sampler: what drawing a batch at once takes: two rows of numbers and log-probabilities per sequence,
-            and four tables of a float per sequence and token of the vocabulary.
+        sampler: the most that drawing a batch at once takes: two rows of numbers and log-probabilities per
+            sequence, and four tables of a float per sequence and token of the vocabulary, which torch's
+            kernels need and those for GPUs do not.
     """
 
     weights: int

@@ -66,11 +66,10 @@ class PrefixedKeys:
     max_length: int
 
 
-@dataclass(
-    kw_only=True, slots=True, eq=False
-)  # of a frozen one, torch 2.11's compiler would guard all fields
+# Not frozen: torch 2.11 binds compiled layers to every field of a frozen dataclass that goes through them.
+@dataclass(kw_only=True, slots=True, eq=False)
 class PackedSequences:
-    """Where the sequences of a packed row begin. Not to be changed.
+    """Where the sequences of a packed row begin; nobody changes it.
 
     A sequence may have another one as its prefix: its tokens see the prefix's, too, as if they followed it.
 

@@ -7,6 +7,7 @@ until their sample ends.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -69,7 +70,7 @@ class Rows:
     is_greedy: Tensor
 
 
-class BatchedSampler:
+class BatchedSampler(abc.ABC):
     """Draws a batch's tokens and writes down their log-probabilities.
 
     Args:
@@ -97,11 +98,13 @@ class BatchedSampler:
         """See `Places.forget`."""
         self._places.forget(request_ids)
 
+    @abc.abstractmethod
     def _is_running(self, request_id: str) -> bool:
-        raise NotImplementedError
+        """Whether the runner still knows a request."""
 
+    @abc.abstractmethod
     def _sampling_params(self, request_id: str) -> Any:
-        raise NotImplementedError
+        """vLLM's, of a request; None if it is unknown."""
 
     def _rows_of(self, ids: list[str]) -> Rows | None:
         """The rows of a batch; None if one of its requests has no seed of ours."""
