@@ -105,7 +105,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--work", help="folder for inputs and the run; default: a temporary one")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def train(args: argparse.Namespace, config: Path, path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,39 @@ def test_the_check_leaves_no_trace(model: Path, ranks: Ranks) -> None:
     assert 0 <= difference.gradient < 1e-5
     assert all(parameter.grad is None for parameter in learner.actor.network.parameters())
     assert shared_prompts.compare(learner.actor.network, [], ranks).gradient == 0
+
+
+def test_the_check_holds_one_gradient(model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient is twice as large as a model in bfloat16; a second one did not fit beside 7B on one GPU."""
+    network = build(model, ranks, "on").actor.network
+    parameters = [parameter.to_local() for parameter in network.parameters()]
+    shape = max((parameter.shape for parameter in parameters), key=torch.Size.numel)
+
+    def count() -> int:
+        tensors = [entry for entry in gc.get_objects() if type(entry) is Tensor and entry.shape == shape]
+        return len({entry.data_ptr() for entry in tensors})
+
+    counts: list[int] = []
+    honest = torch.linalg.vector_norm
+
+    def counting(tensor: Tensor, **options: Any) -> Tensor:
+        counts.append(count())
+        return honest(tensor, **options)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", counting)
+    gc.collect()
+    before = count()
+    shared_prompts.compare(network, rows_with_holes(GROUPS), ranks)
+    num_alike = sum(parameter.shape == shape for parameter in parameters)
+    assert len(counts) == 2 * len(parameters)
+    assert 0 < max(counts) - before <= num_alike
+
+
+def test_the_check_takes_two_rows_and_more_while_half_of_the_budget_has_room() -> None:
+    rows = rows_with_holes([[(2, 6)], [(4, 4)] * 5])
+    assert len(shared_prompts._family(rows, 64)) == 4
+    assert len(shared_prompts._family(rows, 17)) == 2
+    assert len(shared_prompts._family(rows, 15)) == 1
 
 
 @pytest.mark.parametrize("prefixes", [[None, None, None], [None, 0, 0]])

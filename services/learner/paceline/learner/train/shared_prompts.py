@@ -112,54 +112,56 @@ class SharedPrompts:
 
 
 def compare(network: PolicyNetwork, rows: Sequence[PackedRow], ranks: Ranks) -> Difference:
-    """Runs rows forwards and backwards in both forms and drops the gradients; every rank calls it."""
-    tables, gradients = [], []
-    for share_prompts in (True, False):
-        batch = pack(rows, ranks.device, share_prompts=share_prompts)
-        log_probs, _ = network(batch)
-        masked = batch.table(log_probs).where(batch.mask, 0.0)
-        torch.autograd.backward(masked.sum())
-        tables.append(masked.detach().double())
-        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        gradients.append([_local(parameter.grad) for parameter in trained])
-        network.zero_grad(set_to_none=True)
-    count = batch.mask.sum().double()
-    shared, plain = gradients
-    sums = ranks.all_sum(
-        torch.stack(
-            [
-                (tables[0] - tables[1]).abs().sum(),
-                count,
-                _square_sum([a - b for a, b in zip(shared, plain, strict=True)], ranks.device),
-                _square_sum(plain, ranks.device),
-            ]
-        )
-    ).tolist()
+    """Runs rows forwards and backwards in both forms and drops the gradients; every rank calls it.
+
+    The gradient of the shared form is taken from the other's in place, so that no second one is held.
+    """
+    plain, count = _table(network, rows, ranks, share_prompts=False, sign=1.0)
+    norm = _square_sum(network, ranks.device)
+    shared, _ = _table(network, rows, ranks, share_prompts=True, sign=-1.0)
+    left = _square_sum(network, ranks.device)
+    network.zero_grad(set_to_none=True)
+    sums = ranks.all_sum(torch.stack([(plain - shared).abs().sum(), count, left, norm])).tolist()
     return Difference(
         log_probs=sums[0] / max(sums[1], 1.0), gradient=(sums[2] / sums[3]) ** 0.5 if sums[3] else 0.0
     )
 
 
-def _local(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clone()
+def _table(
+    network: PolicyNetwork, rows: Sequence[PackedRow], ranks: Ranks, *, share_prompts: bool, sign: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probs in float64 and the number of tokens; adds `sign` times the gradient of their sum."""
+    batch = pack(rows, ranks.device, share_prompts=share_prompts)
+    log_probs, _ = network(batch)
+    masked = batch.table(log_probs).where(batch.mask, 0.0)
+    torch.autograd.backward(sign * masked.sum())
+    return masked.detach().double(), batch.mask.sum().double()
 
 
-def _square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def _square_sum(network: PolicyNetwork, device: torch.device) -> Tensor:
+    """Of this rank's part of the gradient, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for tensor in tensors:
-        total += tensor.double().square().sum()
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            gradient = parameter.grad
+            assert gradient is not None
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            total += torch.linalg.vector_norm(local, dtype=torch.float64).square()
     return total
 
 
 def _family(rows: Sequence[PackedRow], budget: int) -> list[PackedRow]:
-    """Rows of the first prompt that several have, as many as fit the budget with a prompt each."""
+    """Rows of the first prompt that several have: two, and more while half of the budget has room.
+
+    Half, because an update that ran out of memory is taken again in smaller parts, and this check is not.
+    """
     prompts = [row.prompt_token_ids.tobytes() for row in rows]
     shared = next((prompt for prompt in prompts if prompts.count(prompt) > 1), None)
     family: list[PackedRow] = []
+    used = 0
     for row, prompt in zip(rows, prompts, strict=True):
-        num_tokens = len(row.prompt_token_ids) + len(row.response_token_ids)
-        if prompt == shared and num_tokens <= budget:
+        used_with = used + len(row.prompt_token_ids) + len(row.response_token_ids)
+        if prompt == shared and used_with <= (budget // 2 if len(family) >= 2 else budget):
             family.append(row)
-            budget -= num_tokens
+            used = used_with
     return family
