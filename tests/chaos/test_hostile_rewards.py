@@ -19,12 +19,15 @@ import grpc
 import psutil
 import pytest
 
+from paceline.core.errors import InvalidMessageError
 from paceline.core.scoring import ScoreItem
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
 from paceline.reward.scores import Score
+from paceline.reward.servicer import RewardServicer
 from paceline.rpc.v1 import reward_pb2
+from paceline.sdk import RewardServer
 from paceline.service.children.process import ChildLimits
 from support.reward_servers import OddServer, serving
 
@@ -32,6 +35,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "security.md"
 OBEDIENT = FunctionSpec(name="f", reference="support.reward_functions:obedient")
 TIMEOUT_S, SOON_S = 1.0, 9.0
 GROWTH_MIB = 700
+COLUMNS_MIB = 300
 
 
 def items(*responses: str, **extra: object) -> list[ScoreItem]:
@@ -269,6 +273,72 @@ async def test_others_of_the_run_are_scored_meanwhile() -> None:
         assert await hanging_call == ["timeout"] * 2
 
 
+def columns(text: str, *, count: int = 1) -> bytes:
+    """A call whose items have this text as their further columns."""
+    items = [reward_pb2.ScoreItem(trajectory_id=f"t{index}", extra_json=text) for index in range(count)]
+    return reward_pb2.ScoreRequest(items=items).SerializeToString()
+
+
+def many(value: str, count: int) -> str:
+    return '{"a": [' + ",".join([value] * count) + "]}"
+
+
+# The call, and what the caller is told.
+COLUMNS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "60 MB of text": (
+        lambda: columns(many(f'"{"x" * 60_000_000}"', 1)),
+        "60000011 bytes of JSON, at most 16777216",
+    ),
+    "10^5 brackets": (lambda: columns("[" * 10**5), "at most 8 levels"),
+    "60 MB of empty mappings": (
+        lambda: columns(many("{}", 5_000_000), count=4),
+        "10000001 values in lists and mappings, at most 1048576",
+    ),
+    "60 MB of strings": (
+        lambda: columns(many('""', 5_000_000), count=4),
+        "5000001 values in lists and mappings, at most 1048576",
+    ),
+    "10^6 mappings over 100 items": (
+        lambda: columns(many("{}", 10_000), count=100),
+        "over 1048576 values in extra_json of all items",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+async def test_a_caller_with_a_token(name: str) -> None:
+    """In a server of the SDK."""
+    make, told = COLUMNS[name]
+    process = psutil.Process(os.getpid())
+    message = make()
+    async with (
+        RewardServer(lambda response, ground_truth: 1.0) as server,
+        grpc.aio.insecure_channel(server.address, options=[("grpc.max_send_message_length", -1)]) as channel,
+    ):
+        score = channel.unary_unary("/paceline.rpc.v1.RewardService/Score")
+        assert len((await ask(score, columns("{}"))).results) == 1
+        before = process.memory_info().rss
+        with pytest.raises(grpc.aio.AioRpcError, match=told) as caught:
+            await score(message)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (process.memory_info().rss - before) >> 20 < COLUMNS_MIB
+        assert len((await ask(score, columns("{}"))).results) == 1
+
+
+async def test_the_reward_service_has_the_same_limits() -> None:
+    make, told = COLUMNS["10^6 mappings over 100 items"]
+    servicer = RewardServicer()
+    servicer.scorer = FunctionPool(
+        [OBEDIENT], num_processes=1, timeout_s=5
+    )  # not started: no item gets there
+    with pytest.raises(InvalidMessageError, match=told):
+        await servicer.Score(reward_pb2.ScoreRequest.FromString(make()), None)
+
+
+async def ask(score: Any, message: bytes) -> reward_pb2.ScoreResponse:
+    return reward_pb2.ScoreResponse.FromString(await score(message))
+
+
 def test_the_document_has_every_row() -> None:
     section = DOCS.read_text(encoding="utf-8").partition("## Hostile rewards\n")[2].partition("\n## ")[0]
     rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in section.splitlines() if line.startswith("|")]
@@ -276,3 +346,4 @@ def test_the_document_has_every_row() -> None:
     wanted = FUNCTIONS | {name: kind for name, (_, kind) in (SERVICES | DESCRIPTIONS).items()}
     assert {name: said.get(name) for name in wanted} == wanted
     assert set(CONNECTIONS) <= said.keys()
+    assert set(COLUMNS) <= said.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,8 @@ from paceline.core.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.rpc.v1 import common_pb2, controller_pb2, reward_pb2
 from paceline.wire import protobuf
+from paceline.wire.fields import DEFAULT_LIMITS
+from paceline.wire.json_object import MAX_JSON_BYTES
 from paceline.wire.run_events import run_event_from_proto, run_event_to_proto
 from support import domain
 
@@ -67,7 +70,8 @@ def test_a_policy_tag_may_have_no_digest_yet() -> None:
     ("extra_json", "reason"),
     [
         ("{", "not_json"),
-        ("[" * 100_000, "not_json"),
+        ("[" * 8, "not_json"),
+        ("[" * 100_000, "too_large"),
         ("[1]", "wrong_type"),
         ('{"a": NaN}', "not_finite"),
         ('{"a": 1e999}', "not_finite"),
@@ -78,6 +82,105 @@ def test_rejected_extra_columns(extra_json: str, reason: str) -> None:
     with pytest.raises(InvalidMessageError) as caught:
         protobuf.score_item_from_proto(reward_pb2.ScoreItem(trajectory_id="t", extra_json=extra_json))
     assert caught.value.reason == reason
+
+
+MOST_VALUES = DEFAULT_LIMITS.max_values
+
+
+def with_extra(extra_json: str) -> reward_pb2.ScoreItem:
+    return reward_pb2.ScoreItem(trajectory_id="t", extra_json=extra_json)
+
+
+def sized(num_bytes: int, text: str = "x") -> str:
+    """An object of one text, in `num_bytes` of JSON."""
+    left, size = num_bytes - len('{"a": ""}'), len(text.encode())
+    return '{"a": "' + text * (left // size) + "x" * (left % size) + '"}'
+
+
+def valued(num_values: int) -> str:
+    """An object with a list: both, and what is in them."""
+    return '{"a": [' + "0," * (num_values - 2) + "0]}"
+
+
+@pytest.mark.parametrize(
+    ("most", "over", "limit"),
+    [
+        (sized(MAX_JSON_BYTES), sized(MAX_JSON_BYTES + 1), f"at most {MAX_JSON_BYTES} are accepted"),
+        (
+            sized(MAX_JSON_BYTES, "é"),
+            sized(MAX_JSON_BYTES + 1, "é"),
+            f"at most {MAX_JSON_BYTES} are accepted",
+        ),
+        (valued(MOST_VALUES), valued(MOST_VALUES + 1), f"at most {MOST_VALUES} are accepted"),
+        ('{"a":' * 8 + "1" + "}" * 8, '{"a":' * 9 + "1" + "}" * 9, "at most 8 levels are accepted"),
+    ],
+    ids=["bytes", "bytes of other letters", "values", "depth"],
+)
+def test_the_limits_of_extra_columns(
+    most: str, over: str, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert protobuf.score_item_from_proto(with_extra(most)).extra
+    # One more is refused, unparsed.
+    monkeypatch.setattr("json.loads", lambda text: pytest.fail("it was parsed"))
+    with pytest.raises(InvalidMessageError, match=limit) as caught:
+        protobuf.score_item_from_proto(with_extra(over))
+    assert caught.value.reason == "too_large"
+    assert "ScoreItem: t: extra_json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["," * (MOST_VALUES + 1), "[{" * 9, '\\"' + "[" * 9, "\n" + "[" * 9, "\\" + "[" * 9],
+    ids=["commas", "brackets", "after a quotation mark", "after a line's end", "after a backslash"],
+)
+def test_commas_and_brackets_within_texts_are_no_values(text: str) -> None:
+    extra = {"a": text[-40:], "b": text, "c": [text[:40], {"d": 1}]}
+    item = ScoreItem(trajectory_id="t", prompt="", response="", ground_truth="", extra=extra)
+    assert protobuf.score_item_from_proto(protobuf.score_item_to_proto(item)) == item
+
+
+def test_what_would_be_refused_is_not_sent() -> None:
+    wide: dict[str, object] = {"a": [0] * MOST_VALUES}
+    long: dict[str, object] = {"a": "x" * MAX_JSON_BYTES}
+    for extra in (wide, long):
+        item = ScoreItem(trajectory_id="t", prompt="", response="", ground_truth="", extra=extra)
+        with pytest.raises(InvalidMessageError, match=r"ScoreItem: t: extra: .* are accepted"):
+            protobuf.score_item_to_proto(item)
+
+
+def test_the_extra_columns_of_a_call_have_a_limit_together() -> None:
+    parts = [with_extra(valued(MOST_VALUES // 4)) for _ in range(4)]
+    assert len(protobuf.score_items_from_proto(parts)) == 4
+    with pytest.raises(InvalidMessageError, match=f"over {MOST_VALUES} values .* send fewer items"):
+        protobuf.score_items_from_proto([*parts, with_extra("[]")])
+
+
+@pytest.mark.parametrize("value", ["{}", "[]", '""', "0", '{"":[]}'])
+def test_extra_columns_do_not_take_much_memory(value: str) -> None:
+    """As many as fit of the smallest values. An item's empty mappings alone took 400 MiB."""
+    text = '{"a": [' + ",".join([value] * (MAX_JSON_BYTES // (len(value) + 1) - 9)) + "]}"
+    messages = [with_extra(text)] * 4
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidMessageError, match="are accepted"):
+            protobuf.score_items_from_proto(messages)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 128 * 2**20
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['"' * 2**20, '\\"' * 2**19, '"' + "\\" * 2**20, '"' + '\\"' * 2**19, "]" * 2**20],
+    ids=["texts", "escaped", "backslashes", "an endless text", "ends"],
+)
+def test_texts_that_never_end_are_read_once(text: str) -> None:
+    """A search that begins anew at each quotation mark takes hours for this."""
+    with pytest.raises(InvalidMessageError):
+        protobuf.score_item_from_proto(with_extra("," * (MOST_VALUES + 1) + text))
+    with pytest.raises(InvalidMessageError):
+        protobuf.score_item_from_proto(with_extra("[" * 9 + text))
 
 
 @pytest.mark.parametrize(

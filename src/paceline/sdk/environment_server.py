@@ -18,10 +18,9 @@ from paceline.service.credentials import ENVIRONMENT_TOKEN, Credentials
 from paceline.wire.environment import (
     message_from_proto,
     message_to_proto,
-    object_from_json,
-    object_to_json,
     tool_to_proto,
 )
+from paceline.wire.json_object import read_json_object, write_json_object
 
 _EXPIRE_S = 1.0
 
@@ -128,7 +127,7 @@ class _Servicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 "data.train_files"
             )
         for row in await asyncio.to_thread(_listed, self._tasks, request.split):
-            yield pb.EnvironmentTask(task_json=object_to_json(row, "task"))
+            yield pb.EnvironmentTask(task_json=write_json_object(row, "task"))
 
     async def Open(self, request: pb.OpenEpisodeRequest, context: object) -> pb.EpisodeObservation:
         key, attempt = _key(request.episode)
@@ -136,7 +135,7 @@ class _Servicer(environment_pb2_grpc.EnvironmentServiceServicer):
         said, tools = await self._sessions.open(
             key,
             attempt,
-            object_from_json(request.task_json, "task"),
+            read_json_object(request.task_json, "task"),
             task_seed=request.task_seed,
             episode_seed=request.episode_seed,
             lease_s=request.lease_s,

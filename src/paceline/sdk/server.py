@@ -10,7 +10,7 @@ from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk.function import CalledFunction, version_of
 from paceline.sdk.served import Served, serve_until_signal
 from paceline.service.credentials import REWARD_TOKEN, Credentials
-from paceline.wire.protobuf import description_to_proto, score_item_from_proto, score_result_to_proto
+from paceline.wire.protobuf import description_to_proto, score_items_from_proto, score_result_to_proto
 
 
 class RewardServer(Served):
@@ -126,7 +126,7 @@ class _Servicer(reward_pb2_grpc.RewardServiceServicer):
         self._score, self._description = score, description
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: object) -> reward_pb2.ScoreResponse:
-        items = [score_item_from_proto(item) for item in request.items]
+        items = score_items_from_proto(request.items)
         return reward_pb2.ScoreResponse(
             results=[score_result_to_proto(result) for result in await self._score(items)]
         )

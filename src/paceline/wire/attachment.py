@@ -28,6 +28,7 @@ from paceline.wire.fields import reject
 from paceline.wire.protobuf import (
     score_item_from_proto,
     score_item_to_proto,
+    score_items_from_proto,
     score_result_from_proto,
     score_result_to_proto,
 )
@@ -97,7 +98,7 @@ def _task_to_proto(ticket: int, task: Task) -> reward_pb2.ScoreTask:
 def _task_from_proto(row: reward_pb2.ScoreTask) -> Task:
     if not row.group:
         return score_item_from_proto(row.item)
-    return tuple(score_item_from_proto(item) for item in row.group)
+    return tuple(score_items_from_proto(row.group))
 
 
 def gateway_message_from_proto(message: reward_pb2.GatewayMessage) -> ToClient[Task]:

@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from paceline.core.chat import Message, ToolCall, ToolSpec
 from paceline.core.errors import InvalidMessageError
 from paceline.core.text import encodable
 from paceline.rpc.v1 import environment_pb2 as pb
-from paceline.wire.fields import DEFAULT_LIMITS, plain_problem, reject
+from paceline.wire.fields import reject
+from paceline.wire.json_object import read_json_object, write_json_object
 
 _ROLES = ("system", "user", "assistant", "tool")
 _MAX_CALLS = 256
-
-
-def object_to_json(value: Mapping[str, object], subject: str) -> str:
-    """A JSON object as text.
-
-    Raises:
-        InvalidMessageError: it holds what JSON cannot express.
-    """
-    problem = plain_problem(dict(value), DEFAULT_LIMITS.max_depth)
-    if problem:
-        reject(subject, problem[0], problem[1])
-    return json.dumps(value)
-
-
-def object_from_json(text: str, subject: str) -> dict[str, object]:
-    """Reads the text of a JSON object.
-
-    Raises:
-        InvalidMessageError: it is none, or holds numbers that are not finite.
-    """
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidMessageError(
-            f"invalid {subject}: it is not JSON ({error})", reason="not_json"
-        ) from error
-    if not isinstance(value, dict):
-        reject(subject, "wrong_type", f"a {type(value).__name__} where a JSON object belongs")
-    problem = plain_problem(value, DEFAULT_LIMITS.max_depth)
-    if problem:
-        reject(subject, problem[0], problem[1])
-    return value
 
 
 def message_to_proto(message: Message) -> pb.ChatMessage:
@@ -85,7 +53,7 @@ def messages_from_proto(messages: Iterable[pb.ChatMessage]) -> tuple[Message, ..
 
 def tool_to_proto(tool: ToolSpec) -> pb.ToolDescription:
     """A tool's description; raises InvalidMessageError if its schema is no plain data."""
-    parameters = object_to_json(tool.parameters, "ToolDescription")
+    parameters = write_json_object(tool.parameters, "ToolDescription")
     return pb.ToolDescription(name=tool.name, description=tool.description, parameters_json=parameters)
 
 
@@ -97,7 +65,7 @@ def tool_from_proto(message: pb.ToolDescription) -> ToolSpec:
     """
     if not message.name:
         reject("ToolDescription", "missing_field", "no name")
-    parameters = object_from_json(message.parameters_json, "ToolDescription")
+    parameters = read_json_object(message.parameters_json, "ToolDescription")
     return ToolSpec(name=message.name, description=message.description, parameters=parameters)
 
 
@@ -118,7 +86,7 @@ def grade_from_proto(message: pb.EpisodeGrade) -> tuple[float | None, dict[str, 
 def _call_to_proto(call: ToolCall) -> pb.ChatToolCall:
     problem, arguments = call.problem, "{}"
     try:
-        arguments = object_to_json(call.arguments, "tool call")
+        arguments = write_json_object(call.arguments, "tool call")
     except InvalidMessageError as error:
         problem = problem or str(error)
     return pb.ChatToolCall(
@@ -133,6 +101,6 @@ def _call_from_proto(message: pb.ChatToolCall) -> ToolCall:
     return ToolCall(
         call_id=message.call_id,
         name=message.name,
-        arguments=object_from_json(message.arguments_json, "ChatToolCall"),
+        arguments=read_json_object(message.arguments_json, "ChatToolCall"),
         problem=message.problem,
     )

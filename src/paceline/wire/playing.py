@@ -15,7 +15,8 @@ from paceline.wire.attachment import (
     server_message_from_proto,
     server_message_to_proto,
 )
-from paceline.wire.environment import grade_from_proto, object_from_json, object_to_json
+from paceline.wire.environment import grade_from_proto
+from paceline.wire.json_object import read_json_object, write_json_object
 
 
 def player_message_to_proto(message: FromClient[Played]) -> pb.PlayerMessage:
@@ -62,7 +63,7 @@ def _play_to_proto(ticket: int, play: Play) -> pb.PlayTask:
         ticket=ticket,
         open=pb.OpenEpisodeRequest(
             episode=episode,
-            task_json=object_to_json(play.task, "task"),
+            task_json=write_json_object(play.task, "task"),
             task_seed=play.task_seed,
             episode_seed=play.episode_seed,
         ),
@@ -76,7 +77,7 @@ def _play_from_proto(message: pb.PlayTask) -> Play:
         run_id=episode.run_id,
         trajectory_id=episode.trajectory_id,
         attempt=episode.attempt,
-        task=object_from_json(message.open.task_json, "task"),
+        task=read_json_object(message.open.task_json, "task"),
         task_seed=message.open.task_seed,
         episode_seed=message.open.episode_seed,
         base_url=message.run.base_url,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Iterable
 
 from paceline.core.attachment import MAX_DATA_SOURCES, MAX_NAME_CHARS
-from paceline.core.errors import InvalidMessageError
 from paceline.core.policy import PolicyTag
 from paceline.core.scoring import RewardDescription, ScoreItem, ScoreResult
 from paceline.core.text import one_line
 from paceline.rpc.v1 import common_pb2, reward_pb2
-from paceline.wire.fields import DEFAULT_LIMITS, plain_problem, reject
+from paceline.wire.fields import DEFAULT_LIMITS, reject
+from paceline.wire.json_object import check_json_text, read_json_object, write_json_object
 
 
 def policy_tag_to_proto(tag: PolicyTag) -> common_pb2.PolicyTag:
@@ -39,43 +39,57 @@ def score_item_to_proto(item: ScoreItem) -> reward_pb2.ScoreItem:
     """An item to score as a message.
 
     Raises:
-        InvalidMessageError: `extra` holds a value that JSON cannot express.
+        InvalidMessageError: `extra` is too large, or holds a value that JSON cannot express.
     """
-    check_score_item(item)
-    extra = dict(item.extra)
     return reward_pb2.ScoreItem(
         trajectory_id=item.trajectory_id,
         prompt=item.prompt,
         response=item.response,
         ground_truth=item.ground_truth,
         data_source=item.data_source,
-        extra_json=json.dumps(extra) if extra else "",
+        extra_json=check_score_item(item),
         group=item.group,
     )
 
 
-def check_score_item(item: ScoreItem) -> None:
-    """Refuses an item that no message can hold.
+def check_score_item(item: ScoreItem) -> str:
+    """Refuses an item that no message can hold; returns its `extra` as a message has it.
 
     Raises:
-        InvalidMessageError: `extra` holds a value that JSON cannot express, or a text half a surrogate pair.
+        InvalidMessageError: `extra` is too large, or holds a value that JSON cannot express, or a text half a
+            surrogate pair.
     """
-    problem = plain_problem(dict(item.extra), DEFAULT_LIMITS.max_depth)
-    if problem:
-        reject("ScoreItem", problem[0], f"extra: {problem[1]}")
     texts = (item.trajectory_id, item.prompt, item.response, item.ground_truth, item.data_source)
     try:
         for text in texts:
             text.encode()
     except UnicodeEncodeError as error:
         reject("ScoreItem", "not_unicode", f"a text holds half a surrogate pair ({error.reason})")
+    return write_json_object(item.extra, f"ScoreItem: {item.trajectory_id[:80]}: extra") if item.extra else ""
+
+
+def score_items_from_proto(messages: Iterable[reward_pb2.ScoreItem]) -> list[ScoreItem]:
+    """Reads the items of a call.
+
+    Raises:
+        InvalidMessageError: an item is malformed, or the `extra_json` of all hold too many values.
+    """
+    items, left = [], DEFAULT_LIMITS.max_values
+    for message in messages:
+        left -= check_json_text(message.extra_json, _extra_of(message))
+        if left < 0:
+            most = DEFAULT_LIMITS.max_values
+            detail = f"over {most} values in extra_json of all items: send fewer items in a call"
+            reject("ScoreRequest", "too_large", detail)
+        items.append(score_item_from_proto(message))
+    return items
 
 
 def score_item_from_proto(message: reward_pb2.ScoreItem) -> ScoreItem:
     """Reads an item to score.
 
     Raises:
-        InvalidMessageError: no trajectory id, or `extra_json` is not a JSON object of finite values.
+        InvalidMessageError: no trajectory id, or `extra_json` is too large or no object of finite values.
     """
     if not message.trajectory_id:
         reject("ScoreItem", "missing_field", "no trajectory_id")
@@ -85,27 +99,14 @@ def score_item_from_proto(message: reward_pb2.ScoreItem) -> ScoreItem:
         response=message.response,
         ground_truth=message.ground_truth,
         data_source=message.data_source,
-        extra=_read_extra(message),
+        extra=read_json_object(message.extra_json, _extra_of(message)),
         group=message.group,
     )
 
 
-def _read_extra(message: reward_pb2.ScoreItem) -> dict[str, object]:
-    if not message.extra_json:
-        return {}
-    try:
-        extra = json.loads(message.extra_json)
-    except (ValueError, RecursionError) as error:
-        raise InvalidMessageError(
-            f"invalid ScoreItem: {message.trajectory_id[:80]}: extra_json is not JSON ({error})",
-            reason="not_json",
-        ) from error
-    if not isinstance(extra, dict):
-        reject("ScoreItem", "wrong_type", f"{message.trajectory_id[:80]}: extra_json is not an object")
-    problem = plain_problem(extra, DEFAULT_LIMITS.max_depth)
-    if problem:
-        reject("ScoreItem", problem[0], f"{message.trajectory_id[:80]}: extra_json: {problem[1]}")
-    return extra
+def _extra_of(message: reward_pb2.ScoreItem) -> str:
+    """What errors call an item's further columns."""
+    return f"ScoreItem: {message.trajectory_id[:80]}: extra_json"
 
 
 def score_result_to_proto(result: ScoreResult) -> reward_pb2.ScoreResult:

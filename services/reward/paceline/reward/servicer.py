@@ -6,7 +6,7 @@ from paceline.core.errors import EnvironmentLackError
 from paceline.core.scoring import RewardDescription
 from paceline.reward.scorer import Scorer
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
-from paceline.wire.protobuf import description_to_proto, score_item_from_proto, score_result_to_proto
+from paceline.wire.protobuf import description_to_proto, score_items_from_proto, score_result_to_proto
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
@@ -25,7 +25,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """
         if self.scorer is None:
             raise EnvironmentLackError("the reward service is still starting: try again")
-        items = [score_item_from_proto(item) for item in request.items]
+        items = score_items_from_proto(request.items)
         scores = await self.scorer.score(items, run_id=request.run_id, step=request.step)
         return reward_pb2.ScoreResponse(
             results=[score_result_to_proto(score.to_result()) for score in scores]

@@ -21,7 +21,7 @@ from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.service import channels
 from paceline.service.credentials import Credentials
 from paceline.service.process import write_atomically
-from paceline.wire.environment import object_from_json
+from paceline.wire.json_object import read_json_object
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ async def _ask(service: EnvironmentConfig, split: str, credentials: Credentials)
         tasks = environment_pb2_grpc.EnvironmentServiceStub(channel).Tasks
         request = pb.EnvironmentTasksRequest(split=split)
         answers = channels.stream(tasks, request, phase="TASKS", peer=peer, timeout_s=_TASKS_S)
-        return [object_from_json(answer.task_json, f"task of the {peer}") async for answer in answers]
+        return [read_json_object(answer.task_json, f"task of the {peer}") async for answer in answers]
     finally:
         await channel.close()
 

@@ -35,9 +35,9 @@ from paceline.wire.environment import (
     grade_from_proto,
     message_to_proto,
     messages_from_proto,
-    object_to_json,
     tool_from_proto,
 )
+from paceline.wire.json_object import write_json_object
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class RemoteSession:
         """Begins the episode; what the service wants said comes after the prompt's messages."""
         request = pb.OpenEpisodeRequest(
             episode=self._episode,
-            task_json=object_to_json(self._task.task, "task"),
+            task_json=write_json_object(self._task.task, "task"),
             task_seed=self._task.task_seed,
             episode_seed=self._task.episode_seed,
             lease_s=self._options.lease_s,
