@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from paceline import wire
 from paceline.core.errors import InvalidMessageError
@@ -139,7 +140,16 @@ def test_a_field_of_any_content_is_accepted_or_rejected_with_a_reason(
 @given(ANY_MESSAGE, st.data())
 @settings(max_examples=60)
 def test_every_field_is_needed(message: Message, data: st.DataObject) -> None:
-    optional = {"reward", "reward_error", "text_key", "episode", "messages", "token_rewards", "normalized"}
+    optional = {
+        "reward",
+        "reward_error",
+        "text_key",
+        "episode",
+        "messages",
+        "images",
+        "token_rewards",
+        "normalized",
+    }
     names = [name for name in msgpack.unpackb(encode(message)) if name not in optional]
     name = data.draw(st.sampled_from(names))
     with pytest.raises(InvalidMessageError) as caught:
@@ -260,6 +270,64 @@ def test_empty_and_torn_arrays_and_masks_out_of_range(trajectory: Trajectory) ->
 @settings(max_examples=3)
 def test_rejections_of_prompt_groups(group: PromptGroup, fields: dict[str, Any], reason: str) -> None:
     assert rejected(group, **fields) == reason
+
+
+@pytest.mark.parametrize(
+    ("images", "reason"),
+    [
+        ("0f" * 32, "wrong_type"),
+        (["0f" * 32], "wrong_type"),
+        ([{"hash": "0f" * 32}], "missing_field"),
+        ([{"hash": "0F" * 32, "grid_thw": [1, 2, 2]}], "out_of_range"),
+        ([{"hash": "0f" * 31, "grid_thw": [1, 2, 2]}], "out_of_range"),
+        ([{"hash": "0f" * 32, "grid_thw": [2, 2]}], "unequal_lengths"),
+        ([{"hash": "0f" * 32, "grid_thw": [1, 2, 0]}], "out_of_range"),
+        ([{"hash": "0f" * 32, "grid_thw": [1, 2.0, 2]}], "wrong_type"),
+        ([{"hash": "0f" * 32, "grid_thw": [1, 1024, 1025]}], "too_large"),
+        ([{"hash": "0f" * 32, "grid_thw": [1, 2, 2]}] * 2000, "too_large"),
+    ],
+)
+@given(message=domain.prompt_groups | domain.trajectories())
+@settings(max_examples=3)
+def test_rejections_of_images(message: PromptGroup | Trajectory, images: object, reason: str) -> None:
+    assert rejected(message, images=images) == reason
+
+
+grids = st.tuples(st.integers(1, 2), st.integers(1, 4), st.integers(1, 4))
+
+
+@st.composite
+def pixel_arrays(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], tuple[int, int, int]]:
+    grid = draw(grids)
+    width = draw(st.integers(1, 5))
+    shape = (grid[0] * grid[1] * grid[2], width)
+    return draw(hnp.arrays(np.float32, shape, elements=st.floats(-9, 9, width=32))), grid
+
+
+@given(pixel_arrays(), st.data())
+@settings(max_examples=60)
+def test_pixels_come_back_as_they_were_under_their_hash(made: Any, data: st.DataObject) -> None:
+    pixels, grid = made
+    image, blob = wire.image_of(pixels, grid), wire.pack_pixels(pixels)
+    loaded = wire.unpack_pixels(image, blob)
+    assert loaded.image == image
+    assert same(loaded.pixels, pixels)
+    assert loaded.pixels.flags.writeable
+    # Any other bit, grid or length is noticed.
+    at = data.draw(st.integers(0, 8 * len(blob) - 1))
+    flipped = bytearray(blob)
+    flipped[at // 8] ^= 1 << at % 8
+    turned = dataclasses.replace(image, grid=(grid[0], grid[2], grid[1]))
+    for other, content, reasons in [
+        (image, bytes(flipped), {"inconsistent"}),
+        (image, blob[:-1], {"unequal_lengths"}),
+        (image, blob[:-4], {"inconsistent", "unequal_lengths"}),
+        (image, b"", {"unequal_lengths"}),
+        *([(turned, blob, {"inconsistent"})] if turned != image else []),
+    ]:
+        with pytest.raises(InvalidMessageError) as caught:
+            wire.unpack_pixels(other, content)
+        assert caught.value.reason in reasons
 
 
 @pytest.mark.parametrize(
@@ -402,9 +470,9 @@ def test_messages_over_the_size_cap_are_not_even_opened(message: Message) -> Non
 
 
 def test_the_bytes_of_a_schema_version_do_not_change() -> None:
-    """Version 5 as it was first written: a reader of another build must understand it."""
+    """Version 6 as it was first written: a reader of another build must understand it."""
     recorded = bytes.fromhex(
-        "8ca6736368656d6105a46b696e64ac70726f6d70745f67726f7570"
+        "8da6736368656d6106a46b696e64ac70726f6d70745f67726f7570"
         "a672756e5f6964a172a47374657003a7707572706f7365a5747261696ea970726f6d70745f696407"
         "b070726f6d70745f746f6b656e5f696473c4080500000000010000"
         "a873616d706c696e6785ab74656d7065726174757265cb3ff0000000000000aa6d61785f746f6b656e7304"
@@ -412,7 +480,7 @@ def test_the_bytes_of_a_schema_version_do_not_change() -> None:
         "a57365656473920b0c"
         "a6706f6c696379920ab030313233343536373839616263646566"
         "a7636f6e7465787484ac67726f756e645f7472757468a23432ab646174615f736f75726365a0"
-        "ab70726f6d70745f74657874a0a5657874726181a16b90a86d65737361676573c0"
+        "ab70726f6d70745f74657874a0a5657874726181a16b90a86d65737361676573c0a6696d61676573c0"
     )
     group = wire.decode_prompt_group(recorded)
     assert encode(group) == recorded

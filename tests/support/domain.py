@@ -9,6 +9,7 @@ from hypothesis.extra import numpy as hnp
 from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import RewardErrorKind
 from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.images import Image
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import (
     FinishReason,
@@ -75,6 +76,12 @@ def masks(length: int) -> st.SearchStrategy[UInt8Array]:
     return hnp.arrays(np.uint8, length, elements=st.integers(0, 1))
 
 
+images = st.builds(
+    Image,
+    hash=st.text("0123456789abcdef", min_size=64, max_size=64),
+    grid=st.tuples(st.integers(1, 4), st.integers(1, 300), st.integers(1, 300)),
+)
+image_lists = st.lists(images, max_size=2).map(tuple)
 prompt_groups = st.builds(
     PromptGroup,
     run_id=names,
@@ -87,6 +94,7 @@ prompt_groups = st.builds(
     policy=policies,
     context=contexts,
     messages=st.lists(st.dictionaries(names, plain, max_size=2), max_size=2).map(tuple),
+    images=image_lists,
 )
 
 
@@ -109,6 +117,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         sampling=draw(samplings),
         seed=draw(counts),
         segment_starts=tuple(sorted(starts)),
+        images=draw(image_lists),
     )
 
 

@@ -178,7 +178,7 @@ class FakeEngine(Engine):
     async def generate(
         self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
     ) -> list[Sample]:
-        """Samples that follow from seed, prompt and weights."""
+        """Samples that follow from seed, prompt, pixels and weights."""
         for request in requests:
             if len(request.prompt_token_ids) >= self._max_model_len:
                 raise InvalidMessageError(
@@ -225,7 +225,8 @@ class FakeEngine(Engine):
         """What the engine draws for a request now."""
         spec = request.sampling
         seed = request.seed if spec.temperature > 0 else 0
-        rng = np.random.default_rng([seed, self._weights, *request.prompt_token_ids])
+        pictures = [int(image.pixels.view(np.uint32).sum(dtype=np.uint64)) for image in request.images]
+        rng = np.random.default_rng([seed, self._weights, *request.prompt_token_ids, *pictures])
         stops = list(spec.stop_token_ids)
         # About half of the samples run to their full length.
         count = min(int(rng.integers(1, 2 * spec.max_tokens)), spec.max_tokens) if stops else spec.max_tokens

@@ -52,6 +52,11 @@ def learner_log_probs(blob_key: str) -> str:
     return f"{blob_key}:learner"
 
 
+def image(run_id: str, image_hash: str) -> str:
+    """The pixels of an image of the run's prompts; there as long as a step that needs it."""
+    return f"{prefix(run_id)}image:{image_hash}"
+
+
 def marker(run_id: str) -> str:
     """A blob that the controller stores with the run's first data: where it is missing, the data was lost.
 

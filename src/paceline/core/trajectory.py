@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from paceline.core.episode import EpisodeOutcome
 from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.images import Image
 from paceline.core.normalizing import Part
 from paceline.core.policy import PolicyTag
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -59,7 +60,8 @@ class PromptGroup:
     """An order for `len(seeds)` samples of one prompt, drawn from exactly the policy `policy`.
 
     `messages` are what the prompt was rendered from, as the chat template takes them; where they are given,
-    each sample is an episode of turns. Empty: each is a single answer.
+    each sample is an episode of turns. Empty: each is a single answer. `images` are the prompt's, in order of
+    their placeholders, which `prompt_token_ids` holds once per token of an image.
     """
 
     run_id: str
@@ -72,6 +74,7 @@ class PromptGroup:
     policy: PolicyTag
     context: RewardContext
     messages: tuple[Mapping[str, object], ...] = ()
+    images: tuple[Image, ...] = ()
 
     @property
     def num_samples(self) -> int:
@@ -97,6 +100,8 @@ class Trajectory:
     A trajectory whose history was rewritten has further segments, each a sequence of its own, which sees
     nothing of what stands before it: `segment_starts` are the places in the response at which they begin,
     with a prompt.
+
+    `images` are the prompt's. A placeholder in the response is a token like any other.
     """
 
     run_id: str
@@ -110,6 +115,7 @@ class Trajectory:
     sampling: SamplingSpec
     seed: int
     segment_starts: tuple[int, ...] = ()
+    images: tuple[Image, ...] = ()
 
 
 def sampled_spans(mask: UInt8Array) -> list[tuple[int, int]]:

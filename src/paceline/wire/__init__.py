@@ -1,6 +1,7 @@
 """Codecs: msgpack for the mailboxes, protobuf for the calls, with validation at the door of both."""
 
 from paceline.wire.fields import DEFAULT_LIMITS, Limits
+from paceline.wire.images import image_of, pack_pixels, unpack_pixels
 from paceline.wire.messages import (
     blob_digest,
     decode_log_probs,
@@ -36,5 +37,8 @@ __all__ = [
     "encode_trajectory",
     "encode_trajectory_group",
     "encode_trajectory_header",
+    "image_of",
+    "pack_pixels",
     "refusal_of",
+    "unpack_pixels",
 ]

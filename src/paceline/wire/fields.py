@@ -231,6 +231,14 @@ class Fields:
             self._wrong_type(name, value, "a mapping")
         return Fields(f"{self._kind}.{name}", value, self._limits)
 
+    def mappings(self, name: str, *, max_items: int) -> list[Fields]:
+        """A list of mappings, each opened as fields of its own."""
+        items = self.items(name, max_items=max_items)
+        for item in items:
+            if type(item) is not dict:
+                self._wrong_type(name, item, "a mapping in each place")
+        return [Fields(f"{self._kind}.{name}", item, self._limits) for item in items]
+
     def numbers(self, name: str) -> dict[str, float]:
         """A mapping of short names to finite numbers."""
         value = self._get(name)

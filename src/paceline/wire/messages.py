@@ -31,6 +31,7 @@ from paceline.wire.fields import DEFAULT_LIMITS, MAX_NAME_CHARS, Fields, Limits,
 from paceline.wire.parts import (
     pack_context,
     pack_episode,
+    pack_images,
     pack_messages,
     pack_policy,
     pack_sampling,
@@ -39,6 +40,7 @@ from paceline.wire.parts import (
     read_choice,
     read_context,
     read_episode,
+    read_images,
     read_messages,
     read_policy,
     read_purpose,
@@ -76,6 +78,7 @@ def encode_prompt_group(group: PromptGroup) -> bytes:
             "policy": pack_policy(group.policy),
             "context": pack_context(group.context),
             "messages": pack_messages(group.messages),
+            "images": pack_images(group.images),
         },
     )
 
@@ -103,6 +106,7 @@ def decode_prompt_group(
         policy=read_policy(fields),
         context=read_context(fields),
         messages=read_messages(fields),
+        images=read_images(fields),
     )
 
 
@@ -122,6 +126,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             "sampling": pack_sampling(trajectory.sampling),
             "seed": trajectory.seed,
             "segment_starts": list(trajectory.segment_starts),
+            "images": pack_images(trajectory.images),
         },
     )
 
@@ -161,6 +166,7 @@ def decode_trajectory(
         sampling=read_sampling(fields),
         seed=fields.integer("seed", maximum=_MAX_SEED),
         segment_starts=_read_segment_starts(fields, mask, limits),
+        images=read_images(fields),
     )
 
 

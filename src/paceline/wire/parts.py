@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import InvalidMessageError
 from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.images import Image
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import RewardContext, SamplingSpec
 from paceline.wire.fields import DEFAULT_LIMITS, Fields, plain_problem
 
 BLOB_DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
+_IMAGE_HASH = re.compile(r"[0-9a-f]{64}")
 _PURPOSES = tuple(purpose.value for purpose in Purpose)
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 
@@ -192,3 +194,34 @@ def read_messages(fields: Fields) -> tuple[Mapping[str, object], ...]:
     if any(type(item) is not dict for item in items):
         fields.reject("wrong_type", "messages holds what is no mapping")
     return tuple(items)
+
+
+def pack_images(images: Sequence[Image]) -> list[Any] | None:
+    """Hash and grid of each image; None if there are none."""
+    return [{"hash": image.hash, "grid_thw": list(image.grid)} for image in images] or None
+
+
+def read_images(fields: Fields) -> tuple[Image, ...]:
+    """The field `images`; their patches are no more than the tokens that a message may hold."""
+    if fields.missing("images"):
+        return ()
+    images = tuple(
+        _read_image(item) for item in fields.mappings("images", max_items=DEFAULT_LIMITS.max_items)
+    )
+    num_patches = sum(image.num_patches for image in images)
+    if num_patches > DEFAULT_LIMITS.max_tokens:
+        fields.reject(
+            "too_large",
+            f"images have {num_patches} patches, at most {DEFAULT_LIMITS.max_tokens} are accepted",
+        )
+    return images
+
+
+def _read_image(fields: Fields) -> Image:
+    name = fields.name("hash")
+    if not _IMAGE_HASH.fullmatch(name):
+        fields.reject("out_of_range", f"hash {name[:40]!r}, wanted 64 lower-case hexadecimal digits")
+    grid = fields.integers("grid_thw", max_items=3, minimum=1, maximum=DEFAULT_LIMITS.max_tokens)
+    if len(grid) != 3:
+        fields.reject("unequal_lengths", f"grid_thw has {len(grid)} parts, wanted time, height and width")
+    return Image(hash=name, grid=grid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.broker.base import Entry
-from paceline.core.errors import InvalidMessageError, NumericsError, PeerLostError
+from paceline.core.errors import InvalidMessageError, LostDataError, NumericsError, PeerLostError
 from paceline.core.policy import PolicyTag
 from paceline.core.text import one_line
 from paceline.core.trajectory import GroupRefusal, PromptGroup
@@ -39,6 +39,8 @@ def failure_of(error: Exception) -> GroupFailure:
             )
         case EnvironmentLostError():
             return GroupFailure(reason="environment_lost", message=one_line(str(error)), of_engine=False)
+        case LostDataError():
+            return GroupFailure(reason="image_lost", message=one_line(str(error)), of_engine=False)
         case NumericsError():
             # Seeds and weights decide the numbers: they would be the same on any server.
             return GroupFailure(reason="not_finite", message=one_line(str(error)), final=True)

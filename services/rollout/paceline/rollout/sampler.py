@@ -30,6 +30,7 @@ from paceline.rollout.episodes.group import Episodes
 from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.failures import Admission, FailureStreak, GroupFailure, failure_of
+from paceline.rollout.images import Images
 from paceline.rollout.trajectories import check_samples, sample_requests, trajectory_messages
 from paceline.service import telemetry
 from paceline.wire import encode_group_refusal
@@ -66,6 +67,7 @@ class Sampler:
         self._engine, self._broker, self._limits = engine, broker, limits
         self._run_id, self._server_id, self._incarnation = run_id, server_id, incarnation
         self._spawn, self._serials, self._episodes = spawn, itertools.count(), episodes
+        self._images = Images(broker, run_id)
         self._session: asyncio.Task[None] | None = None
         self._draining = asyncio.Event()
         is_full = bool if episodes is None else lambda: episodes.is_full
@@ -218,7 +220,8 @@ class Sampler:
             return await self._episodes.draw(
                 group, str(serial), lambda: _EpisodeSlot(self._capacity, sample_ended)
             )
-        samples = await self._engine.generate(sample_requests(group, serial), sample_ended)
+        images = await self._images.fetch(group.images) if group.images else ()
+        samples = await self._engine.generate(sample_requests(group, serial, images), sample_ended)
         check_samples(group, samples)
         return [Draw.single(group.prompt_token_ids, sample) for sample in samples]
 

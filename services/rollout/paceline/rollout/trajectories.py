@@ -9,6 +9,7 @@ import numpy as np
 from paceline.broker import names
 from paceline.broker.base import Outgoing
 from paceline.core.errors import NumericsError, PeerLostError
+from paceline.core.images import LoadedImage
 from paceline.core.trajectory import FinishReason, PromptGroup, Trajectory, TrajectoryHeader
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes.recorder import Draw
@@ -22,12 +23,15 @@ from paceline.wire import (
 )
 
 
-def sample_requests(group: PromptGroup, serial: int) -> list[SampleRequest]:
+def sample_requests(
+    group: PromptGroup, serial: int, images: Sequence[LoadedImage] = ()
+) -> list[SampleRequest]:
     """One request per sample of the group.
 
     Args:
         serial: differs between deliveries: a group may come a second time while its first delivery is still
             under way.
+        images: the group's, with their pixels.
     """
     salt, prompt = str(group.policy), group.prompt_token_ids.tolist()
     return [
@@ -37,6 +41,7 @@ def sample_requests(group: PromptGroup, serial: int) -> list[SampleRequest]:
             sampling=group.sampling,
             seed=seed,
             cache_salt=salt,
+            images=images,
         )
         for index, seed in enumerate(group.seeds)
     ]
@@ -131,4 +136,5 @@ def _trajectory(group: PromptGroup, index: int, drawn: Draw) -> Trajectory:
         sampling=group.sampling,
         seed=group.seeds[index],
         segment_starts=drawn.segment_starts,
+        images=group.images,
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.core.images import LoadedImage
 from paceline.core.members import EnginePart
 from paceline.core.trajectory import FinishReason, Float32Array, Int32Array, SamplingSpec
 from paceline.weights.digest.agreement import DigestReport
@@ -22,7 +23,8 @@ class SampleRequest:
     """One sample to draw.
 
     `request_id` is unique among the requests under way. `sampling.stop_token_ids` are all the tokens that end
-    the response. Requests of different `cache_salt` share no cached prefix.
+    the response. Requests of different `cache_salt` share no cached prefix. `images` are the prompt's, in the
+    order of their placeholders.
     """
 
     request_id: str
@@ -30,6 +32,7 @@ class SampleRequest:
     sampling: SamplingSpec
     seed: int
     cache_salt: str = ""
+    images: Sequence[LoadedImage] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
