@@ -32,9 +32,10 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_loads_of_full_tensors_reach_what_vllm_makes_of_latent_attention() -> None:
-    """Matrices that vLLM derives from `kv_b_proj` after a load: with old ones log-probs would be off."""
-    done = run("support.vllm_reloaded", "deepseek_v2")
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_loads_of_full_tensors_reach_what_vllm_makes_of_latent_attention(kind: str) -> None:
+    """Matrices that vLLM derives from `kv_b_proj` after a load, and corrections of routers' scores."""
+    done = run("support.vllm_reloaded", kind)
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
     empty, *loaded = json.loads(done.stdout.splitlines()[-1])
     assert empty > 0.1
@@ -49,5 +50,5 @@ def test_a_push_into_each_family_writes_what_its_export_holds() -> None:
     assert {kind: row["push"] for kind, row in outcomes.items()} == documented_pushes()
     general = {kind for kind, row in outcomes.items() if row["push"] == "general"}
     # A CPU repacks experts for its kernel; everything else is pushed in place.
-    assert general == {"deepseek_v2", "mixtral", "qwen2_moe", "qwen3_moe"}
+    assert general == {"deepseek_v2", "deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe"}
     assert all("prepack_moe_weight" in outcomes[kind]["reason"] for kind in general)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.config.load import dump_yaml
 from paceline.core.errors import ModelError
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow
+from paceline.learner.checkpoint.load import load
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.export import export
 from paceline.learner.model import experts
 from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.folder import gather_tensors, write_folder
 from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_policy
 from paceline.learner.train.learner import Learner
+from paceline.weights import corrections
 from support.architectures import tiny_config
 from support.learner_fakes import VOCAB_SIZE, run_config
-from support.learner_scenarios import numbers, take_step
+from support.learner_scenarios import numbers, save, take_step
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 CPU = torch.device("cpu")
-KINDS = ["qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2"]
+KINDS = ["qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3"]
 
 
 def write_model(folder: Path, kind: str) -> Any:
@@ -35,8 +40,15 @@ def write_model(folder: Path, kind: str) -> Any:
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(kind, vocab_size=VOCAB_SIZE))
+    for correction in corrections_of(model).values():
+        correction.normal_(std=0.3)
     model.save_pretrained(folder)
     return model
+
+
+def corrections_of(model: Any) -> dict[str, Tensor]:
+    """Buffers that a router adds to its scores, as DeepSeek-V3 has them."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(corrections.BUFFER)}
 
 
 def rows() -> list[PackedRow]:
@@ -81,6 +93,9 @@ def test_a_checkpoint_of_experts_loads_trains_and_is_written_again(
     expected.sum().backward()
     wanted = dict(model.named_parameters())
     for name, parameter in hugging_face_names(network):
+        if name.endswith(corrections.PARTS):
+            assert not parameter.requires_grad
+            continue
         assert parameter.grad is not None, name
         torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name].grad, atol=1e-4, rtol=1e-3)
 
@@ -88,6 +103,10 @@ def test_a_checkpoint_of_experts_loads_trains_and_is_written_again(
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, wanted[name]), name
+    read = corrections_of(again)
+    assert len(read) == (2 if kind == "deepseek_v3" else 0)
+    for name, correction in corrections_of(model).items():
+        assert torch.equal(read[name], correction)
 
 
 def test_an_expert_that_is_missing_is_named(ranks: Ranks, tmp_path: Path) -> None:
@@ -110,6 +129,68 @@ def test_routers_decide_in_float32_where_the_rest_is_half_precision(ranks: Ranks
     assert [logits.dtype for logits, _ in choices] == [torch.float32] * 3
     # Sums of float32 are not on the coarse grid of bfloat16.
     assert not torch.equal(choices[0][0], choices[0][0].bfloat16().float())
+
+
+def test_a_correction_of_scores_is_the_same_to_the_bit_in_training_and_in_the_export(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """In half precision, over steps, a checkpoint and a resume: bfloat16 would round it."""
+    from transformers import AutoModelForCausalLM
+
+    expected = corrections_of(write_model(tmp_path / "model", "deepseek_v3"))
+    assert not any(torch.equal(value, value.bfloat16().float()) for value in expected.values())
+    config = run_config(
+        tmp_path / "model",
+        model={"path": str(tmp_path / "model"), "dtype": "bfloat16"},
+        algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
+        actor={"ppo_mini_batch_size": 8},
+    )
+    learner = Learner.build(config, ranks)
+    seen: list[Tensor] = []
+    for router in experts.routers(learner.actor.network.lm):
+        router.register_forward_pre_hook(lambda router, inputs: seen.append(router.e_score_correction_bias))
+    before = {name: value.clone() for name, value in expected.items()}
+    take_step(learner, 1)
+    assert len(seen) >= 2
+    for name, value in zip(expected, seen, strict=False):
+        assert value.dtype == torch.float32
+        assert torch.equal(value, before[name])
+    save(learner, tmp_path / "checkpoints" / "step_000001", step=1)
+    resumed = Learner.build(config, ranks)
+    with torch.no_grad():
+        for name, parameter in resumed.actor.network.named_parameters():
+            if name.endswith(corrections.PARTS):
+                parameter.zero_()
+    load(resumed, tmp_path / "checkpoints" / "step_000001")
+    for name, parameter in hugging_face_names(resumed.actor.network):
+        if name.endswith(corrections.PARTS):
+            stored = name.removesuffix(corrections.PARTS) + corrections.BUFFER
+            assert torch.equal(corrections.join(parameter.full_tensor()), expected[stored])
+    (tmp_path / "config.resolved.yaml").write_text(dump_yaml(config))
+    out = export(tmp_path, 1, tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(out)
+    assert again.dtype == torch.bfloat16
+    read = corrections_of(again)
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], value) for name, value in expected.items())
+    # By these vLLM knows that it has to look for corrections.
+    tree = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    assert (tree["topk_method"], tree["scoring_func"]) == ("noaux_tc", "sigmoid")
+
+
+def test_the_balance_of_a_router_that_scores_by_the_sigmoid(ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, "deepseek_v3")
+    network = load_policy(tmp_path, ranks, Precision(compute=torch.float32))
+    logits: list[Tensor] = []
+    for router in experts.routers(network.lm):
+        router.register_forward_hook(lambda router, inputs, result: logits.append(result[0]))
+    with torch.no_grad(), experts.recorded_choices(network.lm) as choices:
+        network(pack(rows(), CPU))
+    as_fsdp(network).reshard()
+    for (scores, _), own in zip(choices, logits, strict=True):
+        # DeepSeek-V3's equation 19: each expert's share of the row's scores.
+        shares = own.sigmoid() / own.sigmoid().sum(-1, keepdim=True)
+        torch.testing.assert_close(scores.softmax(-1), shares)
 
 
 def test_the_balance_by_hand() -> None:

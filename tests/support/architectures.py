@@ -30,6 +30,21 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.0,
+}
+
 _OWN: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.25},
     "cohere2": {
@@ -55,21 +70,8 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe": {"layer_types": ["full_attention"] * 3},
     "qwen3": {"layer_types": ["full_attention"] * 3},
-    "deepseek_v2": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "topk_method": "group_limited_greedy",
-        "routed_scaling_factor": 2.0,
-    },
+    "deepseek_v2": {**_LATENT, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": _LATENT,
     "exaone4": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
@@ -101,6 +103,7 @@ def features(model_type: str) -> str:
     from transformers import AutoModelForCausalLM
 
     from paceline.learner.model.architectures import logit_scale, logit_softcap
+    from paceline.weights.corrections import BUFFER
 
     config = tiny_config(model_type)
     with torch.device("meta"):
@@ -117,6 +120,7 @@ def features(model_type: str) -> str:
             name.endswith(("qkv_proj.weight", "mlp.gate_up_proj.weight")) for name, _ in lm.named_parameters()
         ),
         "latent attention": bool(getattr(config, "kv_lora_rank", None)),
+        "correction of scores": any(name.endswith(BUFFER) for name, _ in lm.named_buffers()),
         "experts": any(name.endswith("experts.gate_up_proj") for name, _ in lm.named_parameters()),
         "dropout set to 0": any("drop" in name and value for name, value in vars(config).items()),
     }

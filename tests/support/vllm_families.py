@@ -29,15 +29,18 @@ SIZES = {
 }
 """Heads of a size that vLLM's attention on the CPU takes, and a vocabulary that is padded."""
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""The sizes of the published models: vLLM's latent attention on the CPU has no others."""
+
 CHANGES: dict[str, dict[str, Any]] = {
-    # The sizes of the published models: vLLM's latent attention on the CPU has no others.
-    "deepseek_v2": {
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    },
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": {**_LATENT, "head_dim": 64},  # of the rotary part
     # vLLM runs sliding windows in all layers of a Qwen 2, or in none.
     "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 3},
 }
@@ -59,6 +62,7 @@ def export(model_type: str, folder: Path) -> dict[str, Any]:
 
     from paceline.learner.model.folder import write_folder
     from paceline.learner.model.loading import draw_normal, empty_lm
+    from paceline.weights import corrections
 
     config = family_config(model_type)
     source = folder / "source"
@@ -66,7 +70,9 @@ def export(model_type: str, folder: Path) -> dict[str, Any]:
     config.architectures = [type(lm).__name__]
     config.save_pretrained(source)
     tensors = {
-        name: draw_normal(parameter.shape, 0.2, 0, name) + (parameter.ndim == 1)
+        name: corrections.split(draw_normal(parameter.shape[:1], 0.2, 0, name))
+        if name.endswith(corrections.PARTS)
+        else draw_normal(parameter.shape, 0.2, 0, name) + (parameter.ndim == 1)
         for name, parameter in lm.named_parameters()
     }
     write_folder(folder / "export", tensors, source=source, dtype=torch.float32)
@@ -99,7 +105,7 @@ def compare(model_type: str) -> dict[str, Any]:
         "model_type": model_type,
         "push": "general" if layout.full_tensors else "direct",
         "wrong": wrong,
-        "reason": next(iter(trace.reasons.values()), "") if trace else "not traced",
+        "reason": "; ".join(sorted(set(trace.reasons.values()))) if trace else "not traced",
     }
 
 

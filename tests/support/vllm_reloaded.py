@@ -4,7 +4,7 @@
 
 A tiny model of the kind is exported. An engine starts in this process without its weights, gets the tensors
 of three models one after the other, and scores a row after each. Prints the largest difference to
-transformers' log-probs before any load, and after each.
+transformers' log-probs before any load, and after each. Before the last load all parameters are overwritten.
 """
 
 from __future__ import annotations
@@ -31,16 +31,41 @@ def differences(model_type: str) -> list[float]:
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32)
     row = torch.randint(3, 190, (1, 12), generator=torch.Generator().manual_seed(0))
     engine = _engine(folder / "export")
-    receiver = engine.llm_engine.model_executor.driver_worker.worker._paceline_receiver()
+    worker = engine.llm_engine.model_executor.driver_worker.worker
+    engine_model = worker.get_model()
+    receiver = worker._paceline_receiver()
     errors = [_difference(engine, model, row)]
     for number in range(NUM_LOADS):
         draws = torch.Generator().manual_seed(number)
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=draws))
-        receiver._load_full((name, value.detach().clone()) for name, value in model.named_parameters())
+            for value in _weights(model).values():
+                value.add_(0.05 * torch.randn(value.shape, generator=draws))
+            if number == NUM_LOADS - 1:
+                for parameter in engine_model.parameters():  # as sleep at level 2 loses them
+                    parameter.fill_(float("nan"))
+        receiver._load_full(iter(_learners_tensors(model)))
         errors.append(_difference(engine, model, row))
     return errors
+
+
+def _weights(model: Any) -> dict[str, Any]:
+    """What a checkpoint has: parameters, and the corrections of routers' scores."""
+    from paceline.weights.corrections import BUFFER
+
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith(BUFFER)}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def _learners_tensors(model: Any) -> list[tuple[str, Any]]:
+    """Full tensors as a push brings them."""
+    from paceline.weights.corrections import BUFFER, PARTS, split
+
+    return [
+        (name.removesuffix(BUFFER) + PARTS, split(value))
+        if name.endswith(BUFFER)
+        else (name, value.detach().clone())
+        for name, value in _weights(model).items()
+    ]
 
 
 def _engine(folder: Path) -> Any:

@@ -63,6 +63,18 @@ def test_latent_attention_on_a_cpu_has_torchs_rotary_embedding(tmp_path: Path) -
     assert "compilation_config" not in engine_arguments(latent, on_cpu=True)
 
 
+def test_vllm_is_told_how_a_model_with_corrections_of_scores_routes(tmp_path: Path) -> None:
+    tree = {"model_type": "deepseek_v3", "kv_lora_rank": 512}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    settings = config()
+    given = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path)})})
+    keys = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    assert engine_arguments(given, on_cpu=False)["hf_overrides"] == keys
+    (tmp_path / "config.json").write_text(json.dumps(tree | keys))
+    assert "hf_overrides" not in engine_arguments(given, on_cpu=False)
+    assert "hf_overrides" not in engine_arguments(settings, on_cpu=False)
+
+
 def test_arguments_on_a_gpu_leave_prefill_to_the_engine() -> None:
     arguments = engine_arguments(config(gpu_memory_utilization=0.5), on_cpu=False)
     assert arguments["gpu_memory_utilization"] == 0.5

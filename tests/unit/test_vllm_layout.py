@@ -93,6 +93,31 @@ def test_mixed_types_are_refused() -> None:
         describe_model(fake)
 
 
+class Corrected(nn.Module):
+    """Weights in bfloat16, and a correction of scores in float32, as vLLM keeps DeepSeek-V3's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(2, 4, bias=False, dtype=torch.bfloat16)
+        self.gate.e_score_correction_bias = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+def test_a_correction_of_scores_has_a_type_of_its_own_and_takes_the_general_way() -> None:
+    model = Corrected()
+    shapes = {"gate.weight": (4, 2), "gate.e_score_correction_parts": (4, 3)}
+    with traced(model, shapes, model_type="deepseek_v3"):
+        pass
+    trace = recall(model)
+    assert trace is not None
+    assert trace.reasons.keys() == {"gate.e_score_correction_bias"}
+    layout = describe_model(model)
+    assert (layout.dtype, layout.full_tensors) == ("bfloat16", True)
+
+
 class Experts(nn.Module):
     """Four experts in one parameter, (4, 6, 4); `load` gets the tensors by name."""
 

@@ -16,6 +16,7 @@ from paceline.core.members import LocalPart
 from paceline.rollout.engines.vllm.checkpoint import checkpoint_tensors, learner_shapes
 from paceline.rollout.engines.vllm.reload import Reloader, Tensors
 from paceline.rollout.engines.vllm.trace import traced
+from paceline.weights import corrections
 from support.architectures import tiny_config
 
 pytestmark = pytest.mark.torch
@@ -150,12 +151,19 @@ def test_names_of_the_learners_tensors_come_from_the_configuration() -> None:
     assert learner_shapes(AutoConfig.for_model("clip_vision_model")) == {}
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"])
 def test_stacked_experts_become_the_tensors_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
     """As transformers writes them: what vLLM's loader knows."""
     model = AutoModelForCausalLM.from_config(tiny_config(kind))
+    learners = dict(model.named_parameters())
+    for name, buffer in model.named_buffers():
+        if name.endswith(corrections.BUFFER):
+            buffer.normal_()
+            parts = corrections.split(buffer).bfloat16()  # as a push may round them
+            learners[name.removesuffix(corrections.BUFFER) + corrections.PARTS] = parts
+    assert {name: tuple(tensor.shape) for name, tensor in learners.items()} == learner_shapes(model.config)
     model.save_pretrained(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
-    tensors = dict(checkpoint_tensors(model.named_parameters(), model_type=kind))
+    tensors = dict(checkpoint_tensors(learners.items(), model_type=kind))
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())

@@ -14,6 +14,7 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import hugging_face_names
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.optimizer import Trainable
+from paceline.weights import corrections
 
 POLICY = "actor"
 """Name of the policy's tensors."""
@@ -36,10 +37,14 @@ def state_of(learner: Learner) -> State:
 
 def state_of_trainable(name: str, trainable: Trainable[Any]) -> State:
     """A network's parameters and AdamW's averages."""
-    parameters = hugging_face_names(trainable.network)
-    # What is frozen comes from the model's folder.
+    # What is frozen comes from the model's folder, but corrections are part of an export.
+    saved: dict[str, Tensor] = {
+        key: parameter
+        for key, parameter in hugging_face_names(trainable.network)
+        if parameter.requires_grad or key.endswith(corrections.PARTS)
+    }
     return {
-        name: {key: parameter for key, parameter in parameters if parameter.requires_grad},
+        name: saved,
         f"{name}_optimizer": trainable.optimizer.state(),
     }
 

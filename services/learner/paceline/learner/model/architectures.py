@@ -20,6 +20,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "cohere": "Cohere (Command R)",
     "cohere2": "Cohere 2 (Command R7B)",
     "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3",
     "ernie4_5": "ERNIE 4.5",
     "exaone4": "EXAONE 4",
     "gemma": "Gemma",

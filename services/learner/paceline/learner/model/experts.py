@@ -11,17 +11,22 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.learner.batch.types import MicroBatch
+from paceline.weights import corrections
 
-_IN_FLOAT32 = "DeepseekV2TopkRouter"
-"""Computes in float32 by itself, and keeps its weights so."""
+_IN_FLOAT32 = ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter")
+"""Compute in float32 by themselves."""
+
+_SIGMOID = "DeepseekV3TopkRouter"
+"""Scores experts by the sigmoid of its logits; the others by their softmax."""
 
 
 def routers(lm: nn.Module) -> list[nn.Module]:
     """The routers, one per layer with experts, in order; they return (logits, weights, indices)."""
-    return [module for module in lm.modules() if type(module).__name__.endswith(("TopKRouter", _IN_FLOAT32))]
+    return [module for module in lm.modules() if type(module).__name__.endswith(("TopKRouter", *_IN_FLOAT32))]
 
 
 def use_float32_routers(lm: nn.Module) -> None:
@@ -30,9 +35,23 @@ def use_float32_routers(lm: nn.Module) -> None:
     Rounding of a router's logits changes which experts a token meets; the weights are as they are.
     """
     for router in routers(lm):
-        if type(router).__name__ == _IN_FLOAT32:
+        if type(router).__name__ in _IN_FLOAT32:
             continue
         router.forward = partial(_forward_in_float32, router)
+
+
+def use_correction_parameters(lm: nn.Module) -> None:
+    """Makes the corrections of routers' scores parameters, which do not train; see `corrections`."""
+    buffer, name = (end.removeprefix(".") for end in (corrections.BUFFER, corrections.PARTS))
+    for router in routers(lm):
+        correction = router._buffers.pop(buffer, None)
+        if correction is None:
+            continue
+        parts = torch.empty(*correction.shape, corrections.NUM_PARTS, device=correction.device)
+        router.register_parameter(name, nn.Parameter(parts, requires_grad=False))
+        kind = type(router)
+        joined = property(lambda self: corrections.join(getattr(self, name)))
+        router.__class__ = type(kind.__name__, (kind,), {buffer: joined})
 
 
 class _InFloat32:
@@ -56,12 +75,14 @@ def _forward_in_float32(router: nn.Module, hidden: Tensor) -> tuple[Tensor, Tens
 def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Collects (logits, indices) of each router's next forward pass, (T, E) and (T, K).
 
+    The softmax of the logits is each expert's share of the scores, whatever they are computed by.
     Recomputation in the backward pass comes later and is not recorded.
     """
     choices: list[tuple[Tensor, Tensor]] = []
 
     def note(router: nn.Module, arguments: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
-        choices.append((result[0], result[2]))
+        is_sigmoid = type(router).__name__ == _SIGMOID
+        choices.append((F.logsigmoid(result[0]) if is_sigmoid else result[0], result[2]))
 
     handles = [router.register_forward_hook(note) for router in routers(lm)]
     try:
@@ -110,7 +131,7 @@ def active_parameters(layers: nn.Module, config: Any, *, trained: bool) -> int:
     per_token = getattr(config, "num_experts_per_tok", None)
     total = 0
     for name, parameter in layers.named_parameters():
-        if parameter.requires_grad != trained:
+        if parameter.requires_grad != trained or name.endswith(corrections.PARTS):
             continue
         is_expert = per_token is not None and ".experts." in name and parameter.ndim == 3
         used = int(per_token or 0) if is_expert else parameter.shape[0]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ModelError
+from paceline.weights import corrections
 
 ReadRows = Callable[[int, int], Tensor]
 """Rows [start, stop) along dimension 0 of one tensor."""
@@ -68,6 +69,9 @@ class ModelFiles:
         Raises:
             ModelError: the files have no such tensor, or one of another shape.
         """
+        if name.endswith(corrections.PARTS):
+            read = self.rows(name.removesuffix(corrections.PARTS) + corrections.BUFFER, shape[:1])
+            return lambda start, stop: corrections.split(read(start, stop))
         stored = self._alias(name)
         if stored in self:
             return self._plain(stored, shape)

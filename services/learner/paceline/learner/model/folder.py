@@ -16,6 +16,7 @@ from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
 from paceline.learner.model.loading import hugging_face_names
 from paceline.learner.model.lora import A, B
+from paceline.weights import corrections
 
 # Files beside the weights that are copied from the starting model.
 COMPANIONS = (
@@ -45,7 +46,7 @@ def write_folder(
 
     Args:
         out: new or empty folder; created if it is missing.
-        tensors: full tensors by Hugging Face name; a tied head once, under the embedding's name.
+        tensors: full tensors by the learner's names; a tied head once, under the embedding's name.
         source: folder of the starting model.
         tokenizer_source: folder of the tokenizer, if it is not in `source`.
         dtype: of the weights written.
@@ -67,12 +68,19 @@ def write_folder(
         kind, config.num_labels = AutoModelForSequenceClassification, 1
     with torch.device("meta"):
         lm = kind.from_config(config, dtype=dtype)
-    expected = dict(lm.named_parameters())
-    if expected.keys() != tensors.keys():
-        wrong = sorted(expected.keys() ^ tensors.keys())
+    for name, value in corrections.missing_keys(config.to_dict()).items():
+        setattr(lm.config, name, value)
+    stored = dict(corrections.as_stored(tensors.items()))
+    unrounded = {name for name, _ in lm.named_buffers() if name.endswith(corrections.BUFFER)}
+    expected = dict(lm.named_parameters()).keys() | unrounded
+    if expected != stored.keys():
+        wrong = sorted(expected ^ stored.keys())
         raise ModelError(f"{len(wrong)} tensors do not fit the model of {source}: {', '.join(wrong[:4])}")
     out.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    state = {
+        name: tensor.to(torch.float32 if name in unrounded else dtype).contiguous()
+        for name, tensor in stored.items()
+    }
     lm.save_pretrained(str(out), state_dict=state)
     for folder in (source, tokenizer_source):
         for name in COMPANIONS:

@@ -24,11 +24,12 @@ from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import architectures, attention
-from paceline.learner.model.experts import use_float32_routers
+from paceline.learner.model.experts import use_correction_parameters, use_float32_routers
 from paceline.learner.model.files import ModelFiles, ReadRows
 from paceline.learner.model.layers import DEFAULT_OPTIONS, LayerOptions
 from paceline.learner.model.lora import B, add_adapters, is_adapter
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork, body_of, decoder_layers, hidden_size
+from paceline.weights import corrections
 
 VALUE_HEAD_STD = 0.01
 _DRAWING_THREADS = 8
@@ -200,6 +201,7 @@ def empty_lm(config: Any) -> Any:
             f"({type(error).__name__}: {error}); use one of the architectures of docs/models.md"
         ) from error
     use_float32_routers(lm)
+    use_correction_parameters(lm)
     lm.train()
     return lm
 
@@ -248,6 +250,8 @@ class _Seed:
         return not name.startswith("value_head.")
 
     def rows(self, name: str, shape: torch.Size) -> ReadRows:
+        if name.endswith(corrections.PARTS):
+            return lambda start, stop: torch.zeros(stop - start, *shape[1:])
         if len(shape) > 1:
             return lambda start, stop: draw_normal(shape, self.std, self.seed, name)[start:stop]
         fill = 0.0 if name.endswith("bias") else 1.0

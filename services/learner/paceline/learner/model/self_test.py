@@ -27,6 +27,7 @@ from paceline.learner.batch.types import PackedRow
 from paceline.learner.model import architectures
 from paceline.learner.model.loading import draw_normal, empty_lm, give_storage, read_config
 from paceline.learner.model.networks import PolicyNetwork
+from paceline.weights import corrections
 
 TOLERANCE = 1e-4
 """Largest difference of a log-prob in float32: rounding makes 1e-6 to 1e-5, a wrong layer 0.1 and more."""
@@ -190,7 +191,9 @@ def _drawn(config: Any) -> Any:
     lm.tie_weights()
     with torch.no_grad():
         for name, parameter in lm.named_parameters():
-            if parameter.ndim > 1:
+            if name.endswith(corrections.PARTS):
+                parameter.copy_(corrections.split(draw_normal(parameter.shape[:1], 0.1, 0, name)))
+            elif parameter.ndim > 1:
                 parameter.copy_(draw_normal(parameter.shape, parameter.shape[-1] ** -0.5, 0, name))
             else:
                 parameter.copy_(draw_normal(parameter.shape, 0.1, 0, name).add_(1.0))
@@ -203,7 +206,7 @@ def _reference(lm: Any, config: Any) -> Any:
 
     with torch.random.fork_rng(devices=[]):
         reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    reference.load_state_dict(dict(lm.named_parameters()), strict=False)
+    reference.load_state_dict(dict(corrections.as_stored(lm.named_parameters())), strict=False)
     return reference.eval()
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from paceline.config.run import RunConfig
 from paceline.rollout.engines.vllm import refusals
+from paceline.weights import corrections
 
 WORKER_EXTENSION = "paceline.rollout.engines.vllm.worker.PacelineWorkerExtension"
 """For `AsyncEngineArgs(worker_extension_cls=...)`"""
@@ -61,6 +62,8 @@ def engine_arguments(
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
+    if missing := missing_keys(Path(model.path)):
+        arguments["hf_overrides"] = missing
     if worker_extension is not None:
         arguments["worker_extension_cls"] = worker_extension
     if on_cpu:
@@ -90,11 +93,19 @@ def is_small(folder: Path) -> bool:
 
 
 def has_latent_attention(folder: Path) -> bool:
-    """Whether keys and values of the model in this folder are made from a latent state (DeepSeek-V2)."""
+    """Whether keys and values of the model in this folder come from a latent state (DeepSeek-V2 and V3)."""
     try:
         return bool(_text_config(folder).get("kv_lora_rank"))
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def missing_keys(folder: Path) -> dict[str, str]:
+    """Keys that vLLM needs in the config.json of the model in this folder, and that are not there."""
+    try:
+        return corrections.missing_keys(_text_config(folder))
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
 def _text_config(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from paceline.weights import corrections
+
 logger = logging.getLogger(__name__)
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
@@ -35,7 +37,12 @@ def learner_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     except (ImportError, KeyError, TypeError, ValueError, AttributeError) as error:
         logger.info("the tensors of %s are unknown here: %s", config.model_type, error)
         return {}
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, buffer in model.named_buffers():
+        if name.endswith(corrections.BUFFER):
+            parts = name.removesuffix(corrections.BUFFER) + corrections.PARTS
+            shapes[parts] = (*buffer.shape, corrections.NUM_PARTS)
+    return shapes
 
 
 def checkpoint_tensors(
@@ -43,7 +50,7 @@ def checkpoint_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors as a checkpoint has them, one after another; `model_type` as in its config.json."""
     renamed = _MIXTRAL if model_type == "mixtral" else ()
-    for name, tensor in tensors:
+    for name, tensor in corrections.as_stored(tensors):
         for stored, part in _split_experts(name, tensor):
             for live, own in renamed:
                 stored = stored.replace(live, own)

@@ -8,6 +8,7 @@ from torch import nn
 
 from paceline.core.errors import ModelError
 from paceline.rollout.engines.vllm.trace import Places, parameter_places, recall
+from paceline.weights import corrections
 from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,11 @@ def _moved(before: Places, now: Places) -> dict[str, str]:
 
 
 def _common_dtype(model: nn.Module) -> str:
-    examples = {str(param.dtype).removeprefix("torch."): name for name, param in model.named_parameters()}
+    examples = {
+        str(param.dtype).removeprefix("torch."): name
+        for name, param in model.named_parameters()
+        if not name.endswith(corrections.BUFFER)  # float32 in every model; they come in parts
+    }
     if len(examples) == 1 and next(iter(examples)) in ITEM_SIZES:
         return next(iter(examples))
     raise ModelError(

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from paceline.core.errors import EnvironmentLackError, ModelError
 from paceline.core.text import one_line
 from paceline.rollout.engines.vllm import environment
-from paceline.rollout.engines.vllm.arguments import WITHOUT_ROTARY_KERNEL, has_latent_attention
+from paceline.rollout.engines.vllm.arguments import WITHOUT_ROTARY_KERNEL, has_latent_attention, missing_keys
 
 TOLERANCE = 1e-3
 """Largest difference of a log-prob in float32; another model is off by 0.1 and more."""
@@ -74,6 +74,8 @@ def _engine(folder: Path) -> Any:
     extra: dict[str, Any] = {}
     if has_latent_attention(folder):
         extra["compilation_config"] = dict(WITHOUT_ROTARY_KERNEL)
+    if missing := missing_keys(folder):
+        extra["hf_overrides"] = missing
     try:
         return LLM(
             model=str(folder),

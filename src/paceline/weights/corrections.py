@@ -1,0 +1,60 @@
+"""Corrections of routers' scores (DeepSeek-V3's `e_score_correction_bias`) as parameters.
+
+A correction is a float32 number per expert that decides which experts a token meets. It is added to the score
+for that choice alone, so it has no gradient: transformers keeps it as a buffer. As a parameter it is loaded,
+sharded, saved and pushed like all others. Those may be rounded to bfloat16 on their way, which would change
+choices; so the parameter is a sum of three numbers, each of which bfloat16 holds exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+BUFFER: Final = ".e_score_correction_bias"
+"""How a correction's name ends in checkpoints."""
+
+PARTS: Final = ".e_score_correction_parts"
+"""How the name of the parameter ends."""
+
+NUM_PARTS: Final = 3
+"""Eight bits each: a float32 number has 24."""
+
+_ROUTING: Final = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
+def missing_keys(config: Mapping[str, Any]) -> dict[str, str]:
+    """Keys of config.json by which vLLM knows a model with corrections; transformers does not write them.
+
+    Without them vLLM would choose experts by softmax, and without a correction.
+    """
+    if config.get("model_type") != "deepseek_v3":
+        return {}
+    return {key: value for key, value in _ROUTING.items() if key not in config}
+
+
+def split(correction: Tensor) -> Tensor:
+    """(E,) in float32 to (E, 3), whose rows add up to it."""
+    rest, parts = correction.float(), []
+    for _ in range(NUM_PARTS):
+        parts.append(rest.bfloat16().float())
+        rest = rest - parts[-1]
+    return torch.stack(parts, dim=-1)
+
+
+def join(parts: Tensor) -> Tensor:
+    """(E, 3) of any type to (E,) in float32: what `split` was given, to the bit."""
+    first, second, third = parts.float().unbind(-1)
+    return first + (second + third)  # the large one last, or bits are lost
+
+
+def as_stored(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by name, corrections as checkpoints have them; every other tensor passes as it is."""
+    for name, tensor in tensors:
+        if name.endswith(PARTS):
+            yield name.removesuffix(PARTS) + BUFFER, join(tensor)
+        else:
+            yield name, tensor
