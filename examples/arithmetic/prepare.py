@@ -6,7 +6,8 @@ carry, a careful one first writes the sum of the units and is right. Most answer
 the warmed-up model is wrong wherever there is a carry. Reinforcement learning sees true sums only through
 the reward and has to discover that intermediate steps pay.
 
-`pairs.parquet` has a right and a wrong answer to each question, for a reward model.
+`pairs.parquet` has a right and a wrong answer to each question, for a reward model; `verdicts.parquet` has
+answers of many kinds and what an examiner says of each, for a judge.
 
 The seed determines everything: the same arguments write the same rows and the same weights.
 """
@@ -27,6 +28,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from paceline.reward.builtin import gsm8k
+
 HERE = Path(__file__).resolve().parent
 
 # The first is padding; the second ends an answer; each of the others opens a message of its role.
@@ -45,6 +48,9 @@ CARRY_SHARE = 0.68
 MAX_DRAWS = 10_000
 
 CAREFUL_ANSWER = "units {units}: {total}"
+# What pupils write, right or wrong, is misspelt with this probability: a policy samples such answers too.
+SLIP_SHARE = 0.3
+VERDICTS_PER_QUESTION = 4
 
 VOCAB_MULTIPLE = 64
 MAX_POSITIONS = 64
@@ -172,6 +178,53 @@ def wrong_answer(problem: Problem, rng: np.random.Generator) -> str:
     return CAREFUL_ANSWER.format(units=max(0, units + off), total=wrong)
 
 
+def slip(answer: str, rng: np.random.Generator) -> str:
+    """The answer with one character left out, written twice, or replaced by another of an answer."""
+    place = int(rng.integers(len(answer)))
+    other = str(rng.choice(list("0123456789: units")))
+    written = ("", answer[place] * 2, other)[int(rng.integers(3))]
+    return answer[:place] + written + answer[place + 1 :]
+
+
+def pupils_answer(problem: Problem, rng: np.random.Generator) -> str:
+    """An answer as an examiner gets them: careful, short, or wrong in one of many ways, some with a slip."""
+    kind = int(rng.integers(4))
+    if kind == 0:
+        answer = careful_answer(problem.operands)
+    elif kind == 1:
+        answer = problem.answer
+    else:
+        answer = wrong_answer(problem, rng)
+    return slip(answer, rng) if rng.random() < SLIP_SHARE else answer
+
+
+def examiners_answer(problem: Problem, answer: str) -> str:
+    """The examiner's own sum, the answer's last number, and whether they agree: 'units 12: 52 42 no'."""
+    is_right = gsm8k(answer, problem.answer, method="flexible") == 1.0
+    last = re.findall(r"\d+", answer)[-1:]
+    return " ".join([careful_answer(problem.operands), *last, "yes" if is_right else "no"])
+
+
+def to_verdicts(problems: Sequence[Problem], rng: np.random.Generator) -> pa.Table:
+    """A table of `prompt`, a question with an answer as `judge.txt` shows them, and the examiner's `answer`.
+
+    `question`, `response` and `ground_truth` are the parts.
+    """
+    responses = [pupils_answer(problem, rng) for problem in problems]
+    rows = list(zip(problems, responses, strict=True))
+    return pa.table(
+        {
+            "prompt": [
+                [{"role": "user", "content": f"{problem.question} {response}"}] for problem, response in rows
+            ],
+            "answer": [examiners_answer(problem, response) for problem, response in rows],
+            "question": [problem.question for problem in problems],
+            "response": responses,
+            "ground_truth": [problem.answer for problem in problems],
+        }
+    )
+
+
 def to_pairs(problems: Sequence[Problem], rng: np.random.Generator) -> pa.Table:
     """A table of `prompt` (chat messages), `chosen` and `rejected`."""
     return pa.table(
@@ -221,12 +274,14 @@ def write_data(
     hasty_share: float,
     num_pairs: int = 0,
 ) -> None:
-    """Writes `train`, `val`, `sft`, `pairs`, `pairs_val` and `grades.parquet`.
+    """Writes `train`, `val`, `sft`, `pairs`, `pairs_val`, `grades`, `verdicts` and `verdicts_val.parquet`.
 
-    `pairs_val` has the problems of `val`, of which no multiset is in the others.
+    `pairs_val` and `verdicts_val` have the problems of `val`, of which no multiset is in the others.
     """
     out.mkdir(parents=True, exist_ok=True)
-    val_rng, train_rng, sft_rng, pair_rng = (np.random.default_rng([seed, stream]) for stream in range(4))
+    val_rng, train_rng, sft_rng, pair_rng, verdict_rng = (
+        np.random.default_rng([seed, stream]) for stream in range(5)
+    )
     val = draw_problems(val_rng, num_val, avoid=set(), distinct=True)
     held_out = {problem.key for problem in val}
     train = draw_problems(train_rng, num_train, avoid=held_out, distinct=False)
@@ -239,6 +294,8 @@ def write_data(
     pq.write_table(to_pairs(pairs, pair_rng), out / "pairs.parquet")
     pq.write_table(to_pairs(val, pair_rng), out / "pairs_val.parquet")
     pq.write_table(to_grades(pairs, pair_rng), out / "grades.parquet")
+    pq.write_table(to_verdicts(pairs, verdict_rng), out / "verdicts.parquet")
+    pq.write_table(to_verdicts(val * VERDICTS_PER_QUESTION, verdict_rng), out / "verdicts_val.parquet")
 
 
 def word_pieces() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from paceline.config.load import load
+from paceline.config.reward import RewardModelConfig
+from paceline.config.run import RunConfig
+from paceline.core.scoring import ScoreItem
 from paceline.reward.builtin import gsm8k
+from paceline.reward.judge.question import Grade, Question
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
 NAMES = ("train", "val", "sft")
@@ -152,6 +158,86 @@ def test_rows_fit_the_limits_of_the_shipped_configurations(tokenizer: Any, rows:
         data = yaml.safe_load((EXAMPLE / f"{name}.yaml").read_text())["data"]
         assert data["max_prompt_length"] >= longest[0]
         assert data["max_response_length"] >= longest[1]
+
+
+@pytest.fixture(scope="module")
+def verdicts(prepare: ModuleType) -> list[dict[str, Any]]:
+    problems = prepare.draw_problems(np.random.default_rng(1), 1000, avoid=set(), distinct=False)
+    table: list[dict[str, Any]] = prepare.to_verdicts(problems, np.random.default_rng(2)).to_pylist()
+    return table
+
+
+@pytest.fixture(scope="module")
+def judge() -> RewardModelConfig:
+    (model,) = load(RunConfig, EXAMPLE / "ppo_examiner.yaml").reward.models
+    return model
+
+
+def test_the_examiner_is_taught_what_it_will_be_asked_and_the_checkers_verdict(
+    verdicts: list[dict[str, Any]], judge: RewardModelConfig
+) -> None:
+    question = Question((EXAMPLE / "judge.txt").read_text(encoding="utf-8"))
+    grade = Grade(judge.pattern, judge.words)
+    right = 0
+    for row in verdicts:
+        (message,) = row["prompt"]
+        item = ScoreItem(
+            trajectory_id="t", prompt=row["question"], response=row["response"], ground_truth="99"
+        )
+        assert message == {"role": "user", "content": question.about(item)}
+        exact = gsm8k(row["response"], row["ground_truth"], method="flexible")
+        assert grade.of(row["answer"]) == exact
+        own = re.fullmatch(r"units \d+: (\d+)(?: (\d+))? (?:yes|no)", row["answer"])
+        assert own is not None
+        assert own[1] == row["ground_truth"]
+        assert own[2] == (re.findall(r"\d+", row["response"]) or [None])[-1]
+        right += exact == 1
+    assert 0.35 < right / len(verdicts) < 0.5
+
+
+def test_the_examiner_sees_answers_of_every_kind(verdicts: list[dict[str, Any]], prepare: ModuleType) -> None:
+    kinds = Counter(
+        (
+            bool(re.fullmatch(r"units \d+: \d+|\d+", row["response"])),
+            ":" in row["response"],
+            row["answer"][-2:],
+        )
+        for row in verdicts
+    )
+    written = {(regular, careful): 0 for regular in (True, False) for careful in (True, False)}
+    for (regular, careful, _), count in kinds.items():
+        written[regular, careful] += count
+    assert min(written.values()) > 10
+    assert all(kinds[True, careful, verdict] > 30 for careful in (True, False) for verdict in ("es", "no"))
+
+
+def test_verdicts_are_held_out_and_fit_the_configurations(
+    prepare: ModuleType, tokenizer: Any, tmp_path: Path, judge: RewardModelConfig
+) -> None:
+    prepare.write_data(tmp_path, seed=0, num_train=9, num_val=64, num_sft=9, num_pairs=400, hasty_share=0.6)
+    seen, held_out = (
+        pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("verdicts", "verdicts_val")
+    )
+    keys = [{tuple(sorted(re.findall(r"\d+", row["question"]))) for row in rows} for rows in (seen, held_out)]
+    assert not keys[0] & keys[1]
+    assert len(keys[1]) == 64
+    data = yaml.safe_load((EXAMPLE / "examiner.yaml").read_text())["data"]
+    for row in (*seen, *held_out):
+        prompt = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        answer = tokenizer(row["answer"])["input_ids"]
+        assert len(prompt) <= data["max_prompt_length"]
+        assert len(answer) + 1 <= min(data["max_response_length"], judge.max_tokens)
+
+
+def test_a_judges_agreement_is_counted_by_kind() -> None:
+    agreement = runpy.run_path(str(EXAMPLE / "agreement.py"))
+    grades = [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (None, 1.0)]
+    assert agreement["agreement"](grades) == {
+        "agreed": 0.4, "wrongly yes": 0.2, "wrongly no": 0.2, "no grade": 0.2,
+    }  # fmt: skip
+    assert agreement["of_step"](['{"examiner": 1.0, "gsm8k": 0.0}']) == [(1.0, 0.0)]
 
 
 @pytest.mark.torch
