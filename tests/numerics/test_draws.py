@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
+import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.cli.launch.memory_plan import EngineMemory
+from paceline.cli.launch.model_shape import ModelShape
 from paceline.core.errors import WeightSyncError
 from paceline.rollout.engines.vllm.draw import SLICE, draw, uniforms
 from paceline.rollout.engines.vllm.log_probs import LogProbs
 from paceline.rollout.engines.vllm.places import Places
+from support.cli_configs import config
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1
@@ -51,6 +56,45 @@ def test_numbers_are_uniform_and_neighbours_have_nothing_in_common() -> None:
         same = table[: len(other), : other.shape[1]]
         correlation = torch.corrcoef(torch.stack([same.flatten(), other.flatten()]))[0, 1]
         assert abs(float(correlation)) < 0.01
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made in the context hold at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        storage = result.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self._now += storage.nbytes()
+            self.most = max(self.most, self._now)
+            weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return result
+
+    def _gone(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self._now -= num_bytes
+
+
+def test_the_memory_plan_counts_what_the_tables_hold() -> None:
+    num_sequences, length = 16, 4097
+    places = Places(2 * num_sequences, length, CPU, lambda name: False)
+    tables = places.numbers.nbytes + places.log_probs.nbytes
+    seeds = torch.arange(num_sequences)
+    with LiveBytes() as live:
+        uniforms(seeds, length)
+    data = {"train_files": ["x"], "max_prompt_length": 96, "max_response_length": length - 1 - 96}
+    run = config(rollout={"max_num_seqs": num_sequences}, data=data)
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    shape = ModelShape.of(sizes | {"vocab_size": 3000})
+    assert shape is not None
+    kernels = 12 * num_sequences * 3  # three slices of 1,024 tokens
+    assert EngineMemory.of(run, shape).sampler - kernels == pytest.approx(tables + live.most, rel=0.01)
 
 
 @pytest.mark.parametrize("vocab", [3, SLICE, 3 * SLICE + 17])

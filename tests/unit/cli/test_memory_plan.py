@@ -170,10 +170,17 @@ def test_an_engine_by_hand() -> None:
     engine = EngineMemory.of(run_of(rollout={"tensor_model_parallel_size": 2}), shape_of(SEVEN))
     assert engine.weights == 7_615_616_512
     assert engine.bytes_per_token == 2 * 28 * 2 * 128 * 2
-    # 256 sequences: a number and a log-probability per position, twice, and four tables of the vocabulary.
+    # 256 sequences: a number and a log-probability per position, twice; four integers while numbers are made;
+    # 149 slices of 1,024 tokens.
     length = run_of().max_model_len + 1
-    assert engine.sampler == 256 * (2 * length * 12 + 4 * 152064 * 4)
+    assert engine.sampler == 256 * (2 * length * 12 + 4 * length * 8 + 149 * 12)
+    assert engine.sampler < 0.025 * GIB
     assert EngineMemory.of(run_of(rollout={"sampler": "engine"}), shape_of(SEVEN)).sampler == 0
+    # What vLLM's own sampler takes when it starts is within the rest, but for many sequences.
+    assert engine.rest == 2 * GIB
+    many = EngineMemory.of(run_of(rollout={"max_num_seqs": 1024}), shape_of(SEVEN))
+    assert many.rest == GIB // 2 + 1024 * (2 + 4 * 4) * 152064
+    assert many.generation(100 * GIB)["graphs"] == many.rest
     parts = engine.generation(100 * GIB)
     assert sum(parts.values()) == 100 * GIB
     assert engine.generation(engine.budget_for(5000))["kv cache"] == 5000 * engine.bytes_per_token

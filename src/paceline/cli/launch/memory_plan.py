@@ -20,7 +20,9 @@ CONTEXT = 3 * GIB // 2
 ENGINE_ASLEEP = 2 * GIB
 """What an engine that sleeps keeps: its context and its captured graphs."""
 ENGINE_REST = 2 * GIB
-"""An engine's activations and CUDA graphs."""
+"""The least for an engine's activations and CUDA graphs."""
+SLICE = 1024
+"""Tokens of the vocabulary whose sum the draw's kernels keep."""
 OFFLOADED = GIB
 """Averages of parameters that visit the GPU at a time, where they are in host memory"""
 LOGITS = GIB
@@ -207,37 +209,43 @@ class EngineMemory:
 
     Attributes:
         sampler: the most that drawing a batch at once takes: two rows of numbers and log-probabilities per
-            sequence, and four tables of a float per sequence and token of the vocabulary, which torch's
-            kernels need and those for GPUs do not.
+            sequence, four of integers where all begin at once, and a largest logit and a sum per slice of the
+            vocabulary. The kernels keep no table of the vocabulary.
+        rest: activations and CUDA graphs. vLLM draws once for all sequences when it starts, with its own
+            sampler, and keeps that memory for activations: logits, and four tables of float32.
     """
 
     weights: int
     bytes_per_token: int
     sampler: int = 0
+    rest: int = ENGINE_REST
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape) -> EngineMemory:
         """Of a run."""
         rollout, ranks = config.rollout, config.rollout.tensor_model_parallel_size
-        rows, tables = 2 * (8 + 4) * (config.max_model_len + 1), 4 * 4 * shape.vocab
+        rows = (2 * (8 + 4) + 4 * 8) * (config.max_model_len + 1)
+        slices = (4 + 8) * -(-shape.vocab // SLICE)
         bytes_per_number = 2 if config.model.dtype == "bfloat16" else 4
         kv_width = max(1, shape.kv_width // ranks)
+        graphs = ENGINE_ASLEEP - CONTEXT
         return cls(
             weights=-(-shape.num_parameters * bytes_per_number // ranks),
             bytes_per_token=2 * shape.num_layers * kv_width * bytes_per_number,
-            sampler=0 if rollout.sampler == "engine" else rollout.max_num_seqs * (rows + tables),
+            sampler=0 if rollout.sampler == "engine" else rollout.max_num_seqs * (rows + slices),
+            rest=max(ENGINE_REST, graphs + rollout.max_num_seqs * (bytes_per_number + 4 * 4) * shape.vocab),
         )
 
     def budget_for(self, num_tokens: int) -> int:
         """The bytes with which so many tokens fit into the KV cache."""
-        return CONTEXT + ENGINE_REST + self.weights + self.sampler + num_tokens * self.bytes_per_token
+        return CONTEXT + self.rest + self.weights + self.sampler + num_tokens * self.bytes_per_token
 
     def generation(self, budget: int) -> Parts:
         """What an engine with `budget` bytes makes of them; the cache may be negative."""
         rest = {
             "context": CONTEXT,
             "weights": self.weights,
-            "graphs": ENGINE_REST,
+            "graphs": self.rest,
             "sampler": self.sampler,
         }
         return {**rest, "kv cache": budget - sum(rest.values())}
